@@ -1,0 +1,54 @@
+"""Automatic parallelism for ordinary JAX training steps.
+
+Public names are imported on first use (PEP 562), so that `import aliquot` and the command line's help stay free of JAX.
+The table below is the only list of them; `__init__.pyi` repeats it for type checkers and editors.
+"""
+
+import importlib
+
+_MODULE_OF = {
+    "capture": "_api",
+    "plan": "_api",
+    "parallelize": "_api",
+    "Cluster": "cluster",
+    "Plan": "plans",
+    "DataParallel": "planners",
+    "Zero2Parallel": "planners",
+    "Zero3Parallel": "planners",
+    "ManualParallel": "planners",
+    "ShardParallel": "planners",
+    "Auto": "planners",
+    "ILP": "planners",
+    "AliquotError": "core",
+    "CaptureError": "core",
+    "ClusterError": "core",
+    "InfeasibleError": "core",
+    "InputError": "core",
+    "MissingExtraError": "core",
+    "MissingRuleError": "core",
+    "PlanFileError": "core",
+    "PlanMismatchError": "core",
+    "register_dim_rule": "sharding",
+}
+_FOLDERS = ("cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo")
+
+__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
+
+
+def __getattr__(name):
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("aliquot")
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    elif name in _FOLDERS:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__, *_FOLDERS})

@@ -1,0 +1,33 @@
+from . import cluster as cluster
+from . import core as core
+from . import cost as cost
+from . import graph as graph
+from . import planners as planners
+from . import plans as plans
+from . import runtime as runtime
+from . import sharding as sharding
+from . import zoo as zoo
+from ._api import capture as capture
+from ._api import parallelize as parallelize
+from ._api import plan as plan
+from .cluster import Cluster as Cluster
+from .core import AliquotError as AliquotError
+from .core import CaptureError as CaptureError
+from .core import ClusterError as ClusterError
+from .core import InfeasibleError as InfeasibleError
+from .core import InputError as InputError
+from .core import MissingExtraError as MissingExtraError
+from .core import MissingRuleError as MissingRuleError
+from .core import PlanFileError as PlanFileError
+from .core import PlanMismatchError as PlanMismatchError
+from .planners import ILP as ILP
+from .planners import Auto as Auto
+from .planners import DataParallel as DataParallel
+from .planners import ManualParallel as ManualParallel
+from .planners import ShardParallel as ShardParallel
+from .planners import Zero2Parallel as Zero2Parallel
+from .planners import Zero3Parallel as Zero3Parallel
+from .plans import Plan as Plan
+from .sharding import register_dim_rule as register_dim_rule
+
+__version__: str

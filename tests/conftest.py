@@ -1,0 +1,41 @@
+"""Eight virtual CPU devices for every test, and a maker of meshes over them."""
+
+import os
+
+# All of this must stand before JAX is first imported. Workers share few cores, so each keeps its kernels on one thread.
+_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    "--xla_cpu_multi_thread_eigen": "false",
+}
+_kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in _FLAGS]
+os.environ["XLA_FLAGS"] = " ".join([*_kept, *(f"{name}={value}" for name, value in _FLAGS.items())])
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_X64"] = "0"
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    """Maker of meshes: `mesh(4, 2)` has axes `x` and `y` over eight devices, `mesh(2)` one axis over the first two."""
+    import math
+
+    import jax
+
+    def make(*shape: int, axis_names: tuple[str, ...] | None = None) -> jax.sharding.Mesh:
+        names = axis_names or tuple("xyzw"[: len(shape)])
+        kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+        return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[: math.prod(shape)])
+
+    return make
+
+
+@pytest.fixture
+def x64():
+    """Double precision for one test."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
