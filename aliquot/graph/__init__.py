@@ -1,0 +1,16 @@
+"""What is computed: a training step as plain data."""
+
+from ._calling import FlatCall as FlatCall
+from ._capture import build_graph as build_graph
+from ._capture import capture as capture
+from ._types import Block as Block
+from ._types import Call as Call
+from ._types import Graph as Graph
+from ._types import Input as Input
+from ._types import Literal as Literal
+from ._types import Op as Op
+from ._types import Operand as Operand
+from ._types import Output as Output
+from ._types import Phase as Phase
+from ._types import Role as Role
+from ._types import Value as Value

@@ -1,0 +1,233 @@
+"""Jaxpr -> values, operators and blocks: calls that mean nothing to sharding are opened, structured ones become blocks.
+
+Remat bodies share the indices of the values around them, so that rules see through them. The bodies of scan, while and
+cond get values of their own, and link operators say how these meet the outer ones:
+
+* `scan_slice(xs) -> x`: `x` is `xs` without its leading dim; `scan_stack(y) -> ys` the reverse.
+* `tie(a, b, ...) -> c`: all have one shape and must be split alike (a loop's carry, the results of a cond's branches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _jax_compat as compat
+from ._types import Block, Call, Literal, Op, Operand, Phase, Value
+
+
+@dataclass(slots=True)
+class Inliner:
+    """Collects values and operators while it walks a jaxpr. Phases are set afterwards, by `_phases`."""
+
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+    _stacks: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    _regions: int = 0
+
+    def new_value(self, aval: Any) -> int:
+        shape, dtype, itemsize = compat.shape_dtype(aval)
+        self.values.append(Value(index=len(self.values), shape=shape, dtype=dtype, itemsize=itemsize))
+        return len(self.values) - 1
+
+    def block(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int) -> Block:
+        """Walk a body whose `invars` are the given operands; returns its nested view."""
+        return self._block(jaxpr, consts, inputs, scope, trips, 0)
+
+    def _block(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int, region: int
+    ) -> Block:
+        items: list[int | Call] = []
+        outputs = self._walk(jaxpr, consts, inputs, scope, trips, region, items)
+        return Block(inputs=tuple(inputs), items=tuple(items), outputs=outputs)
+
+    def _walk(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        inputs: Sequence[Operand],
+        scope: str,
+        trips: int,
+        region: int,
+        items: list[int | Call],
+    ) -> tuple[Operand, ...]:
+        env: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self._constant(var.aval, const)
+
+        def read(atom: Any) -> Operand:
+            return self._literal(atom) if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = tuple(read(a) for a in eqn.invars)
+            inner_scope = _join(scope, self._stack(eqn))
+            called = compat.inlined_body(eqn)
+            if called is not None:
+                body, body_consts = called
+                results = self._walk(body, body_consts, operands, inner_scope, trips, region, items)
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
+            results = self._structured(eqn, operands, inner_scope, trips, region, items)
+            if results is None:
+                results = self._op(eqn, operands, inner_scope, trips, region, items)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return tuple(read(a) for a in jaxpr.outvars)
+
+    # ---- leaves -------------------------------------------------------------------------------------------------------
+
+    def _op(
+        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+    ) -> tuple[int, ...]:
+        outputs = tuple(-1 if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars)
+        items.append(len(self.ops))
+        self._append(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region)
+        return outputs
+
+    def _link(
+        self, name: str, inputs: Iterable[Operand], outputs: tuple[int, ...], scope: str, trips: int, region: int
+    ) -> None:
+        self._append(name, tuple(inputs), outputs, {}, scope, trips, None, region)
+
+    def _append(
+        self,
+        name: str,
+        inputs: tuple[Operand, ...],
+        outputs: tuple[int, ...],
+        params: Any,
+        scope: str,
+        trips: int,
+        eqn: Any,
+        region: int,
+    ) -> None:
+        self.ops.append(
+            Op(
+                index=len(self.ops),
+                name=name,
+                inputs=inputs,
+                outputs=outputs,
+                params=params,
+                phase=Phase.PROLOGUE,
+                scope=scope,
+                trips=trips,
+                eqn=eqn,
+                region=region,
+            )
+        )
+
+    def _literal(self, atom: Any) -> Literal:
+        shape, dtype, _ = compat.shape_dtype(atom.aval)
+        return Literal(value=atom.val, shape=shape, dtype=dtype)
+
+    def _constant(self, aval: Any, const: Any) -> int:
+        index = self.new_value(aval)
+        self.constants[index] = const
+        return index
+
+    def _stack(self, eqn: Any) -> str:
+        stack = eqn.source_info.name_stack
+        # Formatting a stack costs more than all else here, and neighbours share theirs.
+        known = self._stacks.get(id(stack))
+        if known is None or known[0] is not stack:
+            known = (stack, str(stack))
+            self._stacks[id(stack)] = known
+        return known[1]
+
+    # ---- structured operators -----------------------------------------------------------------------------------------
+
+    def _structured(
+        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+    ) -> tuple[Operand, ...] | None:
+        if compat.is_remat(eqn):
+            return self._remat(eqn, operands, scope, trips, items)
+        match eqn.primitive.name:
+            case "scan":
+                return self._scan(eqn, operands, scope, trips, region, items)
+            case "while":
+                return self._while(eqn, operands, scope, trips, region, items)
+            case "cond":
+                return self._cond(eqn, operands, scope, trips, region, items)
+        return None
+
+    def _remat(
+        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, items: list[int | Call]
+    ) -> tuple[Operand, ...]:
+        body, consts = compat.open_body(eqn.params["jaxpr"])
+        self._regions += 1
+        block = self._block(body, consts, operands, scope, trips, self._regions)
+        # A body may return an operand or a literal as it is; the call then has a result of its own for it.
+        inside = set(i for i in block.inputs if isinstance(i, int))
+        fresh: list[int] = []
+        for var, inner in zip(eqn.outvars, block.outputs, strict=True):
+            if compat.is_dropped(var):
+                fresh.append(-1)
+            elif isinstance(inner, Literal) or inner in inside or inner in fresh:
+                fresh.append(self.new_value(var.aval))
+                self._link("tie", (inner,), (fresh[-1],), scope, trips, self._regions)
+            else:
+                fresh.append(inner)
+        items.append(Call(kind="remat", eqn=eqn, blocks=(block,), inputs=operands, outputs=tuple(fresh)))
+        return tuple(fresh)
+
+    def _scan(
+        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+    ) -> tuple[Operand, ...]:
+        p = eqn.params
+        num_consts, num_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        body, consts = compat.open_body(p["jaxpr"])
+        inner_trips = trips * length
+        init = operands[num_consts : num_consts + num_carry]
+        carry_in = [self.new_value(v.aval) for v in body.invars[num_consts : num_consts + num_carry]]
+        slices = [self.new_value(v.aval) for v in body.invars[num_consts + num_carry :]]
+        for start, inner in zip(init, carry_in, strict=True):
+            self._link("tie", (start,), (inner,), scope, trips, region)
+        for outer, inner in zip(operands[num_consts + num_carry :], slices, strict=True):
+            self._link("scan_slice", (outer,), (inner,), scope, inner_trips, region)
+        inner_inputs = (*operands[:num_consts], *carry_in, *slices)
+        block = self._block(body, consts, inner_inputs, scope, inner_trips, region)
+        results = tuple(self.new_value(v.aval) for v in eqn.outvars)
+        for k in range(num_carry):
+            self._link("tie", (block.outputs[k], carry_in[k]), (results[k],), scope, trips, region)
+        for k in range(num_carry, len(results)):
+            self._link("scan_stack", (block.outputs[k],), (results[k],), scope, inner_trips, region)
+        items.append(Call(kind="scan", eqn=eqn, blocks=(block,), inputs=operands, outputs=results))
+        return results
+
+    def _while(
+        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+    ) -> tuple[Operand, ...]:
+        p = eqn.params
+        num_cond, num_body = p["cond_nconsts"], p["body_nconsts"]
+        cond, cond_consts = compat.open_body(p["cond_jaxpr"])
+        body, body_consts = compat.open_body(p["body_jaxpr"])
+        init = operands[num_cond + num_body :]
+        carry_in = [self.new_value(v.aval) for v in body.invars[num_body:]]
+        for start, inner in zip(init, carry_in, strict=True):
+            self._link("tie", (start,), (inner,), scope, trips, region)
+        cond_block = self._block(cond, cond_consts, (*operands[:num_cond], *carry_in), scope, trips, region)
+        body_inputs = (*operands[num_cond : num_cond + num_body], *carry_in)
+        body_block = self._block(body, body_consts, body_inputs, scope, trips, region)
+        results = tuple(self.new_value(v.aval) for v in eqn.outvars)
+        for inner, start, result in zip(body_block.outputs, carry_in, results, strict=True):
+            self._link("tie", (inner, start), (result,), scope, trips, region)
+        items.append(Call(kind="while", eqn=eqn, blocks=(cond_block, body_block), inputs=operands, outputs=results))
+        return results
+
+    def _cond(
+        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+    ) -> tuple[Operand, ...]:
+        blocks = []
+        for branch in eqn.params["branches"]:
+            body, consts = compat.open_body(branch)
+            blocks.append(self._block(body, consts, operands[1:], scope, trips, region))
+        results = tuple(self.new_value(v.aval) for v in eqn.outvars)
+        for k, result in enumerate(results):
+            self._link("tie", [b.outputs[k] for b in blocks], (result,), scope, trips, region)
+        items.append(Call(kind="cond", eqn=eqn, blocks=tuple(blocks), inputs=operands, outputs=results))
+        return results
+
+
+def _join(outer: str, inner: str) -> str:
+    """The name stack of an equation inside a call: JAX names it from the call inwards only."""
+    return f"{outer}/{inner}" if outer and inner else outer or inner

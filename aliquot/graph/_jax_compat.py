@@ -1,0 +1,106 @@
+"""Every touch of JAX that depends on its version. Nothing here is private JAX; what is fragile is named beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+# Where a call-like primitive keeps the jaxpr it calls. The key's name has changed between releases.
+_CALL_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INLINED_CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "custom_lin",
+        "xla_call",
+    }
+)
+_REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> jex.ClosedJaxpr:
+    """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes."""
+    closed: jex.ClosedJaxpr = jax.make_jaxpr(fn)(*leaves)
+    return closed
+
+
+def is_remat(eqn: Any) -> bool:
+    """Whether the equation is a rematerialised region (`jax.checkpoint`)."""
+    return eqn.primitive.name in _REMAT_NAMES
+
+
+def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The open jaxpr of a call that means nothing to sharding, with its constants; None for any other equation."""
+    if eqn.primitive.name not in _INLINED_CALLS:
+        return None
+    for key in _CALL_BODY_KEYS:
+        body = eqn.params.get(key)
+        if body is not None:
+            return open_body(body)
+    return None
+
+
+def open_body(body: Any) -> tuple[Any, Sequence[Any]]:
+    """An open jaxpr and its constants, whether `body` is open or closed."""
+    if isinstance(body, jex.ClosedJaxpr):
+        return body.jaxpr, body.consts
+    return body, ()
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is written into it."""
+    return isinstance(atom, jex.Literal)
+
+
+def is_dropped(var: Any) -> bool:
+    """Whether a result is named `_`: never used."""
+    return type(var).__name__ == "DropVar"
+
+
+def shape_dtype(aval: Any) -> tuple[tuple[int, ...], str, int]:
+    """Shape, name of the dtype and bytes per element. Tokens and other abstract values count as empty."""
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return (), type(aval).__name__, 0
+    return tuple(shape), str(aval.dtype), int(aval.dtype.itemsize)
+
+
+def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run one equation on other operands, under the context and the name it was traced with."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # Since 0.10 the parameters alone; earlier releases returned (functions, parameters).
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    context = getattr(eqn.ctx, "manager", None)
+    if context is None:
+        out = eqn.primitive.bind(*functions, *operands, **params)
+    else:
+        with context:
+            out = eqn.primitive.bind(*functions, *operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
+    """Run a remat equation again with `body` in place of its own, keeping its policy and its optimization barriers."""
+    closed = jax.make_jaxpr(body)(*operands)
+    # A remat equation takes an open jaxpr: what the new body captured becomes leading operands.
+    jaxpr = closed.jaxpr
+    if closed.consts:
+        opened = jex.Jaxpr(
+            constvars=(),
+            invars=[*jaxpr.constvars, *jaxpr.invars],
+            outvars=jaxpr.outvars,
+            eqns=jaxpr.eqns,
+            effects=jaxpr.effects,
+            debug_info=jaxpr.debug_info,
+        )
+        jaxpr = opened
+    params = {**eqn.params, "jaxpr": jaxpr}
+    return list(eqn.primitive.bind(*closed.consts, *operands, **params))

@@ -1,0 +1,37 @@
+"""Flax NNX objects as arguments: a step may change them in place, so what they hold afterwards is part of its result.
+
+Flax is looked at only when the user has imported it already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def _nnx() -> Any:
+    return sys.modules.get("flax.nnx")
+
+
+def is_module(argument: Any) -> bool:
+    """Whether the argument is an NNX object (a module, an optimizer, metrics, random streams)."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(argument, nnx.Pytree | nnx.Module) and not isinstance(argument, nnx.Variable)
+
+
+def split(objects: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The objects, by argument name, as a static definition and a tree of their arrays. Shared parts appear once."""
+    definition, state = _nnx().split(dict(objects))
+    return definition, _nnx().to_pure_dict(state)
+
+
+def merge(definition: Any, state: Any) -> dict[str, Any]:
+    """New objects from a definition and a tree of arrays."""
+    merged: dict[str, Any] = _nnx().merge(definition, state)
+    return merged
+
+
+def update(objects: Mapping[str, Any], state: Any) -> None:
+    """Write a tree of arrays back into the user's own objects."""
+    _nnx().update(dict(objects), state)

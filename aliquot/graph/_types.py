@@ -1,0 +1,180 @@
+"""The captured training step as plain data: values, operators, and the blocks that contain them.
+
+`Graph.ops` is the flat view that rules and planners read: the operators inside scan, while, cond and remat bodies are
+listed in line, and small *link* operators say how a body's values meet the outer ones. `Graph.body` is the nested view of
+the same operators that the runtime replays.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+class Role(enum.StrEnum):
+    """What an input of the step is to training."""
+
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer_state"
+    STATE = "state"
+    BATCH = "batch"
+    OTHER = "other"
+
+
+class Phase(enum.IntEnum):
+    """Which part of a training step an operator belongs to.
+
+    The prologue depends on neither forward nor backward operators (masks, position tables, key folding) but may feed them.
+    """
+
+    PROLOGUE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    UPDATE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One array of the step. `dtype` is NumPy's name of the type, or `key<...>` for random keys."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole, unsplit array."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literal:
+    """A constant scalar written into the trace."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Operand: TypeAlias = int | Literal
+"""The index of a value, or a literal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Op:
+    """One operator.
+
+    Attributes:
+        index: position in `Graph.ops`.
+        name: name of the JAX primitive, or of a link (`scan_slice`, `scan_stack`, `tie`).
+        inputs: operands in order.
+        outputs: value indices in order; -1 for a result that nothing names.
+        params: the primitive's parameters.
+        phase: see `Phase`.
+        scope: name stack of the user's code, outermost first, joined by "/".
+        trips: how often it runs in a step (product of the lengths of the scans around it).
+        eqn: JAX's equation, from which it is run again; None for links.
+        region: innermost remat region it stands in, 0 for none.
+    """
+
+    index: int
+    name: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+    phase: Phase
+    scope: str
+    trips: int
+    eqn: Any
+    region: int
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it only ties a body's values to outer ones and computes nothing."""
+        return self.eqn is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """A sequence of operators and calls with named inputs and outputs: the step itself, or a body inside it."""
+
+    inputs: tuple[Operand, ...]
+    items: tuple[int | Call, ...]
+    outputs: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """A structured operator (remat, scan, while or cond) with its bodies.
+
+    Attributes:
+        kind: "remat", "scan", "while" or "cond".
+        eqn: JAX's equation.
+        blocks: one body; condition and body for a while; one block for each branch of a cond.
+        inputs: operands in JAX's order.
+        outputs: results in JAX's order.
+    """
+
+    kind: str
+    eqn: Any
+    blocks: tuple[Block, ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """An array that the step takes.
+
+    Attributes:
+        path: where it stands in the arguments, such as `state.params.layers[3].attn.q`.
+        value: index of its value.
+        role: see `Role`.
+        output: position in `Graph.outputs` of its successor (the new parameter of a parameter), or None.
+    """
+
+    path: str
+    value: int
+    role: Role
+    output: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """An array that the step returns; `value` is its value, or a literal."""
+
+    path: str
+    value: Operand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Graph:
+    """A captured step. See the module's description for its two views.
+
+    Attributes:
+        name: name of the user's function.
+        values: all arrays, by index.
+        ops: all operators in program order, bodies in line.
+        body: the same as nested blocks.
+        inputs: arrays that the caller passes, in the order of the flat call.
+        constants: arrays that the step's closure holds, by value index.
+        outputs: arrays that it returns, in flat order.
+        calling: how arguments become `inputs` and `outputs` become the user's result.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    body: Block
+    inputs: tuple[Input, ...]
+    constants: Mapping[int, Any]
+    outputs: tuple[Output, ...]
+    calling: Any = field(repr=False)
+
+    def input_by_path(self) -> dict[str, Input]:
+        """Inputs by their path."""
+        return {i.path: i for i in self.inputs}

@@ -1,0 +1,211 @@
+"""The one declaration that each primitive makes about splitting, and the table of all of them.
+
+A rule names the *factors* of an operator: index spaces that its operands and results share. From these alone follow its
+strategies (which factor an axis may split), how a split propagates, and what must be communicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from ..core import MissingRuleError
+from ..graph import Graph, Literal, Op
+
+
+class HasShape(Protocol):
+    """What a rule may know of an operand: its shape and dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+Dims: TypeAlias = tuple[str, ...]
+"""The factors of each dim of an array, major first: `("a", "bc")` is a dim `a` and a dim merged of `b` (major) and `c`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimRule:
+    """How the dims of an operator's operands meet the dims of its results.
+
+    Attributes:
+        operands, results: for each array the factors of its dims. A lower-case letter may be split. An upper-case letter
+            must stay whole: an operand split there is gathered first, and a result is never computed split there. "1" is a
+            dim of size one. A lower-case factor of an operand that no result has is reduced, and leaves a partial result.
+            One that only results have is free (a broadcast).
+        sizes: size of each factor.
+        linear: for each operand, 0 if the result is not linear in it; else a number shared by those operands in which it
+            is *jointly* linear. `add` is (1, 1), `mul` is (1, 2), `div` is (1, 0), `exp` is ().
+        reduce: "sum", or another reduction ("max", "min", "prod", "and", "or"), whose partial results cannot be kept apart.
+        contracts: whether the operator does work over its whole factor space and chooses its own split (products,
+            convolutions, gathers, scatters); other operators follow the arrays around them.
+        flops_per_point: floating-point operations for each point of the factor space.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    linear: tuple[int, ...] = ()
+    reduce: str = "sum"
+    contracts: bool = False
+    flops_per_point: float = 0.0
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The factors that may be split, in order of first appearance."""
+        seen = dict.fromkeys(c for dims in (*self.operands, *self.results) for dim in dims for c in dim)
+        return tuple(c for c in seen if c.islower())
+
+    @property
+    def reduced(self) -> frozenset[str]:
+        """The factors that the operator sums (or otherwise reduces) away."""
+        kept = {c for dims in self.results for dim in dims for c in dim}
+        return frozenset(c for dims in self.operands for dim in dims for c in dim if c.islower() and c not in kept)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the whole operator."""
+        return self.flops_per_point * math.prod(self.sizes.values())
+
+
+def rule(
+    text: str,
+    operands: Sequence[HasShape],
+    results: Sequence[tuple[int, ...]],
+    *,
+    linear: tuple[int, ...] = (),
+    reduce: str = "sum",
+    contracts: bool = False,
+    flops_per_point: float = 0.0,
+    sizes: Mapping[str, int] | None = None,
+) -> DimRule:
+    """A `DimRule` from letters, as in einsum: `"ab,bc->ac"`. Merged dims stand in parentheses: `"abc->(ab)c"`.
+
+    Sizes are read from the shapes of operands and results; factors that stand only in merged dims need `sizes`.
+
+    >>> from types import SimpleNamespace as A
+    >>> rule("ab,bc->ac", [A(shape=(2, 3)), A(shape=(3, 5))], [(2, 5)]).reduced
+    frozenset({'b'})
+    """
+    left, right = text.replace(" ", "").split("->")
+    operand_dims = tuple(_parse(part) for part in left.split(",")) if operands else ()
+    result_dims = tuple(_parse(part) for part in right.split(","))
+    known = dict(sizes or {})
+    shapes = [*(o.shape for o in operands), *results]
+    for dims, shape in zip((*operand_dims, *result_dims), shapes, strict=True):
+        for dim, size in zip(dims, shape, strict=True):
+            if len(dim) == 1 and dim != "1":
+                known.setdefault(dim, size)
+    known.pop("1", None)
+    return DimRule(
+        operands=operand_dims,
+        results=result_dims,
+        sizes=known,
+        linear=linear,
+        reduce=reduce,
+        contracts=contracts,
+        flops_per_point=flops_per_point,
+    )
+
+
+def _parse(part: str) -> Dims:
+    dims, k = [], 0
+    while k < len(part):
+        if part[k] == "(":
+            end = part.index(")", k)
+            dims.append(part[k + 1 : end])
+            k = end + 1
+        else:
+            dims.append(part[k])
+            k += 1
+    return tuple(dims)
+
+
+# A rule function gets the operands (shape and dtype), the shapes of the results, and the primitive's parameters. It must
+# be pure, look at nothing else, and return the same rule for the same arguments.
+DimRuleFn: TypeAlias = Callable[[Sequence[HasShape], Sequence[tuple[int, ...]], Mapping[str, Any]], DimRule]
+
+_rules: dict[str, DimRuleFn] = {}
+
+
+def register_dim_rule(*primitives: Any) -> Callable[[DimRuleFn], DimRuleFn]:
+    """Declare how primitives may be split. Each is a JAX primitive or its name.
+
+    The function is called as `fn(operands, result_shapes, params)` and returns a `DimRule` (see `rule` for the short form).
+
+    Raises:
+        ValueError: a primitive has a rule already.
+    """
+
+    def register(fn: DimRuleFn) -> DimRuleFn:
+        for primitive in primitives:
+            name = primitive if isinstance(primitive, str) else primitive.name
+            if name in _rules:
+                raise ValueError(f"The primitive `{name}` has a dimension rule already; one declaration is enough.")
+            _rules[name] = fn
+        return fn
+
+    return register
+
+
+def registered_primitives() -> frozenset[str]:
+    """Names of all primitives with a rule."""
+    return frozenset(_rules)
+
+
+def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "error") -> DimRule:
+    """The rule of one operator.
+
+    Args:
+        on_missing_rule: "error", or "replicate": treat an operator without a rule as one that must stay whole.
+
+    Raises:
+        MissingRuleError: no rule is registered for the primitive.
+    """
+    operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
+    results = [graph.values[o].shape if o >= 0 else tuple(v.aval.shape) for o, v in zip(op.outputs, _outvars(op), strict=True)]
+    fn = _rules.get(op.name)
+    if fn is not None:
+        return fn(operands, results, op.params)
+    if on_missing_rule == "replicate":
+        return whole(operands, results)
+    shapes = ", ".join(str(o.shape) for o in operands)
+    raise MissingRuleError(
+        f"No dimension rule for primitive `{op.name}` (operand shapes {shapes}; in {op.scope or graph.name}). Without one the "
+        "planner cannot tell which dimensions may be split. Register one with `@aliquot.register_dim_rule"
+        f'("{op.name}")`, or pass on_missing_rule="replicate" to run it whole on every device.'
+    )
+
+
+def _outvars(op: Op) -> Sequence[Any]:
+    return op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs)
+
+
+def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> DimRule:
+    """The rule of an operator of which nothing is known: every dim stays whole."""
+    letters = iter(_WHOLE)
+    sizes: dict[str, int] = {}
+
+    def dims(shape: Sequence[int]) -> Dims:
+        out = []
+        for size in shape:
+            letter = next(letters)
+            sizes[letter] = size
+            out.append(letter)
+        return tuple(out)
+
+    return DimRule(
+        operands=tuple(dims(o.shape) for o in operands), results=tuple(dims(s) for s in results), sizes=sizes
+    )
+
+
+# Upper-case characters beyond the alphabet, for opaque operators with many operands.
+_WHOLE = [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(0x391, 0x3AA) if chr(c).isupper()] + [
+    chr(c) for c in range(0x410, 0x430)
+] + [chr(c) for c in range(0x10400, 0x10428)] + [chr(c) for c in range(0x104B0, 0x104D4)] + [
+    chr(c) for c in range(0x1E900, 0x1E922)
+]

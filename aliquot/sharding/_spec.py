@@ -1,0 +1,64 @@
+"""How one array is split over a mesh: one placement for each mesh axis.
+
+A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the same), or `PARTIAL` (each
+device holds a summand of the array). Where several axes split one dim, the axis that comes first in the mesh is the major
+one: the order is canonical, so that two ways to write one split cannot differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+REPLICATED = -1
+PARTIAL = -2
+
+Spec: TypeAlias = tuple[int, ...]
+"""One placement per mesh axis: a dim, `REPLICATED` or `PARTIAL`."""
+
+
+def dims_of(spec: Spec, axis_names: Sequence[str], rank: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that split each dim, as a `jax.sharding.PartitionSpec` lists them.
+
+    >>> dims_of((0, -1, 0), ("x", "y", "z"), 2)
+    (('x', 'z'), ())
+    """
+    return tuple(
+        tuple(name for name, placement in zip(axis_names, spec, strict=True) if placement == dim) for dim in range(rank)
+    )
+
+
+def spec_from_dims(dims: Sequence[Sequence[str]], axis_names: Sequence[str], partial: Sequence[str] = ()) -> Spec:
+    """The reverse of `dims_of`, with the axes along which the array is a partial sum."""
+    placements = []
+    for name in axis_names:
+        dim = next((d for d, axes in enumerate(dims) if name in axes), REPLICATED)
+        placements.append(PARTIAL if name in partial else dim)
+    return tuple(placements)
+
+
+def num_shards(spec: Spec, axis_sizes: Sequence[int]) -> int:
+    """Into how many different pieces the array is cut (partial sums and copies do not count)."""
+    return math.prod(size for size, placement in zip(axis_sizes, spec, strict=True) if placement >= 0)
+
+
+def divides(shape: Sequence[int], spec: Spec, axis_sizes: Sequence[int]) -> bool:
+    """Whether every dim is a multiple of the axes that split it."""
+    shards = [1] * len(shape)
+    for size, placement in zip(axis_sizes, spec, strict=True):
+        if placement >= 0:
+            shards[placement] *= size
+    return all(dim % count == 0 for dim, count in zip(shape, shards, strict=True))
+
+
+def without_partial(spec: Spec) -> Spec:
+    """The same split with partial sums summed up."""
+    return tuple(REPLICATED if placement == PARTIAL else placement for placement in spec)
+
+
+def format_spec(spec: Spec, axis_names: Sequence[str], rank: int) -> str:
+    """A spec as a reader writes it: `[x, -, yz]`, with `+y` behind it for a partial sum over y."""
+    dims = ", ".join("".join(axes) or "-" for axes in dims_of(spec, axis_names, rank))
+    partial = "".join(n for n, p in zip(axis_names, spec, strict=True) if p == PARTIAL)
+    return f"[{dims}]" + (f"+{partial}" if partial else "")
