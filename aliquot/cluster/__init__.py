@@ -1,0 +1,14 @@
+"""Floor 2: what a plan runs on. Never imports jax by itself; only `Cluster.detect` does, when called."""
+
+from ._cluster import Cluster as Cluster
+from ._cluster import Link as Link
+from ._device import DEVICES as DEVICES
+from ._device import Device as Device
+from ._file import parse_toml as parse_toml
+from ._logical import AXIS_NAMES as AXIS_NAMES
+from ._logical import AxisLink as AxisLink
+from ._logical import LogicalMesh as LogicalMesh
+from ._logical import logical_mesh_shapes as logical_mesh_shapes
+from ._target import TARGETS as TARGETS
+from ._target import Target as Target
+from ._target import target_for as target_for

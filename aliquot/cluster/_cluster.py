@@ -1,0 +1,192 @@
+"""What a plan runs on: hosts, the devices in them, and the links between.
+
+The values are here; the ways to get one lie beside it: `_presets.py` (short names), `_file.py` (TOML and the plan file)
+and `_detect.py` (the devices of this process).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import ClusterError, format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
+from ._device import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A channel: a message of `n` bytes takes `latency_s + n / bandwidth_bytes_per_s` one way.
+
+    Raises:
+        ClusterError: A latency below zero or a bandwidth that is not positive.
+
+    >>> Link(latency_s=10e-6, bandwidth_bytes_per_s=50e9).bandwidth_bytes_per_s
+    50000000000.0
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            problems.append(f"latency must not be negative, got {self.latency_s} s")
+        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
+            problems.append(f"bandwidth must be positive, got {self.bandwidth_bytes_per_s} bytes/s")
+        if problems:
+            raise ClusterError(problems, asked="link")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal hosts of equal devices. Device `i` sits in host `i // devices_per_host`.
+
+    Args:
+        name: What to call it, usually the preset it came from.
+        device: One device; all are alike.
+        num_hosts: Machines (processes, as a multi-controller program sees them).
+        devices_per_host: Devices in each.
+        intra: What one device can send to the others of its host while receiving as much.
+        inter: What one *host* can send to the others while receiving as much: its devices share it.
+        topology: How the links came about, for people.
+
+    Raises:
+        ClusterError: All values that cannot be right.
+
+    >>> cluster = Cluster.preset("4x8xA100-80GB")
+    >>> cluster.num_devices, cluster.inter.bandwidth_bytes_per_s
+    (32, 50000000000.0)
+    """
+
+    name: str
+    device: Device
+    num_hosts: int
+    devices_per_host: int
+    intra: Link
+    inter: Link
+    topology: str = ""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field} must be at least 1, got {value}"
+            for field, value in (("num_hosts", self.num_hosts), ("devices_per_host", self.devices_per_host))
+            if value < 1
+        ]
+        if problems:
+            raise ClusterError(problems, asked=f"cluster {self.name!r}")
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all hosts."""
+        return self.num_hosts * self.devices_per_host
+
+    def host_of(self, device_index: int) -> int:
+        """The host in which device `device_index` (0-based, in mesh order) sits."""
+        return device_index // self.devices_per_host
+
+    @staticmethod
+    def preset(spec: str) -> Cluster:
+        """A cluster from a short name: `"8xH100"`, `"4x8xA100-80GB"` (hosts x devices x kind), or a TPU slice.
+
+        Slices follow Google's names: `v5e-16` and `v6e-16` have 16 chips, while `v4-16` and `v5p-16` count TensorCores,
+        two to a chip, and have 8. One chip is one device.
+
+        Raises:
+            ClusterError: Not such a name, an unknown device (with the nearest known), or a size of zero.
+
+        >>> Cluster.preset("v5p-64").num_devices
+        32
+        """
+        from ._presets import preset
+
+        return preset(spec)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Cluster:
+        """A cluster from a TOML file; see `aliquot.cluster.parse_toml` for what one looks like.
+
+        Raises:
+            ClusterError: The file is missing or is no TOML, or everything that is wrong with what it says.
+        """
+        from ._file import load
+
+        return load(path)
+
+    @staticmethod
+    def detect(devices: Sequence[Any] | None = None) -> Cluster:
+        """The cluster made of `devices`, by default those of `jax.devices()`, which starts the backend.
+
+        Links come from the catalogue, not from measurement. On CPU the figures are cautious guesses from cores and
+        memory.
+
+        Raises:
+            ClusterError: A kind of device that is not in the catalogue, devices of several kinds, or hosts of several
+            sizes.
+        """
+        from ._detect import detect
+
+        return detect(devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as a plan file keeps them. `from_dict` inverts it exactly."""
+        return {
+            "name": self.name,
+            "device": {
+                "name": self.device.name,
+                "kind": self.device.kind,
+                "peak_flops_per_s": dict(self.device.peak_flops_per_s),
+                "memory_bytes": self.device.memory_bytes,
+                "memory_bandwidth_bytes_per_s": self.device.memory_bandwidth_bytes_per_s,
+                "source": self.device.source,
+            },
+            "num_hosts": self.num_hosts,
+            "devices_per_host": self.devices_per_host,
+            "intra": _link_dict(self.intra),
+            "inter": _link_dict(self.inter),
+            "topology": self.topology,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Cluster:
+        """Rebuild what `to_dict` gave.
+
+        Raises:
+            ClusterError: Everything that is missing, unknown, of the wrong type or impossible.
+        """
+        from ._file import from_dict
+
+        return from_dict(data)
+
+    def describe(self) -> str:
+        """Several lines for people: size, device with the source of its figures, links.
+
+        >>> print(Cluster.preset("8xH100").describe().splitlines()[0])
+        8xH100: 1 host x 8 devices = 8 x H100
+        """
+        hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
+        each = "1 device" if self.devices_per_host == 1 else f"{self.devices_per_host} devices"
+        peaks = ", ".join(f"{d} {format_flops_per_s(p)}" for d, p in self.device.peak_flops_per_s.items())
+        bandwidth = format_bytes_per_s(self.device.memory_bandwidth_bytes_per_s)
+        lines = [
+            f"{self.name}: {hosts} x {each} = {self.num_devices} x {self.device.name}",
+            f"  device   {format_bytes(self.device.memory_bytes)} at {bandwidth}",
+            f"  peak     {peaks}",
+            f"  source   {self.device.source}",
+            f"  in host  {_describe_link(self.intra)} per device",
+        ]
+        if self.num_hosts > 1:
+            lines.append(f"  network  {_describe_link(self.inter)} per host, shared by its devices")
+        if self.topology:
+            lines.append(f"  links    {self.topology}")
+        return "\n".join(lines)
+
+
+def _link_dict(link: Link) -> dict[str, float]:
+    return {"latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
+
+
+def _describe_link(link: Link) -> str:
+    return f"{format_bytes_per_s(link.bandwidth_bytes_per_s)} each way, {format_seconds(link.latency_s)}"

@@ -1,0 +1,133 @@
+"""The cluster this process can see, from its own devices. The only file here that needs jax, and only when called."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import ClusterError, nearest
+from ._cluster import Cluster, Link
+from ._device import DEVICES, Device
+from ._presets import wire
+
+# What backends call their devices, most specific first.
+_KINDS = (
+    (r"^cpu$", "cpu"),
+    (r"V100.*32GB", "V100-32GB"),
+    (r"V100.*16GB", "V100-16GB"),
+    (r"A100.*40GB", "A100-40GB"),
+    (r"A100.*80GB", "A100-80GB"),
+    (r"H100 80GB HBM3", "H100"),
+    (r"H200(?! NVL)", "H200"),
+    (r"\bB200", "B200"),
+    (r"A10G", "A10G"),
+    (r"\bL4\b", "L4"),
+    (r"RTX 4090(?! (D|Laptop))", "RTX-4090"),
+    (r"^TPU v4$", "v4"),
+    (r"^TPU v5 ?lite$|^TPU v5e$", "v5e"),
+    (r"^TPU v5p?$", "v5p"),
+    (r"^TPU v6 ?lite$|^TPU v6e$", "v6e"),
+)
+
+# The attribute that devices of one machine have in common. GPUs are often given one process each, and then only this
+# one tells; on every other platform a process is a host.
+_HOST_ATTRIBUTES = {"gpu": "slice_index"}
+
+# One 2.5 GHz core with 256-bit units peaks near 80 GFLOP/s and its memory near 10 GB/s; shared cloud cores reach less
+# than half.
+_CORE_FLOPS_PER_S = 30e9
+_HOST_BYTES_PER_S = 10e9
+
+
+def detect(devices: Sequence[Any] | None = None) -> Cluster:
+    """Describe `devices`; `Cluster.detect` is the public way in.
+
+    Raises:
+        ClusterError: See there.
+    """
+    if devices is None:
+        import jax
+
+        devices = jax.devices()
+    found = list(devices)
+    if not found:
+        raise ClusterError("there are no devices", asked="the devices of this process")
+    sizes = Counter(_host_key(device) for device in found)
+    kinds = Counter(str(device.device_kind) for device in found)
+    problems = []
+    if len(kinds) > 1:
+        listing = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        problems.append(f"they are of several kinds ({listing}), and a plan wants equal devices; pass one kind")
+    if len(set(sizes.values())) > 1:
+        problems.append(
+            f"their hosts have {sorted(sizes.values())} devices, and a plan wants equal hosts; pass equal shares"
+        )
+    if problems:
+        raise ClusterError(problems, asked="the devices of this process")
+    hosts, per_host = len(sizes), next(iter(sizes.values()))
+    name = _catalogue_name(str(found[0].device_kind))
+    label = f"{hosts}x{per_host}x{name}" if hosts > 1 else f"{per_host}x{name}"
+    return _MAKERS.get(name, wire)(label, name, hosts, per_host)
+
+
+def _host_key(device: Any) -> int:
+    shared = getattr(device, _HOST_ATTRIBUTES.get(device.platform, "process_index"), None)
+    return int(device.process_index if shared is None else shared)
+
+
+def _catalogue_name(kind: str) -> str:
+    for pattern, name in _KINDS:
+        if re.search(pattern, kind):
+            return name
+    raise ClusterError(
+        f"{kind!r} is not in the catalogue, so its speed is not known: {nearest(kind, DEVICES)}",
+        asked="the devices of this process",
+        advice="Describe it in a TOML file with a [device] table and pass Cluster.load(path), or name a preset.",
+    )
+
+
+def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluster:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    peak = cores * _CORE_FLOPS_PER_S / per_host
+    device = Device(
+        name=name,
+        kind=DEVICES[name].kind,
+        # Narrow floats are widened around every operation.
+        peak_flops_per_s={"float32": peak, "bfloat16": peak / 2, "float16": peak / 2, "float64": peak / 2},
+        memory_bytes=max(1, _host_memory_bytes() // per_host),
+        memory_bandwidth_bytes_per_s=_HOST_BYTES_PER_S / per_host,
+        source=f"detected: {cores} cores and this host's memory, shared by {per_host} devices; speeds assumed",
+    )
+    wiring = wire(label, name, hosts, per_host)
+    # A message is read and written once, by cores that all devices share.
+    intra = Link(latency_s=wiring.intra.latency_s, bandwidth_bytes_per_s=_HOST_BYTES_PER_S / 2 / per_host)
+    return Cluster(
+        name=label,
+        device=device,
+        num_hosts=hosts,
+        devices_per_host=per_host,
+        intra=intra,
+        inter=wiring.inter,
+        topology=wiring.topology,
+    )
+
+
+# Kinds of which the catalogue knows too little, so that this machine is asked.
+_MAKERS = {"cpu": _share_this_host}
+
+
+def _host_memory_bytes() -> int:
+    try:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return DEVICES["cpu"].memory_bytes
+    # A container may be allowed less than the machine has.
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical

@@ -1,0 +1,149 @@
+"""Clusters by short name, and the links that usually join each kind of device.
+
+A device does not determine its network, so each default is that of one named machine; another network is one TOML file
+away.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..core import ClusterError, nearest
+from ._cluster import Cluster, Link
+from ._device import DEVICES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """The default links of one kind of device, with their origin.
+
+    `inter` is None where the links between devices reach across hosts, so that a host can send as much as all its
+    devices together.
+    """
+
+    intra: Link
+    inter: Link | None
+    note: str
+
+    def inter_of(self, devices_per_host: int) -> Link:
+        """What a host of `devices_per_host` devices can send to the others."""
+        if self.inter is not None:
+            return self.inter
+        return Link(
+            latency_s=self.intra.latency_s,
+            bandwidth_bytes_per_s=self.intra.bandwidth_bytes_per_s * devices_per_host,
+        )
+
+
+# Per-hop latencies are those of NCCL's own tuning table for its ring: 1.9 us over NVLink (LL128), 5.7 us over PCIe and
+# 14 us over a network (Simple). On TPU about a microsecond per ICI hop, from "How to Scale Your Model" (Google
+# DeepMind, 2025).
+_NVLINK_S, _PCIE_S, _NETWORK_S, _ICI_S = 1.9e-6, 5.7e-6, 14e-6, 1e-6
+
+
+def _wired(intra_s: float, intra_gb_per_s: float, network_gbps: float, note: str) -> Wiring:
+    return Wiring(
+        intra=Link(latency_s=intra_s, bandwidth_bytes_per_s=intra_gb_per_s * 1e9),
+        inter=Link(latency_s=_NETWORK_S, bandwidth_bytes_per_s=network_gbps * 1e9 / 8),
+        note=note,
+    )
+
+
+def _torus(ici_gb_per_s: float, links: int) -> Wiring:
+    # Neighbours on the torus are equally near in the same host or the next.
+    return Wiring(
+        intra=Link(latency_s=_ICI_S, bandwidth_bytes_per_s=ici_gb_per_s * 1e9),
+        inter=None,
+        note=(
+            f"ICI torus in and between hosts: a ring along one torus dimension uses 2 of a chip's {links} links "
+            '(one-way rates from "How to Scale Your Model", Google DeepMind, 2025)'
+        ),
+    )
+
+
+def _chips_per_host(chips: int) -> int:
+    # Machines with up to 8 v5e or v6e chips are one host; larger slices are built of 4-chip hosts (Google Cloud TPU
+    # documentation).
+    return chips if chips <= 8 else 4
+
+
+_PCIE4 = "PCIe 4.0 x16 in the host (nominal; through host memory where peers cannot reach each other)"
+
+WIRINGS: dict[str, Wiring] = {
+    "V100-16GB": _wired(_NVLINK_S, 150, 25, "NVLink 2 hybrid cube mesh, 6 links; 25 Gbps network (AWS p3.16xlarge)"),
+    "V100-32GB": _wired(
+        _NVLINK_S, 150, 100, "NVLink 2 hybrid cube mesh, 6 links; 100 Gbps network (AWS p3dn.24xlarge)"
+    ),
+    "A100-40GB": _wired(_NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4d.24xlarge)"),
+    "A100-80GB": _wired(_NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)"),
+    "H100": _wired(_NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5.48xlarge)"),
+    "H200": _wired(_NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5en.48xlarge)"),
+    "B200": _wired(_NVLINK_S, 900, 3200, "NVLink 5 through NVSwitch; 3200 Gbps network (AWS p6-b200.48xlarge)"),
+    "A10G": _wired(_PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g5.48xlarge)"),
+    "L4": _wired(_PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g6.48xlarge)"),
+    "RTX-4090": _wired(_PCIE_S, 32, 10, _PCIE4 + "; 10 Gbps Ethernet (an assumption)"),
+    "v4": _torus(90, 6),
+    "v5e": _torus(90, 4),
+    "v5p": _torus(180, 6),
+    "v6e": _torus(180, 4),
+    "cpu": _wired(20e-6, 1, 10, "copies in shared memory; 10 Gbps Ethernet between hosts (assumptions)"),
+}
+
+_GRID_RE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][\w.-]*)", re.IGNORECASE)
+_SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
+_TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
+_FORMS = "Write hosts x devices x kind, such as '4x8xA100-80GB' or '8xH100', or a TPU slice such as 'v5e-16'."
+
+
+def preset(spec: str) -> Cluster:
+    """Parse a short name; `Cluster.preset` is the public way in.
+
+    Raises:
+        ClusterError: See there.
+    """
+    asked = f"cluster {spec!r}"
+    text = spec.strip()
+    sliced = _SLICE_RE.fullmatch(text)
+    if sliced is not None and sliced[1].lower() in _TENSOR_CORES_PER_CHIP:
+        return _slice_preset(text, sliced[1].lower(), int(sliced[2]), asked)
+    grid = _GRID_RE.fullmatch(text)
+    if grid is None:
+        raise ClusterError("this is no preset", asked=asked, advice=_FORMS)
+    by_folded = {name.casefold(): name for name in DEVICES}
+    device = by_folded.get(grid[3].casefold())
+    problems = [] if device else [f"there is no device {grid[3]!r}: {nearest(grid[3], DEVICES)}"]
+    hosts, devices = int(grid[1] or 1), int(grid[2] or 1)
+    problems += [f"{what} must be at least 1, got 0" for what, n in (("hosts", hosts), ("devices", devices)) if n < 1]
+    if problems or device is None:
+        raise ClusterError(problems, asked=asked, advice=_FORMS)
+    return wire(text, device, hosts, devices)
+
+
+def wire(name: str, device_name: str, num_hosts: int, devices_per_host: int) -> Cluster:
+    """A cluster of catalogue devices with their default links."""
+    wiring = WIRINGS[device_name]
+    return Cluster(
+        name=name,
+        device=DEVICES[device_name],
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        intra=wiring.intra,
+        inter=wiring.inter_of(devices_per_host),
+        topology=wiring.note,
+    )
+
+
+def _slice_preset(text: str, generation: str, cores: int, asked: str) -> Cluster:
+    chips, left = divmod(cores, _TENSOR_CORES_PER_CHIP[generation])
+    if chips < 1 or left:
+        found = (
+            f"{generation} slices count TensorCores, two to a chip, so the number must be even"
+            if left
+            else "it is empty"
+        )
+        raise ClusterError(found, asked=asked, advice=_FORMS)
+    per_host = _chips_per_host(chips) if generation in ("v5e", "v6e") else min(4, chips)
+    if chips % per_host:
+        raise ClusterError(f"{chips} chips do not fill hosts of {per_host}", asked=asked, advice=_FORMS)
+    return wire(text, generation, chips // per_host, per_host)

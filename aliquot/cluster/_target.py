@@ -1,0 +1,177 @@
+"""What each backend's compiler does with a plan, as one table: the only place where backends differ.
+
+A plan is made for a target, and these facts change what it costs or whether it fits. Code above asks the table; it
+never asks which backend it is on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..core import ClusterError
+from ._device import KINDS, Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The habits of one compiler and the share of each peak that its programs reach.
+
+    Args:
+        kind: The device kind it compiles for.
+        reduce_scatter: Whether a partial sum that becomes split is a reduce-scatter; otherwise an all-reduce and a
+            local slice.
+        merges_partial_sums: Whether the sum of several partial products is reduced once; otherwise each is reduced by
+            itself.
+        widened_dtypes: Types whose collectives travel as float32.
+        float32_product_dtype: What float32 products run in at default precision, if the device has a figure for it.
+        honours_remat: Whether recomputation asked for in unrolled code survives; otherwise the compiler merges it away.
+        overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
+        matmul_efficiency: Reached share of the peak in large products, 0 to 1.
+        bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
+        collective_efficiency: Reached share of link bandwidth in large collectives, 0 to 1.
+        kernel_overhead_s: Least time that any operator takes.
+        collective_overhead_s: Time to start any collective, on top of its links' latencies.
+        usable_memory_fraction: Share of device memory that a program may plan with, 0 to 1.
+        memory_advice: What to set so that the program really gets that share, or empty.
+        source: Where the figures come from.
+
+    Raises:
+        ClusterError: A share outside its range, or a negative time.
+    """
+
+    kind: str
+    reduce_scatter: bool
+    merges_partial_sums: bool
+    widened_dtypes: tuple[str, ...]
+    float32_product_dtype: str
+    honours_remat: bool
+    overlap_fraction: float
+    matmul_efficiency: float
+    bandwidth_efficiency: float
+    collective_efficiency: float
+    kernel_overhead_s: float
+    collective_overhead_s: float
+    usable_memory_fraction: float
+    memory_advice: str
+    source: str
+
+    def __post_init__(self) -> None:
+        shares = ("matmul_efficiency", "bandwidth_efficiency", "collective_efficiency", "usable_memory_fraction")
+        problems = [f"{name} must be above 0 and at most 1" for name in shares if not 0 < getattr(self, name) <= 1]
+        if not 0 <= self.overlap_fraction <= 1:
+            problems.append("overlap_fraction must be from 0 to 1")
+        for name in ("kernel_overhead_s", "collective_overhead_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                problems.append(f"{name} must not be negative")
+        if self.kind not in KINDS:
+            problems.append(f"kind {self.kind!r} is none of {', '.join(KINDS)}")
+        if problems:
+            raise ClusterError(problems, asked=f"target {self.kind!r}")
+
+    def collective_dtype(self, dtype: str) -> str:
+        """The type in which a value of `dtype` travels.
+
+        >>> TARGETS["cpu"].collective_dtype("bfloat16"), TARGETS["gpu"].collective_dtype("bfloat16")
+        ('float32', 'bfloat16')
+        """
+        return "float32" if dtype in self.widened_dtypes else dtype
+
+    def product_flops_per_s(self, device: Device, dtype: str) -> float:
+        """Reached speed of large products in `dtype` on `device`, in FLOP/s: its peak times `matmul_efficiency`.
+
+        Float32 at default precision runs in the narrower type that the device offers for it.
+        """
+        if dtype == "float32" and self.float32_product_dtype in device.peak_flops_per_s:
+            dtype = self.float32_product_dtype
+        return device.peak(dtype) * self.matmul_efficiency
+
+    def memory_bytes_per_s(self, device: Device) -> float:
+        """Reached memory bandwidth of `device`, in bytes/s."""
+        return device.memory_bandwidth_bytes_per_s * self.bandwidth_efficiency
+
+    def usable_bytes(self, device: Device) -> int:
+        """Memory of `device` that a plan may fill, in bytes."""
+        return int(device.memory_bytes * self.usable_memory_fraction)
+
+
+# Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in programs compiled by
+# XLA's CPU backend (JAX 0.10): a reduce-scatter becomes all-reduce and slice, bfloat16 and float16 are reduced in
+# float32, optimization barriers are dropped. Efficiencies: cautious, for Eigen's kernels on small shapes.
+_CPU = Target(
+    kind="cpu",
+    reduce_scatter=False,
+    merges_partial_sums=False,
+    widened_dtypes=("bfloat16", "float16"),
+    float32_product_dtype="float32",
+    honours_remat=False,
+    overlap_fraction=0.0,
+    matmul_efficiency=0.5,
+    bandwidth_efficiency=0.5,
+    collective_efficiency=0.5,
+    kernel_overhead_s=2e-6,
+    collective_overhead_s=30e-6,
+    usable_memory_fraction=0.8,
+    memory_advice="",
+    source="XLA CPU as of JAX 0.10: compiled programs; efficiencies assumed",
+)
+
+# Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to 75 % of the dense
+# peak on A100 and H100, and whole transformer layers about half (D. Narayanan et al., "Efficient large-scale language
+# model training on GPU clusters using Megatron-LM", 2021, section 5: 44 to 52 % end to end). Memory: STREAM-like
+# kernels reach 80 to 90 %. Collectives: NCCL's own tests report about 80 % of one-way NVLink bandwidth in large
+# all-reduces (A100: 235 of 300 GB/s). Overlap: half, an assumption until measured; the latency-hiding scheduler needs
+# free work next to each gradient. Launch: about 2 us within a CUDA graph, more outside. Memory: CUDA context, NCCL
+# buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
+_GPU = Target(
+    kind="gpu",
+    reduce_scatter=True,
+    merges_partial_sums=True,
+    widened_dtypes=(),
+    float32_product_dtype="tf32",
+    honours_remat=True,
+    overlap_fraction=0.5,
+    matmul_efficiency=0.6,
+    bandwidth_efficiency=0.8,
+    collective_efficiency=0.8,
+    kernel_overhead_s=3e-6,
+    collective_overhead_s=10e-6,
+    usable_memory_fraction=0.9,
+    memory_advice="set XLA_CLIENT_MEM_FRACTION=0.9: JAX preallocates 75 % of a GPU otherwise",
+    source="XLA GPU as of JAX 0.10: compiled programs; Megatron-LM (2021), NCCL tests; overlap assumed",
+)
+
+# Float32 products take one bfloat16 pass at default precision (JAX documentation of `jax.lax.Precision`). Products: 70
+# % of peak, as the best published training runs reach 55 to 65 % of it overall (MaxText results on v5e). ICI at 90 %
+# and asynchronous by default ("How to Scale Your Model", Google DeepMind, 2025). Merging of partial sums happens in the
+# partitioner that GPUs use too.
+_TPU = Target(
+    kind="tpu",
+    reduce_scatter=True,
+    merges_partial_sums=True,
+    widened_dtypes=(),
+    float32_product_dtype="bfloat16",
+    honours_remat=True,
+    overlap_fraction=0.7,
+    matmul_efficiency=0.7,
+    bandwidth_efficiency=0.85,
+    collective_efficiency=0.9,
+    kernel_overhead_s=1e-6,
+    collective_overhead_s=2e-6,
+    usable_memory_fraction=0.95,
+    memory_advice="",
+    source="JAX and Google Cloud TPU documentation, MaxText; overlap assumed",
+)
+
+TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TPU)}
+"""One target per device kind."""
+
+
+def target_for(device: Device) -> Target:
+    """The target that compiles for `device`.
+
+    >>> target_for(Device(name="a", kind="tpu", peak_flops_per_s={"float32": 1.0}, memory_bytes=1,
+    ...                   memory_bandwidth_bytes_per_s=1.0, source="")).reduce_scatter
+    True
+    """
+    return TARGETS[device.kind]

@@ -1,0 +1,147 @@
+"""The errors a user may meet: one small family, each saying what was asked, what was found and what to do next.
+
+Everything above raises these. The command line prints the message and leaves with `exit_code`; nothing else here knows
+about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+class AliquotError(Exception):
+    """Base of every error that is the caller's to act on, as opposed to a bug of ours.
+
+    `exit_code` is what a command line should leave with: 2 for bad input, 1 where the answer itself is "no".
+    """
+
+    exit_code: int = 2
+
+
+class InputError(AliquotError):
+    """An argument, file or name that cannot be used; the general case, where no narrower class fits."""
+
+
+class CaptureError(AliquotError):
+    """A training step that cannot be turned into a graph, or cannot be cut into the micro-batches asked for."""
+
+
+class MissingRuleError(AliquotError):
+    """A primitive about which no sharding rule says which of its dims may be split."""
+
+
+class PlanFileError(AliquotError):
+    """A plan file that is missing, truncated, of another version, or edited into something that is no plan."""
+
+
+class InfeasibleError(AliquotError):
+    """No plan meets the constraints: an answer, with numbers, rather than a mistake.
+
+    Args:
+        message: What was tried, what the smallest plan needs, and what would make it fit.
+        required_bytes: Memory per device of the smallest plan found, or None if none was completed.
+        available_bytes: Memory per device that a plan may use.
+        parts: Bytes per device of the smallest plan by component (`"parameters"`, `"activations"`, ...).
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        required_bytes: float | None = None,
+        available_bytes: float | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+        self.parts: dict[str, float] = dict(parts or {})
+
+
+class _ViolationsError(AliquotError):
+    # `args` holds exactly the positional argument, so that the exception survives pickling between processes.
+    _headline = "not valid"
+
+    def __init__(self, violations: Iterable[str] | str, *, asked: str = "", advice: str = "") -> None:
+        self.violations: tuple[str, ...] = (violations,) if isinstance(violations, str) else tuple(violations)
+        self.asked = asked
+        self.advice = advice
+        super().__init__(self.violations)
+
+    def __str__(self) -> str:
+        asked = self.asked or self._headline
+        tail = f"\n  {self.advice}" if self.advice else ""
+        if len(self.violations) == 1:
+            return f"{asked}: {self.violations[0]}{tail}"
+        lines = "".join(f"\n  - {violation}" for violation in self.violations)
+        return f"{asked}, {len(self.violations)} problems:{lines}{tail}"
+
+
+class PlanMismatchError(_ViolationsError):
+    """A plan that does not fit the step, the arrays or the cluster it meets. Lists every violation, not the first.
+
+    Args:
+        violations: One sentence for each, naming the path and both values.
+        asked: What was being done, the opening of the message.
+        advice: What to type next.
+
+    >>> print(PlanMismatchError(["batch.x is (8, 4), planned (16, 4)", "params.w is missing"]))
+    the plan does not fit, 2 problems:
+      - batch.x is (8, 4), planned (16, 4)
+      - params.w is missing
+    """
+
+    _headline = "the plan does not fit"
+
+
+class ClusterError(_ViolationsError):
+    """A cluster, device or link description that cannot be right. Lists every violation, not the first.
+
+    Args:
+        violations: One sentence for each, naming the key and the value found.
+        asked: Which description was being read, the opening of the message.
+        advice: What to type next.
+    """
+
+    _headline = "the cluster description is not usable"
+
+
+class MissingExtraError(AliquotError):
+    """An optional dependency is needed and absent.
+
+    Args:
+        extra: Name of the extra of this package that brings it.
+        package: The module or distribution that could not be imported.
+
+    >>> print(MissingExtraError("plot", "matplotlib"))
+    this needs matplotlib, which is not installed. Run: pip install 'aliquot[plot]'
+    """
+
+    def __init__(self, extra: str, package: str) -> None:
+        super().__init__(extra, package)
+        self.extra = extra
+        self.package = package
+
+    def __str__(self) -> str:
+        return f"this needs {self.package}, which is not installed. Run: pip install 'aliquot[{self.extra}]'"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The half-sentence to put after an unknown name: the closest known one, if any is close, and the whole list.
+
+    Names that begin with what was typed win over those that merely look like it. Case does not count.
+
+    >>> nearest("gpt-1.4b", ["gpt-125m", "gpt-1.3b"])
+    "did you mean 'gpt-1.3b'? Known: gpt-125m, gpt-1.3b."
+    """
+    names = list(known)
+    listing = f"Known: {', '.join(names)}." if names else "None is known."
+    typed = name.casefold()
+    by_folded = {candidate.casefold(): candidate for candidate in names}
+    begun = [folded for folded in by_folded if typed and folded.startswith(typed)][:3]
+    close = begun or difflib.get_close_matches(typed, by_folded, n=1, cutoff=0.5)
+    suggested = " or ".join(repr(by_folded[folded]) for folded in close)
+    return f"did you mean {suggested}? {listing}" if close else listing

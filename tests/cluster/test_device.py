@@ -1,0 +1,62 @@
+"""The catalogue is complete and the values refuse nonsense."""
+
+import pytest
+
+from aliquot.cluster import DEVICES, TARGETS, Device, target_for
+from aliquot.cluster._presets import WIRINGS
+from aliquot.core import ClusterError
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_is_complete(name):
+    device = DEVICES[name]
+    assert device.name == name and device.source and name in WIRINGS
+    assert {"float32", "bfloat16", "float16", "float64"} <= device.peak_flops_per_s.keys()
+    assert device.peak("float16") <= device.peak("bfloat16") or name.startswith("V100")
+    assert target_for(device).kind == device.kind
+    assert hash(device) == hash(device)
+
+
+def test_all_problems_at_once():
+    with pytest.raises(ClusterError) as caught:
+        Device(
+            name="",
+            kind="fpga",
+            peak_flops_per_s={"int3": 0.0},
+            memory_bytes=0,
+            memory_bandwidth_bytes_per_s=-1.0,
+            source="",
+        )
+    assert len(caught.value.violations) == 7
+
+
+def test_peaks_fall_back():
+    peaks = {"float32": 8.0, "bfloat16": 32.0}
+    device = Device(
+        name="a", kind="gpu", peak_flops_per_s=peaks, memory_bytes=1, memory_bandwidth_bytes_per_s=1.0, source=""
+    )
+    assert [device.peak(dtype) for dtype in ("bfloat16", "float16", "int32", "float64")] == [32.0, 8.0, 8.0, 4.0]
+    peaks["float32"] = 1.0
+    assert device.peak("float32") == 8.0
+
+
+def test_float32_products_run_narrower_where_the_backend_does_so():
+    speeds = {
+        name: target_for(device).product_flops_per_s(device, "float32") / target_for(device).matmul_efficiency
+        for name, device in DEVICES.items()
+    }
+    assert speeds["A100-80GB"] == 156e12  # tf32
+    assert speeds["V100-16GB"] == 15.7e12  # has none
+    assert speeds["v5e"] == 197e12  # one bfloat16 pass
+    assert speeds["cpu"] == DEVICES["cpu"].peak("float32")
+
+
+def test_targets_differ_where_compiled_programs_do():
+    cpu, gpu, tpu = TARGETS["cpu"], TARGETS["gpu"], TARGETS["tpu"]
+    assert (cpu.reduce_scatter, gpu.reduce_scatter, tpu.reduce_scatter) == (False, True, True)
+    assert (cpu.merges_partial_sums, gpu.merges_partial_sums) == (False, True)
+    assert (cpu.honours_remat, gpu.honours_remat) == (False, True)
+    assert cpu.overlap_fraction == 0.0
+    assert cpu.collective_dtype("bfloat16") == "float32" and cpu.collective_dtype("int32") == "int32"
+    assert gpu.usable_bytes(DEVICES["H100"]) < DEVICES["H100"].memory_bytes
+    assert gpu.memory_bytes_per_s(DEVICES["H100"]) < 3.35e12
