@@ -1,0 +1,46 @@
+"""Causal self-attention of a block, shared by the model families.
+
+Shape suffixes: B batch, S and T positions, H query heads, K key and value heads, G = H / K, E elements per head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+    """`(B, S, H * E) -> (B, S, H, E)`; heads come first, so a split of the merged dim is a split of the heads."""
+    return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """`(B, S, H, E) -> (B, S, H * E)`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def causal_attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array) -> jax.Array:
+    """Softmax attention in which a position sees itself and what precedes it; returns `(B, S, H, E)`.
+
+    Products run in the dtype of the operands, the softmax in float32 or wider. Where several query heads share a key
+    head, the query heads are grouped; the keys are not copied.
+    """
+    seq_len, num_heads, head_dim = q_bshe.shape[1:]
+    num_kv_heads = k_btke.shape[2]
+    q_bshe = q_bshe * jnp.asarray(head_dim**-0.5, q_bshe.dtype)
+    if num_kv_heads == num_heads:
+        weights = _causal_softmax(jnp.einsum("bshe,bthe->bhst", q_bshe, k_btke))
+        return jnp.einsum("bhst,bthe->bshe", weights, v_btke)
+    q_bskge = q_bshe.reshape(*q_bshe.shape[:2], num_kv_heads, num_heads // num_kv_heads, head_dim)
+    weights = _causal_softmax(jnp.einsum("bskge,btke->bkgst", q_bskge, k_btke))
+    out_bskge = jnp.einsum("bkgst,btke->bskge", weights, v_btke)
+    return out_bskge.reshape(q_bshe.shape)
+
+
+def _causal_softmax(scores: jax.Array) -> jax.Array:
+    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    square = scores.shape[-2:]
+    # Two iotas, not a table: a constant of the trace would be one more array to place and to move.
+    visible = jax.lax.broadcasted_iota(jnp.int32, square, 0) >= jax.lax.broadcasted_iota(jnp.int32, square, 1)
+    masked = jnp.where(visible, wide, -1e30)
+    return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)

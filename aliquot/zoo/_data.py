@@ -1,0 +1,116 @@
+"""Text as bytes: batches for a language model whose vocabulary is the 256 byte values.
+
+Without files of the user's own the text is what every machine with Python has: the standard library's sources.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import InputError
+
+BYTE_VOCABULARY = 256
+"""Number of token ids `ByteData` may give."""
+
+_STDLIB_BYTES = 8_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteData:
+    """Random windows of a text, reproducible from `seed` and the number of the step.
+
+    A batch is `{"inputs", "targets"}`, int32 of shape `(batch, seq_len)`; each target is the byte after its input. Step
+    `i` gives the same batch whether or not the steps before it were asked for, so training may resume anywhere, and
+    several processes may each take their rows of it.
+
+    Args:
+        paths: Files, or folders whose files are all read in order of name; None for the first 8 MB of the Python
+            standard library's own `.py` files.
+        seq_len: Tokens per sequence.
+        batch: Sequences per step.
+        seed: Decides the windows.
+
+    Raises:
+        InputError: a path is missing, unreadable or empty (every such path is named), or the text is shorter than one
+            sequence and the byte after it.
+    """
+
+    paths: tuple[str | Path, ...] | None = None
+    seq_len: int
+    batch: int
+    seed: int = 0
+    text: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1 or self.batch < 1 or self.seed < 0:
+            raise InputError(
+                "Training data needs seq_len and batch of at least 1 and a seed of at least 0, "
+                f"got seq_len={self.seq_len}, batch={self.batch}, seed={self.seed}."
+            )
+        text = _standard_library() if self.paths is None else _read_all(self.paths)
+        if len(text) <= self.seq_len:
+            source = "the standard library" if self.paths is None else ", ".join(map(str, self.paths))
+            raise InputError(
+                f"The text in {source} has {len(text)} bytes; a sequence of seq_len={self.seq_len} needs at least "
+                f"{self.seq_len + 1}. Give more text, or a smaller seq_len."
+            )
+        object.__setattr__(self, "text", text)
+
+    def batch_at(self, step: int) -> dict[str, NDArray[np.int32]]:
+        """The batch of that step, counted from 0."""
+        tokens = np.frombuffer(self.text, np.uint8)
+        random = np.random.default_rng((self.seed, step))
+        starts = random.integers(0, len(tokens) - self.seq_len, size=self.batch)
+        windows = tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int32)
+        return {"inputs": windows[:, :-1].copy(), "targets": windows[:, 1:].copy()}
+
+    def batches(self, start: int = 0) -> Iterator[dict[str, NDArray[np.int32]]]:
+        """Batches from step `start` on, without end."""
+        step = start
+        while True:
+            yield self.batch_at(step)
+            step += 1
+
+
+def _standard_library() -> bytes:
+    folder = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    chunks: list[bytes] = []
+    size_bytes = 0
+    for path in sorted(folder.rglob("*.py"), key=lambda p: p.relative_to(folder).as_posix()):
+        if size_bytes >= _STDLIB_BYTES:
+            break
+        if skipped.intersection(path.relative_to(folder).parts):
+            continue
+        try:
+            chunks.append(path.read_bytes())
+        except OSError:
+            continue
+        size_bytes += len(chunks[-1])
+    if not chunks:
+        raise InputError(f"No readable .py file in {folder}, where Python's own sources should be. Give files of text.")
+    return b"\n".join(chunks)[:_STDLIB_BYTES]
+
+
+def _read_all(paths: tuple[str | Path, ...]) -> bytes:
+    chunks: list[bytes] = []
+    faults: list[str] = [] if paths else ["no path was given"]
+    for path in map(Path, paths):
+        try:
+            files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+            text = b"\n".join(file.read_bytes() for file in files)
+        except OSError as error:
+            faults.append(f"{path} cannot be read ({error.strerror or error})")
+            continue
+        if not text:
+            faults.append(f"{path} is empty")
+        chunks.append(text)
+    if faults:
+        raise InputError(f"Training data: {'; '.join(faults)}. Give files, or folders of files, that hold text.")
+    return b"\n".join(chunks)

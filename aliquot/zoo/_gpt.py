@@ -1,0 +1,117 @@
+"""GPT: LayerNorm before each half of a block, biases, learned positions, GELU, output head tied to the embedding.
+
+Two modules, as in `_llama.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before and after them.
+
+Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ._attention import causal_attention, merge_heads, split_heads
+from ._config import ModelConfig
+from ._precision import Precision
+
+_NORMAL = nnx.initializers.normal(0.02)
+
+
+class Attention(nnx.Module):
+    """Self-attention with separate query, key and value projections."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        kv_size = config.num_kv_heads * config.head_dim
+        self.q = _linear(config.hidden_size, config.hidden_size, precision, rngs)
+        self.k = _linear(config.hidden_size, kv_size, precision, rngs)
+        self.v = _linear(config.hidden_size, kv_size, precision, rngs)
+        self.out = _linear(config.hidden_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q = split_heads(self.q(x), self.num_heads)
+        k = split_heads(self.k(x), self.num_kv_heads)
+        v = split_heads(self.v(x), self.num_kv_heads)
+        return self.out(merge_heads(causal_attention(q, k, v)))
+
+
+class FeedForward(nnx.Module):
+    """Two projections with a GELU (in its tanh form) between them."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.up = _linear(config.hidden_size, config.ffn_size, precision, rngs)
+        self.down = _linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Block(nnx.Module):
+    """One layer: attention, then feed-forward, each added to its normalised input's origin."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.norm1 = _norm(config, precision, rngs)
+        self.attn = Attention(config, precision, rngs=rngs)
+        self.norm2 = _norm(config, precision, rngs)
+        self.mlp = FeedForward(config, precision, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attn(self.norm1(x).astype(x.dtype))
+        return x + self.mlp(self.norm2(x).astype(x.dtype))
+
+
+class Ends(nnx.Module):
+    """Embeddings before the blocks; norm and output head after them."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.tied = config.tied_embedding
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=precision.compute,
+            param_dtype=precision.params,
+            embedding_init=_NORMAL,
+            rngs=rngs,
+        )
+        self.position = nnx.Param(_NORMAL(rngs.params(), (config.seq_len, config.hidden_size), precision.params))
+        self.norm = _norm(config, precision, rngs)
+        if not self.tied:
+            self.head = _linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """`(B, S)` token ids to `(B, S, hidden_size)`."""
+        x = self.embed(tokens)
+        return x + self.position[...].astype(x.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """`(B, S, hidden_size)` to `(B, S, vocab_size)`, in the compute dtype."""
+        x = self.norm(x).astype(x.dtype)
+        return self.embed.attend(x) if self.tied else self.head(x)
+
+
+def _linear(
+    size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0, use_bias: bool = True
+) -> nnx.Linear:
+    # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps its variance.
+    scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
+    return nnx.Linear(
+        size_in,
+        size_out,
+        use_bias=use_bias,
+        dtype=precision.compute,
+        param_dtype=precision.params,
+        kernel_init=nnx.initializers.normal(scale),
+        rngs=rngs,
+    )
+
+
+def _norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.hidden_size,
+        epsilon=config.norm_epsilon,
+        dtype=jnp.promote_types(precision.compute, jnp.float32),
+        param_dtype=precision.params,
+        use_fast_variance=False,
+        rngs=rngs,
+    )

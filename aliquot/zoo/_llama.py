@@ -1,0 +1,127 @@
+"""Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, an output head of its own.
+
+Two modules, as in `_gpt.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before and after them.
+
+Reference: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, section 2.2.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ._attention import causal_attention, merge_heads, split_heads
+from ._config import ModelConfig
+from ._precision import Precision
+
+
+class Attention(nnx.Module):
+    """Self-attention with separate query, key and value projections and rotary positions."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.num_heads, self.num_kv_heads, self.theta = config.num_heads, config.num_kv_heads, config.rope_theta
+        kv_size = config.num_kv_heads * config.head_dim
+        self.q = _linear(config.hidden_size, config.hidden_size, precision, rngs)
+        self.k = _linear(config.hidden_size, kv_size, precision, rngs)
+        self.v = _linear(config.hidden_size, kv_size, precision, rngs)
+        self.out = _linear(config.hidden_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q = _rotate(split_heads(self.q(x), self.num_heads), self.theta)
+        k = _rotate(split_heads(self.k(x), self.num_kv_heads), self.theta)
+        v = split_heads(self.v(x), self.num_kv_heads)
+        return self.out(merge_heads(causal_attention(q, k, v)))
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU: a projection gated by the SiLU of another, then projected back."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.gate = _linear(config.hidden_size, config.ffn_size, precision, rngs)
+        self.up = _linear(config.hidden_size, config.ffn_size, precision, rngs)
+        self.down = _linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One layer: attention, then feed-forward, each added to its normalised input's origin."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.norm1 = _norm(config, precision, rngs)
+        self.attn = Attention(config, precision, rngs=rngs)
+        self.norm2 = _norm(config, precision, rngs)
+        self.mlp = FeedForward(config, precision, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attn(self.norm1(x).astype(x.dtype))
+        return x + self.mlp(self.norm2(x).astype(x.dtype))
+
+
+class Ends(nnx.Module):
+    """Embedding before the blocks; norm and output head after them."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.tied = config.tied_embedding
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=precision.compute,
+            param_dtype=precision.params,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.norm = _norm(config, precision, rngs)
+        if not self.tied:
+            self.head = _linear(config.hidden_size, config.vocab_size, precision, rngs)
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """`(B, S)` token ids to `(B, S, hidden_size)`."""
+        return self.embed(tokens)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """`(B, S, hidden_size)` to `(B, S, vocab_size)`, in the compute dtype."""
+        x = self.norm(x).astype(x.dtype)
+        return self.embed.attend(x) if self.tied else self.head(x)
+
+
+def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
+    """Turn the pair `(x[i], x[i + E/2])` at position `s` by the angle `s * theta ** (-2 i / E)`, in float32 or wider.
+
+    Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.2.
+    """
+    wide = jnp.promote_types(x_bshe.dtype, jnp.float32)
+    seq_len, half = x_bshe.shape[1], x_bshe.shape[3] // 2
+    position = jax.lax.broadcasted_iota(wide, (seq_len, 1, half), 0)
+    exponent = jax.lax.broadcasted_iota(wide, (seq_len, 1, half), 2) * (-1.0 / half)
+    angle = position * jnp.exp(exponent * jnp.log(jnp.asarray(theta, wide)))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x_bshe.astype(wide), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_bshe.dtype)
+
+
+def _linear(size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0) -> nnx.Linear:
+    # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps its variance.
+    scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
+    return nnx.Linear(
+        size_in,
+        size_out,
+        use_bias=False,
+        dtype=precision.compute,
+        param_dtype=precision.params,
+        kernel_init=nnx.initializers.normal(scale),
+        rngs=rngs,
+    )
+
+
+def _norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        config.hidden_size,
+        epsilon=config.norm_epsilon,
+        dtype=jnp.promote_types(precision.compute, jnp.float32),
+        param_dtype=precision.params,
+        rngs=rngs,
+    )

@@ -1,0 +1,52 @@
+"""Which dtypes a model computes and keeps its parameters in, by the name a user gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..core import InputError, nearest
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Names of the dtype of activations and matrix products (`compute`), and of parameters and optimizer state."""
+
+    compute: str
+    params: str
+
+
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision(compute="float32", params="float32"),
+    "bf16": Precision(compute="bfloat16", params="float32"),
+    "float16": Precision(compute="float16", params="float32"),
+    "float64": Precision(compute="float64", params="float64"),
+}
+
+
+def precision(name: str) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        InputError: no such name, or float64 while JAX is set to 32 bits and would silently narrow it.
+    """
+    import jax
+
+    if name not in PRECISIONS:
+        raise InputError(f"There is no dtype {name!r} for a model: {nearest(name, PRECISIONS)}")
+    if name == "float64" and jax.dtypes.canonicalize_dtype("float64") != "float64":
+        raise InputError(
+            "dtype='float64' was asked for, but JAX narrows every 64-bit number to 32 bits as it is set now. "
+            "Set JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) first."
+        )
+    return PRECISIONS[name]
+
+
+def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array that is not there."""
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]

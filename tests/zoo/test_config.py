@@ -1,0 +1,86 @@
+"""Names, sizes and overrides of models."""
+
+import pytest
+
+from aliquot.core import InputError
+from aliquot.zoo import MODELS, ModelConfig, build, configure
+
+PUBLISHED = {
+    "gpt-10m": 10e6,
+    "gpt-125m": 125e6,
+    "gpt-350m": 350e6,
+    "gpt-760m": 760e6,
+    "gpt-1.3b": 1.3e9,
+    "gpt-2.6b": 2.6e9,
+    "gpt-6.7b": 6.7e9,
+    "gpt-13b": 13e9,
+    "gpt-15b": 15e9,
+    "gpt-39b": 39e9,
+    "gpt-76b": 76e9,
+    "gpt-175b": 175e9,
+    "llama-7b": 6.738e9,
+    "llama-13b": 13.016e9,
+    "llama-70b": 68.98e9,
+}
+
+
+def test_every_model_has_a_published_size():
+    assert set(PUBLISHED) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count(name):
+    tolerance = {"gpt-10m": 0.1, "gpt-15b": 0.03}.get(name, 0.025 if name.startswith("gpt") else 0.001)
+    assert build(name, 1).num_parameters == pytest.approx(PUBLISHED[name], rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt-2.6b", "llama-70b"])
+def test_flops_are_about_six_per_parameter_and_token(name):
+    workload = build(name, 4)
+    config = workload.config
+    attention = 12 * config.num_layers * config.seq_len * config.hidden_size
+    assert config.flops_per_token - attention == pytest.approx(6 * workload.num_parameters, rel=0.01)
+    assert workload.flops_per_step == 4 * config.seq_len * config.flops_per_token
+
+
+def test_overrides_are_parsed_and_followed():
+    config = configure("llama-70b", hidden_size="1024", num_heads="16", norm_epsilon="1e-3", tied_embedding="yes")
+    assert (config.hidden_size, config.num_heads, config.norm_epsilon) == (1024, 16, 1e-3)
+    assert config.tied_embedding is True
+    assert (config.ffn_size, config.num_kv_heads) == (3584, 2)
+    assert configure("gpt-125m", hidden_size=96, ffn_size=100).ffn_size == 100
+
+
+def test_unknown_model_gives_the_nearest_name():
+    with pytest.raises(InputError, match=r"no model 'gpt-1\.4b': did you mean 'gpt-1\.3b'"):
+        configure("gpt-1.4b")
+
+
+def test_all_bad_overrides_are_listed():
+    with pytest.raises(InputError) as error:
+        configure("gpt-125m", num_layer=4, hidden_size="wide", seq_len=2.5, tied_embedding="maybe", family="llama")
+    for part in (
+        "'num_layer': did you mean 'num_layers'",
+        "hidden_size='wide' is not a whole number",
+        "seq_len=2.5 is not a whole number",
+        "tied_embedding='maybe' is not true or false",
+        "no field 'family'",
+    ):
+        assert part in str(error.value)
+
+
+def test_all_impossible_sizes_are_listed():
+    with pytest.raises(InputError) as error:
+        configure("gpt-125m", hidden_size=100, num_heads=12, num_kv_heads=5)
+    assert "hidden_size=100 is not a multiple of num_heads=12" in str(error.value)
+    assert "num_heads=12 is not a multiple of num_kv_heads=5" in str(error.value)
+    with pytest.raises(InputError, match=r"num_layers=0 must be at least 1.*norm_epsilon=-1.0 must be positive"):
+        configure("llama-7b", num_layers=0, norm_epsilon=-1)
+    with pytest.raises(InputError, match="odd"):
+        configure("llama-7b", hidden_size=96)
+
+
+def test_config_is_checked_however_it_is_made():
+    fields = {f: getattr(MODELS["gpt-10m"], f) for f in ModelConfig.__slots__}
+    with pytest.raises(InputError, match="family='rnn' is not one of gpt, llama"):
+        ModelConfig(**(fields | {"family": "rnn"}))

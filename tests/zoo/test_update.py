@@ -1,0 +1,70 @@
+"""The update, layer by layer, is the optimizer's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from aliquot.zoo._update import OPTIMIZERS, Update
+
+
+def params_like(seed, scan):
+    def draw(key, *shape):
+        return jax.random.normal(key, shape)
+
+    keys = jax.random.split(jax.random.key(seed), 4)
+    layers = [{"w": draw(key, 3, 2), "b": {"x": draw(key, 2)}} for key in keys[:3]]
+    if scan:
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return {"embed": draw(keys[3], 4, 3), "layers": layers}
+
+
+def assert_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("dynamic_scale", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_by_layers_equals_update_at_once(name, dynamic_scale, scan):
+    optimizer = OPTIMIZERS[name](0.1)
+    update = Update(optimizer, dynamic_scale=dynamic_scale)
+    params = params_like(0, scan)
+    state = {"params": params, **update.init(params)}
+    opt_state = optimizer.init(params)
+    for step in range(1, 4):
+        grads = params_like(step, scan)
+        scaled = jax.tree.map(lambda g: g * 2.0**15, grads) if dynamic_scale else grads
+        state = update(state, scaled)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        assert_equal(state["params"], params)
+        assert_equal(state["opt_state"], opt_state)
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_gradient_that_is_not_finite_anywhere_changes_nothing(bad):
+    update = Update(OPTIMIZERS["adamw"](0.1), dynamic_scale=True)
+    params = params_like(0, scan=False)
+    state = {"params": params, **update.init(params)}
+    grads = params_like(1, scan=False)
+    grads["layers"][1]["b"]["x"] = grads["layers"][1]["b"]["x"].at[0].set(bad)
+    new = update(state, grads)
+    assert_equal(new["params"], params)
+    assert_equal(new["opt_state"], state["opt_state"])
+    assert float(new["loss_scale"]["scale"]) == 2.0**14
+
+
+def test_scale_doubles_after_enough_finite_steps():
+    update = Update(OPTIMIZERS["sgd"](0.1), dynamic_scale=True)
+    params = params_like(0, scan=True)
+    state = {"params": params, **update.init(params)}
+    state["loss_scale"]["good_steps"] = jnp.int32(1998)
+    grads = params_like(1, scan=True)
+    once = update(state, grads)["loss_scale"]
+    assert (float(once["scale"]), int(once["good_steps"])) == (2.0**15, 1999)
+    twice = update(state | {"loss_scale": once}, grads)["loss_scale"]
+    assert (float(twice["scale"]), int(twice["good_steps"])) == (2.0**16, 0)
+    assert float(update.scale(state | {"loss_scale": twice}, jnp.float32(2.0))) == 2.0**17
