@@ -3,6 +3,10 @@
 from ._calling import FlatCall as FlatCall
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
+from ._segments import Folding as Folding
+from ._segments import Run as Run
+from ._segments import fold as fold
+from ._segments import wildcard as wildcard
 from ._types import Block as Block
 from ._types import Call as Call
 from ._types import Graph as Graph

@@ -1,6 +1,25 @@
 """What may be split, how a split propagates, and what it costs to change it."""
 
 from . import rules as rules
+from ._build_nodes import build_nodes as build_nodes
+from ._nodes import Choice as Choice
+from ._nodes import Edge as Edge
+from ._nodes import Factor as Factor
+from ._nodes import Node as Node
+from ._nodes import NodeCollective as NodeCollective
+from ._nodes import NodeGraph as NodeGraph
+from ._nodes import Port as Port
+from ._nodes import Projection as Projection
+from ._nodes import Resident as Resident
+from ._nodes import Site as Site
+from ._nodes import Work as Work
+from ._nodes import project as project
+from ._pins import Pin as Pin
+from ._pins import Pins as Pins
+from ._pins import make_pins as make_pins
+from ._reshard import Move as Move
+from ._reshard import reshard as reshard
+from ._reshard import result_fraction as result_fraction
 from ._rule import DimRule as DimRule
 from ._rule import dim_rule as dim_rule
 from ._rule import register_dim_rule as register_dim_rule

@@ -130,12 +130,16 @@ def _parse(part: str) -> Dims:
 DimRuleFn: TypeAlias = Callable[[Sequence[HasShape], Sequence[tuple[int, ...]], Mapping[str, Any]], DimRule]
 
 _rules: dict[str, DimRuleFn] = {}
+_replaceable: set[str] = set()
 
 
-def register_dim_rule(*primitives: Any) -> Callable[[DimRuleFn], DimRuleFn]:
+def register_dim_rule(*primitives: Any, replaceable: bool = False) -> Callable[[DimRuleFn], DimRuleFn]:
     """Declare how primitives may be split. Each is a JAX primitive or its name.
 
     The function is called as `fn(operands, result_shapes, params)` and returns a `DimRule` (see `rule` for the short form).
+
+    Args:
+        replaceable: whether a later rule may take its place, as for the kernels of which only their author knows more.
 
     Raises:
         ValueError: a primitive has a rule already.
@@ -144,9 +148,10 @@ def register_dim_rule(*primitives: Any) -> Callable[[DimRuleFn], DimRuleFn]:
     def register(fn: DimRuleFn) -> DimRuleFn:
         for primitive in primitives:
             name = primitive if isinstance(primitive, str) else primitive.name
-            if name in _rules:
+            if name in _rules and name not in _replaceable:
                 raise ValueError(f"The primitive `{name}` has a dimension rule already; one declaration is enough.")
             _rules[name] = fn
+            (_replaceable.add if replaceable else _replaceable.discard)(name)
         return fn
 
     return register

@@ -1,0 +1,47 @@
+"""All choices of a node on a mesh, as arrays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..sharding import REPLICATED, Choice, Node, Projection, Spec
+
+
+def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Every way to give each mesh axis one factor of a node or none, shape `(choices, axes)`.
+
+    A factor may take several axes if their product divides its size. The first choice splits nothing.
+    """
+    fitting = [
+        [-1, *(f for f, factor in enumerate(node.factors) if factor.size % size == 0 and factor.size >= size)]
+        for size in axis_sizes
+    ]
+    found = [c for c in itertools.product(*fitting) if _divides(node, c, axis_sizes)]
+    return np.array(found, np.int64).reshape(len(found), len(axis_sizes))
+
+
+def _divides(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
+    return all(
+        node.factors[f].size % math.prod(size for g, size in zip(choice, axis_sizes, strict=True) if g == f) == 0
+        for f in set(choice)
+        if f >= 0
+    )
+
+
+def shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+    """For each choice, into how many pieces it cuts something that the factors in `split_by` divide."""
+    divides = np.array([*split_by, False])
+    sizes = np.array(axis_sizes, np.float64)
+    return np.asarray(np.prod(np.where(divides[choices], sizes, 1.0), axis=1), np.float64)
+
+
+def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[list[Spec], NDArray[np.int64]]:
+    """The different splits that choices give an array, and which one each choice gives."""
+    table = np.array([*projection, REPLICATED], np.int64)
+    rows, index = np.unique(table[choices], axis=0, return_inverse=True)
+    return [tuple(int(p) for p in row) for row in rows], np.asarray(index, np.int64).reshape(-1)

@@ -1,0 +1,47 @@
+"""How long a collective takes on some axes of a mesh: latency plus volume.
+
+Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
+sections 3 and 4 (ring and recursive-doubling costs); P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full
+bandwidth broadcast, reduction and scan", 2009 (an all-reduce with logarithmic latency at ring bandwidth, as in NCCL).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..cluster import LogicalMesh, Target
+
+_WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
+
+
+def widening(dtype: str, target: Target) -> float:
+    """By how much a backend inflates the bytes of a collective on this dtype."""
+    return _WIDE_ITEMSIZE.get(dtype, 1.0) if target.widened_dtypes else 1.0
+
+
+def collective_line(kind: str, axes: Sequence[int], mesh: LogicalMesh, target: Target) -> tuple[float, float]:
+    """`(latency_s, seconds_per_byte)` of a collective; the bytes are those that enter it on each device.
+
+    With n devices, bandwidth w and latency a per step: all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/w +
+    (n-1) a; reduce-scatter (n-1)/n B/w + (n-1) a; all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a.
+    """
+    link = mesh.link(tuple(mesh.axis_names[a] for a in axes))
+    n = link.size
+    if n == 1:
+        return 0.0, 0.0
+    bandwidth = link.bandwidth_bytes_per_s * target.collective_efficiency
+    fixed = target.collective_overhead_s
+    match kind:
+        case "all-reduce":
+            return fixed + 2 * math.ceil(math.log2(n)) * link.latency_s, 2 * (n - 1) / n / bandwidth
+        case "all-gather":
+            return fixed + (n - 1) * link.latency_s, (n - 1) / bandwidth
+        case "reduce-scatter":
+            return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth
+        case "all-to-all":
+            across = link.all_to_all_bandwidth_bytes_per_s * target.collective_efficiency
+            return fixed + (n - 1) * link.latency_s, (n - 1) / n / across
+        case "collective-permute":
+            return fixed + link.latency_s, 1 / bandwidth
+    raise AssertionError(f"unknown collective {kind}")

@@ -1,0 +1,73 @@
+"""The judge's sum: what a choice for every node costs in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._priced import Ints, Priced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one training step on every device. The parts add up to `total_s`.
+
+    Attributes:
+        compute_s: arithmetic and memory traffic.
+        communication_s: collectives that stand in the way.
+        gradient_s: collectives on gradients; `hidden_s` of them run behind the backward pass.
+    """
+
+    compute_s: float
+    communication_s: float
+    gradient_s: float
+    hidden_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.communication_s + self.gradient_s - self.hidden_s
+
+
+def evaluate(priced: Priced, picks: Ints) -> StepTime:
+    """Add up a choice for every node. Equal conversions of one array are paid once.
+
+    Gradient collectives hide behind the backward pass up to the share that the target's compiler overlaps, and never for
+    longer than the pass takes.
+    """
+    compute = communication = gradient = backward = 0.0
+    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
+        compute += float(node.compute_s[pick])
+        backward += float(node.backward_s[pick])
+        communication += float(node.communication_s[pick])
+        gradient += float(node.gradient_s[pick])
+    for (edge_index, _, _), seconds in conversions(priced, picks).items():
+        if priced.graph.edges[edge_index].gradient:
+            gradient += seconds
+        else:
+            communication += seconds
+    hidden = hidden_seconds(gradient, backward, priced.target.overlap_fraction)
+    return StepTime(compute_s=compute, communication_s=communication, gradient_s=gradient, hidden_s=hidden)
+
+
+def hidden_seconds(gradient_s: float, backward_s: float, overlap_fraction: float) -> float:
+    """Seconds of gradient communication that run behind the backward pass."""
+    return min(overlap_fraction * gradient_s, backward_s)
+
+
+def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float]:
+    """Every distinct conversion that choices cause: `(edge, source split, target split) -> seconds`.
+
+    Of the edges that share a conversion, the first stands for all.
+    """
+    seen: set[tuple[object, ...]] = set()
+    found: dict[tuple[int, int, int], float] = {}
+    for edge, table in zip(priced.graph.edges, priced.edges, strict=True):
+        s = int(table.source_index[picks[edge.source]])
+        t = int(table.target_index[picks[edge.target]])
+        if table.sources[s] == table.targets[t]:
+            continue
+        identity = (edge.share, table.sources[s], table.targets[t])
+        if identity not in seen:
+            seen.add(identity)
+            found[edge.index, s, t] = float(table.seconds[s, t])
+    return found

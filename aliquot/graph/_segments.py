@@ -1,0 +1,267 @@
+"""Find what repeats: operators of equal layers become one class, so that all later work is done once for each class.
+
+Three steps:
+
+1. Each operator gets a key: what it is, not where it stands. A product with a parameter also carries the parameter's path
+   with its numbers wildcarded, so that equal-shaped projections of one layer stay apart.
+2. Forward and backward operators: runs of equal periods in the sequence of keys (layers) are found by comparing the
+   sequence with itself shifted, longest cover first.
+3. Update and prologue operators, which optimizers list operator by operator over all leaves: hashed by key and the classes
+   of their inputs, then once more in reverse by the classes of their users.
+
+Classes form a quotient graph. An operand of a class may come from several classes (the embedding for the first layer, the
+previous layer for the others); nothing that joins one copy to the next is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._types import Graph, Literal, Phase, Role
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """`count` copies of `period` operators each, from position `start` of `Graph.ops`."""
+
+    start: int
+    period: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Folding:
+    """Classes of equal operators and values.
+
+    Attributes:
+        op_class: class of each operator.
+        members: operators of each class, in program order.
+        value_class: class of each value; inputs and constants have classes too.
+        value_members: values of each class.
+        runs: the repeats found in the forward and backward passes.
+    """
+
+    op_class: Ints
+    members: tuple[tuple[int, ...], ...]
+    value_class: Ints
+    value_members: tuple[tuple[int, ...], ...]
+    runs: tuple[Run, ...]
+
+
+def fold(graph: Graph, *, repeats: bool = True) -> Folding:
+    """Classes of a graph; with `repeats=False` every operator and value is a class of its own."""
+    if not repeats:
+        ops, values = range(len(graph.ops)), range(len(graph.values))
+        return Folding(
+            op_class=np.arange(len(ops), dtype=np.int64),
+            members=tuple((i,) for i in ops),
+            value_class=np.arange(len(values), dtype=np.int64),
+            value_members=tuple((i,) for i in values),
+            runs=(),
+        )
+    origin = _origins(graph)
+    keys = _keys(graph, origin)
+    runs = _find_runs(graph, keys)
+    classes = _classes(graph, keys, origin, runs)
+    value_class = _value_classes(graph, classes, origin)
+    return Folding(
+        op_class=classes,
+        members=_members(classes),
+        value_class=value_class,
+        value_members=_members(value_class),
+        runs=tuple(runs),
+    )
+
+
+def wildcard(path: str) -> str:
+    """A path with its numbers replaced: `params.layers[*].q` for every layer."""
+    return re.sub(r"\d+", "*", path)
+
+
+class _Interner:
+    """Numbers for hashable things, in order of first appearance."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+
+    def __call__(self, thing: Any) -> int:
+        return self._known.setdefault(thing, len(self._known))
+
+
+def _origins(graph: Graph) -> list[str | None]:
+    """For each value that comes from one input alone: the wildcarded path of that input."""
+    origin: list[str | None] = [None] * len(graph.values)
+    for item in graph.inputs:
+        if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE):
+            origin[item.value] = wildcard(item.path)
+    for op in graph.ops:
+        sources = [i for i in op.inputs if isinstance(i, int)]
+        if len(sources) == 1 and origin[sources[0]] is not None and op.phase is not Phase.UPDATE:
+            for out in op.outputs:
+                if out >= 0:
+                    origin[out] = origin[sources[0]]
+    return origin
+
+
+def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
+    """A number for each operator; equal numbers do equal work on equal kinds of operands."""
+    intern = _Interner()
+    param_key = _ParamKeys()
+    kinds = [intern((v.shape, v.dtype, o)) for v, o in zip(graph.values, origin, strict=True)]
+
+    def operand(item: int | Literal) -> Any:
+        return kinds[item] if isinstance(item, int) else (str(item.value), item.shape, item.dtype)
+
+    keys = np.empty(len(graph.ops), np.int64)
+    for op in graph.ops:
+        inputs = tuple([operand(i) for i in op.inputs])
+        outputs = tuple([kinds[o] if o >= 0 else -1 for o in op.outputs])
+        keys[op.index] = intern((op.name, op.phase, param_key(op.params), op.trips, op.region > 0, inputs, outputs))
+    return keys
+
+
+class _ParamKeys:
+    """Hashable keys for the parameters of primitives. Bodies are compared by their text, once for each object."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, params: Any) -> Any:
+        known = self._by_id.get(id(params))
+        if known is None:
+            known = (params, tuple([(k, self._one(v)) for k, v in sorted(params.items())]))
+            self._by_id[id(params)] = known
+        return known[1]
+
+    def _one(self, value: Any) -> Any:
+        if value is None or isinstance(value, int | float | str | bool):
+            return value
+        if isinstance(value, tuple):
+            return tuple([self._one(v) for v in value])
+        known = self._by_id.get(id(value))
+        if known is None:
+            known = (value, str(value))
+            self._by_id[id(value)] = known
+        return known[1]
+
+
+def _find_runs(graph: Graph, keys: Ints) -> list[Run]:
+    """Repeats among the forward and backward operators, longest cover first, without overlap."""
+    in_update = np.array([op.phase is Phase.UPDATE for op in graph.ops])
+    heavy = np.array([op.name in ("dot_general", "conv_general_dilated") for op in graph.ops])
+    # Operators of the update never match their shifted selves.
+    sequence = np.where(in_update, -1 - np.arange(len(keys)), keys)
+    runs: list[Run] = []
+    pending = [(0, len(keys))]
+    while pending:
+        low, high = pending.pop()
+        run = _best_run(sequence, heavy, low, high)
+        if run is None:
+            continue
+        runs.append(run)
+        pending += [(low, run.start), (run.start + run.period * run.count, high)]
+    return sorted(runs, key=lambda r: r.start)
+
+
+def _best_run(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> Run | None:
+    """The run that covers most of `keys[low:high]`, every copy with at least one product; None if nothing repeats."""
+    best: tuple[int, int, Run] | None = None
+    for period in _candidate_periods(keys, heavy, low, high):
+        same = keys[low : high - period] == keys[low + period : high]
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            count = 1 + (end - start) // period
+            if count < 2 or not heavy[low + start : low + start + period].any():
+                continue
+            cover = count * period
+            if best is None or (cover, -period) > best[:2]:
+                best = (int(cover), -period, Run(start=int(low + start), period=int(period), count=int(count)))
+    return best[2] if best else None
+
+
+def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> list[int]:
+    """Distances between neighbouring products with equal keys, most frequent first."""
+    where = low + np.flatnonzero(heavy[low:high])
+    if len(where) < 2:
+        return []
+    order = np.argsort(keys[where], kind="stable")
+    sorted_keys, sorted_where = keys[where][order], where[order]
+    equal = sorted_keys[1:] == sorted_keys[:-1]
+    distances, counts = np.unique((sorted_where[1:] - sorted_where[:-1])[equal], return_counts=True)
+    return [int(d) for d in distances[np.argsort(-counts, kind="stable")][:64]]
+
+
+def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Sequence[Run]) -> Ints:
+    """The class of each operator."""
+    in_run = np.full(len(keys), -1, np.int64)
+    for number, run in enumerate(runs):
+        offsets = np.arange(run.period * run.count) % run.period
+        in_run[run.start : run.start + len(offsets)] = offsets + (number << 32)
+    intern = _Interner()
+    of_value: list[Any] = [("input", o) for o in origin]
+    classes = np.empty(len(keys), np.int64)
+    for op in graph.ops:
+        k = op.index
+        if in_run[k] >= 0:
+            classes[k] = intern(("run", int(in_run[k])))
+        elif op.phase in (Phase.UPDATE, Phase.PROLOGUE):
+            scalar = all(o < 0 or not graph.values[o].shape for o in op.outputs)
+            sources = () if scalar else tuple([of_value[i] for i in op.inputs if isinstance(i, int)])
+            classes[k] = intern(("hash", int(keys[k]), sources))
+        else:
+            classes[k] = intern(("single", k))
+        for position, out in enumerate(op.outputs):
+            if out >= 0:
+                of_value[out] = (int(classes[k]), position)
+    return _refined_by_users(graph, classes)
+
+
+def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
+    """Split classes of update operators whose users differ: moments of unlike parameters look alike until they meet them."""
+    users: list[set[Any]] = [set() for _ in graph.values]
+    refined = classes.copy()
+    intern = _Interner()
+    for op in reversed(graph.ops):
+        mine: Any = int(classes[op.index])
+        scalar = all(o < 0 or not graph.values[o].shape for o in op.outputs)
+        if op.phase is Phase.UPDATE and not scalar:
+            mine = (mine, tuple([frozenset(users[o]) if o >= 0 else None for o in op.outputs]))
+        refined[op.index] = intern(mine)
+        for position, source in enumerate(op.inputs):
+            if isinstance(source, int) and graph.values[source].shape:
+                users[source].add((int(refined[op.index]), position))
+    return refined
+
+
+def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) -> Ints:
+    """Values by the class and place of their producer; inputs by kind and by the classes that read them."""
+    intern = _Interner()
+    result = np.full(len(graph.values), -1, np.int64)
+    for op in graph.ops:
+        for position, out in enumerate(op.outputs):
+            if out >= 0:
+                result[out] = intern((int(classes[op.index]), position))
+    readers: dict[int, set[Any]] = {v: set() for v in range(len(graph.values)) if result[v] < 0}
+    for op in graph.ops:
+        for position, source in enumerate(op.inputs):
+            if isinstance(source, int) and source in readers:
+                readers[source].add((int(classes[op.index]), position))
+    kind: Callable[[int], Any] = lambda v: (graph.values[v].shape, graph.values[v].dtype, origin[v])  # noqa: E731
+    for v, read in readers.items():
+        result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
+    return result
+
+
+def _members(classes: Ints) -> tuple[tuple[int, ...], ...]:
+    """Which things belong to each class, classes numbered 0, 1, ..."""
+    order = np.argsort(classes, kind="stable")
+    bounds = np.flatnonzero(np.diff(classes[order])) + 1
+    return tuple(tuple(int(i) for i in part) for part in np.split(order, bounds)) if len(order) else ()

@@ -1,0 +1,179 @@
+"""Graph -> NodeGraph: one pass over the classes of a folded, cut graph."""
+
+from __future__ import annotations
+
+import math
+
+from ..graph import Graph, Phase, Role, fold
+from ._cuts import cut
+from ._edges import EdgeBuilder
+from ._naming import Naming
+from ._node_work import group_collectives, group_work, product_collectives, product_work
+from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site
+from ._residents import residents
+
+
+def build_nodes(
+    graph: Graph, *, repeats: bool = True, regions_apart: bool = True, on_missing_rule: str = "error"
+) -> NodeGraph:
+    """Everything there is to decide about a step, for any mesh.
+
+    Args:
+        repeats: fold equal layers into one decision.
+        regions_apart: whether a conversion inside a remat region is another one than outside (the compiler honours the
+            region's barriers).
+        on_missing_rule: see `dim_rule`.
+
+    Raises:
+        MissingRuleError: a primitive has no rule.
+    """
+    cuts = cut(graph, fold(graph, repeats=repeats), on_missing_rule)
+    naming = Naming(cuts=cuts)
+    edges = EdgeBuilder(naming=naming, regions_apart=regions_apart)
+    for op_class in naming.order:
+        edges.add_operator(op_class)
+    edges.add_crossings()
+    edges.add_aliases()
+    nodes = tuple(_node(naming, index) for index in range(len(naming.kinds)))
+    return NodeGraph(
+        nodes=nodes,
+        edges=tuple(edges.edges),
+        residents=tuple(residents(naming)),
+        sites=tuple(_sites(naming)),
+        input_ports=tuple(naming.value_port(i.value) for i in graph.inputs),
+        output_ports=tuple(naming.operand_port(o.value) for o in graph.outputs),
+        num_ops=len(graph.ops),
+        batch_factors=_batch_factors(naming, edges, nodes),
+        op_class=tuple(cuts.folding.op_class.tolist()),
+        loop_ports=_loop_ports(naming),
+        folded=any(len(m) > 1 for m in cuts.folding.members),
+        unsplit=(),
+    )
+
+
+def _node(naming: Naming, index: int) -> Node:
+    kind, which = naming.kinds[index]
+    if kind == "product":
+        rule = naming.cuts.rules[which]
+        return Node(
+            index=index,
+            label=naming.label(which),
+            kind=kind,
+            factors=tuple(Factor(size=rule.sizes[f], label=f) for f in rule.factors),
+            copies=len(naming.cuts.folding.members[which]),
+            work=product_work(naming, which),
+            collectives=product_collectives(naming, which),
+        )
+    slots = naming.group_slots[which]
+    return Node(
+        index=index,
+        label=_group_label(naming, slots),
+        kind=kind,
+        factors=_group_factors(naming, index, slots),
+        copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
+        work=group_work(naming, index, slots),
+        collectives=group_collectives(naming, index),
+    )
+
+
+def _group_factors(naming: Naming, index: int, slots: list[int]) -> tuple[Factor, ...]:
+    """Factors of a group: the gcd of all dims in a class, and one of these dims as its label."""
+    store = naming.cuts.slots
+    sizes = [0] * len(naming.group_classes[index])
+    labels = [""] * len(sizes)
+    for slot in slots:
+        for dim in range(store.ranks[slot]):
+            element = store.element(slot, dim)
+            factor = naming.factor_of.get(store.dim_class(element))
+            if factor is not None:
+                sizes[factor] = math.gcd(sizes[factor], store.sizes[element])
+                labels[factor] = labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
+    return tuple(Factor(size=s, label=t) for s, t in zip(sizes, labels, strict=True))
+
+
+def _group_label(naming: Naming, slots: list[int]) -> str:
+    """The input that a group holds, or its first array."""
+    values = [naming.slot_value[s] for s in slots]
+    named = [v for v in values if naming.cuts.producer[v] is None]
+    return naming.label_of_value((named or values)[0])
+
+
+def _sites(naming: Naming) -> list[Site]:
+    """Products, with both splits of their results; and group operators that read something through another slot."""
+    cuts = naming.cuts
+    sites = []
+    for op_class in naming.order:
+        op, rule = cuts.first[op_class], cuts.rules[op_class]
+        if op.is_link:
+            continue
+        if rule.contracts:
+            operands = tuple(
+                naming.product_port(op_class, rule.operands[k]) if isinstance(i, int) else None
+                for k, i in enumerate(op.inputs)
+            )
+            results = []
+            for position, out in enumerate(op.outputs):
+                own = naming.product_port(op_class, rule.results[position], result=True)
+                landed = naming.landed_ports(int(cuts.folding.value_class[out])) if out >= 0 else []
+                results.append((own, *landed[:1]))
+            sites.append(Site(op_class=op_class, operands=operands, results=tuple(results)))
+            continue
+        ports: list[Port | None] = [None] * len(op.inputs)
+        for position, value_class, _ in cuts.operands(op_class):
+            slot = cuts.operand_slot(op_class, value_class)
+            if slot is not None and slot != cuts.home(value_class) and not cuts.by_product(value_class):
+                ports[position] = naming.slot_port(slot)
+        if any(p is not None for p in ports):
+            sites.append(Site(op_class=op_class, operands=tuple(ports), results=((),) * len(op.outputs)))
+    return sites
+
+
+def _loop_ports(naming: Naming) -> dict[int, Port]:
+    """Ports of what loops carry and slice: the results of links."""
+    found = {}
+    for op in naming.cuts.graph.ops:
+        if op.is_link and op.outputs[0] >= 0:
+            port = naming.value_port(op.outputs[0])
+            if port.node >= 0:
+                found[op.outputs[0]] = port
+    return found
+
+
+def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:
+    """For each node the factors reached from the batch inputs' leading dim (or the next, where that one cannot be split)."""
+    reached: list[set[int]] = [set() for _ in nodes]
+    pending: list[tuple[int, int]] = []
+
+    def reach(node: int, factor: int) -> None:
+        if factor not in reached[node]:
+            reached[node].add(factor)
+            pending.append((node, factor))
+
+    def factor_at(projection: Projection, dim: int) -> int:
+        return projection.index(dim) if dim in projection else -1
+
+    graph = naming.cuts.graph
+    for item in graph.inputs:
+        if item.role is not Role.BATCH:
+            continue
+        port = naming.value_port(item.value)
+        for dim in range(min(2, len(graph.values[item.value].shape)) if port.node >= 0 else 0):
+            factor = factor_at(port.projection, dim)
+            if factor >= 0:
+                reach(port.node, factor)
+                break
+    outgoing: dict[int, list[tuple[int, Projection, Projection]]] = {}
+    for e in edges.edges:
+        if e.phase is not Phase.UPDATE and not e.gradient:
+            outgoing.setdefault(e.source, []).append((e.target, e.source_projection, e.target_projection))
+            outgoing.setdefault(e.target, []).append((e.source, e.target_projection, e.source_projection))
+    parameter_nodes = {naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER}
+    while pending:
+        node, factor = pending.pop()
+        for target, mine, theirs in outgoing.get(node, []):
+            if mine[factor] >= 0 and target not in parameter_nodes:
+                other = factor_at(theirs, mine[factor])
+                if other >= 0:
+                    reach(target, other)
+    return tuple(frozenset(r) for r in reached)
+

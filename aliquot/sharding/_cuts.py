@@ -1,0 +1,208 @@
+"""Where the graph is cut into nodes: which slot an operand reads, and which dims are tied by each operator.
+
+Cut, so that an array may change its split there: around products; where something made of parameters alone meets
+activations; and where values of the backward pass enter the update. Arrays made of constants alone are not split by
+anyone: they are recomputed in whatever split their users want.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..graph import Folding, Graph, Op, Phase, Role
+from ._rule import DimRule, dim_rule
+from ._slots import Slots
+
+# Operators of one operand that only rearrange: behind a weight's gradient they belong to what follows it.
+_REARRANGING = frozenset({"transpose", "reshape", "convert_element_type", "squeeze", "scan_stack", "tie", "copy"})
+_LINKS_WHOLE = frozenset({"scan_slice", "scan_stack"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Cuts:
+    """The quotient graph, cut: for each operator class its rule and the slots of its operands and results."""
+
+    graph: Graph
+    folding: Folding
+    rules: list[DimRule]
+    first: list[Op]
+    sources: list[list[Counter[int]]]
+    producer: list[tuple[int, int] | None]
+    const_only: list[bool]
+    param_only: list[bool]
+    fresh: list[bool]
+    slots: Slots = field(default_factory=Slots)
+
+    def shape(self, value_class: int) -> tuple[int, ...]:
+        """Shape of the values of a class."""
+        return self.graph.values[self.folding.value_members[value_class][0]].shape
+
+    def by_product(self, value_class: int) -> bool:
+        """Whether a product makes it."""
+        made = self.producer[value_class]
+        return made is not None and self.rules[made[0]].contracts
+
+    def home(self, value_class: int) -> int | None:
+        """The slot in which a value arises; None for products, constants and scalars."""
+        if self.const_only[value_class] or self.by_product(value_class) or not self.shape(value_class):
+            return None
+        return self.slots.get(value_class, self.shape(value_class))
+
+    def operand_slot(self, op_class: int, value_class: int) -> int | None:
+        """The slot through which a group operator reads a value."""
+        if self.const_only[value_class] or not self.shape(value_class):
+            return None
+        zone = self.zone(op_class)
+        if self.by_product(value_class):
+            return self.slots.get(("landed", value_class, zone), self.shape(value_class))
+        if self.param_only[value_class] and not self.makes_param_only(op_class):
+            return self.slots.get(("parameter", value_class, zone), self.shape(value_class))
+        if zone == "update" and self.crosses(value_class):
+            return self.slots.get(("gradient", value_class), self.shape(value_class))
+        return self.home(value_class)
+
+    def zone(self, op_class: int) -> str:
+        """Update operators, and those that only rearrange a gradient on its way there, read through slots of their own."""
+        op = self.first[op_class]
+        if op.phase is Phase.UPDATE:
+            return "update"
+        fresh = any(o >= 0 and self.fresh[int(self.folding.value_class[o])] for o in op.outputs)
+        return "update" if fresh else "main"
+
+    def crosses(self, value_class: int) -> bool:
+        """Whether a value is made before the update by something other than a product on its way there."""
+        made = self.producer[value_class]
+        if made is None or self.fresh[value_class]:
+            return False
+        return self.first[made[0]].phase in (Phase.FORWARD, Phase.BACKWARD)
+
+    def makes_param_only(self, op_class: int) -> bool:
+        """Whether an operator computes on parameters alone."""
+        return any(o >= 0 and self.param_only[int(self.folding.value_class[o])] for o in self.first[op_class].outputs)
+
+    def operands(self, op_class: int) -> Iterator[tuple[int, int, int]]:
+        """`(position, value class, how many copies read it)` of an operator class; literals are left out."""
+        for position, counter in enumerate(self.sources[op_class]):
+            for value_class, count in counter.items():
+                yield position, value_class, count
+
+
+def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
+    """Cut a folded graph. Raises `MissingRuleError` for an operator without a rule."""
+    first = [graph.ops[members[0]] for members in folding.members]
+    rules = [dim_rule(op, graph, on_missing_rule=on_missing_rule) for op in first]
+    const_only, param_only = _origins(graph)
+    by_value = folding.value_members
+    producer: list[tuple[int, int] | None] = [None] * len(by_value)
+    sources: list[list[Counter[int]]] = [[Counter() for _ in op.inputs] for op in first]
+    classes = folding.value_class.tolist()
+    for op_class, op in enumerate(first):
+        for position, out in enumerate(op.outputs):
+            if out >= 0:
+                producer[classes[out]] = (op_class, position)
+    for op in graph.ops:
+        counters = sources[int(folding.op_class[op.index])]
+        for position, operand in enumerate(op.inputs):
+            if isinstance(operand, int):
+                counters[position][classes[operand]] += 1
+    cuts = Cuts(
+        graph=graph,
+        folding=folding,
+        rules=rules,
+        first=first,
+        sources=sources,
+        producer=producer,
+        const_only=[const_only[members[0]] for members in by_value],
+        param_only=[param_only[members[0]] for members in by_value],
+        fresh=[False] * len(by_value),
+    )
+    order = sorted(range(len(first)), key=lambda c: first[c].index)
+    _mark_fresh(cuts, order)
+    for op_class in order:
+        _tie(cuts, op_class)
+    for item in graph.inputs:
+        cuts.home(classes[item.value])
+    return cuts
+
+
+def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
+    """For each value: whether constants alone made it; whether parameters (and constants) alone did, without growing."""
+    const = [False] * len(graph.values)
+    param = [False] * len(graph.values)
+    for index in graph.constants:
+        const[index] = True
+    for item in graph.inputs:
+        param[item.value] = item.role is Role.PARAMETER
+    for op in graph.ops:
+        inputs = [i for i in op.inputs if isinstance(i, int)]
+        # A loop's carry starts as a constant, perhaps, but does not stay one.
+        is_const = all(const[i] for i in inputs) and op.name != "tie"
+        largest = max((graph.values[i].num_bytes for i in inputs if param[i]), default=0)
+        is_param = (
+            not is_const
+            and op.phase is not Phase.UPDATE
+            and all(const[i] or param[i] for i in inputs)
+            and op.name not in ("dot_general", "conv_general_dilated", "gather", "tie")
+        )
+        for out in op.outputs:
+            if out >= 0:
+                const[out] = is_const
+                param[out] = is_param and graph.values[out].num_bytes <= largest
+    return const, param
+
+
+def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
+    """Mark gradients that a product made and that were only rearranged since, on their way to the update alone."""
+    value_class = cuts.folding.value_class
+    only_update = [True] * len(cuts.fresh)
+    rearranges = [cuts.first[c].name in _REARRANGING for c in range(len(cuts.first))]
+    for op_class in reversed(order):
+        op = cuts.first[op_class]
+        passes = op.phase is Phase.UPDATE or (
+            rearranges[op_class] and all(only_update[int(value_class[o])] for o in op.outputs if o >= 0)
+        )
+        if not passes:
+            for _, read, _ in cuts.operands(op_class):
+                only_update[read] = False
+    for op_class in order:
+        op = cuts.first[op_class]
+        made = [int(value_class[o]) for o in op.outputs if o >= 0]
+        if op.phase is not Phase.BACKWARD or not rearranges[op_class] or not all(only_update[v] for v in made):
+            continue
+        read_classes = [v for _, v, _ in cuts.operands(op_class)]
+        if read_classes and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes):
+            for v in made:
+                cuts.fresh[v] = True
+
+
+def _tie(cuts: Cuts, op_class: int) -> None:
+    """Unite the dims that one group operator ties, and put its arrays into one group."""
+    rule, op = cuts.rules[op_class], cuts.first[op_class]
+    if rule.contracts:
+        return
+    slots = cuts.slots
+    elements: dict[str, list[int]] = {}
+    touched: list[int] = []
+
+    def visit(slot: int | None, dims: tuple[str, ...]) -> None:
+        if slot is None:
+            return
+        touched.append(slot)
+        for dim, factors in enumerate(dims):
+            element = slots.element(slot, dim)
+            if factors[0].islower():
+                elements.setdefault(factors[0], []).append(element)
+            elif factors != "1" and op.name in _LINKS_WHOLE:
+                slots.block(element)
+
+    for position, value_class, _ in cuts.operands(op_class):
+        visit(cuts.operand_slot(op_class, value_class), rule.operands[position])
+    for position, out in enumerate(op.outputs):
+        if out >= 0:
+            visit(cuts.home(int(cuts.folding.value_class[out])), rule.results[position])
+    for members in elements.values():
+        for other in members[1:]:
+            slots.unite(members[0], other)
+    slots.join(touched)

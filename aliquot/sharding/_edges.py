@@ -1,0 +1,183 @@
+"""Edges of the node graph: every place where an array may change its split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Phase
+from ._nodes import Edge, Port
+
+if TYPE_CHECKING:
+    from ._naming import Naming
+
+
+@dataclass(slots=True, kw_only=True)
+class EdgeBuilder:
+    """Collects edges; conversions of one array for several users get one share number."""
+
+    naming: Naming
+    regions_apart: bool
+    edges: list[Edge] = field(default_factory=list)
+    _shares: dict[Hashable, int] = field(default_factory=dict)
+    _known: dict[Hashable, int] = field(default_factory=dict)
+
+    def add_operator(self, op_class: int) -> None:
+        """Edges into the operands of a product."""
+        cuts = self.naming.cuts
+        rule, op = cuts.rules[op_class], cuts.first[op_class]
+        if not rule.contracts:
+            return
+        for position, value_class, count in cuts.operands(op_class):
+            port = self.naming.class_port(value_class)
+            target = self.naming.product_port(op_class, rule.operands[position])
+            readers = self._readers(op_class, position, value_class)
+            self._add(
+                value_class,
+                port,
+                target,
+                count=count * op.trips,
+                phase=op.phase,
+                region=op.region,
+                gradient=False,
+                kind="operand",
+                starts=readers,
+                ends=readers,
+            )
+
+    def add_crossings(self) -> None:
+        """Edges into slots other than an array's own: behind products, parameters among activations, gradients."""
+        cuts = self.naming.cuts
+        for key, slot in cuts.slots.by_key.items():
+            if isinstance(key, int):
+                continue
+            kind, value_class = key[0], key[1]  # type: ignore[index]
+            update = kind == "gradient" or (len(key) > 2 and key[2] == "update")  # type: ignore[arg-type, index]
+            made = cuts.producer[value_class]
+            births = self._births(value_class)
+            trips = cuts.first[made[0]].trips if made is not None else 1
+            phase = cuts.first[made[0]].phase if made is not None else Phase.FORWARD
+            if kind == "parameter":
+                phase = Phase.UPDATE if update else Phase.FORWARD
+            self._add(
+                value_class,
+                self.naming.class_port(value_class),
+                self.naming.slot_port(slot),
+                count=len(cuts.folding.value_members[value_class]) * trips,
+                phase=phase,
+                region=cuts.first[made[0]].region if made is not None else 0,
+                gradient=update and kind != "parameter",
+                kind="result" if kind == "landed" else kind,
+                starts=births,
+                ends=births,
+            )
+
+    def add_aliases(self) -> None:
+        """Edges from what the update makes to the input that it replaces: both are one buffer."""
+        cuts = self.naming.cuts
+        graph = cuts.graph
+        pairs: dict[tuple[int, int], list[int]] = {}
+        for item in graph.inputs:
+            if item.output is None:
+                continue
+            made = graph.outputs[item.output].value
+            if isinstance(made, int) and made != item.value:
+                pair = int(cuts.folding.value_class[made]), int(cuts.folding.value_class[item.value])
+                pairs.setdefault(pair, []).append(made)
+        for (made_class, input_class), values in pairs.items():
+            ends = np.full(len(values), len(graph.ops) - 1, np.int64)
+            self._add(
+                made_class,
+                self.naming.class_port(made_class),
+                self.naming.class_port(input_class),
+                count=len(values),
+                phase=Phase.UPDATE,
+                region=0,
+                gradient=False,
+                kind="alias",
+                starts=ends,
+                ends=ends,
+            )
+
+    def _add(
+        self,
+        value_class: int,
+        source: Port,
+        target: Port,
+        *,
+        count: float,
+        phase: Phase,
+        region: int,
+        gradient: bool,
+        kind: str,
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> None:
+        if source.node < 0 or target.node < 0:
+            return
+        if source.node == target.node and source.projection == target.projection:
+            return
+        value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
+        apart = region > 0 and self.regions_apart
+        share = self._shares.setdefault((value_class, apart, float(count), gradient, phase is Phase.UPDATE), len(self._shares))
+        identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")
+        if identity in self._known:
+            self._widen(self._known[identity], starts, ends)
+            return
+        self._known[identity] = len(self.edges)
+        self.edges.append(
+            Edge(
+                index=len(self.edges),
+                source=source.node,
+                source_projection=source.projection,
+                target=target.node,
+                target_projection=target.projection,
+                num_bytes=value.num_bytes,
+                rank=len(value.shape),
+                dtype=value.dtype,
+                count=float(count),
+                share=share,
+                phase=phase,
+                gradient=gradient,
+                label=self.naming.label_of_value(value_class),
+                kind=kind,
+                starts=starts,
+                ends=ends,
+            )
+        )
+
+    def _widen(self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """One conversion serves two equal uses: its array lives from the first to the last."""
+        edge = self.edges[index]
+        if len(edge.starts) == len(starts):
+            self.edges[index] = dataclasses.replace(
+                edge, starts=np.minimum(edge.starts, starts), ends=np.maximum(edge.ends, ends)
+            )
+
+    def _births(self, value_class: int) -> NDArray[np.int64]:
+        cuts = self.naming.cuts
+        made = cuts.producer[value_class]
+        if made is None:
+            return np.zeros(len(cuts.folding.value_members[value_class]), np.int64)
+        return np.array(cuts.folding.members[made[0]], np.int64)
+
+    def _readers(self, op_class: int, position: int, value_class: int) -> NDArray[np.int64]:
+        cuts = self.naming.cuts
+        members = np.array(cuts.folding.members[op_class], np.int64)
+        if len(cuts.sources[op_class][position]) == 1:
+            return members
+        ops, classes = cuts.graph.ops, cuts.folding.value_class
+        return np.array(
+            [
+                m
+                for m in members.tolist()
+                if isinstance(read := ops[m].inputs[position], int) and classes[read] == value_class
+            ],
+            np.int64,
+        )
+

@@ -1,0 +1,158 @@
+"""Numbers for nodes and factors, and how each array stands to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..graph import Phase
+from ._cuts import Cuts
+from ._materialised import Storage, find_storage
+from ._nodes import Port
+from ._spec import PARTIAL, REPLICATED
+
+
+@dataclass(slots=True, kw_only=True)
+class Naming:
+    """Numbers for nodes and factors, and the ports of arrays. Nodes are numbered in program order."""
+
+    cuts: Cuts
+    order: list[int] = field(default_factory=list)
+    kinds: list[tuple[str, int]] = field(default_factory=list)
+    of_product: dict[int, int] = field(default_factory=dict)
+    of_group: dict[int, int] = field(default_factory=dict)
+    group_slots: dict[int, list[int]] = field(default_factory=dict)
+    group_classes: dict[int, list[int]] = field(default_factory=dict)
+    factor_of: dict[int, int] = field(default_factory=dict)
+    slot_value: dict[int, int] = field(default_factory=dict)
+    group_ops: dict[int, list[int]] = field(default_factory=dict)
+    op_group: dict[int, int] = field(default_factory=dict)
+    read_phases: dict[int, set[Phase]] = field(default_factory=dict)
+    value_read_phases: list[set[Phase]] = field(default_factory=list)
+    storage: Storage = field(init=False)
+
+    def __post_init__(self) -> None:
+        cuts = self.cuts
+        self.storage = find_storage(cuts)
+        self.order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
+        for key, slot in cuts.slots.by_key.items():
+            self.slot_value[slot] = key if isinstance(key, int) else key[1]  # type: ignore[index]
+            self.group_slots.setdefault(cuts.slots.group(slot), []).append(slot)
+        for group, slots in self.group_slots.items():
+            self._name_group(group, slots)
+        for op_class in self.order:
+            if cuts.rules[op_class].contracts:
+                self.of_product[op_class] = len(self.kinds)
+                self.kinds.append(("product", op_class))
+        self.value_read_phases = [set() for _ in cuts.producer]
+        for op_class in self.order:
+            self._place(op_class)
+
+    def _place(self, op_class: int) -> None:
+        """Find the group of an operator, and note in which phase it reads what."""
+        cuts = self.cuts
+        op = cuts.first[op_class]
+        touched = []
+        for _, value_class, _ in cuts.operands(op_class):
+            self.value_read_phases[value_class].add(op.phase)
+            if cuts.rules[op_class].contracts:
+                continue
+            slot = cuts.operand_slot(op_class, value_class)
+            if slot is not None:
+                touched.append(slot)
+                self.read_phases.setdefault(slot, set()).add(op.phase)
+        if cuts.rules[op_class].contracts:
+            return
+        homes = [cuts.home(int(cuts.folding.value_class[o])) for o in op.outputs if o >= 0]
+        touched += [slot for slot in homes if slot is not None]
+        if touched:
+            node = self.of_group[cuts.slots.group(touched[0])]
+            self.op_group[op_class] = node
+            self.group_ops.setdefault(node, []).append(op_class)
+
+    def _name_group(self, group: int, slots: list[int]) -> None:
+        store = self.cuts.slots
+        index = self.of_group[group] = len(self.kinds)
+        self.kinds.append(("group", group))
+        classes: dict[int, int] = {}
+        for slot in slots:
+            for dim in range(store.ranks[slot]):
+                root = store.dim_class(store.element(slot, dim))
+                if root not in store.blocked and store.sizes[store.element(slot, dim)] > 1:
+                    classes.setdefault(root, len(classes))
+        self.factor_of.update(classes)
+        self.group_classes[index] = list(classes)
+
+    def slot_port(self, slot: int | None) -> Port:
+        """How an array in a slot stands to its group's factors."""
+        if slot is None:
+            return Port(node=-1, projection=())
+        store = self.cuts.slots
+        node = self.of_group[store.group(slot)]
+        projection = [REPLICATED] * len(self.group_classes[node])
+        for dim in range(store.ranks[slot]):
+            factor = self.factor_of.get(store.dim_class(store.element(slot, dim)))
+            if factor is not None:
+                projection[factor] = dim
+        return Port(node=node, projection=tuple(projection))
+
+    def product_port(self, op_class: int, dims: tuple[str, ...], *, result: bool = False) -> Port:
+        """How an operand or result of a product stands to its factors."""
+        rule = self.cuts.rules[op_class]
+        projection = []
+        for factor in rule.factors:
+            dim = next((d for d, factors in enumerate(dims) if factors[0] == factor), REPLICATED)
+            if result and factor in rule.reduced:
+                dim = PARTIAL if rule.reduce == "sum" else REPLICATED
+            projection.append(dim)
+        return Port(node=self.of_product[op_class], projection=tuple(projection))
+
+    def class_port(self, value_class: int) -> Port:
+        """The split in which a value arises: its slot, or the product that makes it."""
+        made = self.cuts.producer[value_class]
+        if made is not None and self.cuts.by_product(value_class) and not self.cuts.const_only[value_class]:
+            return self.product_port(made[0], self.cuts.rules[made[0]].results[made[1]], result=True)
+        return self.slot_port(self.cuts.home(value_class))
+
+    def value_port(self, value: int) -> Port:
+        """As `class_port`, for one value."""
+        return self.class_port(int(self.cuts.folding.value_class[value]))
+
+    def operand_port(self, operand: object) -> Port:
+        """As `value_port`; nothing for a literal."""
+        return self.value_port(operand) if isinstance(operand, int) else Port(node=-1, projection=())
+
+    def landed_ports(self, value_class: int) -> list[Port]:
+        """The slots in which a product's result is used."""
+        by_key = self.cuts.slots.by_key
+        keys = [("landed", value_class, "main"), ("landed", value_class, "update")]
+        return [self.slot_port(by_key[k]) for k in keys if k in by_key]
+
+    def passes_through(self, op_class: int, letter: str, factor: int) -> bool:
+        """Whether results of a group operator carry a letter in a dim of the given factor."""
+        cuts = self.cuts
+        rule, op = cuts.rules[op_class], cuts.first[op_class]
+        for dims, out in zip(rule.results, op.outputs, strict=True):
+            if out < 0:
+                continue
+            projection = self.slot_port(cuts.home(int(cuts.folding.value_class[out]))).projection
+            carried = any(letters[0] == letter and projection[factor] == dim for dim, letters in enumerate(dims))
+            if projection and not carried:
+                return False
+        return True
+
+    def enters_update(self, value: int) -> bool:
+        """Whether the update reads a value."""
+        return Phase.UPDATE in self.value_read_phases[int(self.cuts.folding.value_class[value])]
+
+    def label_of_value(self, value_class: int) -> str:
+        """A name for a value class: an input's path, or its producer."""
+        made = self.cuts.producer[value_class]
+        if made is not None:
+            return self.label(made[0])
+        member = self.cuts.folding.value_members[value_class][0]
+        return next((i.path for i in self.cuts.graph.inputs if i.value == member), f"constant:{member}")
+
+    def label(self, op_class: int) -> str:
+        """A name for an operator class: what it is and the scope it stands in."""
+        op = self.cuts.first[op_class]
+        return f"{op.name}:{op.index}"

@@ -1,0 +1,190 @@
+"""What each node computes, moves and communicates by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from ..graph import Literal, Phase
+from ._nodes import NodeCollective, Projection, SplitBy, Work
+
+if TYPE_CHECKING:
+    from ._naming import Naming
+
+
+def _divided(projection: Projection) -> SplitBy:
+    """The factors that divide an array: those that stand for one of its dims."""
+    return tuple(dim >= 0 for dim in projection)
+
+
+def product_work(naming: Naming, op_class: int) -> tuple[Work, ...]:
+    """Arithmetic of a product and the arrays it reads and writes."""
+    cuts = naming.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    times = len(cuts.folding.members[op_class]) * op.trips
+    arrays: list[tuple[float, SplitBy]] = []
+    dtype = ""
+    for position, operand in enumerate(op.inputs):
+        if isinstance(operand, Literal):
+            continue
+        value = cuts.graph.values[operand]
+        dtype = dtype or value.dtype
+        port = naming.product_port(op_class, rule.operands[position])
+        # A gather or scatter touches as much of its operand as it moves, not the whole table.
+        touched = value.num_bytes if rule.flops_per_point else min(value.num_bytes, _moved_bytes(naming, op_class))
+        arrays.append((float(touched) * times, _divided(port.projection)))
+    for position, out in enumerate(op.outputs):
+        if out >= 0:
+            port = naming.product_port(op_class, rule.results[position])
+            arrays.append((float(_touched_result(naming, op_class, out)) * times, _divided(port.projection)))
+    return (
+        Work(
+            phase=op.phase,
+            split_by=(True,) * len(rule.factors),
+            flops=rule.flops * times,
+            dtype=dtype,
+            arrays=tuple(arrays),
+            kernels=float(times),
+        ),
+    )
+
+
+def _moved_bytes(naming: Naming, op_class: int) -> int:
+    """Bytes that a gather writes, or that a scatter adds in."""
+    op, values = naming.cuts.first[op_class], naming.cuts.graph.values
+    if op.name.startswith("scatter"):
+        updates = op.inputs[-1]
+        return values[updates].num_bytes if isinstance(updates, int) else 0
+    return sum(values[o].num_bytes for o in op.outputs if o >= 0)
+
+
+def _touched_result(naming: Naming, op_class: int, out: int) -> int:
+    num_bytes = naming.cuts.graph.values[out].num_bytes
+    op = naming.cuts.first[op_class]
+    return min(num_bytes, 2 * _moved_bytes(naming, op_class)) if op.name.startswith("scatter") else num_bytes
+
+
+def product_collectives(naming: Naming, op_class: int) -> tuple[NodeCollective, ...]:
+    """A product's reductions other than sums cannot stay partial: they are finished at once."""
+    cuts = naming.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    if not rule.reduced or rule.reduce == "sum":
+        return ()
+    out = op.outputs[0]
+    value = cuts.graph.values[out]
+    port = naming.product_port(op_class, rule.results[0])
+    return (
+        NodeCollective(
+            kind="all-reduce",
+            factors=tuple(k for k, f in enumerate(rule.factors) if f in rule.reduced),
+            split_by=_divided(port.projection),
+            num_bytes=float(value.num_bytes),
+            dtype=value.dtype,
+            count=float(len(cuts.folding.members[op_class]) * op.trips),
+            phase=op.phase,
+            gradient=False,
+            label=naming.label(op_class),
+        ),
+    )
+
+
+def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]:
+    """Memory traffic of a group, by phase: each stored array is written once and read once by each phase."""
+    cuts, storage = naming.cuts, naming.storage
+    arrays: dict[Phase, list[tuple[float, SplitBy]]] = defaultdict(list)
+    kernels: dict[Phase, float] = defaultdict(float)
+    for slot in slots:
+        value_class = naming.slot_value[slot]
+        made = cuts.producer[value_class]
+        if not storage.stored[value_class]:
+            continue
+        members = cuts.folding.value_members[value_class]
+        trips = cuts.first[made[0]].trips if made is not None else 1
+        num_bytes = float(cuts.graph.values[members[0]].num_bytes) * len(members) * trips
+        split_by = _divided(naming.slot_port(slot).projection)
+        if made is not None and slot == cuts.home(value_class):
+            phase = cuts.first[made[0]].phase
+            arrays[phase].append((num_bytes, split_by))
+            kernels[phase] += len(members) * trips
+        for phase in naming.read_phases.get(slot, ()):
+            arrays[phase].append((num_bytes, split_by))
+    return tuple(
+        Work(phase=phase, split_by=(), arrays=tuple(entries), kernels=kernels[phase])
+        for phase, entries in sorted(arrays.items())
+    )
+
+
+def group_collectives(naming: Naming, index: int) -> tuple[NodeCollective, ...]:
+    """Sums of reductions over a split factor, and gathers of what an operator needs whole."""
+    found = []
+    for op_class in naming.group_ops.get(index, ()):
+        found += _reductions(naming, op_class)
+        found += _gathers(naming, op_class)
+    return tuple(found)
+
+
+def _times(naming: Naming, op_class: int) -> float:
+    return float(len(naming.cuts.folding.members[op_class]) * naming.cuts.first[op_class].trips)
+
+
+def _reductions(naming: Naming, op_class: int) -> list[NodeCollective]:
+    cuts = naming.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    factors: dict[int, None] = {}
+    for position, value_class, _ in cuts.operands(op_class):
+        projection = naming.slot_port(cuts.operand_slot(op_class, value_class)).projection
+        for dim, letters in enumerate(rule.operands[position]):
+            if letters[0] in rule.reduced and dim in projection:
+                factors[projection.index(dim)] = None
+    out = op.outputs[0] if op.outputs else -1
+    if not factors or out < 0:
+        return []
+    value = cuts.graph.values[out]
+    # A scalar result belongs to no group; nothing divides it.
+    own = naming.slot_port(cuts.home(int(cuts.folding.value_class[out]))).projection
+    size = len(naming.group_classes[naming.op_group[op_class]])
+    return [
+        NodeCollective(
+            kind="all-reduce",
+            factors=tuple(factors),
+            split_by=_divided(own) if own else (False,) * size,
+            num_bytes=float(sum(cuts.graph.values[o].num_bytes for o in op.outputs if o >= 0)),
+            dtype=value.dtype,
+            count=_times(naming, op_class),
+            phase=op.phase,
+            gradient=op.phase is Phase.BACKWARD and naming.enters_update(out),
+            label=naming.label(op_class),
+        )
+    ]
+
+
+def _gathers(naming: Naming, op_class: int) -> list[NodeCollective]:
+    cuts = naming.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    if op.is_link:
+        return []
+    found = []
+    for position, value_class, count in cuts.operands(op_class):
+        slot = cuts.operand_slot(op_class, value_class)
+        projection = naming.slot_port(slot).projection
+        for dim, letters in enumerate(rule.operands[position]):
+            if dim not in projection or letters == "1":
+                continue
+            factor = projection.index(dim)
+            if letters[0] in rule.reduced or naming.passes_through(op_class, letters[0], factor):
+                continue
+            value = cuts.graph.values[cuts.folding.value_members[value_class][0]]
+            found.append(
+                NodeCollective(
+                    kind="all-gather",
+                    factors=(factor,),
+                    split_by=_divided(projection),
+                    num_bytes=float(value.num_bytes),
+                    dtype=value.dtype,
+                    count=float(count * op.trips),
+                    phase=op.phase,
+                    gradient=False,
+                    label=naming.label(op_class),
+                )
+            )
+    return found

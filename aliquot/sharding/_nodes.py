@@ -1,0 +1,193 @@
+"""What a planner decides about: nodes with factors, and edges along which arrays change their split.
+
+A *product* node is an operator that chooses its own split (`DimRule.contracts`). A *group* node is a set of arrays joined
+by operators that pass splits through; it has one factor for each class of dims that must be split together. A choice of a
+node assigns to each mesh axis one factor, or none. Everything else follows from choices by projection: the split of an
+array is, axis by axis, the dim that stands for the chosen factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Phase
+from ._spec import REPLICATED, Spec
+
+Projection: TypeAlias = tuple[int, ...]
+"""For each factor of a node the dim of an array that stands for it, `REPLICATED` or `PARTIAL`."""
+
+Choice: TypeAlias = tuple[int, ...]
+"""For each mesh axis the factor that it splits, or -1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """An index space that a mesh axis may split. `size` is what the split must divide (the gcd over all dims in it)."""
+
+    size: int
+    label: str
+
+
+SplitBy: TypeAlias = tuple[bool, ...]
+"""For each factor of a node: whether splitting it divides a quantity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a node computes and moves through memory in one step, all copies together.
+
+    `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is how many separate programs
+    a device launches, however the work is split.
+    """
+
+    phase: Phase
+    split_by: SplitBy
+    flops: float = 0.0
+    dtype: str = ""
+    arrays: tuple[tuple[float, SplitBy], ...] = ()
+    kernels: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCollective:
+    """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction, or a gather of what must
+    be whole. All axes that do join in one collective.
+
+    `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens `count` times a step.
+    """
+
+    kind: str
+    factors: tuple[int, ...]
+    split_by: SplitBy
+    num_bytes: float
+    dtype: str
+    count: float
+    phase: Phase
+    gradient: bool
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Node:
+    """One decision. `copies` is how many equal operators or arrays of the step it stands for."""
+
+    index: int
+    label: str
+    kind: str
+    factors: tuple[Factor, ...]
+    copies: int
+    work: tuple[Work, ...] = ()
+    collectives: tuple[NodeCollective, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edge:
+    """An array that leaves one node split one way and enters another split its way.
+
+    Attributes:
+        source, target: nodes.
+        source_projection, target_projection: how the array stands to their factors.
+        num_bytes: bytes of the whole array.
+        rank: number of its dims.
+        count: how often a step converts it, all copies together.
+        share: edges with one share number and one conversion are converted once for all of them.
+        gradient: whether it ends in the update phase, so that with micro-batches it may wait for the last one.
+        starts, ends: for each copy, the operators between which a converted array lives.
+    """
+
+    index: int
+    source: int
+    source_projection: Projection
+    target: int
+    target_projection: Projection
+    num_bytes: int
+    rank: int
+    dtype: str
+    count: float
+    share: int
+    phase: Phase
+    gradient: bool
+    label: str
+    kind: str
+    starts: NDArray[np.int64] = field(repr=False)
+    ends: NDArray[np.int64] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resident:
+    """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that are split.
+
+    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive.
+    """
+
+    node: int
+    projection: Projection
+    num_bytes: int
+    category: str
+    label: str
+    births: NDArray[np.int64] = field(repr=False)
+    deaths: NDArray[np.int64] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """Where an array meets a node: the node, or -1 if nothing depends on it (scalars and constants)."""
+
+    node: int
+    projection: Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Site:
+    """Where the runtime pins a split: an operator class, with the ports of its operands and results.
+
+    A result may pass two: the operator's own split, then its users'.
+    """
+
+    op_class: int
+    operands: tuple[Port | None, ...]
+    results: tuple[tuple[Port, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NodeGraph:
+    """All decisions of a step, independent of the mesh.
+
+    Attributes:
+        nodes, edges: see `Node` and `Edge`.
+        residents: what takes memory, and when.
+        sites: where splits are pinned when the step runs.
+        input_ports, output_ports: how each input and output of the step is split.
+        num_ops: number of operators, the length of the time axis of `residents`.
+        batch_factors: for each node the factors that the batch dim of the inputs runs through.
+        op_class: class of each operator.
+        loop_ports: how the values that loops carry are split, by value index.
+        folded: whether any node stands for more than one copy.
+        unsplit: dims that no axis may split although a reader might expect it, with the reason.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    residents: tuple[Resident, ...]
+    sites: tuple[Site, ...]
+    input_ports: tuple[Port, ...]
+    output_ports: tuple[Port, ...]
+    num_ops: int
+    batch_factors: tuple[frozenset[int], ...]
+    op_class: tuple[int, ...]
+    loop_ports: dict[int, Port]
+    folded: bool
+    unsplit: tuple[str, ...]
+
+
+def project(choice: Choice, projection: Projection) -> Spec:
+    """The split of an array under a choice.
+
+    >>> project((1, -1), (0, 2))
+    (2, -1)
+    """
+    return tuple(projection[factor] if factor >= 0 else REPLICATED for factor in choice)

@@ -1,0 +1,89 @@
+"""Choices -> the splits that the runtime pins while it replays a step.
+
+A product's operands are pinned to its own split, and its result twice: to its own split first (otherwise the compiler gives
+the product the split that its users want, and gathers the operands instead), then to its users'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph import Graph, Op
+from ._nodes import Choice, NodeGraph, Port, project
+from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other."""
+
+    operands: tuple[Spec | None, ...]
+    results: tuple[tuple[Spec, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pins:
+    """All pins of a step.
+
+    Attributes:
+        by_class: pins of operator classes; `of(op)` looks up an operator.
+        inputs, outputs: splits of what the step takes and returns. A successor has the split of what it replaces.
+        values: split of each value that has one, by value index, for loop carries and the like.
+    """
+
+    by_class: dict[int, Pin]
+    op_class: Sequence[int]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    values: dict[int, Spec]
+
+    def of(self, op: Op) -> Pin | None:
+        """The pin of an operator, or None."""
+        return self.by_class.get(self.op_class[op.index])
+
+
+def make_pins(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> Pins:
+    """Pins of a step under a choice for every node."""
+    whole: Spec = (REPLICATED,) * len(axis_sizes)
+
+    def spec(port: Port) -> Spec:
+        return project(choices[port.node], port.projection) if port.node >= 0 else whole
+
+    by_class = {}
+    first_of: dict[int, Op] = {}
+    for op in graph.ops:
+        first_of.setdefault(nodes.op_class[op.index], op)
+    for site in nodes.sites:
+        op = first_of[site.op_class]
+        shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
+        by_class[site.op_class] = Pin(
+            operands=tuple(None if p is None else spec(p) for p in site.operands),
+            results=tuple(
+                _result_chain([spec(p) for p in ports], shape, axis_sizes)
+                for ports, shape in zip(site.results, shapes, strict=True)
+            ),
+        )
+    inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
+    outputs = [without_partial(spec(p)) for p in nodes.output_ports]
+    for item, own in zip(graph.inputs, inputs, strict=True):
+        if item.output is not None:
+            outputs[item.output] = own
+    values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
+    return Pins(
+        by_class=by_class, op_class=nodes.op_class, inputs=inputs, outputs=tuple(outputs), values=values
+    )
+
+
+def _result_chain(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
+    """A product's own split, its partial sums already where the users want them, then the users' split."""
+    if not specs:
+        return ()
+    own = specs[0]
+    if len(specs) == 1:
+        return () if PARTIAL in own else (own,)
+    wanted = without_partial(specs[1])
+    arrived = tuple(w if o == PARTIAL else o for o, w in zip(own, wanted, strict=True))
+    if not divides(shape, arrived, axis_sizes):
+        arrived = without_partial(own)
+    return (arrived,) if arrived == wanted else (arrived, wanted)

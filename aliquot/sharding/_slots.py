@@ -1,0 +1,88 @@
+"""Which dims must be split together: union-find over the dims of arrays, through every operator that passes splits on.
+
+A *slot* is an array as one group of operators sees it. Most arrays have one slot. An array gets another where its split may
+change: behind a product, where a parameter meets activations, and where gradients enter the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Slots:
+    """Slots, the classes of their dims, and the groups they form."""
+
+    ranks: list[int] = field(default_factory=list)
+    base: list[int] = field(default_factory=list)
+    by_key: dict[Hashable, int] = field(default_factory=dict)
+    _element_parent: list[int] = field(default_factory=list)
+    _slots_of: list[set[int]] = field(default_factory=list)
+    _group_parent: list[int] = field(default_factory=list)
+    blocked: set[int] = field(default_factory=set)
+    sizes: list[int] = field(default_factory=list)
+
+    def get(self, key: Hashable, shape: tuple[int, ...]) -> int:
+        """The slot of a key, made if it is new."""
+        slot = self.by_key.get(key)
+        if slot is None:
+            slot = self.by_key[key] = len(self.ranks)
+            self.ranks.append(len(shape))
+            self.base.append(len(self._element_parent))
+            self._group_parent.append(slot)
+            for size in shape:
+                self._element_parent.append(len(self._element_parent))
+                self._slots_of.append({slot})
+                self.sizes.append(size)
+        return slot
+
+    def element(self, slot: int, dim: int) -> int:
+        """The number of a dim of a slot."""
+        return self.base[slot] + dim
+
+    def dim_class(self, element: int) -> int:
+        """The class of a dim: a representative element."""
+        parent = self._element_parent
+        root = element
+        while parent[root] != root:
+            root = parent[root]
+        while parent[element] != root:
+            parent[element], element = root, parent[element]
+        return root
+
+    def unite(self, a: int, b: int) -> bool:
+        """Let two dims be split together. False, and nothing done, if an array would then meet the class in two dims."""
+        a, b = self.dim_class(a), self.dim_class(b)
+        if a == b:
+            return True
+        small, large = sorted((a, b), key=lambda r: (len(self._slots_of[r]), -r))
+        if self._slots_of[small] & self._slots_of[large]:
+            return False
+        self._element_parent[small] = large
+        self._slots_of[large] |= self._slots_of[small]
+        self._slots_of[small] = set()
+        if small in self.blocked:
+            self.blocked.add(large)
+        return True
+
+    def block(self, element: int) -> None:
+        """Never split the class of this dim."""
+        self.blocked.add(self.dim_class(element))
+
+    def is_blocked(self, element: int) -> bool:
+        """Whether the class of this dim is never split."""
+        return self.dim_class(element) in self.blocked
+
+    def group(self, slot: int) -> int:
+        """The group of a slot: a representative slot."""
+        while self._group_parent[slot] != slot:
+            self._group_parent[slot] = self._group_parent[self._group_parent[slot]]
+            slot = self._group_parent[slot]
+        return slot
+
+    def join(self, slots: Iterable[int]) -> None:
+        """Put slots into one group: one decision splits them all."""
+        roots = sorted({self.group(s) for s in slots})
+        for other in roots[1:]:
+            self._group_parent[other] = roots[0]
