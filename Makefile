@@ -21,13 +21,14 @@ help:
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "aliquot needs Python 3.11 or newer, found %d.%d; name another with: make PYTHON=python3.12" % v[:2])'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[zoo,plot,test,dev]'
+	@echo "Installing into .venv, once; this takes a few minutes."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --editable '.[zoo,plot,test,dev]'
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 .venv: $(INSTALLED)
