@@ -9,27 +9,27 @@ from typing import Any
 from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
 
 # How linear the result is in the operands; see `DimRule.linear`.
-_JOINTLY_LINEAR = ("add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "real", "imag", "conj", "tie")
+_JOINTLY_LINEAR = "add add_any complex conj copy imag name neg real sharding_constraint sub tie".split()
 _BILINEAR = ("mul",)
 _LINEAR_IN_FIRST = ("div",)
 _NONLINEAR = (
-    "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min ne nextafter not or population_count pow "
-    "rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan "
-    "tanh xor nan_to_num optimization_barrier reduce_precision"
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma "
+    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite "
+    "le le_to lgamma log log1p logistic lt lt_to max min ne nextafter not or polygamma population_count pow "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
 ).split()
 
 
 def _elementwise(linear: int | None) -> DimRuleFn:
     """Operands of equal rank; dims of size one and scalars meet everything. `linear` None means none."""
 
-    def declare(
-        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
-    ) -> DimRule:
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
         shape = results[0]
         letters = ascii_lowercase[: len(shape)]
         dims = tuple(
-            tuple("1" if size == 1 and shape[d] != 1 else letters[d] for d, size in enumerate(o.shape)) for o in operands
+            tuple("1" if size == 1 and shape[d] != 1 else letters[d] for d, size in enumerate(operand.shape))
+            for operand in operands
         )
         return DimRule(
             operands=dims,
@@ -68,3 +68,17 @@ def _select_n(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], 
         sizes=rule.sizes,
         linear=(0,) + (1,) * (len(operands) - 1),
     )
+
+
+@register_dim_rule("convert_element_type")
+def _convert_element_type(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """Linear as far as rounding goes: not where fractions are cut off, nor where numbers become truth values."""
+    before, after = operands[0].dtype, str(params["new_dtype"])
+    keeps = after != "bool" and (_is_integral(before) or not _is_integral(after))
+    return _elementwise(1 if keeps else None)(operands, results, params)
+
+
+def _is_integral(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "bool"))

@@ -1,0 +1,78 @@
+"""Letters for rules: each call hands out the next one and remembers its size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from .._rule import DimRule, Dims
+
+
+class Factors:
+    """The factors of one operator while its rule is written down.
+
+    >>> f = Factors()
+    >>> f.split(8) + f.whole(3) + f.split(1)
+    'aA1'
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self._split = _letters("a", str.islower)
+        self._whole = _letters("A", str.isupper)
+
+    def split(self, size: int) -> str:
+        """A factor that may be split; "1" for a dim of size one, which means nothing."""
+        return self._next(self._split, size)
+
+    def whole(self, size: int) -> str:
+        """A factor that must stay whole."""
+        return self._next(self._whole, size)
+
+    def splits(self, shape: Sequence[int]) -> Dims:
+        """A factor that may be split for each dim of a shape."""
+        return tuple(self.split(size) for size in shape)
+
+    def wholes(self, shape: Sequence[int]) -> Dims:
+        """A factor that must stay whole for each dim of a shape."""
+        return tuple(self.whole(size) for size in shape)
+
+    def pair(self, before: int, after: int, *, same: bool) -> tuple[str, str]:
+        """One dim before and after an operator: the same factor, or two whole ones where it is cut or extended."""
+        if same and before == after:
+            letter = self.split(before)
+            return letter, letter
+        return self.whole(before), self.whole(after)
+
+    def _next(self, letters: Iterator[str], size: int) -> str:
+        if size == 1:
+            return "1"
+        letter = next(letters)
+        self.sizes[letter] = size
+        return letter
+
+    def rule(
+        self,
+        operands: Sequence[Dims],
+        results: Sequence[Dims],
+        *,
+        linear: tuple[int, ...] = (),
+        reduce: str = "sum",
+        contracts: bool = False,
+        flops_per_point: float = 0.0,
+    ) -> DimRule:
+        """The rule, with the sizes of all factors handed out."""
+        return DimRule(
+            operands=tuple(operands),
+            results=tuple(results),
+            sizes=self.sizes,
+            linear=linear,
+            reduce=reduce,
+            contracts=contracts,
+            flops_per_point=flops_per_point,
+        )
+
+
+def _letters(first: str, wanted: Callable[[str], bool]) -> Iterator[str]:
+    # A barrier or a concatenation may have hundreds of operands: the alphabet does not suffice.
+    return filter(wanted, map(chr, range(ord(first), sys.maxunicode)))

@@ -1,0 +1,41 @@
+"""Operators that are passed through array by array, and those of which nothing is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._rule import DimRule, HasShape, register_dim_rule, whole
+from ._factors import Factors
+
+
+@register_dim_rule("optimization_barrier", "device_put")
+def _pass_all(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Each result is the operand at its place."""
+    f = Factors()
+    dims = tuple(f.splits(o.shape) for o in operands)
+    return f.rule(dims, dims, linear=(1,) * len(operands))
+
+
+def _opaque(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """A kernel, a callback, or a routine that works on whole matrices."""
+    return whole(operands, results)
+
+
+# A user may say more about a kernel of his own: these give way to a rule registered later.
+register_dim_rule(
+    "custom_partitioning",
+    "ffi_call",
+    "io_callback",
+    "pallas_call",
+    "pure_callback",
+    "shard_map",
+    replaceable=True,
+)(_opaque)
+
+_WHOLE_ROUTINES = (
+    "after_all cholesky create_token custom_linear_solve debug_callback debug_print eig eigh fft hessenberg "
+    "householder_product lu platform_index qr random_gamma rng_bit_generator rng_uniform schur svd triangular_solve "
+    "tridiagonal tridiagonal_solve"
+).split()
+register_dim_rule(*_WHOLE_ROUTINES)(_opaque)

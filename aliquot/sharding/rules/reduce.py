@@ -1,0 +1,129 @@
+"""Reductions, and running reductions along a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
+from ._factors import Factors
+
+_COMBINED_BY = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+
+
+def _reduction(kind: str) -> DimRuleFn:
+    """`y[i] = reduce_j x[i, j]`: kept dims stay parallel, reduced dims leave a partial result of this kind."""
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        f = Factors()
+        dims = f.splits(operands[0].shape)
+        kept = tuple(letter for d, letter in enumerate(dims) if d not in params["axes"])
+        return f.rule((dims,), (kept,), linear=(1,) if kind == "sum" else (), reduce=kind)
+
+    return declare
+
+
+for _name, _kind in _COMBINED_BY.items():
+    register_dim_rule(_name)(_reduction(_kind))
+
+
+@register_dim_rule("argmax", "argmin", "reduce_xor")
+def _reduce_whole(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """Reductions whose partial results no collective combines: the reduced dims stay whole."""
+    f = Factors()
+    axes = params["axes"]
+    dims = tuple(f.whole(n) if d in axes else f.split(n) for d, n in enumerate(operands[0].shape))
+    return f.rule((dims,), (tuple(letter for d, letter in enumerate(dims) if d not in axes),))
+
+
+@register_dim_rule("reduce")
+def _reduce(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """A reduction by the user's own function: arrays first, then as many initial scalars."""
+    f = Factors()
+    axes = params["dimensions"]
+    arrays = len(operands) // 2
+    dims = tuple(f.whole(n) if d in axes else f.split(n) for d, n in enumerate(operands[0].shape))
+    kept = tuple(letter for d, letter in enumerate(dims) if d not in axes)
+    return f.rule((dims,) * arrays + ((),) * arrays, (kept,) * arrays)
+
+
+def _running(linear: tuple[int, ...]) -> DimRuleFn:
+    """`y[i] = reduce x[:i+1]`: each element needs those before it, so the dim stays whole."""
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        f = Factors()
+        dims = tuple(f.whole(n) if d == params["axis"] else f.split(n) for d, n in enumerate(operands[0].shape))
+        return f.rule((dims,), (dims,), linear=linear)
+
+    return declare
+
+
+register_dim_rule("cumsum")(_running((1,)))
+register_dim_rule("cumprod", "cummax", "cummin", "cumlogsumexp")(_running(()))
+
+
+def _pooling(linear: tuple[int, ...]) -> DimRuleFn:
+    """Dims that the window passes over one by one are parallel, the others stay whole.
+
+    The general form takes arrays first, then as many initial scalars.
+    """
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        f = Factors()
+        before, after = _windowed(f, operands[0].shape, results[0], params)
+        arrays = len(results)
+        scalars = ((),) * (len(operands) - arrays)
+        return f.rule((before,) * arrays + scalars, (after,) * arrays, linear=linear)
+
+    return declare
+
+
+register_dim_rule("reduce_window_sum")(_pooling((1,)))
+register_dim_rule("reduce_window_max", "reduce_window_min", "reduce_window")(_pooling(()))
+
+
+@register_dim_rule("select_and_gather_add")
+def _select_and_gather_add(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """The tangent of a pooling maximum: of each window the tangent that stands where the operand is largest."""
+    f = Factors()
+    before, after = _windowed(f, operands[0].shape, results[0], params)
+    return f.rule((before, before), (after,), linear=(1, 0))
+
+
+@register_dim_rule("select_and_scatter_add")
+def _select_and_scatter_add(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """The gradient of a pooling maximum: each window's cotangent goes to where the operand is largest."""
+    f = Factors()
+    source, operand = operands
+    whole, pooled = _windowed(f, operand.shape, source.shape, params)
+    return f.rule((pooled, whole), (whole,), linear=(1, 0))
+
+
+def _windowed(
+    f: Factors, before: Sequence[int], after: Sequence[int], params: Mapping[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Dims before and after a window operator."""
+    ones = (1,) * len(before)
+    windows = zip(
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        params.get("base_dilation", ones),
+        params.get("window_dilation", ones),
+    )
+    passes = [w == s == b == 1 and tuple(p) == (0, 0) for w, s, p, b, _ in windows]
+    pairs = [f.pair(n, m, same=same) for n, m, same in zip(before, after, passes)]
+    return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)

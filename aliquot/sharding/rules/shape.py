@@ -1,0 +1,268 @@
+"""Operators that move elements without computing: reshapes, transposes, slices, joins, sorts, constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._rule import DimRule, Dims, HasShape, register_dim_rule, whole
+from ._factors import Factors
+
+
+@register_dim_rule("reshape")
+def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Dims that split or merge share factors; of each split or merged dim only the major factor may carry an axis.
+
+    A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads, size)` passes a
+    split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over the other side, and stay whole.
+    """
+    before, after = operands[0].shape, results[0]
+    if params.get("dimensions") is not None or math.prod(before) == 0:
+        return whole(operands, results)
+    f = Factors()
+    old, new = ["1"] * len(before), ["1"] * len(after)
+    for left, right in _groups(before, after):
+        _refine(f, left, right, before, after, old, new)
+    return f.rule((tuple(old),), (tuple(new),), linear=(1,))
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The finest cut of both shapes into runs of dims with equal products; dims of size one stand nowhere."""
+    left = [d for d, n in enumerate(before) if n != 1]
+    right = [d for d, n in enumerate(after) if n != 1]
+    groups = []
+    while left:
+        run: tuple[list[int], list[int]] = ([left.pop(0)], [right.pop(0)])
+        sizes = [before[run[0][0]], after[run[1][0]]]
+        while sizes[0] != sizes[1]:
+            side, rest, shape = (0, left, before) if sizes[0] < sizes[1] else (1, right, after)
+            run[side].append(rest.pop(0))
+            sizes[side] *= shape[run[side][-1]]
+        groups.append(run)
+    return groups
+
+
+def _refine(
+    f: Factors,
+    left: list[int],
+    right: list[int],
+    before: Sequence[int],
+    after: Sequence[int],
+    old: list[str],
+    new: list[str],
+) -> None:
+    """Give factors to one run: the leading factor that both sides share may be split, the rest stays whole."""
+    shared = math.gcd(before[left[0]], after[right[0]])
+    major = f.split(shared)
+    cuts = _boundaries(before, left) | _boundaries(after, right) | {1, shared}
+    ends = sorted(cuts)
+    if not all(b % a == 0 for a, b in zip(ends, ends[1:])):
+        # The two sides have no common refinement: each keeps its own whole factors behind the shared one.
+        for dims, shape, names in ((left, before, old), (right, after, new)):
+            for d in dims:
+                names[d] = f.whole(shape[d])
+            rest = shape[dims[0]] // shared
+            names[dims[0]] = _merged(major, f.whole(rest)) if shared > 1 else names[dims[0]]
+        return
+    letters = {(1, shared): major}
+    for start, end in zip(ends, ends[1:]):
+        letters.setdefault((start, end), f.whole(end // start))
+    for dims, shape, names in ((left, before, old), (right, after, new)):
+        position = 1
+        for d in dims:
+            stop = position * shape[d]
+            parts = [letters[s, e] for s, e in zip(ends, ends[1:]) if position <= s and e <= stop]
+            names[d] = _merged(*parts)
+            position = stop
+
+
+def _merged(*parts: str) -> str:
+    return "".join(part for part in parts if part != "1") or "1"
+
+
+def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
+    """Products of the leading sizes: where the dims end, counted in factors of the run."""
+    return {math.prod(shape[d] for d in dims[: k + 1]) for k in range(len(dims))}
+
+
+@register_dim_rule("broadcast_in_dim")
+def _broadcast_in_dim(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """New dims, and dims that were of size one, are free."""
+    f = Factors()
+    after = f.splits(results[0])
+    source = operands[0]
+    before = tuple("1" if size == 1 else after[d] for size, d in zip(source.shape, params["broadcast_dimensions"]))
+    # What follows the array is the sizes of dynamic shapes.
+    sizes = tuple(f.wholes(o.shape) for o in operands[1:])
+    return f.rule((before, *sizes), (after,), linear=(1,) + (0,) * len(sizes))
+
+
+@register_dim_rule("squeeze")
+def _squeeze(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Drops dims of size one."""
+    f = Factors()
+    before = f.splits(operands[0].shape)
+    return f.rule((before,), (tuple(x for d, x in enumerate(before) if d not in params["dimensions"]),), linear=(1,))
+
+
+@register_dim_rule("transpose")
+def _transpose(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Reorders dims."""
+    f = Factors()
+    before = f.splits(operands[0].shape)
+    return f.rule((before,), (tuple(before[d] for d in params["permutation"]),), linear=(1,))
+
+
+@register_dim_rule("rev")
+def _rev(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Reversed dims stay whole: the first piece of one side is the last of the other."""
+    f = Factors()
+    dims = tuple(f.whole(n) if d in params["dimensions"] else f.split(n) for d, n in enumerate(operands[0].shape))
+    return f.rule((dims,), (dims,), linear=(1,))
+
+
+def _cut(
+    f: Factors, before: Sequence[int], after: Sequence[int], same: Sequence[bool] | None = None
+) -> tuple[Dims, Dims]:
+    """Dims of equal size pass; those that are cut or extended stay whole, each side on its own."""
+    keep = same if same is not None else [True] * len(before)
+    pairs = [f.pair(n, m, same=k) for n, m, k in zip(before, after, keep)]
+    return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+
+
+@register_dim_rule("slice")
+def _slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Untouched dims pass."""
+    f = Factors()
+    before, after = _cut(f, operands[0].shape, results[0])
+    return f.rule((before,), (after,), linear=(1,))
+
+
+@register_dim_rule("pad")
+def _pad(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Untouched dims pass. A dim may keep its size while it loses on one side what it gains on the other."""
+    f = Factors()
+    same = [tuple(config) == (0, 0, 0) for config in params["padding_config"]]
+    before, after = _cut(f, operands[0].shape, results[0], same)
+    return f.rule((before, ()), (after,), linear=(1, 1))
+
+
+@register_dim_rule("dynamic_slice")
+def _dynamic_slice(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """Dims taken in full pass: whatever the start, it is clamped to zero."""
+    f = Factors()
+    before, after = _cut(f, operands[0].shape, results[0])
+    scalars = tuple(f.wholes(o.shape) for o in operands[1:])
+    return f.rule((before, *scalars), (after,), linear=(1,) + (0,) * len(scalars))
+
+
+@register_dim_rule("dynamic_update_slice")
+def _dynamic_update_slice(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """Dims replaced in full pass through both arrays; along the others array and update stay whole."""
+    f = Factors()
+    array, update = _cut(f, operands[0].shape, operands[1].shape)
+    scalars = tuple(f.wholes(o.shape) for o in operands[2:])
+    return f.rule((array, update, *scalars), (array,), linear=(1, 1) + (0,) * len(scalars))
+
+
+@register_dim_rule("concatenate")
+def _concatenate(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """The joined dim stays whole in every array."""
+    f = Factors()
+    axis = params["dimension"]
+    result = _with(f, f.splits([1 if d == axis else n for d, n in enumerate(results[0])]), axis, results[0][axis])
+    arrays = tuple(_with(f, result, axis, o.shape[axis]) for o in operands)
+    return f.rule(arrays, (result,), linear=(1,) * len(operands))
+
+
+@register_dim_rule("split")
+def _split(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """The cut dim stays whole in every array."""
+    f = Factors()
+    axis = params["axis"]
+    shape = operands[0].shape
+    array = _with(f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis])
+    return f.rule((array,), tuple(_with(f, array, axis, shape[axis]) for shape in results), linear=(1,))
+
+
+def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
+    """The dims with a whole factor of their own at `axis`."""
+    return (*dims[:axis], f.whole(size), *dims[axis + 1 :])
+
+
+@register_dim_rule("stack")
+def _stack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Joins equal arrays along a new dim, which stays whole."""
+    f = Factors()
+    axis = params["axis"]
+    dims = f.splits(operands[0].shape)
+    result = (*dims[:axis], f.whole(len(operands)), *dims[axis:])
+    return f.rule((dims,) * len(operands), (result,), linear=(1,) * len(operands))
+
+
+@register_dim_rule("unstack")
+def _unstack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Cuts a dim, which stays whole, into arrays without it."""
+    f = Factors()
+    axis = params["axis"]
+    dims = f.splits(results[0])
+    array = (*dims[:axis], f.whole(len(results)), *dims[axis:])
+    return f.rule((array,), (dims,) * len(results), linear=(1,))
+
+
+@register_dim_rule("tile")
+def _tile(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Dims of size one are broadcast, and free; longer ones that repeat stay whole."""
+    f = Factors()
+    before, after = [], []
+    for size, tiled in zip(operands[0].shape, results[0]):
+        old, new = ("1", f.split(tiled)) if size == 1 else f.pair(size, tiled, same=True)
+        before.append(old)
+        after.append(new)
+    return f.rule((tuple(before),), (tuple(after),), linear=(1,))
+
+
+@register_dim_rule("iota", "empty", "empty2")
+def _fresh(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Arrays made of nothing: every dim is free."""
+    f = Factors()
+    return f.rule(tuple(f.wholes(o.shape) for o in operands), (f.splits(results[0]),))
+
+
+@register_dim_rule("bitcast_convert_type")
+def _bitcast_convert_type(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """A type of another width adds or drops a last dim, which stays whole."""
+    f = Factors()
+    before, after = operands[0].shape, results[0]
+    shared = f.splits(min(before, after, key=len))
+    return f.rule(((*shared, *f.wholes(before[len(shared) :])),), ((*shared, *f.wholes(after[len(shared) :])),))
+
+
+@register_dim_rule("sort")
+def _sort(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Keys and what is sorted along with them; the sorted dim stays whole."""
+    f = Factors()
+    dims = tuple(f.whole(n) if d == params["dimension"] else f.split(n) for d, n in enumerate(operands[0].shape))
+    return f.rule((dims,) * len(operands), (dims,) * len(results))
+
+
+@register_dim_rule("top_k", "approx_top_k")
+def _top_k(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """Values and indices of the largest; the searched dim stays whole before and after."""
+    f = Factors()
+    shape = operands[0].shape
+    axis = params.get("axis", params.get("reduction_dimension", -1)) % len(shape)
+    before = _with(f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis])
+    after = _with(f, before, axis, results[0][axis])
+    return f.rule((before,), (after,) * len(results))
