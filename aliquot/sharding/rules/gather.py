@@ -26,7 +26,10 @@ def _gather(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
     place = dict(zip(numbers.offset_dims, offsets))
     row = iter(rows)
     result = tuple(window[place[d]] if d in place else next(row) for d in range(len(results[0])))
-    return f.rule((array, (*rows, *f.wholes(index.shape[-1:]))), (result,), linear=(1, 0), contracts=True)
+    # What stands in for rows outside the table is a constant, unless it is NaN, zero or undefined.
+    fill = params.get("fill_value")
+    linear = (1, 0) if fill is None or fill == 0 or fill != fill else ()
+    return f.rule((array, (*rows, *f.wholes(index.shape[-1:]))), (result,), linear=linear, contracts=True)
 
 
 def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:

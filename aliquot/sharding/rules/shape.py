@@ -60,14 +60,11 @@ def _refine(
     if not all(b % a == 0 for a, b in zip(ends, ends[1:])):
         # The two sides have no common refinement: each keeps its own whole factors behind the shared one.
         for dims, shape, names in ((left, before, old), (right, after, new)):
-            for d in dims:
+            names[dims[0]] = _merged(major, f.whole(shape[dims[0]] // shared))
+            for d in dims[1:]:
                 names[d] = f.whole(shape[d])
-            rest = shape[dims[0]] // shared
-            names[dims[0]] = _merged(major, f.whole(rest)) if shared > 1 else names[dims[0]]
         return
-    letters = {(1, shared): major}
-    for start, end in zip(ends, ends[1:]):
-        letters.setdefault((start, end), f.whole(end // start))
+    letters = {(start, end): major if end == shared else f.whole(end // start) for start, end in zip(ends, ends[1:])}
     for dims, shape, names in ((left, before, old), (right, after, new)):
         position = 1
         for d in dims:

@@ -1,0 +1,98 @@
+"""Every rule tells the truth: each split that it allows gives the unsplit numbers, with the communication it states."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharding.rule_cases import RULE_CASES
+from sharding.splitting import collectives, compiled, operators, splits
+
+from aliquot.graph import _jax_compat as compat
+from aliquot.sharding import registered_primitives
+
+LINKS = {"scan_slice", "scan_stack", "tie"}
+RUN = [case for case in RULE_CASES if case.runs]
+
+
+def test_every_rule_has_a_case():
+    assert registered_primitives() - LINKS == {case.primitive for case in RULE_CASES}
+
+
+def numbers(value):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def assert_same(got, want, case, split):
+    for g, w in zip(got, want, strict=True):
+        g, w = numbers(g), numbers(w)
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), split
+        if g.dtype.kind in "biu":
+            np.testing.assert_array_equal(g, w, err_msg=repr(split))
+        else:
+            g, w = (a.astype(np.complex64 if a.dtype.kind == "c" else np.float32) for a in (g, w))
+            np.testing.assert_allclose(g, w, rtol=case.tolerance, atol=case.tolerance, err_msg=repr(split))
+
+
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_every_split_computes_the_same_numbers(case, mesh):
+    grid = mesh(4, 2)
+    for op, op_rule, operands in operators(case):
+        want = compat.bind(op.eqn, operands)
+        cuts = splits(op, op_rule, operands)
+        alone = [s for s in cuts if not s.needs_position()]
+        placed = [s for s in cuts if s.needs_position()]
+        by_hand = [s.by_hand(grid) for s in alone]
+
+        def run(operands, by_hand=by_hand):
+            return [piece(*operands) for piece in by_hand]
+
+        results = jax.jit(run)(operands) if alone else []
+        if placed:
+            program = compiled(placed, grid)
+            results += program(jax.device_put([operands] * len(placed), [s.shardings(grid)[0] for s in placed]))
+        for split, got in zip(alone + placed, results, strict=True):
+            assert_same(got, want, case, split)
+
+
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_splits_need_no_other_communication(case, mesh):
+    grid = mesh(4, 2)
+    for op, op_rule, operands in operators(case):
+        cuts = splits(op, op_rule, operands)
+        for reduces, allowed in ((False, set()), (True, {"all-reduce"})):
+            group = [s for s in cuts if bool(s.reduced) == reduces]
+            allowed |= {case.unplanned}
+            if group and not collectives(group, grid) <= allowed:
+                found = {repr(s): collectives([s], grid) for s in group}
+                raise AssertionError({split: kinds for split, kinds in found.items() if not kinds <= allowed})
+
+
+@pytest.mark.parametrize("case", [c for c in RULE_CASES if not c.runs], ids=str)
+def test_operators_that_are_not_run_have_a_rule_that_fits(case):
+    for op, op_rule, _ in operators(case):
+        assert len(op_rule.operands) == len(op.inputs) and len(op_rule.results) == len(op.outputs)
+        assert all(op_rule.sizes[letter] > 0 for letter in op_rule.factors)
+
+
+def is_number(operand):
+    return not jnp.issubdtype(operand.dtype, jax.dtypes.prng_key) and operand.dtype != bool
+
+
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_linear_means_linear(case):
+    """In the operands that share a number, the others held, the operator of a sum is the sum of its results."""
+    for op, op_rule, operands in operators(case):
+        for number in sorted(set(op_rule.linear) - {0}):
+            varied = [k for k, n in enumerate(op_rule.linear) if n == number]
+            if not all(is_number(operands[k]) for k in varied):
+                continue
+
+            a = [jnp.flip(o) if k in varied else o for k, o in enumerate(operands)]
+            b = [2 * jnp.roll(o, 1) if k in varied else o for k, o in enumerate(operands)]
+            both = [x + y if k in varied else x for k, (x, y) in enumerate(zip(a, b, strict=True))]
+            results = (compat.bind(op.eqn, inputs) for inputs in (both, a, b))
+            for total, one, two in zip(*results, strict=True):
+                rounding = 2e-2 if total.dtype == jnp.bfloat16 else 1e-4
+                np.testing.assert_allclose(numbers(total), numbers(one + two), rtol=rounding, atol=rounding)
