@@ -1,24 +1,24 @@
 """The contract between planners and the runtime: plain data, no jax objects, one JSON file.
 
-Planners write plans and the runtime reads them; neither knows the other. What was decided, what it is predicted to do, and
-how it was found are kept apart: two plans are equal if they decide and predict the same, whoever found them and however
-long that took.
+Planners write plans and the runtime reads them; neither knows the other. What was decided, what it is predicted to do,
+and how it was found are kept apart: two plans are equal if they decide and predict the same, whoever found them and
+however long that took.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
 
 PLAN_VERSION = 1
 
 
-class _Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts of a plan."""
-
-
-class ArrayInterface(_Frozen):
+class ArrayInterface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One array that the step takes or returns: path, shape, dtype and, for inputs, role."""
 
     path: str
@@ -27,7 +27,7 @@ class ArrayInterface(_Frozen):
     role: str = ""
 
 
-class ModelReference(_Frozen):
+class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to build the step again.
 
     `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is `package.module:function`), or
@@ -39,7 +39,7 @@ class ModelReference(_Frozen):
     settings: dict[str, Any] = {}
 
 
-class OpSharding(_Frozen):
+class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decision for one distinct operator or group of arrays: which of its factors each mesh axis splits.
 
     `copies` is how many equal ones of the step it stands for. Axes that split nothing are left out.
@@ -50,8 +50,8 @@ class OpSharding(_Frozen):
     copies: int
 
 
-class CollectiveUse(_Frozen):
-    """Collectives of one kind over some mesh axes in one step: how many, and how many bytes they return on each device."""
+class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Collectives of one kind over some mesh axes in one step: how many, and how many bytes each device gets back."""
 
     kind: str
     axes: tuple[str, ...]
@@ -61,7 +61,7 @@ class CollectiveUse(_Frozen):
     label: str = ""
 
 
-class StagePlan(_Frozen):
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of the pipeline; a plan without a pipeline has one.
 
     Attributes:
@@ -80,10 +80,11 @@ class StagePlan(_Frozen):
     data_axes: tuple[str, ...] = ()
 
 
-class Prediction(_Frozen):
-    """What the plan is estimated to cost on each device. `compute_s + communication_s + gradient_s - hidden_s` is the step.
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the plan is estimated to cost on each device.
 
-    `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`.
+    The step takes `compute_s + communication_s + gradient_s - hidden_s`. `memory_bytes` are the parts alive at the
+    worst moment and add up to `peak_memory_bytes`.
     """
 
     step_time_s: float
@@ -98,7 +99,7 @@ class Prediction(_Frozen):
     collectives: tuple[CollectiveUse, ...]
 
 
-class Provenance(_Frozen):
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the plan was found. Not part of a comparison.
 
     `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for` names.
@@ -123,7 +124,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         model: how to build the step again.
         inputs, outputs: the step's interface, in order.
         interface_fingerprint: of the two; must match the step that runs.
-        graph_fingerprint: of the traced operators; may drift with a library's release, and the interior is then planned anew.
+        graph_fingerprint: of the traced operators; may drift with a library's release, and the interior is then planned
+            anew.
         cluster: its description, as `Cluster.to_dict` gives it.
         method: the planner's short name.
         num_micro_batches: into how many parts a step's batch is cut.
@@ -160,3 +162,56 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _decisions(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name != "provenance")
+
+    def __str__(self) -> str:
+        from ._describe import describe
+
+        return describe(self)
+
+    def to_json(self) -> str:
+        """The text of its plan file.
+
+        Raises:
+            InputError: A number is infinite or not a number; the message names each.
+        """
+        from ._file import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str, *, source: str = "the plan") -> Plan:
+        """The reverse of `to_json`; `source` is what messages call the text.
+
+        Raises:
+            PlanFileError: The text is no valid plan; everything that is wrong with it is listed.
+        """
+        from ._file import from_json
+
+        return from_json(text, source=source)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a plan file, whole or not at all.
+
+        Raises:
+            InputError: The place cannot be written to.
+        """
+        from ._file import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read and check a plan file.
+
+        Raises:
+            PlanFileError: It is missing, truncated, of another version, or edited into something that is no plan.
+        """
+        from ._file import load
+
+        return load(path)
+
+    def partition_specs(self) -> dict[str, PartitionSpec]:
+        """For each input path of the step its `jax.sharding.PartitionSpec`, for a training loop of one's own."""
+        from ._partition_specs import partition_specs
+
+        return partition_specs(self)

@@ -1,0 +1,33 @@
+"""Floor 4: the contract between those who decide and those who run, as plain data and one JSON file. Imports no jax."""
+
+from ._arrays import ArrayGroup as ArrayGroup
+from ._arrays import format_dims as format_dims
+from ._arrays import grouped_arrays as grouped_arrays
+from ._arrays import item_bytes as item_bytes
+from ._describe import bound as bound
+from ._describe import describe as describe
+from ._describe import headline as headline
+from ._describe import meshes as meshes
+from ._describe import micro_batches as micro_batches
+from ._describe import rebuild as rebuild
+from ._describe import time_parts as time_parts
+from ._diff import Change as Change
+from ._diff import PlanDiff as PlanDiff
+from ._diff import diff as diff
+from ._file import from_json as from_json
+from ._file import load as load
+from ._file import save as save
+from ._file import to_json as to_json
+from ._partition_specs import partition_specs as partition_specs
+from ._plan import PLAN_VERSION as PLAN_VERSION
+from ._plan import ArrayInterface as ArrayInterface
+from ._plan import CollectiveUse as CollectiveUse
+from ._plan import ModelReference as ModelReference
+from ._plan import OpSharding as OpSharding
+from ._plan import Plan as Plan
+from ._plan import Prediction as Prediction
+from ._plan import Provenance as Provenance
+from ._plan import StagePlan as StagePlan
+from ._validate import plan_devices as plan_devices
+from ._validate import require_match as require_match
+from ._validate import violations as violations

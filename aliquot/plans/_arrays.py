@@ -1,0 +1,100 @@
+"""Arrays of a step as a plan sees them: sizes, pieces on each device, and equal ones of repeated layers in groups."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ._plan import ArrayInterface, StagePlan
+
+Dims = tuple[tuple[str, ...], ...]
+
+_INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|\[|$)")
+_BITS = re.compile(r"^[a-z]+?(\d+)")
+_ODD_SIZES_BYTES = {"bool": 1.0}
+_KEY_BYTES = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayGroup:
+    """Arrays that differ only in the index of their layer and are split alike.
+
+    Attributes:
+        pattern: their path with `*` for the indices that vary; the path itself for a single array.
+        count: how many there are.
+        shape, dtype, role: of each.
+        dims: the mesh axes that split each dim.
+        total_bytes: of all of them, unsplit.
+        local_bytes: of all of them on each device.
+    """
+
+    pattern: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    dims: Dims
+    total_bytes: float
+    local_bytes: float
+
+
+def item_bytes(dtype: str) -> float:
+    """Bytes of one element; random keys count as two 32-bit words.
+
+    >>> item_bytes("bfloat16"), item_bytes("float8_e4m3fn"), item_bytes("int4"), item_bytes("bool")
+    (2.0, 1.0, 0.5, 1.0)
+    """
+    if dtype in _ODD_SIZES_BYTES:
+        return _ODD_SIZES_BYTES[dtype]
+    found = _BITS.match(dtype)
+    return int(found[1]) / 8 if found else _KEY_BYTES
+
+
+def num_pieces(dims: Dims, axis_sizes: Mapping[str, int]) -> int:
+    """Into how many different pieces the array is cut. Axes that the mesh does not have count as 1."""
+    return math.prod(axis_sizes.get(axis, 1) for axes in dims for axis in axes)
+
+
+def format_dims(dims: Sequence[Sequence[str]]) -> str:
+    """A split as a reader writes it: the axes of each dim, `-` for none.
+
+    >>> format_dims((("x",), (), ("y", "z"))), format_dims(((), ())), format_dims(())
+    ('[x, -, yz]', 'replicated', 'replicated')
+    """
+    if not any(dims):
+        return "replicated"
+    return f"[{', '.join(''.join(axes) or '-' for axes in dims)}]"
+
+
+def grouped_arrays(
+    arrays: Sequence[ArrayInterface], stage: StagePlan, shardings: Mapping[str, Dims]
+) -> list[ArrayGroup]:
+    """The arrays of one stage with equal ones of repeated layers in one group, the largest on each device first."""
+    sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=False))
+    members: dict[tuple[str, tuple[int, ...], str, str, Dims], list[ArrayInterface]] = {}
+    for array in arrays:
+        if array.path in shardings:
+            key = (_INDEX.sub(_star, array.path), array.shape, array.dtype, array.role, shardings[array.path])
+            members.setdefault(key, []).append(array)
+    groups = []
+    for (pattern, shape, dtype, role, dims), found in members.items():
+        total_bytes = len(found) * math.prod(shape) * item_bytes(dtype)
+        groups.append(
+            ArrayGroup(
+                pattern=pattern if len(found) > 1 else found[0].path,
+                count=len(found),
+                shape=shape,
+                dtype=dtype,
+                role=role,
+                dims=dims,
+                total_bytes=total_bytes,
+                local_bytes=total_bytes / num_pieces(dims, sizes),
+            )
+        )
+    return sorted(groups, key=lambda group: (-group.local_bytes, -group.total_bytes, group.pattern))
+
+
+def _star(found: re.Match[str]) -> str:
+    return "[*]" if found[0].startswith("[") else "*"

@@ -1,0 +1,199 @@
+"""Plans on disk: readable, versioned JSON that is written whole or not at all and checked entirely when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from ..core import InputError, PlanFileError, write_atomic
+from ._plan import PLAN_VERSION, Plan
+from ._validate import violations
+
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""By the version they start from: each takes the data of a file to the next version."""
+
+_LINE_LENGTH = 120
+_AGAIN = "Make the plan again, for example with `aliquot plan ... --out FILE`."
+
+
+def to_json(plan: Plan) -> str:
+    """The text of a plan file.
+
+    Raises:
+        InputError: A number is infinite or not a number, which JSON cannot hold; the message names each.
+    """
+    data = msgspec.to_builtins(plan)
+    data["provenance"] = _without_odd_numbers(data["provenance"])
+    odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]
+    if odd:
+        raise InputError(f"this plan cannot be written: {', '.join(odd)} must be finite numbers.")
+    return _laid_out(data, "") + "\n"
+
+
+def from_json(text: str, *, source: str = "the plan") -> Plan:
+    """A plan from the text of a plan file; `source` is what messages call it.
+
+    Raises:
+        PlanFileError: The text is truncated or no JSON (with the position), has a version that cannot be read, or is no
+            consistent plan; then the message lists everything that is wrong.
+    """
+    data = _current(_decoded(text, source), source)
+    wrong = list(_type_errors(data, Plan, "plan"))
+    if wrong:
+        raise _invalid(source, wrong)
+    try:
+        plan: Plan = msgspec.convert(data, Plan)
+    except msgspec.ValidationError as error:
+        raise _invalid(source, [str(error)]) from None
+    wrong = violations(plan)
+    if wrong:
+        raise _invalid(source, wrong)
+    return plan
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file: first under a temporary name, then renamed, so that no reader meets half of it.
+
+    Raises:
+        InputError: The place cannot be written to, or the plan holds numbers that are not finite.
+    """
+    write_atomic(path, to_json(plan))
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        PlanFileError: The file is missing or unreadable, or see `from_json`.
+    """
+    source = f"plan file {os.fspath(path)!r}"
+    try:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    except UnicodeDecodeError as error:
+        raise PlanFileError(f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}") from None
+    except OSError as error:
+        raise PlanFileError(f"{source} cannot be read: {error.strerror or error}. {_AGAIN}") from None
+    return from_json(text, source=source)
+
+
+def _decoded(text: str, source: str) -> dict[str, Any]:
+    try:
+        data = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        reason = str(error)
+        if not text.strip():
+            reason = "it is empty"
+        elif "truncated" in reason:
+            reason = f"it ends in the middle, at {_place(text, len(text.encode()))}; it was cut off"
+        elif "(byte " in reason:
+            offset = int(reason.rpartition("(byte ")[2].rstrip(")"))
+            reason = f"{reason.rpartition(' (byte ')[0].removeprefix('JSON is malformed: ')} at {_place(text, offset)}"
+        raise PlanFileError(f"{source} is not JSON: {reason}. {_AGAIN}") from None
+    if not isinstance(data, dict) or "version" not in data:
+        raise PlanFileError(f"{source} is JSON, but no plan: it has no `version`. {_AGAIN}")
+    return data
+
+
+def _place(text: str, offset: int) -> str:
+    before = text.encode()[:offset].decode(errors="ignore")
+    return f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}"
+
+
+def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
+    """The data in today's version."""
+    found = data["version"]
+    readable = ", ".join(map(str, [*sorted(_MIGRATIONS), PLAN_VERSION]))
+    if type(found) is not int or found < 1:
+        raise PlanFileError(
+            f"{source} has version {found!r}, which is no version; this aliquot reads {readable}. {_AGAIN}"
+        )
+    if found > PLAN_VERSION:
+        raise PlanFileError(
+            f"{source} has version {found}, and this aliquot reads {readable}. "
+            "Update it with `pip install --upgrade aliquot`, or make the plan again."
+        )
+    for version in range(found, PLAN_VERSION):
+        if version not in _MIGRATIONS:
+            raise PlanFileError(f"{source} has version {found}, and this aliquot reads {readable}. {_AGAIN}")
+        data = {**_MIGRATIONS[version](data), "version": version + 1}
+    return data
+
+
+def _invalid(source: str, wrong: list[str]) -> PlanFileError:
+    if len(wrong) == 1:
+        return PlanFileError(f"{source} is not valid: {wrong[0]}.\n  {_AGAIN}")
+    listed = "".join(f"\n  - {each}" for each in wrong)
+    return PlanFileError(f"{source} is not valid, {len(wrong)} problems:{listed}\n  {_AGAIN}")
+
+
+def _type_errors(data: Any, kind: Any, path: str) -> Iterator[str]:
+    """Every field that is unknown, missing or of the wrong type. (msgspec alone stops at the first.)"""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield from _struct_errors(data, kind, path)
+    elif typing.get_origin(kind) is tuple and _holds_structs(kind) and isinstance(data, list):
+        for index, item in enumerate(data):
+            yield from _type_errors(item, typing.get_args(kind)[0], f"{path}[{index}]")
+    else:
+        try:
+            msgspec.convert(data, kind)
+        except msgspec.ValidationError as error:
+            reason, _, inner = str(error).partition(" - at `$")
+            yield f"`{path}{inner.rstrip('`')}`: {reason[0].lower()}{reason[1:]}"
+
+
+def _struct_errors(data: Any, kind: type[msgspec.Struct], path: str) -> Iterator[str]:
+    if not isinstance(data, dict):
+        yield f"`{path}`: expected an object, got {data!r:.40}"
+        return
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    for name in data.keys() - fields.keys():
+        yield f"`{path}.{name}`: there is no such field"
+    for name, field in fields.items():
+        if name in data:
+            yield from _type_errors(data[name], field.type, f"{path}.{name}")
+        elif field.required:
+            yield f"`{path}.{name}`: is missing"
+
+
+def _holds_structs(kind: Any) -> bool:
+    item = typing.get_args(kind)[0]
+    return isinstance(item, type) and issubclass(item, msgspec.Struct)
+
+
+def _laid_out(value: Any, margin: str) -> str:
+    """JSON in which whatever fits on a line is one line: a split of an array is easier to read and to edit that way."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(margin) + len(line) <= _LINE_LENGTH or not isinstance(value, dict | list | tuple):
+        return line
+    inner = margin + "  "
+    if isinstance(value, dict):
+        items = [f"{inner}{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}" for key, v in value.items()]
+        return "{\n" + ",\n".join(items) + f"\n{margin}}}"
+    return "[\n" + ",\n".join(inner + _laid_out(item, inner) for item in value) + f"\n{margin}]"
+
+
+def _without_odd_numbers(value: Any) -> Any:
+    """Candidates that did not fit have no finite time, and JSON no infinity."""
+    if isinstance(value, dict):
+        return {key: _without_odd_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_odd_numbers(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, float):
+        yield path, value

@@ -1,0 +1,230 @@
+"""What is wrong with a plan, by itself and against the step and the devices it meets: everything at once."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..cluster import Cluster
+from ..core import ClusterError, PlanMismatchError, nearest
+from ._plan import ArrayInterface, Plan, StagePlan
+
+_LISTED = 8
+_TOLERANCE = 1e-6
+
+
+def violations(
+    plan: Plan,
+    *,
+    inputs: Sequence[ArrayInterface] | None = None,
+    outputs: Sequence[ArrayInterface] | None = None,
+    num_devices: int | None = None,
+) -> list[str]:
+    """Every violation, one sentence each, the most telling first; empty if there is none.
+
+    Args:
+        plan: What to check. Alone it is checked against itself: meshes, splits, micro-batches, sums of its predictions.
+        inputs, outputs: The interface of the step it meets, in the step's order. The first path that differs is named
+            first.
+        num_devices: How many devices there are.
+    """
+    found: list[str] = []
+    if inputs is not None:
+        found += _interface("input", plan.inputs, inputs)
+    if outputs is not None:
+        found += _interface("output", plan.outputs, outputs)
+    if num_devices is not None:
+        found += _device_count(plan, num_devices)
+    found += _own_interface(plan)
+    found += _cluster(plan)
+    found += _stages(plan)
+    found += _micro_batches(plan)
+    found += _sums(plan)
+    return found
+
+
+def require_match(
+    plan: Plan,
+    *,
+    inputs: Sequence[ArrayInterface] | None = None,
+    outputs: Sequence[ArrayInterface] | None = None,
+    num_devices: int | None = None,
+    asked: str = "",
+) -> None:
+    """Refuse a plan that does not fit. Long lists are cut in the message; `violations` gives all.
+
+    Raises:
+        PlanMismatchError: There is any violation. `asked` opens the message.
+    """
+    found = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices)
+    if found:
+        shown = found[:_LISTED]
+        if len(found) > _LISTED:
+            shown.append(f"and {len(found) - _LISTED} more of this kind")
+        raise PlanMismatchError(shown, asked=asked, advice=_advice(plan, num_devices))
+
+
+def _advice(plan: Plan, num_devices: int | None) -> str:
+    if num_devices is not None and num_devices != plan_devices(plan):
+        return "Run it on the devices it was made for, or make a plan for these (--cluster detect)."
+    return "Make a plan for this step, or run the step that the plan was made for."
+
+
+def plan_devices(plan: Plan) -> int:
+    """How many devices the plan's cluster has; 0 if the description is unusable."""
+    hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
+    return hosts * each if isinstance(hosts, int) and isinstance(each, int) else 0
+
+
+def _interface(what: str, planned: Sequence[ArrayInterface], given: Sequence[ArrayInterface]) -> Iterator[str]:
+    before, now = {array.path: array for array in planned}, {array.path: array for array in given}
+    for array in given:
+        known = before.get(array.path)
+        if known is None:
+            yield f"{what} `{array.path}` {_form(array)} is not in the plan"
+        elif (known.shape, known.dtype) != (array.shape, array.dtype):
+            yield f"{what} `{array.path}` is {_form(array)}, planned as {_form(known)}"
+    for array in planned:
+        if array.path not in now:
+            yield f"{what} `{array.path}` {_form(array)} is planned, and the step has none"
+
+
+def _form(array: ArrayInterface) -> str:
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+
+
+def _device_count(plan: Plan, num_devices: int) -> Iterator[str]:
+    planned = plan_devices(plan)
+    if planned != num_devices:
+        yield f"the plan is for {_counted(planned, 'device')} ({plan.cluster.get('name')}), and there are {num_devices}"
+
+
+def _own_interface(plan: Plan) -> Iterator[str]:
+    for what, arrays in (("input", plan.inputs), ("output", plan.outputs)):
+        for path, count in Counter(array.path for array in arrays).items():
+            if count > 1:
+                yield f"{what} `{path}` is listed {count} times"
+        for array in arrays:
+            if any(size < 0 for size in array.shape):
+                yield f"{what} `{array.path}` has the impossible shape {array.shape}"
+
+
+def _cluster(plan: Plan) -> Iterator[str]:
+    try:
+        Cluster.from_dict(plan.cluster)
+    except ClusterError as error:
+        for each in error.violations:
+            yield f"cluster: {each}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    if not plan.stages:
+        yield "the plan has no stages; it needs at least one"
+    total = plan_devices(plan)
+    for index, stage in enumerate(plan.stages):
+        where = f"stage {index}" if len(plan.stages) > 1 else "the stage"
+        yield from _mesh(stage, where, total, alone=len(plan.stages) == 1)
+        yield from _splits("input", stage, where, plan.inputs, stage.shardings)
+        yield from _splits("output", stage, where, plan.outputs, stage.outputs)
+    for what, arrays, placed in (
+        ("input", plan.inputs, {path for stage in plan.stages for path in stage.shardings}),
+        ("output", plan.outputs, {path for stage in plan.stages for path in stage.outputs}),
+    ):
+        missing = [array.path for array in arrays if array.path not in placed]
+        if missing and plan.stages:
+            yield f"{what}s without a split: {_list(missing)}"
+
+
+def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[str]:
+    shape = "x".join(map(str, stage.mesh_shape)) or "()"
+    size = math.prod(stage.mesh_shape)
+    if not stage.mesh_shape or any(axis < 1 for axis in stage.mesh_shape):
+        yield f"{where} has mesh {shape}, and every axis needs at least one device"
+    elif (size != total) if alone else (size > total):
+        yield f"{where} has mesh {shape} of {_counted(size, 'device')}, and the plan's cluster has {total}"
+    if len(stage.axis_names) != len(stage.mesh_shape):
+        yield f"{where} has {len(stage.mesh_shape)} mesh axes with {len(stage.axis_names)} names"
+    for name, count in Counter(stage.axis_names).items():
+        if count > 1:
+            yield f"{where} names {count} axes {name!r}"
+    for name in stage.data_axes:
+        if name not in stage.axis_names:
+            yield f"{where} has the data axis {name!r}, no axis of its mesh: {nearest(name, stage.axis_names)}"
+
+
+def _splits(
+    what: str,
+    stage: StagePlan,
+    where: str,
+    arrays: Sequence[ArrayInterface],
+    shardings: Mapping[str, tuple[tuple[str, ...], ...]],
+) -> Iterator[str]:
+    sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=False))
+    known = {array.path: array for array in arrays}
+    for path, dims in shardings.items():
+        array = known.get(path)
+        if array is None:
+            yield f"{where} splits {what} `{path}`, which the step does not have"
+            continue
+        named = [axis for axes in dims for axis in axes]
+        for axis in dict.fromkeys(named):
+            if axis not in sizes:
+                yield f"{what} `{path}` is split by {axis!r}, no axis of the mesh: {nearest(axis, sizes)}"
+            elif named.count(axis) > 1:
+                yield f"{what} `{path}` uses axis {axis!r} {named.count(axis)} times"
+        if len(dims) != len(array.shape):
+            yield f"{what} `{path}` has {_counted(len(array.shape), 'dim')}, and its split names {len(dims)}"
+            continue
+        for dim, (length, axes) in enumerate(zip(array.shape, dims, strict=True)):
+            pieces = math.prod(sizes.get(axis, 1) for axis in axes)
+            if pieces > 0 and length % pieces:
+                yield f"{what} `{path}` has {length} in dim {dim}, which {'x'.join(axes)} = {pieces} does not divide"
+
+
+def _micro_batches(plan: Plan) -> Iterator[str]:
+    count = plan.num_micro_batches
+    if count < 1:
+        yield f"num_micro_batches is {count}, and must be at least 1"
+    elif count > 1:
+        batch = [array for array in plan.inputs if array.role == "batch" and array.shape]
+        if batch and all(array.shape[0] % count for array in batch):
+            yield f"{count} micro-batches do not divide the batch of {batch[0].shape[0]} (`{batch[0].path}`)"
+    if plan.micro_batch_semantics not in ("exact", "independent"):
+        yield f"micro_batch_semantics is {plan.micro_batch_semantics!r}, and must be 'exact' or 'independent'"
+    known = {array.path for array in plan.outputs}
+    strangers = [path for path in plan.combine if path not in known]
+    if strangers:
+        yield f"combine names outputs that the step does not have: {_list(strangers)}"
+
+
+def _sums(plan: Plan) -> Iterator[str]:
+    p = plan.prediction
+    numbers = {
+        "step_time_s": p.step_time_s,
+        "compute_s": p.compute_s,
+        "communication_s": p.communication_s,
+        "gradient_s": p.gradient_s,
+        "hidden_s": p.hidden_s,
+        "peak_memory_bytes": p.peak_memory_bytes,
+        "memory_limit_bytes": p.memory_limit_bytes,
+        **{f"memory_bytes.{part}": value for part, value in p.memory_bytes.items()},
+    }
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= 0):
+            yield f"prediction.{name} is {value}, and must be finite and not negative"
+    parts_bytes = sum(p.memory_bytes.values())
+    if not math.isclose(parts_bytes, p.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
+        yield f"the parts of memory add up to {parts_bytes:.0f} bytes, not to the peak of {p.peak_memory_bytes:.0f}"
+    parts_s = p.compute_s + p.communication_s + p.gradient_s - p.hidden_s
+    if not math.isclose(parts_s, p.step_time_s, rel_tol=_TOLERANCE, abs_tol=1e-12):
+        yield f"the parts of the step time add up to {parts_s:.6g} s, not to {p.step_time_s:.6g} s"
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,138 @@
+"""Plan files: what is written is read again, and whatever is no plan is refused with all that is wrong."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_plans import PREDICTION, PROVENANCE, sample_plan
+
+from aliquot.core import InputError, PlanFileError
+from aliquot.plans import Plan
+
+GOLDEN = Path(__file__).with_name("golden_plan.json")
+times = st.floats(0, 1e6, allow_subnormal=False)
+names = st.text(max_size=12)
+
+
+@st.composite
+def plans(draw):
+    compute, communication, gradient = draw(times), draw(times), draw(times)
+    parts = draw(st.dictionaries(names, st.floats(0, 1e12), max_size=4))
+    prediction = msgspec.structs.replace(
+        PREDICTION,
+        compute_s=compute,
+        communication_s=communication,
+        gradient_s=gradient,
+        hidden_s=0.0,
+        step_time_s=compute + communication + gradient,
+        memory_bytes=parts,
+        peak_memory_bytes=sum(parts.values(), 0.0),
+        peak_moment=draw(names),
+    )
+    return sample_plan(
+        method=draw(names),
+        num_micro_batches=draw(st.sampled_from([1, 2, 4, 8])),
+        notes=tuple(draw(st.lists(names, max_size=3))),
+        interface_fingerprint=draw(names),
+        prediction=prediction,
+    )
+
+
+@given(plans())
+def test_round_trip(plan):
+    text = plan.to_json()
+    again = Plan.from_json(text)
+    assert again == plan
+    assert again.provenance == plan.provenance
+    assert again.to_json() == text
+
+
+def test_golden_file_still_loads():
+    assert Plan.load(GOLDEN) == sample_plan()
+
+
+def test_golden_file_is_what_is_written_today():
+    assert sample_plan().to_json() == GOLDEN.read_text()
+
+
+def test_provenance_is_not_compared():
+    slower = msgspec.structs.replace(PROVENANCE, search_s=99.0)
+    assert sample_plan(provenance=slower) == sample_plan()
+    assert sample_plan(method="dp") != sample_plan()
+
+
+def test_save_and_load(tmp_path):
+    path = tmp_path / "plan.json"
+    sample_plan().save(path)
+    assert Plan.load(path) == sample_plan()
+    assert os.listdir(tmp_path) == ["plan.json"]
+    assert max(map(len, path.read_text().splitlines())) < 250
+
+
+def test_infinite_numbers_are_refused():
+    with pytest.raises(InputError, match=r"plan\.prediction\.compute_s must be finite"):
+        sample_plan(prediction=msgspec.structs.replace(PREDICTION, compute_s=float("inf"))).to_json()
+
+
+def test_a_candidate_that_did_not_fit_is_written_without_a_time():
+    provenance = msgspec.structs.replace(PROVENANCE, candidates=({"method": "dp", "step_time_s": float("inf")},))
+    plan = Plan.from_json(sample_plan(provenance=provenance).to_json())
+    assert plan.provenance.candidates[0]["step_time_s"] is None
+
+
+def _edited(**changes):
+    return json.dumps({**json.loads(GOLDEN.read_text()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it is empty"),
+        (GOLDEN.read_text()[:300], r"ends in the middle, at line \d+, column \d+; it was cut off"),
+        ('{\n  "version": one\n}', "invalid character at line 2, column 14"),
+        ("[1, 2]", "no plan: it has no `version`"),
+        ("{}", "no plan: it has no `version`"),
+        (_edited(version=2), "has version 2, and this aliquot reads 1. Update it"),
+        (_edited(version=0), "has version 0, which is no version; this aliquot reads 1"),
+        (_edited(version="1"), "has version '1', which is no version"),
+        (_edited(colour="red"), "`plan.colour`: there is no such field"),
+        (_edited(method=3), "`plan.method`: expected `str`, got `int`"),
+        (_edited(stages=[{}]), "`plan.stages[0].mesh_shape`: is missing"),
+        (_edited(stages=5), "`plan.stages`: expected `array`, got `int`"),
+        (_edited(prediction=[]), "`plan.prediction`: expected an object"),
+        (_edited(inputs=[{"path": "a", "shape": [1, "b"], "dtype": "f"}]), "`plan.inputs[0].shape[1]`: expected `int`"),
+        (_edited(num_micro_batches=0), "num_micro_batches is 0"),
+        (_edited(stages=[]), "the plan has no stages"),
+        (_edited(cluster={}), "cluster: "),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, message):
+    with pytest.raises(PlanFileError) as caught:
+        Plan.from_json(text)
+    plain = message.replace("\\", "")
+    found = str(caught.value)
+    assert plain in found or re.search(message, found), found
+    assert caught.value.exit_code == 2
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    with pytest.raises(PlanFileError) as caught:
+        Plan.from_json(_edited(method=3, schedule=4, colour="red"))
+    assert "3 problems" in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(PlanFileError, match=r"no\.json' cannot be read: No such file"):
+        Plan.load(tmp_path / "no.json")
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanFileError, match="is not text"):
+        Plan.load(path)
