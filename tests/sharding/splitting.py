@@ -17,6 +17,8 @@ from aliquot.sharding import dim_rule
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)(?:-start)?\("
 )
+# Programs here run once, on a few numbers: fast machine code would cost more than it saves.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 COMBINE = {
     "max": lax.pmax,
     "min": lax.pmin,
@@ -187,9 +189,28 @@ def compiled(cuts, mesh):
 
     placed = [s.shardings(mesh) for s in cuts]
     jitted = jax.jit(run, in_shardings=([p[0] for p in placed],), out_shardings=[p[1] for p in placed])
-    return jitted.lower([s.operands for s in cuts]).compile()
+    return jitted.lower([s.operands for s in cuts]).compile(QUICK)
 
 
 def collectives(cuts, mesh):
     """Kinds of collectives in that program."""
     return set(COLLECTIVE.findall(compiled(cuts, mesh).as_text()))
+
+
+def numbers(value):
+    """An array as NumPy has it; of keys, their words."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def assert_same(got, want, case, split):
+    """Results equal those of the whole operator: integers exactly, others to the tolerance of the case."""
+    for g, w in zip(got, want, strict=True):
+        g, w = numbers(g), numbers(w)
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), split
+        if g.dtype.kind in "biu":
+            np.testing.assert_array_equal(g, w, err_msg=repr(split))
+        else:
+            g, w = (a.astype(np.complex64 if a.dtype.kind == "c" else np.float32) for a in (g, w))
+            np.testing.assert_allclose(g, w, rtol=case.tolerance, atol=case.tolerance, err_msg=repr(split))

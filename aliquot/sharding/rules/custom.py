@@ -25,6 +25,8 @@ def _opaque(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
 # A user may say more about a kernel of his own: these give way to a rule registered later.
 register_dim_rule(
     "custom_partitioning",
+    "debug_callback",
+    "debug_print",
     "ffi_call",
     "io_callback",
     "pallas_call",
@@ -34,7 +36,7 @@ register_dim_rule(
 )(_opaque)
 
 _WHOLE_ROUTINES = (
-    "after_all cholesky create_token custom_linear_solve debug_callback debug_print eig eigh fft hessenberg "
+    "after_all cholesky create_token custom_linear_solve eig eigh fft hessenberg "
     "householder_product lu platform_index qr random_gamma rng_bit_generator rng_uniform schur svd triangular_solve "
     "tridiagonal tridiagonal_solve"
 ).split()
