@@ -1,0 +1,17 @@
+"""Who decides: methods, the race between them, and what they write into a plan."""
+
+from ._base import AbstractMethod as AbstractMethod
+from ._base import Candidate as Candidate
+from ._base import Decision as Decision
+from ._base import Interrupted as Interrupted
+from ._base import Progress as Progress
+from ._methods import ILP as ILP
+from ._methods import Auto as Auto
+from ._methods import DataParallel as DataParallel
+from ._methods import ManualParallel as ManualParallel
+from ._methods import ShardParallel as ShardParallel
+from ._methods import Zero2Parallel as Zero2Parallel
+from ._methods import Zero3Parallel as Zero3Parallel
+from ._registry import METHODS as METHODS
+from ._registry import method_by_name as method_by_name
+from ._write import write_plan as write_plan

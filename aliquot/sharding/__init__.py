@@ -14,6 +14,7 @@ from ._nodes import Resident as Resident
 from ._nodes import Site as Site
 from ._nodes import Work as Work
 from ._nodes import project as project
+from ._nodes import shards_of as shards_of
 from ._pins import Pin as Pin
 from ._pins import Pins as Pins
 from ._pins import make_pins as make_pins

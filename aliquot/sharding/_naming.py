@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..graph import Phase
+from ..graph import Phase, Role
 from ._cuts import Cuts
 from ._materialised import Storage, find_storage
 from ._nodes import Port
@@ -29,10 +29,12 @@ class Naming:
     read_phases: dict[int, set[Phase]] = field(default_factory=dict)
     value_read_phases: list[set[Phase]] = field(default_factory=list)
     storage: Storage = field(init=False)
+    batch_values: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         cuts = self.cuts
         self.storage = find_storage(cuts)
+        self.batch_values = frozenset(i.value for i in cuts.graph.inputs if i.role is Role.BATCH)
         self.order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
         for key, slot in cuts.slots.by_key.items():
             self.slot_value[slot] = key if isinstance(key, int) else key[1]  # type: ignore[index]

@@ -108,6 +108,9 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
             kernels[phase] += len(members) * trips
         for phase in naming.read_phases.get(slot, ()):
             arrays[phase].append((num_bytes, split_by))
+        if members[0] in naming.batch_values:
+            # Every device receives its part of the batch: less, where it is split.
+            arrays[Phase.FORWARD].append((num_bytes, split_by))
     return tuple(
         Work(phase=phase, split_by=(), arrays=tuple(entries), kernels=kernels[phase])
         for phase, entries in sorted(arrays.items())

@@ -8,6 +8,8 @@ array is, axis by axis, the dim that stands for the chosen factor.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -191,3 +193,8 @@ def project(choice: Choice, projection: Projection) -> Spec:
     (2, -1)
     """
     return tuple(projection[factor] if factor >= 0 else REPLICATED for factor in choice)
+
+
+def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> int:
+    """Into how many pieces a choice cuts what the factors in `split_by` divide."""
+    return math.prod(size for size, f in zip(axis_sizes, choice, strict=True) if f >= 0 and split_by[f])

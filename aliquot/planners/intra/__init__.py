@@ -1,0 +1,1 @@
+"""How each operator of one stage is split on a logical mesh."""

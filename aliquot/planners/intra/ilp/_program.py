@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import MemoryModel, Priced
+from ....cost import Conversion, MemoryModel, Priced
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -228,30 +228,22 @@ def add_memory_row(
     for conversion in model.conversions:
         alive = int(np.count_nonzero((conversion.births <= time) & (conversion.deaths >= time)))
         if alive:
-            _add_converted(program, choices, priced, conversion.edges, conversion.local_bytes, alive / limit_bytes, row)
+            mine, weights = conversion_columns(choices, priced, conversion)
+            program.add_entries(np.full(len(mine), row), mine, alive / limit_bytes * weights)
 
 
-def _add_converted(
-    program: Program,
-    choices: Choices,
-    priced: Priced,
-    edges: Sequence[int],
-    tables: Sequence[Floats],
-    scale: float,
-    row: int,
-) -> None:
-    seen: set[int] = set()
-    for index, table in zip(edges, tables, strict=True):
+def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion) -> tuple[Ints, Floats]:
+    """The columns that cause a conversion, with the bytes that each adds."""
+    weights: dict[int, float] = {}
+    for index, table in zip(conversion.edges, conversion.local_bytes, strict=True):
         if index in choices.single:
             flow, p, q = choices.single[index]
-            program.add_entries(np.full(len(flow), row), flow, scale * table[p, q])
+            weights.update(zip(flow.tolist(), table[p, q].tolist(), strict=True))
             continue
         shared = choices.shared[priced.graph.edges[index].share]
         specs = priced.edges[index]
         for a, b in zip(*np.nonzero(table), strict=True):
             column = shared.get((specs.sources[a], specs.targets[b]))
-            if column is not None and column not in seen:
-                seen.add(column)
-                program.add_entries(np.array([row]), np.array([column]), scale * table[a, b])
-
-
+            if column is not None:
+                weights[column] = float(table[a, b])
+    return np.array(list(weights), np.int64), np.array(list(weights.values()))

@@ -1,0 +1,153 @@
+"""Plan -> estimate: the one judge, whoever made the plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..cluster import LogicalMesh
+from ..core import PlanMismatchError
+from ..graph import Graph, Phase
+from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
+from ..sharding import Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
+from ._collectives import collective_line, widening
+from ._evaluate import conversions, evaluate
+from ._memory import MemoryModel, converted, memory_model, timeline
+from ._priced import Ints, Priced, price
+from ._problem import Problem
+
+
+def estimate(problem: Problem, plan: Plan) -> Prediction:
+    """What a plan costs on its mesh. Raises `PlanMismatchError` if its interior does not fit the problem's graph."""
+    stage = plan.stages[0]
+    mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
+    axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
+    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes)
+    choices = decode_interior(stage, problem.nodes)
+    return predict(priced, find_picks(priced, choices), problem.memory_limit_bytes, problem.graph)
+
+
+def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
+    """The prediction for a choice of every node."""
+    time = evaluate(priced, picks)
+    model = memory_model(priced)
+    peak, moment, parts = peak_memory(model, priced, picks)
+    op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
+    return Prediction(
+        step_time_s=time.total_s,
+        compute_s=time.compute_s,
+        communication_s=time.communication_s,
+        gradient_s=time.gradient_s,
+        hidden_s=time.hidden_s,
+        peak_memory_bytes=peak,
+        memory_limit_bytes=memory_limit_bytes,
+        memory_bytes=parts,
+        peak_moment=f"{op.phase.name.lower()}, {op.name}:{op.index}" if op else "",
+        collectives=collective_uses(priced, picks),
+    )
+
+
+def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float, int, dict[str, float]]:
+    """The most bytes that a device needs at once, when, and the parts that are alive then."""
+    use = timeline(model, priced, picks)
+    moment = int(np.argmax(use))
+    parts: dict[str, float] = defaultdict(float)
+    for r, local in zip(model.residents, model.local_bytes, strict=True):
+        alive = int(np.count_nonzero((r.births <= moment) & (r.deaths >= moment)))
+        parts[r.category] += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
+    for conversion, num_bytes in converted(model, priced, picks):
+        alive = int(np.count_nonzero((conversion.births <= moment) & (conversion.deaths >= moment)))
+        parts["resharded copies"] += alive * num_bytes
+    return float(use[moment]), moment, {k: v for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v}
+
+
+def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
+    """Every collective of a step, most expensive first. Bytes are those that it leaves on each device, as compiled."""
+    found: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    sizes = priced.axis_sizes
+
+    def note(kind: str, axes: tuple[int, ...], label: str, count: float, entering: float, leaving: float) -> None:
+        latency, per_byte = collective_line(kind, axes, priced.mesh, priced.target)
+        entry = found[kind, axes, label]
+        entry[0] += count
+        entry[1] += count * leaving
+        entry[2] += count * (latency + per_byte * entering)
+
+    for edge_index, s, t in conversions(priced, picks):
+        edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
+        source, target = table.sources[s], table.targets[t]
+        once = edge.gradient and 0 < len(_partial_axes(source)) and _partial_axes(source) <= priced.data_axes
+        count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
+        whole = edge.num_bytes * widening(edge.dtype, priced.target)
+        for move in reshard(source, target, sizes, priced.target.reduce_scatter) or ():
+            leaving = result_fraction(move, sizes) * whole
+            note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving)
+    for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
+        choice = tuple(int(f) for f in p.choices[pick])
+        for c in node.collectives:
+            axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
+            if not axes:
+                continue
+            once = c.gradient and set(axes) <= priced.data_axes
+            count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
+            local = c.num_bytes * widening(c.dtype, priced.target) / shards_of(choice, c.split_by, sizes)
+            grown = np.prod([sizes[a] for a in axes]) if c.kind == "all-gather" else 1
+            note(c.kind, axes, c.label, count, local, local * float(grown))
+    names = priced.mesh.axis_names
+    uses = [
+        CollectiveUse(
+            kind=kind, axes=tuple(names[a] for a in axes), count=count, num_bytes=total, seconds=seconds, label=label
+        )
+        for (kind, axes, label), (count, total, seconds) in found.items()
+    ]
+    return tuple(sorted(uses, key=lambda u: (-u.seconds, u.kind, u.axes, u.label)))
+
+
+def _partial_axes(spec: Spec) -> set[int]:
+    return {a for a, placement in enumerate(spec) if placement == -2}
+
+
+def encode_interior(nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str]) -> tuple[OpSharding, ...]:
+    """Choices as a plan writes them: by the labels of nodes and factors."""
+    return tuple(
+        OpSharding(
+            node=node.label,
+            splits={a: node.factors[f].label for a, f in zip(axis_names, choice, strict=True) if f >= 0},
+            copies=node.copies,
+        )
+        for node, choice in zip(nodes.nodes, choices, strict=True)
+    )
+
+
+def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
+    """The reverse of `encode_interior`. Raises `PlanMismatchError` with every entry that does not fit."""
+    faults = []
+    if len(stage.interior) != len(nodes.nodes):
+        faults.append(f"the plan decides about {len(stage.interior)} operators, the step has {len(nodes.nodes)}")
+    choices = []
+    for entry, node in zip(stage.interior, nodes.nodes, strict=False):
+        labels = {factor.label: f for f, factor in enumerate(node.factors)}
+        unknown = [label for label in entry.splits.values() if label not in labels]
+        if entry.node != node.label:
+            faults.append(f"the plan decides about `{entry.node}` where the step has `{node.label}`")
+        elif unknown:
+            faults.append(f"`{node.label}` has no dimension {', '.join(unknown)}")
+        choices.append(tuple(labels.get(entry.splits.get(a, ""), -1) for a in stage.axis_names))
+    if faults:
+        raise PlanMismatchError(tuple(faults), asked="the plan's interior", advice="Plan this step again.")
+    return tuple(choices)
+
+
+def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
+    """The position of each node's choice among all its choices. Raises `PlanMismatchError` for a split that does not divide."""
+    picks, faults = [], []
+    for node, table, choice in zip(priced.graph.nodes, priced.nodes, choices, strict=True):
+        rows = np.flatnonzero((table.choices == np.array(choice)).all(axis=1))
+        if not len(rows):
+            faults.append(f"`{node.label}` cannot be split as {choice}")
+        picks.append(int(rows[0]) if len(rows) else 0)
+    if faults:
+        raise PlanMismatchError(tuple(faults), asked="the plan's interior", advice="Plan this step again.")
+    return np.array(picks, np.int64)

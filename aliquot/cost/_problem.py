@@ -1,0 +1,56 @@
+"""All that a planner may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cluster import Cluster, Target, target_for
+from ..graph import Graph
+from ..sharding import NodeGraph, build_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """A step to be split over a cluster.
+
+    Attributes:
+        graph: the step, traced at the size of one micro-batch.
+        nodes: what there is to decide.
+        cluster: what it runs on.
+        num_micro_batches: how often forward and backward run in a step.
+        memory_limit_bytes: what each device may use.
+    """
+
+    graph: Graph
+    nodes: NodeGraph
+    cluster: Cluster
+    num_micro_batches: int
+    memory_limit_bytes: float
+
+    @property
+    def target(self) -> Target:
+        """What the cluster's compiler does with a plan."""
+        return target_for(self.cluster.device)
+
+
+def make_problem(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    num_micro_batches: int = 1,
+    memory_limit_bytes: float | None = None,
+    on_missing_rule: str = "error",
+    repeats: bool = True,
+) -> Problem:
+    """The problem of a step traced at the size of one micro-batch. Raises `MissingRuleError`.
+
+    Args:
+        memory_limit_bytes: by default what the device's runtime leaves to programs.
+        repeats: fold equal layers into one decision.
+    """
+    target = target_for(cluster.device)
+    nodes = build_nodes(graph, repeats=repeats, regions_apart=target.honours_remat, on_missing_rule=on_missing_rule)
+    limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
+    return Problem(
+        graph=graph, nodes=nodes, cluster=cluster, num_micro_batches=num_micro_batches, memory_limit_bytes=float(limit)
+    )

@@ -1,0 +1,249 @@
+"""The methods a user can name. Each says which choices are open on which meshes; the race does the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..cluster import AXIS_NAMES, LogicalMesh, logical_mesh_shapes
+from ..core import InputError
+from ..cost import Problem, price
+from ._base import AbstractMethod, Decision, Progress
+from ._race import Entry, Limits, race
+from .intra import fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ILP:
+    """Solve splits as an integer linear program.
+
+    Attributes:
+        relative_gap: how far from the bound a solution may stay; 0 proves optimality.
+        node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the plan.
+    """
+
+    relative_gap: float = 1e-3
+    node_limit: int = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel(AbstractMethod):
+    """Split the batch over all devices; every device holds everything else whole and gradients are all-reduced."""
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        return _fixed(problem, progress, "dp", 0, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero2Parallel(AbstractMethod):
+    """Data parallelism with optimizer state and gradients split over devices.
+
+    With `shard_within="host"` they are split over the devices of a host and replicated across hosts.
+    """
+
+    shard_within: str | None = None
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        return _fixed(problem, progress, "zero2", 2, self.shard_within)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero3Parallel(AbstractMethod):
+    """Data parallelism with parameters, gradients and optimizer state split over devices, gathered where they are used.
+
+    With `shard_within="host"` they are split over the devices of a host and replicated across hosts.
+    """
+
+    shard_within: str | None = None
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        return _fixed(problem, progress, "zero3", 3, self.shard_within)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManualParallel(AbstractMethod):
+    """Your own PartitionSpecs for inputs, by path pattern; the rest is split as well as the solver can.
+
+    Args:
+        specs: `{"state.params.*.q.kernel": (None, "y")}`: shell patterns over input paths to one entry per dim, each None, an
+            axis name or a tuple of them. `jax.sharding.PartitionSpec` works too.
+        mesh_shape: the logical mesh.
+        axis_names: its axes, by default x, y, z, w.
+    """
+
+    specs: Mapping[str, Sequence[Any]]
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...] = ()
+    intra: ILP = field(default_factory=ILP)
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`. Raises `InputError` listing every pattern that cannot be followed."""
+        mesh = _mesh(problem, self.mesh_shape, self.axis_names)
+        entries = []
+        for axes, masks, priced in _variants(problem, mesh):
+            pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
+            both = [a & b for a, b in zip(masks, pins, strict=True)]
+            if all(m.any() for m in both):
+                entries.append(Entry(name=_variant_name("manual", axes, mesh), priced=priced, allowed=both))
+        return race(
+            problem,
+            entries,
+            method="manual",
+            planner="manual specs, rest by ilp",
+            limits=_limits(self.intra),
+            exact_space=False,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardParallel(AbstractMethod):
+    """Split every operator as the intra planner finds best: data, tensor, sequence and ZeRO-style splits in one search.
+
+    Args:
+        intra: how splits are found.
+        mesh_shape: the logical mesh; by default all meshes with up to two axes are tried.
+    """
+
+    intra: ILP = field(default_factory=ILP)
+    mesh_shape: tuple[int, ...] | None = None
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        return race(
+            problem,
+            _shard_entries(problem, _meshes(problem, self.mesh_shape)),
+            method="shard",
+            planner="ilp",
+            limits=_limits(self.intra),
+            exact_space=True,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto(AbstractMethod):
+    """Race the fixed methods and the search over logical meshes; bounds prune what cannot win.
+
+    Args:
+        intra: how splits are found.
+        max_meshes: how many logical meshes to try, best guesses first.
+        max_axes: axes of a logical mesh.
+        mesh_shape: only this mesh.
+    """
+
+    intra: ILP = field(default_factory=ILP)
+    max_meshes: int = 32
+    max_axes: int = 2
+    mesh_shape: tuple[int, ...] | None = None
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        entries = []
+        if self.mesh_shape is None:
+            for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):
+                try:
+                    entries += _fixed_entries(problem, name, stage, None)
+                except InputError:
+                    # A batch that does not divide rules these out; the search has other splits.
+                    continue
+        meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
+        return race(
+            problem,
+            [*entries, *_shard_entries(problem, meshes)],
+            method="auto",
+            planner="fixed methods and ilp",
+            limits=_limits(self.intra),
+            exact_space=True,
+            progress=progress,
+        )
+
+
+def _limits(intra: ILP) -> Limits:
+    return Limits(relative_gap=intra.relative_gap, node_limit=intra.node_limit)
+
+
+def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()) -> LogicalMesh:
+    devices = problem.cluster.num_devices
+    if int(np.prod(shape)) != devices or not shape or min(shape) < 1:
+        text = "x".join(str(n) for n in shape)
+        raise InputError(
+            f"A mesh {text} has {int(np.prod(shape))} devices, {problem.cluster.name} has {devices}. "
+            f"Meshes that fit: {', '.join('x'.join(map(str, s)) for s in logical_mesh_shapes(devices))}."
+        )
+    names = tuple(axis_names) or AXIS_NAMES[: len(shape)]
+    # An axis of one device splits nothing.
+    if not axis_names and len(shape) > 1:
+        shape = tuple(n for n in shape if n > 1) or (1,)
+        names = AXIS_NAMES[: len(shape)]
+    return LogicalMesh(shape=tuple(shape), axis_names=names, cluster=problem.cluster)
+
+
+def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) -> list[LogicalMesh]:
+    if shape is not None:
+        return [_mesh(problem, shape)]
+    return [_mesh(problem, s) for s in logical_mesh_shapes(problem.cluster.num_devices, max_axes)]
+
+
+def _variants(problem: Problem, mesh: LogicalMesh) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
+    """Ways to use a mesh: with micro-batches, axes that split the batch alone synchronise gradients once."""
+    axes = range(len(mesh.shape))
+    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    sets = [frozenset[int]()]
+    if problem.num_micro_batches > 1:
+        sets += [frozenset({0})] if len(mesh.shape) > 1 else []
+        sets += [frozenset(axes)]
+        if len(mesh.shape) > 2:
+            sets += [frozenset(s) for s in itertools.combinations(axes, 2) if 0 in s]
+    for chosen in sets:
+        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=chosen)
+        masks = fixed.data_axes_restriction(priced, kinds, chosen)
+        if masks is not None:
+            yield chosen, masks, priced
+
+
+def _variant_name(name: str, axes: frozenset[int], mesh: LogicalMesh) -> str:
+    return f"{name}, batch alone on {''.join(mesh.axis_names[a] for a in sorted(axes))}" if axes else name
+
+
+def _shard_entries(problem: Problem, meshes: Sequence[LogicalMesh]) -> list[Entry]:
+    return [
+        Entry(name=_variant_name("ilp", axes, mesh), priced=priced, allowed=masks)
+        for mesh in meshes
+        for axes, masks, priced in _variants(problem, mesh)
+    ]
+
+
+def _fixed_entries(problem: Problem, name: str, stage: int, shard_within: str | None) -> list[Entry]:
+    cluster = problem.cluster
+    if shard_within not in (None, "host"):
+        raise InputError(f'shard_within={shard_within!r}: pass "host", or None for all devices.')
+    within = shard_within == "host" and cluster.num_hosts > 1 and cluster.devices_per_host > 1
+    shape = (cluster.num_hosts, cluster.devices_per_host) if within else (cluster.num_devices,)
+    mesh = _mesh(problem, shape)
+    all_axes = frozenset(range(len(mesh.shape)))
+    data_axes = all_axes if problem.num_micro_batches > 1 else frozenset()
+    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
+    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    shard_axes = frozenset({1}) if within else all_axes
+    masks = fixed.batch_restriction(problem, priced, kinds, zero_stage=stage, shard_axes=shard_axes)
+    return [Entry(name=name, priced=priced, allowed=masks)]
+
+
+def _fixed(problem: Problem, progress: Progress | None, name: str, stage: int, within: str | None) -> Decision:
+    return race(
+        problem,
+        _fixed_entries(problem, name, stage, within),
+        method=name,
+        planner="fixed",
+        limits=Limits(),
+        exact_space=False,
+        progress=progress,
+    )

@@ -1,0 +1,190 @@
+"""Search several meshes for one best decision: bounds of all first, then branching in their order, pruning by the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import LogicalMesh
+from ..core import InfeasibleError, format_bytes
+from ..cost import Priced, Problem, memory_model, peak_memory
+from ._base import Candidate, Decision, Interrupted, Progress
+from .intra.ilp import Search, Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """One thing to try: a method's name, a priced problem, and the choices that the method leaves open."""
+
+    name: str
+    priced: Priced
+    allowed: Sequence[NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How hard to try: accepted relative gap, and nodes of a branch-and-bound tree for each mesh."""
+
+    relative_gap: float = 1e-3
+    node_limit: int = 2000
+
+
+def race(
+    problem: Problem,
+    entries: Sequence[Entry],
+    *,
+    method: str,
+    planner: str,
+    limits: Limits,
+    exact_space: bool,
+    progress: Progress | None = None,
+) -> Decision:
+    """The best decision among all entries, with a bound that holds for all of them.
+
+    Args:
+        exact_space: whether the entries span a space whose bound is worth stating (a fixed method's is not).
+
+    Raises:
+        InfeasibleError: no entry fits in memory; says the smallest found and what would make it fit.
+        Interrupted: on Ctrl-C, with the best so far.
+    """
+    runners: list[_Runner] = []
+    best: tuple[_Runner, Solution] | None = None
+    report = progress or (lambda what, done, of: None)
+    try:
+        for k, entry in enumerate(entries):
+            report(f"{entry.name} on {entry.priced.mesh}", k, len(entries))
+            runner = _Runner.start(entry, problem, limits)
+            runners.append(runner)
+            if runner.rounded and (best is None or runner.rounded.step_time_s < best[1].step_time_s):
+                best = runner, runner.rounded
+        for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
+            report(f"{runner.entry.name} on {runner.entry.priced.mesh}", len(entries), len(entries))
+            found = runner.finish(best[1].step_time_s if best else np.inf)
+            if found and (best is None or found.step_time_s <= best[1].step_time_s):
+                best = runner, found
+    except KeyboardInterrupt as error:
+        decision = _decision(best, runners, problem, method, planner, exact_space, "interrupted") if best else None
+        raise Interrupted(decision) from error
+    if best is None:
+        raise _infeasible(problem, runners, method)
+    return _decision(best, runners, problem, method, planner, exact_space, best[1].status)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Runner:
+    entry: Entry
+    search: Search
+    bound_s: float | None
+    rounded: Solution | None
+    found: Solution | None = None
+    outcome: str = ""
+
+    @classmethod
+    def start(cls, entry: Entry, problem: Problem, limits: Limits) -> _Runner:
+        search = Search(
+            entry.priced,
+            entry.allowed,
+            limit_bytes=problem.memory_limit_bytes,
+            relative_gap=limits.relative_gap,
+            node_limit=limits.node_limit,
+        )
+        bound = search.relax()
+        rounded = search.rounded() if bound is not None else None
+        outcome = "does not fit" if bound is None else "bounded"
+        return cls(entry=entry, search=search, bound_s=bound, rounded=rounded, outcome=outcome)
+
+    def finish(self, best_s: float) -> Solution | None:
+        assert self.bound_s is not None
+        if self.bound_s > best_s:
+            self.outcome = "pruned by its bound"
+            return None
+        self.found = self.search.branch(np.nextafter(best_s, np.inf))
+        self.bound_s = self.search.lower_bound_s
+        self.outcome = self.found.status if self.found else "pruned by its bound"
+        return self.found
+
+
+def _decision(
+    best: tuple[_Runner, Solution],
+    runners: Sequence[_Runner],
+    problem: Problem,
+    method: str,
+    planner: str,
+    exact_space: bool,
+    status: str,
+) -> Decision:
+    runner, solution = best
+    bounds = [r.bound_s for r in runners if r.bound_s is not None]
+    complete = exact_space and status != "interrupted"
+    bound = min([*bounds, solution.step_time_s]) if complete else None
+    space = ""
+    if complete:
+        space = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
+    return Decision(
+        method=method,
+        planner=planner,
+        priced=runner.entry.priced,
+        picks=solution.picks,
+        step_time_s=solution.step_time_s,
+        lower_bound_s=bound,
+        bound_holds_for=space,
+        status=status,
+        candidates=tuple(
+            Candidate(
+                name=r.entry.name,
+                mesh=_mesh_name(r.entry.priced.mesh),
+                lower_bound_s=r.bound_s,
+                step_time_s=(r.found or r.rounded).step_time_s if (r.found or r.rounded) else None,  # type: ignore[union-attr]
+                outcome=r.outcome,
+            )
+            for r in runners
+        ),
+    )
+
+
+def _mesh_name(mesh: LogicalMesh) -> str:
+    return "x".join(str(n) for n in mesh.shape)
+
+
+def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> InfeasibleError:
+    """The answer when nothing fits: the smallest plan, its parts, and what would make it fit."""
+    smallest: tuple[float, dict[str, float], _Runner] | None = None
+    for runner in runners:
+        picks = runner.search.least_memory()
+        peak, _, parts = peak_memory(memory_model(runner.entry.priced), runner.entry.priced, picks)
+        if smallest is None or peak < smallest[0]:
+            smallest = peak, parts, runner
+    assert smallest is not None
+    peak, parts, runner = smallest
+    limit = problem.memory_limit_bytes
+    listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
+    return InfeasibleError(
+        f"No plan of method {method} fits {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
+        f"  The smallest found, on a mesh {_mesh_name(runner.entry.priced.mesh)}, needs {format_bytes(peak)}: {listed}.\n"
+        f"  {_remedy(problem, peak, parts, limit, method)}",
+        required_bytes=int(peak),
+        available_bytes=int(limit),
+        parts=parts,
+    )
+
+
+def _remedy(problem: Problem, peak: float, parts: dict[str, float], limit: float, method: str) -> str:
+    """What would make it fit."""
+    fixed = sum(v for k, v in parts.items() if k in ("parameters", "optimizer state", "gradients", "other state"))
+    moving = peak - fixed
+    advice = []
+    if fixed < limit and moving > 0:
+        factor = 2
+        while fixed + moving / factor > limit and factor < 1024:
+            factor *= 2
+        advice.append(f"{problem.num_micro_batches * factor} micro-batches (now {problem.num_micro_batches})")
+    if method in ("dp", "zero2"):
+        advice.append("method zero3, shard or auto, which split parameters too")
+    devices = problem.cluster.num_devices
+    needed = int(np.ceil(devices * peak / limit))
+    advice.append(f"about {max(needed, devices + 1)} such devices (now {devices})")
+    return "It could fit with " + ", or ".join(advice) + "."

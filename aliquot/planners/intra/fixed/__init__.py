@@ -1,0 +1,8 @@
+"""What an expert writes by hand, as restrictions on the choices that a solver may take."""
+
+from ._restrict import Kinds as Kinds
+from ._restrict import batch_restriction as batch_restriction
+from ._restrict import data_axes_restriction as data_axes_restriction
+from ._restrict import everything as everything
+from ._restrict import kinds_of as kinds_of
+from ._restrict import pinned as pinned

@@ -1,0 +1,181 @@
+"""Masks over choices: which splits a fixed method leaves open.
+
+References: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020 (stages 2
+and 3); Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2 (sharding within a group, replicating across).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....core import InputError, nearest
+from ....cost import Priced, Problem, shards
+from ....graph import Graph, Phase, Role
+from ....sharding import NodeGraph, Spec, project, spec_from_dims
+
+Masks: TypeAlias = list[NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """Nodes by what they hold: parameters, what only the update touches, the batch itself."""
+
+    parameters: frozenset[int]
+    update: frozenset[int]
+    batch_inputs: frozenset[int]
+
+
+def kinds_of(graph: Graph, nodes: NodeGraph) -> Kinds:
+    """The kinds of all nodes of a step."""
+    by_role: dict[Role, set[int]] = {role: set() for role in Role}
+    for item, port in zip(graph.inputs, nodes.input_ports, strict=True):
+        by_role[item.role].add(port.node)
+    update = set(by_role[Role.OPTIMIZER_STATE])
+    for node in nodes.nodes:
+        phases = {w.phase for w in node.work}
+        if phases and phases <= {Phase.UPDATE}:
+            update.add(node.index)
+    parameters = by_role[Role.PARAMETER]
+    return Kinds(
+        parameters=frozenset(parameters - {-1}),
+        update=frozenset(update - parameters - {-1}),
+        batch_inputs=frozenset(by_role[Role.BATCH] - {-1}),
+    )
+
+
+def everything(priced: Priced) -> Masks:
+    """No restriction."""
+    return [np.ones(len(node.choices), bool) for node in priced.nodes]
+
+
+def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) -> Masks | None:
+    """Let some axes split nothing but the batch in forward and backward; None if the batch does not divide."""
+    masks = everything(priced)
+    for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
+        if node.index in kinds.parameters or node.index in kinds.update:
+            continue
+        batch = priced.graph.batch_factors[node.index]
+        for a in axes:
+            column = table.choices[:, a]
+            masks[node.index] &= np.isin(column, list(batch)) if batch else column == -1
+        if not masks[node.index].any():
+            return None
+    return masks
+
+
+def batch_restriction(
+    problem: Problem, priced: Priced, kinds: Kinds, *, zero_stage: int, shard_axes: frozenset[int]
+) -> Masks:
+    """All axes split the batch; optimizer state (stage 2) and parameters too (stage 3) are split over `shard_axes`.
+
+    Raises:
+        InputError: the batch cannot be split over all devices.
+    """
+    masks = []
+    all_axes = frozenset(range(len(priced.axis_sizes)))
+    for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
+        choices = table.choices
+        batch = priced.graph.batch_factors[node.index]
+        if node.index in kinds.parameters:
+            masks.append(_most_split(choices, priced, shard_axes) if zero_stage >= 3 else _unsplit(choices))
+        elif node.index in kinds.update:
+            masks.append(_most_split(choices, priced, shard_axes) if zero_stage >= 2 else _unsplit(choices))
+        elif batch:
+            mine = np.isin(choices, list(batch))
+            clean = (mine | (choices == -1)).all(axis=1)
+            most = clean & (mine.sum(axis=1) == mine[clean].sum(axis=1).max())
+            if node.index in kinds.batch_inputs and not mine[most].all():
+                _refuse_batch(problem, priced)
+            masks.append(most)
+        else:
+            outside = [a for a in all_axes if a not in shard_axes or zero_stage < 2]
+            masks.append((choices[:, outside] == -1).all(axis=1))
+    return masks
+
+
+def _unsplit(choices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return np.asarray((choices == -1).all(axis=1))
+
+
+def _most_split(choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]) -> NDArray[np.bool_]:
+    """Choices that use only `axes`, and these as much as they can."""
+    outside = [a for a in range(len(priced.axis_sizes)) if a not in axes]
+    clean = (choices[:, outside] == -1).all(axis=1)
+    pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
+    return np.asarray(clean & (pieces == pieces[clean].max()))
+
+
+def _refuse_batch(problem: Problem, priced: Priced) -> None:
+    graph = problem.graph
+    batch = next(i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape)
+    size = graph.values[batch.value].shape[0]
+    devices = int(np.prod(priced.axis_sizes))
+    total = size * problem.num_micro_batches
+    per = f" in each of {problem.num_micro_batches} micro-batches" if problem.num_micro_batches > 1 else ""
+    raise InputError(
+        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices} devices, and this method "
+        f"splits nothing else. Use a global batch that is a multiple of {devices * problem.num_micro_batches}, fewer "
+        "devices, or method shard or auto."
+    )
+
+
+def pinned(
+    problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any]], axis_names: Sequence[str]
+) -> Masks:
+    """Choices that give the inputs whose path matches a pattern the split that it asks for.
+
+    Raises:
+        InputError: with every pattern that matches nothing, names no axis, or asks for an impossible split.
+    """
+    masks = everything(priced)
+    faults = []
+    paths = [i.path for i in problem.graph.inputs]
+    for pattern, partition in patterns.items():
+        matching = [k for k, path in enumerate(paths) if fnmatch.fnmatchcase(path, _glob(pattern))]
+        if not matching:
+            faults.append(f"`{pattern}` matches no input: {nearest(pattern, paths)}")
+        for k in matching:
+            faults += _pin(problem, priced, masks, k, pattern, partition, axis_names)
+    if faults:
+        raise InputError("The manual plan cannot be followed:\n  " + "\n  ".join(dict.fromkeys(faults)))
+    return masks
+
+
+def _pin(
+    problem: Problem,
+    priced: Priced,
+    masks: Masks,
+    k: int,
+    pattern: str,
+    partition: Sequence[Any],
+    axis_names: Sequence[str],
+) -> list[str]:
+    item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
+    rank = len(problem.graph.values[item.value].shape)
+    dims = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in partition]
+    unknown = [a for axes in dims for a in axes if a not in axis_names]
+    if unknown:
+        return [f"`{pattern}` names the axis {unknown[0]!r}; the mesh has {', '.join(axis_names)}"]
+    if len(dims) > rank:
+        return [f"`{pattern}` splits {len(dims)} dims, {item.path} has {rank}"]
+    wanted: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)
+    if port.node < 0:
+        return []
+    choices = priced.nodes[port.node].choices
+    fits = np.array([project(tuple(c), port.projection) == wanted for c in choices.tolist()])
+    if not (fits & masks[port.node]).any():
+        shape = problem.graph.values[item.value].shape
+        return [f"{item.path} of shape {shape} cannot be split as {tuple(partition)} on a mesh {priced.mesh}"]
+    masks[port.node] &= fits
+    return []
+
+
+def _glob(pattern: str) -> str:
+    """`[3]` in a path is an index, not a set of characters; `[*]` is any index."""
+    return pattern.replace("[", "[[]")
