@@ -59,7 +59,7 @@ PROVENANCE = Provenance(
     gap=0.1,
     bound_holds_for="all splits of mesh 4x2",
     status="optimal",
-    candidates=({"method": "dp", "mesh": [8], "step_time_s": 0.02, "feasible": True},),
+    candidates=({"name": "dp", "mesh": "8", "lower_bound_s": None, "step_time_s": 0.02, "outcome": "optimal"},),
 )
 
 

@@ -76,14 +76,14 @@ def grouped_arrays(
     members: dict[tuple[str, tuple[int, ...], str, str, Dims], list[ArrayInterface]] = {}
     for array in arrays:
         if array.path in shardings:
-            key = (_INDEX.sub(_star, array.path), array.shape, array.dtype, array.role, shardings[array.path])
+            key = (_INDEX.sub("*", array.path), array.shape, array.dtype, array.role, shardings[array.path])
             members.setdefault(key, []).append(array)
     groups = []
-    for (pattern, shape, dtype, role, dims), found in members.items():
+    for (_, shape, dtype, role, dims), found in members.items():
         total_bytes = len(found) * math.prod(shape) * item_bytes(dtype)
         groups.append(
             ArrayGroup(
-                pattern=pattern if len(found) > 1 else found[0].path,
+                pattern=_pattern([array.path for array in found]),
                 count=len(found),
                 shape=shape,
                 dtype=dtype,
@@ -96,5 +96,8 @@ def grouped_arrays(
     return sorted(groups, key=lambda group: (-group.local_bytes, -group.total_bytes, group.pattern))
 
 
-def _star(found: re.Match[str]) -> str:
-    return "[*]" if found[0].startswith("[") else "*"
+def _pattern(paths: Sequence[str]) -> str:
+    """What the paths have in common, with `*` for each index in which they differ."""
+    indices = zip(*([found[0] for found in _INDEX.finditer(path)] for path in paths))
+    shown = iter([one[0] if len(set(one)) == 1 else "[*]" if one[0].startswith("[") else "*" for one in indices])
+    return _INDEX.sub(lambda _: next(shown), paths[0])

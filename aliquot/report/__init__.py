@@ -1,0 +1,10 @@
+"""Floor 7: plans, differences and training curves as a person reads them, and as plain data."""
+
+from ._compare import compared as compared
+from ._compare import comparison as comparison
+from ._curve import loss_chart as loss_chart
+from ._diff import difference as difference
+from ._explain import Alternative as Alternative
+from ._explain import explained as explained
+from ._explain import explanation as explanation
+from ._tables import as_text as as_text

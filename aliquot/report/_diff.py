@@ -1,0 +1,65 @@
+"""The difference of two plans as tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..core import format_bytes, format_seconds
+from ..plans import Change, PlanDiff
+from ._tables import columns
+
+_INDEX = re.compile(r"(?<=layers\[)\d+(?=\])")
+
+
+def difference(found: PlanDiff, before: str, after: str) -> RenderableType:
+    """What changes from the plan called `before` to the plan called `after`.
+
+    Equal changes in all layers are one row.
+    """
+    if found.identical:
+        return Text(f"{before} and {after} decide and predict the same.")
+    parts: list[RenderableType] = []
+    if found.decisions:
+        parts.append(_table("What they decide", found.decisions, before, after))
+    if found.predictions:
+        parts.append(_table("What they are predicted to cost on each device", found.predictions, before, after))
+    return Group(*parts)
+
+
+def _table(title: str, changes: Sequence[Change], before: str, after: str) -> Group:
+    merged: dict[tuple[str, str, str, str], int] = {}
+    for change in changes:
+        key = (
+            _INDEX.sub("*", change.subject),
+            _shown(change.subject, change.before),
+            _shown(change.subject, change.after),
+        )
+        whole = (*key, _relative(change))
+        merged[whole] = merged.get(whole, 0) + 1
+    rows = [
+        (subject if count == 1 else f"{subject} ({count} of them)", old, new, relative)
+        for (subject, old, new, relative), count in merged.items()
+    ]
+    return columns(title, ("what", before, after, "change"), rows, right=(3,))
+
+
+def _shown(subject: str, value: str | int | float | None) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if subject.endswith("_s"):
+            return format_seconds(value)
+        if subject.endswith("_bytes"):
+            return format_bytes(value)
+        return f"{value:g}"
+    return str(value)
+
+
+def _relative(change: Change) -> str:
+    if not (isinstance(change.before, int | float) and isinstance(change.after, int | float)) or not change.before:
+        return ""
+    return f"{change.after / change.before - 1:+.1%}"

@@ -1,0 +1,249 @@
+"""Why a plan is as it is: what was chosen, what it is predicted to cost, and what the best alternative would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..core import format_bytes, format_seconds
+from ..plans import (
+    ArrayGroup,
+    Plan,
+    bound,
+    format_dims,
+    grouped_arrays,
+    headline,
+    micro_batches,
+    plan_devices,
+    rebuild,
+    time_parts,
+)
+from ._tables import columns, facts
+
+_ARRAYS = 12
+_COLLECTIVES = 10
+_CANDIDATES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """What the best plan would cost that decides one thing otherwise.
+
+    Attributes:
+        subject: the array, operator or collective that is decided; an array's path where it is one.
+        chosen: the decision in the plan.
+        chosen_step_time_s: predicted step time of the plan, in seconds.
+        alternative: the best other decision.
+        alternative_step_time_s: predicted step time with it, in seconds; None if nothing fits then.
+    """
+
+    subject: str
+    chosen: str
+    chosen_step_time_s: float
+    alternative: str
+    alternative_step_time_s: float | None
+
+
+def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str, Any]:
+    """Everything that `explanation` shows, as plain values ready for JSON. Times in seconds, sizes in bytes."""
+    p, found = plan.prediction, plan.provenance
+    return {
+        "model": plan.model.name,
+        "rebuild": rebuild(plan),
+        "method": plan.method,
+        "cluster": plan.cluster.get("name"),
+        "num_devices": plan_devices(plan),
+        "stages": [
+            {
+                "mesh": list(stage.mesh_shape),
+                "axis_names": list(stage.axis_names),
+                "data_axes": list(stage.data_axes),
+                "arrays": [asdict(group) for group in _groups(plan, index)],
+            }
+            for index, stage in enumerate(plan.stages)
+        ],
+        "num_micro_batches": plan.num_micro_batches,
+        "micro_batch_semantics": plan.micro_batch_semantics,
+        "combine": dict(plan.combine),
+        "schedule": plan.schedule,
+        "predicted": {
+            "step_time_s": p.step_time_s,
+            "compute_s": p.compute_s,
+            "communication_s": p.communication_s,
+            "gradient_s": p.gradient_s,
+            "hidden_s": p.hidden_s,
+            "peak_memory_bytes": p.peak_memory_bytes,
+            "memory_limit_bytes": p.memory_limit_bytes,
+            "memory_bytes": dict(p.memory_bytes),
+            "peak_moment": p.peak_moment,
+            "collectives": [
+                {
+                    "kind": use.kind,
+                    "axes": list(use.axes),
+                    "count": use.count,
+                    "num_bytes": use.num_bytes,
+                    "time_s": use.seconds,
+                    "label": use.label,
+                }
+                for use in sorted(p.collectives, key=lambda use: -use.seconds)
+            ],
+        },
+        "lower_bound_s": found.lower_bound_s,
+        "gap": found.gap,
+        "bound_holds_for": found.bound_holds_for,
+        "status": found.status,
+        "search_s": found.search_s,
+        "trace_s": found.trace_s,
+        "candidates": [dict(candidate) for candidate in found.candidates],
+        "alternatives": [asdict(alternative) for alternative in alternatives],
+        "notes": list(plan.notes),
+    }
+
+
+def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark: str = "") -> Group:
+    """A plan explained, for `rich` to print or `as_text` to turn into text.
+
+    Args:
+        plan: What to explain.
+        alternatives: What else was possible; where a subject is an array or a collective, it stands beside it.
+        remark: A last line, such as why there are no alternatives.
+    """
+    by_subject = {alternative.subject: alternative for alternative in alternatives}
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), _facts(plan), "", _memory(plan)]
+    shown: set[str] = set()
+    for index in range(len(plan.stages)):
+        groups = _groups(plan, index)[:_ARRAYS]
+        shown |= {group.pattern for group in groups}
+        parts.append(_arrays(plan, index, groups, by_subject))
+    if plan.prediction.collectives:
+        shown |= {use.label for use in plan.prediction.collectives}
+        parts.append(_collectives(plan, by_subject))
+    rest = [alternative for alternative in alternatives if alternative.subject not in shown]
+    if rest:
+        parts.append(_alternatives(rest))
+    if plan.provenance.candidates:
+        parts.append(_candidates(plan))
+    if plan.notes:
+        parts += [Text("Notes", style="bold"), *(Text(f"  {note}") for note in plan.notes), ""]
+    if remark:
+        parts.append(Text(remark))
+    return Group(*parts)
+
+
+def _facts(plan: Plan) -> Table:
+    p, found = plan.prediction, plan.provenance
+    return facts(
+        [
+            ("step time (predicted)", time_parts(p)),
+            ("bound", bound(found)),
+            ("micro-batches", micro_batches(plan)),
+            ("found by", f"{found.planner} of aliquot {found.version}, in {format_seconds(found.search_s)}"),
+            ("made again by", rebuild(plan)),
+        ]
+    )
+
+
+def _memory(plan: Plan) -> Group:
+    p = plan.prediction
+    limit = p.memory_limit_bytes
+    rows = [
+        (name, format_bytes(value), _share(value, limit))
+        for name, value in sorted(p.memory_bytes.items(), key=lambda item: -item[1])
+    ]
+    rows.append(("together", format_bytes(p.peak_memory_bytes), _share(p.peak_memory_bytes, limit)))
+    rows.append(("limit", format_bytes(limit), ""))
+    title = f"Memory on each device at the worst moment: {p.peak_moment} (predicted)"
+    return columns(title, ("part", "bytes", "of the limit"), rows, right=(1, 2))
+
+
+def _share(value: float, limit: float) -> str:
+    return f"{value / limit:.1%}" if limit else ""
+
+
+def _groups(plan: Plan, index: int) -> list[ArrayGroup]:
+    stage = plan.stages[index]
+    return grouped_arrays(plan.inputs, stage, stage.shardings)
+
+
+def _arrays(plan: Plan, index: int, groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> Group:
+    where = f" of stage {index}" if len(plan.stages) > 1 else ""
+    rows = [
+        (
+            group.pattern,
+            str(group.count),
+            f"{group.dtype}[{', '.join(map(str, group.shape))}]",
+            format_dims(group.dims),
+            format_bytes(group.local_bytes),
+            _best_other(others.get(group.pattern)),
+        )
+        for group in groups
+    ]
+    header = ("path", "count", "each", "split by axes", "on each device", "best alternative (predicted)")
+    return columns(f"Largest inputs{where}, by what each device holds", header, rows, right=(1, 4))
+
+
+def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
+    uses = sorted(plan.prediction.collectives, key=lambda use: -use.seconds)
+    rows = [
+        (
+            use.kind,
+            ", ".join(use.axes),
+            f"{use.count:g}",
+            format_bytes(use.num_bytes),
+            format_seconds(use.seconds),
+            use.label,
+            _best_other(others.get(use.label)),
+        )
+        for use in uses[:_COLLECTIVES]
+    ]
+    title = "Most expensive communication of a step (predicted)"
+    if len(uses) > _COLLECTIVES:
+        title += f", {_COLLECTIVES} of {len(uses)} kinds"
+    header = ("kind", "axes", "count", "bytes", "time", "what", "best alternative (predicted)")
+    return columns(title, header, rows, right=(2, 3, 4))
+
+
+def _best_other(other: Alternative | None) -> str:
+    if other is None:
+        return ""
+    if other.alternative_step_time_s is None:
+        return f"{other.alternative}: does not fit"
+    extra_s = other.alternative_step_time_s - other.chosen_step_time_s
+    sign = "+" if extra_s >= 0 else "-"
+    return f"{other.alternative}: {sign}{format_seconds(abs(extra_s))} a step"
+
+
+def _alternatives(others: Sequence[Alternative]) -> Group:
+    rows = [(other.subject, other.chosen, _best_other(other)) for other in others]
+    return columns("Other decisions", ("what", "chosen", "best alternative (predicted)"), rows)
+
+
+def _candidates(plan: Plan) -> Group:
+    found = plan.provenance.candidates
+    rows = [
+        (
+            str(candidate.get("name", "")),
+            _mesh(candidate.get("mesh")),
+            _seconds(candidate.get("step_time_s")),
+            _seconds(candidate.get("lower_bound_s")),
+            str(candidate.get("outcome", "")),
+        )
+        for candidate in found[:_CANDIDATES]
+    ]
+    title = "Tried in the search (predicted)"
+    if len(found) > _CANDIDATES:
+        title += f", {_CANDIDATES} of {len(found)}"
+    return columns(title, ("method", "mesh", "step time", "lower bound", "outcome"), rows, right=(2, 3))
+
+
+def _mesh(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value or "")
+
+
+def _seconds(value: Any) -> str:
+    return format_seconds(value) if isinstance(value, int | float) else ""

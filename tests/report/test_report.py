@@ -1,0 +1,132 @@
+"""Reports hold what they should, as text and as data; figures say whether they are predicted or compiled."""
+
+import json
+
+import msgspec
+import pytest
+from sample_plans import PROVENANCE, SPLITS, STAGE, sample_plan
+
+from aliquot.core import InputError
+from aliquot.plans import CollectiveUse, diff
+from aliquot.report import (
+    Alternative,
+    as_text,
+    compared,
+    comparison,
+    difference,
+    explained,
+    explanation,
+    loss_chart,
+)
+
+replace = msgspec.structs.replace
+OTHERS = (
+    Alternative(
+        subject="state.params.layers[*].w",
+        chosen="[x, y]",
+        chosen_step_time_s=0.011,
+        alternative="[-, y]",
+        alternative_step_time_s=0.0125,
+    ),
+    Alternative(
+        subject="gradients",
+        chosen="all-reduce",
+        chosen_step_time_s=0.011,
+        alternative="reduce-scatter",
+        alternative_step_time_s=None,
+    ),
+    Alternative(
+        subject="mesh", chosen="4x2", chosen_step_time_s=0.011, alternative="8", alternative_step_time_s=0.0105
+    ),
+)
+
+
+def test_explanation_as_text():
+    text = as_text(explanation(sample_plan(), OTHERS, remark="last"), width=160)
+    for part in (
+        "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
+        "step time (predicted)  11.0 ms = 8.0 ms compute",
+        "optimal",
+        "dot_general in the backward pass (predicted)",
+        "[-, y]: +1.5 ms a step",
+        "reduce-scatter: does not fit",
+        "8: -500.0 us a step",
+        "state.params.layers[*].w",
+        "Tried in the search (predicted)",
+        "20.0 ms",
+        "state.step is not split",
+        "aliquot.zoo.build(model='gpt-10m', global_batch=8)",
+        "last",
+    ):
+        assert part in text, text
+
+
+def test_memory_rows_add_up():
+    lines = as_text(explanation(sample_plan())).splitlines()
+    rows = [line.split() for line in lines]
+    assert ["parameters", "2.0", "KiB", "20.5%"] in rows
+    assert ["together", "2.9", "KiB", "30.0%"] in rows
+
+
+def test_explanation_as_data():
+    data = json.loads(json.dumps(explained(sample_plan(), OTHERS)))
+    predicted = data["predicted"]
+    parts_s = predicted["compute_s"] + predicted["communication_s"] + predicted["gradient_s"] - predicted["hidden_s"]
+    assert parts_s == pytest.approx(predicted["step_time_s"])
+    assert sum(predicted["memory_bytes"].values()) == predicted["peak_memory_bytes"]
+    assert data["stages"][0]["arrays"][0]["pattern"] == "state.params.layers[*].w"
+    assert data["alternatives"][1]["alternative_step_time_s"] is None
+
+
+def test_a_closure_says_that_it_must_be_passed_again():
+    plan = sample_plan(model=msgspec.structs.replace(sample_plan().model, kind="closure", settings={}))
+    assert "pass that function again" in as_text(explanation(plan), width=200)
+
+
+def test_a_plan_without_bound():
+    plan = sample_plan(provenance=replace(PROVENANCE, lower_bound_s=None, gap=None, status="not proved"))
+    assert "no lower bound (not proved)" in as_text(explanation(plan), width=200)
+
+
+def test_difference_merges_layers():
+    shardings = {**SPLITS, **{f"state.params.layers[{i}].w": ((), ("y",)) for i in range(2)}}
+    found = diff(sample_plan(), sample_plan(method="dp", stages=(replace(STAGE, shardings=shardings),)))
+    text = as_text(difference(found, "a.json", "b.json"))
+    assert "input state.params.layers[*].w (2 of them)" in text
+    assert "shard" in text and "dp" in text
+    assert "decide and predict the same" in as_text(difference(diff(sample_plan(), sample_plan()), "a", "b"))
+
+
+def test_predicted_beside_compiled():
+    compiled = [CollectiveUse(kind="all-reduce", axes=("x",), count=3.0, num_bytes=2100.0, seconds=0.0)]
+    figures = compared(sample_plan(), 3100.0, compiled)
+    first = next(row for row in figures["collectives"] if row["kind"] == "all-reduce")
+    assert first == {
+        "kind": "all-reduce",
+        "axes": "x",
+        "predicted_count": 2.0,
+        "compiled_count": 3.0,
+        "predicted_bytes": 2048.0,
+        "compiled_bytes": 2100.0,
+    }
+    text = as_text(comparison(figures))
+    assert "predicted bytes" in text and "compiled bytes" in text and "3.0 KiB" in text
+    assert "not said" in as_text(comparison(compared(sample_plan(), None, compiled)))
+
+
+def test_curves_in_one_frame():
+    text = loss_chart({"8 devices": [5.0, 4.0, 3.5, 3.2], "1 device": [5.0, 4.0, 3.5, 3.2]}, width=30, height=6)
+    lines = text.splitlines()
+    assert len(lines) == 8
+    assert lines[0].startswith("   5.000 ┤o") and lines[5].startswith("   3.200") and lines[5].endswith("o")
+    assert "⠒ 8 devices   o 1 device" in lines[-1]
+
+
+@pytest.mark.parametrize("values", [[2.0], [1.0, 1.0, 1.0], [3.0, float("nan"), 1.0]])
+def test_odd_curves(values):
+    assert "step 0" in loss_chart({"one": values})
+
+
+def test_no_curve():
+    with pytest.raises(InputError, match="at least one finite value"):
+        loss_chart({"one": [float("nan")]})
