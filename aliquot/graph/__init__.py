@@ -3,6 +3,12 @@
 from ._calling import FlatCall as FlatCall
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
+from ._evaluate import ReplayHook as ReplayHook
+from ._evaluate import evaluate as evaluate
+from ._fingerprint import graph_fingerprint as graph_fingerprint
+from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._render import to_dot as to_dot
+from ._render import to_text as to_text
 from ._segments import Folding as Folding
 from ._segments import Run as Run
 from ._segments import fold as fold

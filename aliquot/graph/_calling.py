@@ -1,17 +1,18 @@
 """How a user calls the step: arguments to flat arrays, flat results back to what the step returns.
 
-Array leaves are traced; everything else in the arguments (Python numbers, functions, flags) is static and belongs to the
-identity of the call. NNX objects that the step changes in place come back through `finish`.
+Array leaves are traced, and so are Python numbers inside an argument; everything else (functions, flags, numbers that
+are arguments themselves) is static and belongs to the identity of the call. NNX objects that the step changes in place
+come back through `finish`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import jax
+import numpy as np
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -22,6 +23,7 @@ from jax.tree_util import (
 )
 
 from ..core import CaptureError
+from . import _jax_compat as compat
 from . import _nnx
 
 
@@ -30,8 +32,8 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def format_path(keys: Sequence[Any]) -> str:
-    """A pytree path as a user writes it: `.params.layers[3].attn.q`."""
+def path_parts(keys: Sequence[Any]) -> tuple[str, ...]:
+    """A pytree path as a user writes it, key by key: `.params`, `.layers`, `[3]`."""
     parts = []
     for key in keys:
         match key:
@@ -46,22 +48,55 @@ def format_path(keys: Sequence[Any]) -> str:
             case _:
                 parts.append(f"[{key}]")
     # NNX variables keep their array one level further down; that level means nothing to a reader.
-    return "".join(parts).removesuffix(".value")
+    if len(keys) > 1 and isinstance(keys[-1], GetAttrKey) and keys[-1].name == "value":
+        parts.pop()
+    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatCall:
-    """One call, flat: the arrays with their paths, and all that is not an array."""
+    """One call, flat: the arrays with their paths, and all that is not an array.
+
+    Attributes:
+        paths: where each array stands in the arguments, such as `state.params.w`.
+        parts: the same, key by key, beginning with the argument's name.
+        leaves: the arrays, or their shapes.
+        statics: what is no array, each with its position among all leaves.
+        static_paths: where each of these stands.
+        trees: structure of each argument that holds no NNX object, then of the state of those that do.
+        definition: the NNX objects without their arrays, or None.
+        has_numbers: whether Python numbers are among the arrays.
+    """
 
     paths: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
     leaves: tuple[Any, ...]
     statics: tuple[tuple[int, Any], ...]
+    static_paths: tuple[str, ...]
     trees: tuple[Any, ...]
     definition: Any
+    has_numbers: bool
 
     def skeleton(self) -> tuple[Any, ...]:
         """What two calls must share to run the same program."""
         return (self.paths, self.statics, self.trees, self.definition)
+
+    def differences(self, other: FlatCall) -> tuple[str, ...]:
+        """One sentence for each way in which the skeleton of another call differs from this one."""
+        found = [f"{path} is missing" for path in self.paths if path not in set(other.paths)]
+        found += [f"{path} is new" for path in other.paths if path not in set(self.paths)]
+        mine = {path: value for path, (_, value) in zip(self.static_paths, self.statics, strict=True)}
+        theirs = {path: value for path, (_, value) in zip(other.static_paths, other.statics, strict=True)}
+        for path in mine | theirs:
+            if path not in theirs or path not in mine:
+                found.append(f"{path}, which is no array, is {'new' if path in theirs else 'missing'}")
+            elif mine[path] is not theirs[path] and mine[path] != theirs[path]:
+                found.append(f"{path}, which is no array, was {mine[path]!r} and is {theirs[path]!r}")
+        if not found and self.trees != other.trees:
+            found.append("the static fields of some argument have changed")
+        if not found and self.definition != other.definition:
+            found.append("the static attributes of some module have changed")
+        return tuple(found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +111,9 @@ class Calling:
         call: the example call.
         out_tree, out_statics: structure of the result, filled when the step is traced.
         num_results: how many flat outputs are the user's result; the rest is the state of `modules`.
+        out_parts: path of each output, key by key, for the user's result.
         state_tree: structure of that state.
+        static_numbers: whether Python numbers inside the arguments are static.
     """
 
     fn: Callable[..., Any]
@@ -85,24 +122,36 @@ class Calling:
     modules: tuple[str, ...]
     call: FlatCall
     out_paths: tuple[str, ...] = ()
+    out_parts: tuple[tuple[str, ...], ...] = ()
     out_tree: Any = None
     out_statics: tuple[tuple[int, Any], ...] = ()
     num_results: int = 0
     state_tree: Any = None
-    _definition: Any = field(default=None)
+    static_numbers: bool = False
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
-        """Arguments of a later call, flat. The names must be those of the example call."""
+        """Arguments of a later call, flat. The names must be those of the example call.
+
+        Raises:
+            CaptureError: other arguments are passed.
+        """
+        return _flatten(self.names, self._values(args, kwargs), self.modules, self.static_numbers, shapes=False)
+
+    def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Argument values in the order of the example call."""
         names, values = _named(self.fn, args, kwargs)
-        if names != self.names:
+        if names == self.names:
+            return values
+        by_name = dict(zip(names, values, strict=True))
+        if by_name.keys() != set(self.names):
             raise CaptureError(
                 f"{_name(self.fn)} was captured with the arguments ({', '.join(self.names)}) "
                 f"and is called with ({', '.join(names)}). Call it as it was captured, or capture it again."
             )
-        return _flatten(names, values)
+        return tuple(by_name[name] for name in self.names)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Call the user's function on flat arrays; returns flat arrays: its result, then the state of its NNX objects."""
+        """Call the user's function on flat arrays; returns its result flat, then the state of its NNX objects."""
         values, objects = _rebuild(self.call, self.names, self.modules, leaves)
         positional = values[: self.num_positional]
         keywords = dict(zip(self.names[self.num_positional :], values[self.num_positional :], strict=True))
@@ -110,25 +159,29 @@ class Calling:
         pairs, tree = tree_flatten_with_path(result)
         statics = []
         arrays = []
-        paths = []
+        parts = []
+        wrong = []
         for position, (keys, leaf) in enumerate(pairs):
-            if is_array(leaf) or isinstance(leaf, bool | int | float | complex):
+            if is_array(leaf):
                 arrays.append(leaf)
-                paths.append(format_path(keys))
-            elif self._known_static(leaf):
+                parts.append(path_parts(keys))
+            elif isinstance(leaf, bool | int | float | complex) or self._known_static(leaf):
                 statics.append((position, leaf))
             else:
-                where = format_path(keys) or "the result itself"
-                raise CaptureError(
-                    f"{_name(self.fn)} returns something that is no array: {where} is a {type(leaf).__name__}. "
-                    "A compiled step can return arrays only; return it from outside the step."
-                )
+                wrong.append(f"{''.join(path_parts(keys)) or 'the result itself'} is a {type(leaf).__name__}")
+        if wrong:
+            raise CaptureError(
+                f"{_name(self.fn)} returns something that is no array: {'; '.join(wrong)}. "
+                "A compiled step can return arrays only; return it from outside the step."
+            )
         self.out_tree, self.out_statics, self.num_results = tree, tuple(statics), len(arrays)
+        self.out_parts = tuple(parts)
+        paths = ["".join(p) for p in parts]
         if objects:
             _, state = _nnx.split(objects)
             state_pairs, self.state_tree = tree_flatten_with_path(state)
             arrays += [leaf for _, leaf in state_pairs]
-            paths += [format_path(keys).removeprefix(".") for keys, _ in state_pairs]
+            paths += ["".join(path_parts(keys)).removeprefix(".") for keys, _ in state_pairs]
         self.out_paths = tuple(paths)
         return arrays
 
@@ -138,8 +191,8 @@ class Calling:
         for position, static in self.out_statics:
             leaves.insert(position, static)
         if self.modules:
-            names, values = _named(self.fn, args, kwargs)
-            objects = {n: v for n, v in zip(names, values, strict=True) if n in self.modules}
+            values = self._values(args, kwargs)
+            objects = {n: v for n, v in zip(self.names, values, strict=True) if n in self.modules}
             _nnx.update(objects, tree_unflatten(self.state_tree, outputs[self.num_results :]))
         return tree_unflatten(self.out_tree, leaves)
 
@@ -147,13 +200,25 @@ class Calling:
         return any(leaf is static for _, static in self.call.statics) or leaf is None
 
 
-def calling_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Calling:
+def calling_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, static_numbers: bool = False
+) -> Calling:
     """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` for something that cannot be called."""
     if not callable(fn):
-        raise CaptureError(f"A training step must be a function, got a {type(fn).__name__}.")
+        raise CaptureError(
+            f"A training step must be a function, got a {type(fn).__name__}. "
+            "Pass the function itself first, then example arguments: capture(train_step, state, batch)."
+        )
     names, values = _named(fn, args, kwargs)
-    modules = tuple(n for n, v in zip(names, values, strict=True) if _holds_module(v))
-    return Calling(fn=fn, num_positional=len(args), names=names, modules=modules, call=_flatten(names, values))
+    modules = tuple(n for n, v in zip(names, values, strict=True) if _nnx.holds_module(v))
+    return Calling(
+        fn=fn,
+        num_positional=len(args),
+        names=names,
+        modules=modules,
+        call=_flatten(names, values, modules, static_numbers, shapes=True),
+        static_numbers=static_numbers,
+    )
 
 
 def _name(fn: Any) -> str:
@@ -176,30 +241,49 @@ def _named(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
     return (*names, *kwargs), (*args, *kwargs.values())
 
 
-def _holds_module(value: Any) -> bool:
-    leaves = jax.tree_util.tree_leaves(value, is_leaf=_nnx.is_module)
-    return any(_nnx.is_module(leaf) for leaf in leaves)
-
-
-def _flatten(names: Sequence[str], values: Sequence[Any]) -> FlatCall:
-    modules = {n: v for n, v in zip(names, values, strict=True) if _holds_module(v)}
-    definition, state = _nnx.split(modules) if modules else (None, None)
-    paths, leaves, statics, trees = [], [], [], []
-    parts = [(n, v) for n, v in zip(names, values, strict=True) if n not in modules]
-    if modules:
-        parts.append(("", state))
-    for name, part in parts:
-        pairs, tree = tree_flatten_with_path(part)
+def _flatten(
+    names: Sequence[str], values: Sequence[Any], modules: Sequence[str], static_numbers: bool, *, shapes: bool
+) -> FlatCall:
+    """One call, flat; Python numbers become arrays, or shapes of arrays."""
+    objects = {n: v for n, v in zip(names, values, strict=True) if n in modules}
+    definition, state = _nnx.split(objects) if objects else (None, None)
+    parts, leaves, static_paths, trees = [], [], [], []
+    statics: list[tuple[int, Any]] = []
+    has_numbers = False
+    named = zip(names, values, strict=True)
+    groups: list[tuple[tuple[str, ...], Any]] = [((n,), v) for n, v in named if n not in objects]
+    if objects:
+        groups.append(((), state))
+    for prefix, group in groups:
+        pairs, tree = tree_flatten_with_path(group)
         trees.append(tree)
+        fixed = static_numbers or _nnx.holds_equinox(group)
         for keys, leaf in pairs:
-            if is_array(leaf):
-                paths.append((name + format_path(keys)).removeprefix("."))
-                leaves.append(leaf)
+            # The name of an argument that holds an NNX object is the first key of the objects' state.
+            where = prefix + path_parts(keys) if prefix else (keys[0].key, *path_parts(keys[1:]))
+            number = type(leaf) in (int, float) and bool(keys) and not fixed
+            has_numbers = has_numbers or number
+            if number or is_array(leaf):
+                parts.append(where)
+                leaves.append(_number(leaf, shapes) if number else leaf)
             else:
+                static_paths.append("".join(where))
                 statics.append((len(leaves) + len(statics), leaf))
     return FlatCall(
-        paths=tuple(paths), leaves=tuple(leaves), statics=tuple(statics), trees=tuple(trees), definition=definition
+        paths=tuple("".join(p) for p in parts),
+        parts=tuple(parts),
+        leaves=tuple(leaves),
+        statics=tuple(statics),
+        static_paths=tuple(static_paths),
+        trees=tuple(trees),
+        definition=definition,
+        has_numbers=has_numbers,
     )
+
+
+def _number(number: int | float, shape_only: bool) -> Any:
+    struct = compat.number_struct(number)
+    return struct if shape_only else np.asarray(number, struct.dtype)
 
 
 def _rebuild(

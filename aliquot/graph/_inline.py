@@ -13,8 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from . import _jax_compat as compat
-from ._types import Block, Call, Literal, Op, Operand, Phase, Value
+from ._phases import Draft
+from ._types import Block, Call, Literal, Operand, Value
 
 
 @dataclass(slots=True)
@@ -22,15 +25,28 @@ class Inliner:
     """Collects values and operators while it walks a jaxpr. Phases are set afterwards, by `_phases`."""
 
     values: list[Value] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
     constants: dict[int, Any] = field(default_factory=dict)
-    _stacks: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    _known_constants: dict[int, int] = field(default_factory=dict)
+    _scopes: dict[tuple[str, int], tuple[Any, str]] = field(default_factory=dict)
+    _dtypes: dict[Any, tuple[str, int]] = field(default_factory=dict)
     _regions: int = 0
 
     def new_value(self, aval: Any) -> int:
-        shape, dtype, itemsize = compat.shape_dtype(aval)
+        shape, dtype, itemsize = self._shape_dtype(aval)
         self.values.append(Value(index=len(self.values), shape=shape, dtype=dtype, itemsize=itemsize))
         return len(self.values) - 1
+
+    def _shape_dtype(self, aval: Any) -> tuple[tuple[int, ...], str, int]:
+        # Naming a dtype costs more than all else that is said about a value.
+        kind = getattr(aval, "dtype", None)
+        known = self._dtypes.get(kind)
+        if known is None:
+            shape, name, itemsize = compat.shape_dtype(aval)
+            if kind is not None:
+                self._dtypes[kind] = name, itemsize
+            return shape, name, itemsize
+        return tuple(aval.shape), *known
 
     def block(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int) -> Block:
         """Walk a body whose `invars` are the given operands; returns its nested view."""
@@ -57,84 +73,65 @@ class Inliner:
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self._constant(var.aval, const)
 
-        def read(atom: Any) -> Operand:
-            return self._literal(atom) if compat.is_literal(atom) else env[atom]
+        def read(atoms: Iterable[Any]) -> tuple[Operand, ...]:
+            return tuple([self._literal(a) if compat.is_literal(a) else env[a] for a in atoms])
 
+        results: tuple[Operand, ...] | None
         for eqn in jaxpr.eqns:
-            operands = tuple(read(a) for a in eqn.invars)
-            inner_scope = _join(scope, self._stack(eqn))
+            operands = read(eqn.invars)
+            inner_scope = self._scope(scope, eqn)
             called = compat.inlined_body(eqn)
             if called is not None:
                 body, body_consts = called
                 results = self._walk(body, body_consts, operands, inner_scope, trips, region, items)
-                env.update(zip(eqn.outvars, results, strict=True))
-                continue
-            results = self._structured(eqn, operands, inner_scope, trips, region, items)
-            if results is None:
-                results = self._op(eqn, operands, inner_scope, trips, region, items)
+            else:
+                results = self._structured(eqn, operands, inner_scope, trips, region, items)
+                if results is None:
+                    results = self._op(eqn, operands, inner_scope, trips, region, items)
             env.update(zip(eqn.outvars, results, strict=True))
-        return tuple(read(a) for a in jaxpr.outvars)
+        return read(jaxpr.outvars)
 
-    # ---- leaves -------------------------------------------------------------------------------------------------------
+    # ---- leaves ------------------------------------------------------------------------------------------------------
 
     def _op(
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
     ) -> tuple[int, ...]:
-        outputs = tuple(-1 if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars)
-        items.append(len(self.ops))
-        self._append(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region)
+        outputs = tuple([-1 if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars])
+        items.append(len(self.drafts))
+        self.drafts.append(Draft(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region))
         return outputs
 
     def _link(
         self, name: str, inputs: Iterable[Operand], outputs: tuple[int, ...], scope: str, trips: int, region: int
     ) -> None:
-        self._append(name, tuple(inputs), outputs, {}, scope, trips, None, region)
-
-    def _append(
-        self,
-        name: str,
-        inputs: tuple[Operand, ...],
-        outputs: tuple[int, ...],
-        params: Any,
-        scope: str,
-        trips: int,
-        eqn: Any,
-        region: int,
-    ) -> None:
-        self.ops.append(
-            Op(
-                index=len(self.ops),
-                name=name,
-                inputs=inputs,
-                outputs=outputs,
-                params=params,
-                phase=Phase.PROLOGUE,
-                scope=scope,
-                trips=trips,
-                eqn=eqn,
-                region=region,
-            )
-        )
+        self.drafts.append(Draft(name, tuple(inputs), outputs, {}, scope, trips, None, region))
 
     def _literal(self, atom: Any) -> Literal:
-        shape, dtype, _ = compat.shape_dtype(atom.aval)
-        return Literal(value=atom.val, shape=shape, dtype=dtype)
+        shape, dtype, _ = self._shape_dtype(atom.aval)
+        # JAX wraps some constants in an array type of its own, which cannot be hashed.
+        value = np.asarray(atom.val)[()] if hasattr(atom.val, "dtype") else atom.val
+        return Literal(value=value, shape=shape, dtype=dtype)
 
     def _constant(self, aval: Any, const: Any) -> int:
-        index = self.new_value(aval)
-        self.constants[index] = const
-        return index
+        # One array may be a constant of many bodies.
+        known = self._known_constants.get(id(const))
+        if known is None:
+            known = self._known_constants[id(const)] = self.new_value(aval)
+            self.constants[known] = const
+        return known
 
-    def _stack(self, eqn: Any) -> str:
+    def _scope(self, outer: str, eqn: Any) -> str:
+        """The name stack of an equation inside a call: JAX names it from the call inwards only."""
         stack = eqn.source_info.name_stack
-        # Formatting a stack costs more than all else here, and neighbours share theirs.
-        known = self._stacks.get(id(stack))
+        # Formatting a stack is slow, and neighbours share theirs.
+        known = self._scopes.get((outer, id(stack)))
         if known is None or known[0] is not stack:
-            known = (stack, str(stack))
-            self._stacks[id(stack)] = known
+            inner = str(stack)
+            known = (stack, f"{outer}/{inner}" if outer and inner else outer or inner)
+            self._scopes[outer, id(stack)] = known
         return known[1]
 
-    # ---- structured operators -----------------------------------------------------------------------------------------
+    # ---- structured operators ----------------------------------------------------------------------------------------
 
     def _structured(
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
@@ -157,15 +154,16 @@ class Inliner:
         self._regions += 1
         block = self._block(body, consts, operands, scope, trips, self._regions)
         # A body may return an operand or a literal as it is; the call then has a result of its own for it.
-        inside = set(i for i in block.inputs if isinstance(i, int))
+        taken = {i for i in block.inputs if isinstance(i, int)} | self.constants.keys()
         fresh: list[int] = []
         for var, inner in zip(eqn.outvars, block.outputs, strict=True):
             if compat.is_dropped(var):
                 fresh.append(-1)
-            elif isinstance(inner, Literal) or inner in inside or inner in fresh:
+            elif isinstance(inner, Literal) or inner in taken:
                 fresh.append(self.new_value(var.aval))
                 self._link("tie", (inner,), (fresh[-1],), scope, trips, self._regions)
             else:
+                taken.add(inner)
                 fresh.append(inner)
         items.append(Call(kind="remat", eqn=eqn, blocks=(block,), inputs=operands, outputs=tuple(fresh)))
         return tuple(fresh)
@@ -209,8 +207,8 @@ class Inliner:
         body_inputs = (*operands[num_cond : num_cond + num_body], *carry_in)
         body_block = self._block(body, body_consts, body_inputs, scope, trips, region)
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
-        for inner, start, result in zip(body_block.outputs, carry_in, results, strict=True):
-            self._link("tie", (inner, start), (result,), scope, trips, region)
+        for last, inner, result in zip(body_block.outputs, carry_in, results, strict=True):
+            self._link("tie", (last, inner), (result,), scope, trips, region)
         items.append(Call(kind="while", eqn=eqn, blocks=(cond_block, body_block), inputs=operands, outputs=results))
         return results
 
@@ -226,8 +224,3 @@ class Inliner:
             self._link("tie", [b.outputs[k] for b in blocks], (result,), scope, trips, region)
         items.append(Call(kind="cond", eqn=eqn, blocks=tuple(blocks), inputs=operands, outputs=results))
         return results
-
-
-def _join(outer: str, inner: str) -> str:
-    """The name stack of an equation inside a call: JAX names it from the call inwards only."""
-    return f"{outer}/{inner}" if outer and inner else outer or inner

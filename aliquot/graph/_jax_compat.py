@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex
+from jax.extend import source_info_util
 
 # Where a call-like primitive keeps the jaxpr it calls. The key's name has changed between releases.
 _CALL_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -23,6 +24,8 @@ _INLINED_CALLS = frozenset(
         "xla_call",
     }
 )
+# Not annotated in JAX.
+_shape_struct: Any = jax.ShapeDtypeStruct
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -30,6 +33,18 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> jex.ClosedJaxpr:
     """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes."""
     closed: jex.ClosedJaxpr = jax.make_jaxpr(fn)(*leaves)
     return closed
+
+
+def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, with what makes JAX treat it as a Python number if it came from one."""
+    struct: jax.ShapeDtypeStruct = _shape_struct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    return struct
+
+
+def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
+    """The shape of a Python number, as JAX traces it."""
+    struct: jax.ShapeDtypeStruct = _shape_struct((), jax.numpy.result_type(type(number)), weak_type=True)
+    return struct
 
 
 def is_remat(eqn: Any) -> bool:
@@ -55,6 +70,13 @@ def open_body(body: Any) -> tuple[Any, Sequence[Any]]:
     return body, ()
 
 
+def holds_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, or a sequence of them."""
+    if isinstance(value, tuple | list) and value:
+        return all(holds_jaxpr(part) for part in value)
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is written into it."""
     return isinstance(atom, jex.Literal)
@@ -73,17 +95,41 @@ def shape_dtype(aval: Any) -> tuple[tuple[int, ...], str, int]:
     return tuple(shape), str(aval.dtype), int(aval.dtype.itemsize)
 
 
-def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run one equation on other operands, under the context and the name it was traced with."""
+class NameStacks:
+    """Name stacks by their text, made once each."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def get(self, scope: str) -> Any:
+        """The name stack of a scope, under the names that stand around the replay now."""
+        known = self._known.get(scope)
+        if known is None:
+            around = source_info_util.current_name_stack()
+            known = around.extend(scope) if scope else around
+            self._known[scope] = known
+        return known
+
+
+def named_as(eqn: Any) -> Any:
+    """A context in which new equations carry the names and the user's line of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def bind(eqn: Any, operands: Sequence[Any], name_stack: Any = None) -> list[Any]:
+    """Run one equation on other operands, under the context and the user's line it was traced with.
+
+    `name_stack` replaces its names, which JAX knows from the innermost call inwards only.
+    """
     bound = eqn.primitive.get_bind_params(eqn.params)
     # Since 0.10 the parameters alone; earlier releases returned (functions, parameters).
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    context = getattr(eqn.ctx, "manager", None)
-    if context is None:
+    info = eqn.source_info
+    if name_stack is None:
+        name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *operands, **params)
-    else:
-        with context:
-            out = eqn.primitive.bind(*functions, *operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

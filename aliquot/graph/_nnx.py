@@ -1,6 +1,6 @@
 """Flax NNX objects as arguments: a step may change them in place, so what they hold afterwards is part of its result.
 
-Flax is looked at only when the user has imported it already.
+Flax and Equinox are looked at only when the user has imported them already.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 
 def _nnx() -> Any:
@@ -18,6 +20,25 @@ def is_module(argument: Any) -> bool:
     """Whether the argument is an NNX object (a module, an optimizer, metrics, random streams)."""
     nnx = _nnx()
     return nnx is not None and isinstance(argument, nnx.Pytree | nnx.Module) and not isinstance(argument, nnx.Variable)
+
+
+def holds_module(argument: Any) -> bool:
+    """Whether an NNX object stands anywhere in the argument."""
+    if _nnx() is None:
+        return False
+    return any(map(is_module, jax.tree_util.tree_leaves(argument, is_leaf=is_module)))
+
+
+def holds_equinox(argument: Any) -> bool:
+    """Whether an Equinox module stands anywhere in the argument: the Python numbers in it are settings, not state."""
+    equinox = sys.modules.get("equinox")
+    if equinox is None:
+        return False
+
+    def is_equinox(part: Any) -> bool:
+        return isinstance(part, equinox.Module)
+
+    return any(map(is_equinox, jax.tree_util.tree_leaves(argument, is_leaf=is_equinox)))
 
 
 def split(objects: Mapping[str, Any]) -> tuple[Any, Any]:

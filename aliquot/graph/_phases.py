@@ -1,4 +1,4 @@
-"""Which operators are forward, backward, update or prologue, and what each input is to training.
+"""Which operators are forward, backward, update or prologue.
 
 Dataflow decides; the text of the name stack (`jvp(` in the forward, `transpose(` in the backward pass) only tells where
 differentiation began. The text is no API of JAX: a test pins it.
@@ -7,9 +7,22 @@ differentiation began. The text is no API of JAX: a test pins it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any, NamedTuple
 
-from ._types import Input, Op, Operand, Output, Phase, Role, Value
+from ._types import Operand, Phase
+
+
+class Draft(NamedTuple):
+    """An operator before its phase is known; the fields are those of `Op`."""
+
+    name: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    params: Any
+    scope: str
+    trips: int
+    eqn: Any
+    region: int
 
 
 def label(scope: str) -> Phase | None:
@@ -19,91 +32,49 @@ def label(scope: str) -> Phase | None:
     return Phase.FORWARD if "jvp(" in scope else None
 
 
-def assign_phases(ops: Sequence[Op], num_values: int) -> tuple[Op, ...]:
-    """Operators with their phases.
+def assign_phases(drafts: Sequence[Draft], num_values: int) -> list[Phase]:
+    """The phase of each operator.
 
-    An operator without a label that depends on the backward pass is update; one that depends on the forward pass only is
-    forward (metrics, running statistics); one that depends on neither is prologue if it feeds either, else update. A step
-    without any label is forward only.
+    An operator without a label that depends on the backward pass is update; one that depends on the forward pass only
+    is forward (metrics, running statistics); one that depends on neither is prologue if it feeds either, else update.
+    A step without any label is forward only.
     """
-    labels = [label(op.scope) if not op.is_link else None for op in ops]
-    if all(known is None for known in labels):
-        return tuple(replace(op, phase=Phase.FORWARD) for op in ops)
+    known = {scope: label(scope) for scope in {draft.scope for draft in drafts}}
+    labels = [known[draft.scope] for draft in drafts]
+    if not any(labels):
+        return [Phase.FORWARD] * len(drafts)
+    phases = _by_dataflow(drafts, labels, num_values)
+    feeds = bytearray(num_values)
+    for position in range(len(drafts) - 1, -1, -1):
+        draft, phase = drafts[position], phases[position]
+        wanted = phase is Phase.FORWARD or phase is Phase.BACKWARD or any(feeds[o] for o in draft.outputs if o >= 0)
+        if phase is None:
+            phases[position] = phase = Phase.PROLOGUE if wanted else Phase.UPDATE
+        if wanted and phase is not Phase.UPDATE:
+            for i in draft.inputs:
+                if type(i) is int:
+                    feeds[i] = 1
+    return [phase for phase in phases if phase is not None]
+
+
+def _by_dataflow(drafts: Sequence[Draft], labels: Sequence[Phase | None], num_values: int) -> list[Phase | None]:
+    """Labels, completed for whatever depends on a labelled operator."""
     after_forward = bytearray(num_values)
     after_backward = bytearray(num_values)
     phases: list[Phase | None] = []
-    for op, known in zip(ops, labels, strict=True):
-        inputs = [i for i in op.inputs if isinstance(i, int)]
-        backward = known is Phase.BACKWARD or any(after_backward[i] for i in inputs)
-        forward = known is Phase.FORWARD or any(after_forward[i] for i in inputs)
+    for draft, known in zip(drafts, labels, strict=True):
+        backward, forward = known is Phase.BACKWARD, known is Phase.FORWARD
+        for i in draft.inputs:
+            if type(i) is int:
+                backward = backward or after_backward[i] == 1
+                forward = forward or after_forward[i] == 1
         if known is None and backward:
             known = Phase.UPDATE
         elif known is None and forward:
             known = Phase.FORWARD
         phases.append(known)
-        for out in op.outputs:
-            if out >= 0:
-                after_backward[out], after_forward[out] = backward, forward
-    feeds = bytearray(num_values)
-    result: list[Op] = []
-    for op, phase in zip(reversed(ops), reversed(phases), strict=True):
-        wanted = phase in (Phase.FORWARD, Phase.BACKWARD) or any(o >= 0 and feeds[o] for o in op.outputs)
-        if phase is None:
-            phase = Phase.PROLOGUE if wanted else Phase.UPDATE
-        if wanted and phase is not Phase.UPDATE:
-            for i in op.inputs:
-                if isinstance(i, int):
-                    feeds[i] = 1
-        result.append(replace(op, phase=phase))
-    return tuple(reversed(result))
-
-
-def assign_roles(
-    ops: Sequence[Op], values: Sequence[Value], inputs: Sequence[Input], outputs: Sequence[Output], batch: set[str]
-) -> tuple[Input, ...]:
-    """Inputs with their roles; `batch` holds the paths of what each step gets anew.
-
-    A parameter is a floating-point input that the forward pass reads and whose successor depends on the backward pass (or
-    is itself: a frozen parameter). State that the forward pass never reads is optimizer state; other state is running
-    statistics, random keys and the like.
-    """
-    read = _reaching_forward(ops, len(values))
-    learned = _after_backward(ops, len(values))
-    trains = any(op.phase is Phase.BACKWARD for op in ops)
-
-    def role(item: Input) -> Role:
-        if item.path in batch:
-            return Role.BATCH
-        floating = "float" in values[item.value].dtype
-        if item.output is None:
-            return Role.PARAMETER if floating and not trains and read[item.value] else Role.OTHER
-        successor: Operand = outputs[item.output].value
-        if not read[item.value]:
-            return Role.OPTIMIZER_STATE
-        changed = isinstance(successor, int) and bool(learned[successor])
-        return Role.PARAMETER if floating and (changed or successor == item.value) else Role.STATE
-
-    return tuple(replace(i, role=role(i)) for i in inputs)
-
-
-def _reaching_forward(ops: Sequence[Op], num_values: int) -> bytearray:
-    """Which values forward or backward operators read, directly or through prologue operators."""
-    reaching = bytearray(num_values)
-    for op in reversed(ops):
-        inner = op.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if inner or (op.phase is Phase.PROLOGUE and any(o >= 0 and reaching[o] for o in op.outputs)):
-            for i in op.inputs:
-                if isinstance(i, int):
-                    reaching[i] = 1
-    return reaching
-
-
-def _after_backward(ops: Sequence[Op], num_values: int) -> bytearray:
-    """Which values depend on the backward pass."""
-    after = bytearray(num_values)
-    for op in ops:
-        if op.phase is Phase.BACKWARD or any(isinstance(i, int) and after[i] for i in op.inputs):
-            for out in op.outputs:
+        if backward or forward:
+            for out in draft.outputs:
                 if out >= 0:
-                    after[out] = 1
-    return after
+                    after_backward[out], after_forward[out] = backward, forward
+    return phases

@@ -1,8 +1,8 @@
 """The captured training step as plain data: values, operators, and the blocks that contain them.
 
 `Graph.ops` is the flat view that rules and planners read: the operators inside scan, while, cond and remat bodies are
-listed in line, and small *link* operators say how a body's values meet the outer ones. `Graph.body` is the nested view of
-the same operators that the runtime replays.
+listed in line, and small *link* operators say how a body's values meet the outer ones. `Graph.body` is the nested view
+of the same operators that the runtime replays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Role(enum.StrEnum):
 class Phase(enum.IntEnum):
     """Which part of a training step an operator belongs to.
 
-    The prologue depends on neither forward nor backward operators (masks, position tables, key folding) but may feed them.
+    The prologue depends on neither forward nor backward operators (masks, position tables, key folding), but may feed
+    them.
     """
 
     PROLOGUE = 0

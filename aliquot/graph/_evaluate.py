@@ -1,0 +1,204 @@
+"""Run a graph again, operator by operator: the way from a plan back to a program, and proof that capture lost nothing.
+
+Structured operators are rebuilt around their replayed bodies. A hook sees every array on its way, so that a runtime can
+constrain it; without one the replay computes what the step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core import InputError
+from . import _jax_compat as compat
+from ._types import Block, Call, Graph, Literal, Op, Operand
+
+
+class ReplayHook:
+    """What a replay asks on its way. Every method returns what it is given; override those that matter."""
+
+    def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        """The operands that `op` gets, one for each of `op.inputs`."""
+        return arrays
+
+    def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        """The results that later operators see, one for each of `op.outputs`."""
+        return arrays
+
+    def value(self, index: int, array: Any) -> Any:
+        """The array for a value that no operator makes: a loop's carry, a slice of what a scan runs over."""
+        return array
+
+
+def evaluate(graph: Graph, inputs: Sequence[Any], *, on_op: ReplayHook | None = None) -> list[Any]:
+    """Run the graph on other arrays, concrete or traced.
+
+    Remat regions keep their policy and their optimization barriers, scans their length and direction. Link operators
+    compute nothing and are passed over.
+
+    Args:
+        graph: a captured step.
+        inputs: one array for each of `graph.inputs`, in order.
+        on_op: sees and may replace arrays before and after each operator.
+
+    Returns:
+        One array for each of `graph.outputs`, in order.
+
+    Raises:
+        InputError: another number of arrays is passed.
+    """
+    if len(inputs) != len(graph.inputs):
+        raise InputError(
+            f"{graph.name} takes {len(graph.inputs)} arrays and is given {len(inputs)}. "
+            "Pass one for each of graph.inputs, in order; graph.calling.flatten(args, kwargs) gives them."
+        )
+    replay = _Replay(graph, on_op)
+    for item, array in zip(graph.inputs, inputs, strict=True):
+        replay.env[item.value] = array
+    replay.run(graph.body.items, nested=False)
+    return replay.outputs(graph.body)
+
+
+class _Replay:
+    """Arrays by value index. Indices are unique over all bodies, so one table serves every depth."""
+
+    def __init__(self, graph: Graph, hook: ReplayHook | None) -> None:
+        self.env: list[Any] = [None] * len(graph.values)
+        for index, constant in graph.constants.items():
+            self.env[index] = constant
+        self._ops = graph.ops
+        self._hook = hook
+        self._names = compat.NameStacks()
+
+    def run(self, items: Sequence[int | Call], nested: bool = True) -> None:
+        env, ops, hook, names = self.env, self._ops, self._hook, self._names
+        for item in items:
+            if type(item) is not int:
+                self._call(item)  # type: ignore[arg-type]
+                continue
+            op = ops[item]
+            arrays: Sequence[Any] = [env[i] if type(i) is int else i.value for i in op.inputs]  # type: ignore[union-attr]
+            if hook is not None:
+                arrays = hook.operands(op, list(arrays))
+            # JAX puts the names of a structured operator before those of its body by itself.
+            results: Sequence[Any] = compat.bind(op.eqn, arrays, None if nested else names.get(op.scope))
+            if hook is not None:
+                results = hook.results(op, list(results))
+            for index, array in zip(op.outputs, results, strict=True):
+                if index >= 0:
+                    env[index] = array
+
+    def outputs(self, block: Block) -> list[Any]:
+        return [self._read(operand) for operand in block.outputs]
+
+    def _read(self, operand: Operand) -> Any:
+        return _array(operand) if isinstance(operand, Literal) else self.env[operand]
+
+    def _enter(self, indices: Sequence[Operand], arrays: Sequence[Any]) -> None:
+        for index, array in zip(indices, arrays, strict=True):
+            assert isinstance(index, int)
+            self.env[index] = array if self._hook is None else self._hook.value(index, array)
+
+    def _call(self, call: Call) -> None:
+        arrays = [self._read(operand) for operand in call.inputs]
+        rebuild = {"remat": self._remat, "scan": self._scan, "while": self._while, "cond": self._cond}[call.kind]
+        with compat.named_as(call.eqn):
+            results = rebuild(call, arrays)
+        for index, array in zip(call.outputs, results, strict=True):
+            if index >= 0:
+                self.env[index] = array
+
+    def _remat(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
+        (block,) = call.blocks
+
+        def body(*inner: Any) -> list[Any]:
+            # A remat body has the indices of the values around it, which must come back as they were.
+            outer = [(i, self.env[i]) for i in block.inputs if isinstance(i, int)]
+            for index, array in zip(block.inputs, inner, strict=True):
+                if isinstance(index, int):
+                    self.env[index] = array
+            self.run(block.items)
+            results = self.outputs(block)
+            for index, array in outer:
+                self.env[index] = array
+            return results
+
+        return compat.bind_remat(call.eqn, body, arrays)
+
+    def _scan(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
+        (block,) = call.blocks
+        params = call.eqn.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        split = num_consts + num_carry
+
+        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            self._enter(block.inputs[num_consts:], [*carry, *slices])
+            self.run(block.items)
+            results = self.outputs(block)
+            return results[:num_carry], results[num_carry:]
+
+        carry, stacked = jax.lax.scan(
+            body,
+            arrays[num_consts:split],
+            arrays[split:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def _while(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
+        condition, block = call.blocks
+        num_cond, num_body = call.eqn.params["cond_nconsts"], call.eqn.params["body_nconsts"]
+
+        def holds(carry: Sequence[Any]) -> Any:
+            self._enter(condition.inputs[num_cond:], carry)
+            self.run(condition.items)
+            return self.outputs(condition)[0]
+
+        def body(carry: Sequence[Any]) -> Sequence[Any]:
+            self._enter(block.inputs[num_body:], carry)
+            self.run(block.items)
+            return self.outputs(block)
+
+        def any_holds(carry: Sequence[Any]) -> Any:
+            return holds(carry).any()
+
+        def masked_body(carry: Sequence[Any]) -> Sequence[Any]:
+            # Under vmap each row has a condition of its own; rows that are done keep what they have.
+            mask = holds(carry)
+            axes = tuple(range(mask.ndim))
+            return [
+                jax.lax.select(jax.lax.broadcast_in_dim(mask, new.shape, axes), new, old)
+                for new, old in zip(body(carry), carry, strict=True)
+            ]
+
+        init = arrays[num_cond + num_body :]
+        (holding,) = call.eqn.params["cond_jaxpr"].out_avals
+        if holding.shape:
+            return jax.lax.while_loop(any_holds, masked_body, init)
+        return jax.lax.while_loop(holds, body, init)
+
+    def _cond(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
+        if call.eqn.params.get("branches_platforms") is not None:
+            # Only one of these branches exists for the compiler; all of them may not even lower.
+            return compat.bind(call.eqn, arrays)
+
+        def branch(block: Block) -> Any:
+            def run() -> list[Any]:
+                self.run(block.items)
+                return self.outputs(block)
+
+            return run
+
+        results: Sequence[Any] = jax.lax.switch(arrays[0], [branch(block) for block in call.blocks])
+        return results
+
+
+def _array(literal: Literal) -> Any:
+    """A literal as an array of its own type: a bare Python number would take another one in a new place."""
+    value = literal.value
+    return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(literal.dtype))

@@ -1,0 +1,127 @@
+"""Names for what a plan was made for: the interface, which must match, and the graph, which may drift with a library.
+
+Both are equal in every process: nothing in them depends on addresses, hashing order or the text of name stacks.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import _jax_compat as compat
+from ._types import Block, Graph, Operand
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def interface_fingerprint(graph: Graph) -> str:
+    """SHA-256, in hexadecimal, of path, shape, dtype and role of every input and path, shape and dtype of every output.
+
+    A plan names its shardings by path; it fits every step with the same interface.
+    """
+    lines = []
+    for item in graph.inputs:
+        value = graph.values[item.value]
+        lines.append(f"in {item.path!r} {value.shape} {value.dtype} {item.role}")
+    for output in graph.outputs:
+        what = graph.values[output.value] if isinstance(output.value, int) else output.value
+        lines.append(f"out {output.path!r} {what.shape} {what.dtype}")
+    return _digest(lines)
+
+
+def graph_fingerprint(graph: Graph) -> str:
+    """SHA-256, in hexadecimal, of all operators with their parameters, wiring, shapes and nesting.
+
+    Constants count by shape and dtype, not by what they hold. Another release of JAX, Flax or Optax may well change it
+    for the same step.
+    """
+    texts = _Texts()
+    lines = [f"{value.shape} {value.dtype}" for value in graph.values]
+    for op in graph.ops:
+        lines.append(f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips} {op.region}")
+    lines.append(f"constants {sorted(graph.constants)}")
+    _nest(graph.body, texts, lines)
+    return _digest(lines)
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _wires(operands: Sequence[Operand]) -> str:
+    texts = [str(i) if type(i) is int else f"{i.value!s}:{i.dtype}{i.shape}" for i in operands]  # type: ignore[union-attr]
+    return ",".join(texts)
+
+
+def _nest(block: Block, texts: _Texts, lines: list[str]) -> None:
+    """The nested view: which operators stand in which body of which call."""
+    lines.append(f"block {_wires(block.inputs)} -> {_wires(block.outputs)}")
+    for item in block.items:
+        if isinstance(item, int):
+            lines.append(str(item))
+            continue
+        # Bodies follow as blocks; the text of their jaxprs would say the same again.
+        settings = {key: value for key, value in item.eqn.params.items() if not compat.holds_jaxpr(value)}
+        lines.append(f"{item.kind} {_wires(item.inputs)} {item.outputs} {texts.params(settings)}")
+        for inner in item.blocks:
+            _nest(inner, texts, lines)
+    lines.append("end")
+
+
+class _Texts:
+    """Stable text of parameters. What is slow to format is remembered by identity while the graph keeps it alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}
+
+    def params(self, params: Mapping[str, Any]) -> str:
+        return ";".join([f"{key}={self.of(params[key])}" for key in sorted(params)]) if params else ""
+
+    def of(self, value: Any) -> str:
+        if value is None or type(value) in (bool, int, float, str):
+            return repr(value)
+        if type(value) is tuple:
+            return f"({','.join(map(self.of, value))})"
+        known = self._known.get(id(value))
+        if known is None or known[0] is not value:
+            known = (value, self._format(value))
+            self._known[id(value)] = known
+        return known[1]
+
+    def _format(self, value: Any) -> str:
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__name__}.{value.name}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(sorted(f"{self.of(k)}:{self.of(v)}" for k, v in value.items())) + "}"
+        if isinstance(value, set | frozenset):
+            return "{" + ",".join(sorted(map(self.of, value))) + "}"
+        if isinstance(value, tuple | list):
+            return f"{type(value).__name__}({','.join(map(self.of, value))})"
+        if compat.holds_jaxpr(value):
+            return self._jaxpr(value)
+        if isinstance(value, functools.partial):
+            return f"partial({self.of(value.func)},{self.of(value.args)},{self.of(value.keywords)})"
+        if isinstance(value, type) or hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        return _ADDRESS.sub("", repr(value))
+
+    def _jaxpr(self, value: Any) -> str:
+        """Digest of a jaxpr that an operator holds, such as the sum inside a scatter."""
+        jaxpr, _ = compat.open_body(value)
+        numbers: dict[Any, int] = {}
+
+        def name(atom: Any) -> str:
+            if compat.is_literal(atom):
+                return f"{atom.val!s}:{atom.aval}"
+            return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+
+        lines = [",".join(map(name, [*jaxpr.constvars, *jaxpr.invars]))]
+        for eqn in jaxpr.eqns:
+            wires = f"{','.join(map(name, eqn.invars))} -> {','.join(map(name, eqn.outvars))}"
+            lines.append(f"{eqn.primitive.name} {wires} {self.params(eqn.params)}")
+        lines.append(",".join(map(name, jaxpr.outvars)))
+        return _digest(lines)

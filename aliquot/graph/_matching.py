@@ -1,0 +1,148 @@
+"""Which result of a step is the successor of which argument: the new parameters of the parameters, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from ._roles import Reach
+from ._types import Op, Operand, Output, Phase, Value
+
+Keys: TypeAlias = tuple[str, ...]
+"""A pytree path, key by key; that of an argument begins with its name."""
+
+_MAX_DEPTH = 3
+
+
+def match_state(
+    ops: Sequence[Op],
+    values: Sequence[Value],
+    inputs: Sequence[tuple[Keys, int]],
+    outputs: Sequence[tuple[Keys, Output]],
+    reach: Reach,
+    trains: bool,
+) -> dict[int, int]:
+    """Position of the successor among `outputs`, for each position in `inputs` that has one.
+
+    An argument is state when some part of the result has its structure, shapes and dtypes, and when the dataflow
+    agrees: gradients look like parameters, but no parameter is added to them outside of the forward and backward pass.
+    Arguments that are not matched whole are matched part by part, under the same key. Names decide between several
+    candidates, then order.
+    """
+    groups: dict[Keys, list[int]] = {}
+    for position, (keys, _) in enumerate(inputs):
+        groups.setdefault(keys[:1], []).append(position)
+    matcher = _Matcher(ops, values, inputs, outputs, reach, trains)
+    for depth in range(1, _MAX_DEPTH + 1):
+        waiting = matcher.assign(groups)
+        groups = {}
+        for positions in waiting.values():
+            for position in positions:
+                keys = inputs[position][0]
+                if len(keys) > depth:
+                    groups.setdefault(keys[: depth + 1], []).append(position)
+    return matcher.matched
+
+
+class _Matcher:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        values: Sequence[Value],
+        inputs: Sequence[tuple[Keys, int]],
+        outputs: Sequence[tuple[Keys, Output]],
+        reach: Reach,
+        trains: bool,
+    ) -> None:
+        self._ops, self._values, self._inputs, self._outputs = ops, values, inputs, outputs
+        self._reach, self._trains = reach, trains
+        self._taken: set[int] = set()
+        self.matched: dict[int, int] = {}
+        parts: dict[Keys, list[int]] = {}
+        for position, (keys, _) in enumerate(outputs):
+            for depth in range(min(_MAX_DEPTH, len(keys)) + 1):
+                parts.setdefault(keys[:depth], []).append(position)
+        self._parts: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
+        for prefix, positions in parts.items():
+            looks = tuple((outputs[p][0][len(prefix) :], self._kind(outputs[p][1].value)) for p in positions)
+            self._parts.setdefault(looks, []).append((prefix, positions))
+
+    def assign(self, groups: dict[Keys, list[int]]) -> dict[Keys, list[int]]:
+        """Match what can be matched; returns the groups left over."""
+        direct = self._direct(groups)
+        options: dict[Keys, list[tuple[Keys, list[int]]]] = {}
+        for number, (prefix, positions) in enumerate(groups.items()):
+            looks = tuple((self._inputs[p][0][len(prefix) :], self._kind(self._inputs[p][1])) for p in positions)
+            options[prefix] = [
+                (name, found)
+                for name, found in self._parts.get(looks, [])
+                if self._fits(prefix, name, positions, found, direct, 1 << number)
+            ]
+        while True:
+            free = {
+                prefix: [option for option in found if self._taken.isdisjoint(option[1])]
+                for prefix, found in options.items()
+            }
+            choice = _choose({prefix: found for prefix, found in free.items() if found})
+            if choice is None:
+                return {prefix: positions for prefix, positions in groups.items() if prefix in options}
+            prefix, found = choice
+            self._taken.update(found)
+            self.matched.update(zip(groups[prefix], found, strict=True))
+            del options[prefix]
+
+    def _kind(self, operand: Operand) -> tuple[Any, ...]:
+        what = self._values[operand] if isinstance(operand, int) else operand
+        return what.shape, what.dtype
+
+    def _direct(self, groups: dict[Keys, list[int]]) -> list[int]:
+        """For each value, a bit for each group that it depends on outside of the forward and backward pass."""
+        direct = [0] * len(self._values)
+        for number, positions in enumerate(groups.values()):
+            for position in positions:
+                direct[self._inputs[position][1]] |= 1 << number
+        for op in self._ops:
+            if op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE:
+                bits = 0
+                for i in op.inputs:
+                    if type(i) is int:
+                        bits |= direct[i]
+                if bits:
+                    for out in op.outputs:
+                        if out >= 0:
+                            direct[out] |= bits
+        return direct
+
+    def _fits(
+        self, prefix: Keys, name: Keys, positions: list[int], found: list[int], direct: list[int], bit: int
+    ) -> bool:
+        values = [self._outputs[p][1].value for p in found]
+        indices = [v for v in values if isinstance(v, int)]
+        same_name = _last(prefix) == _last(name)
+        inner = len(prefix) > 1
+        lone = len(positions) == 1
+        if lone and self._reach.key[self._inputs[positions[0]][1]]:
+            return not inner or same_name
+        if inner and not same_name:
+            return False
+        if not self._trains:
+            return not lone or same_name
+        carried = any(direct[v] & bit for v in indices)
+        if lone and len(self._inputs[positions[0]][0]) == len(prefix):
+            return carried
+        return carried or not (indices and all(self._reach.backward[v] for v in indices))
+
+
+def _choose(options: dict[Keys, list[tuple[Keys, list[int]]]]) -> tuple[Keys, list[int]] | None:
+    for prefix, found in options.items():
+        for name, positions in found:
+            if _last(prefix) == _last(name):
+                return prefix, positions
+    for prefix, found in options.items():
+        if len(found) == 1:
+            return prefix, found[0][1]
+    return next(((prefix, found[0][1]) for prefix, found in options.items()), None)
+
+
+def _last(keys: Keys) -> str:
+    return keys[-1].strip(".[]'") if keys else ""

@@ -1,0 +1,132 @@
+"""What each input is to training: parameter, optimizer state, other state, batch. Dataflow alone decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ._types import Input, Op, Operand, Output, Phase, Role, Value
+
+# A raw key may be cut out of an array of keys before it is used.
+_KEEPS_KEYS = frozenset({"tie", "scan_slice", "slice", "squeeze", "reshape", "dynamic_slice"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """For each value, one byte per question.
+
+    Attributes:
+        read: forward or backward operators read it, directly or through prologue operators.
+        forward: it depends on the forward pass.
+        backward: it depends on the backward pass.
+        learned: it depends on the backward pass through floating-point values alone: a loss scale, which only asks
+            whether gradients are finite, does not.
+        key: it is a random key, typed or raw.
+    """
+
+    read: bytearray
+    forward: bytearray
+    backward: bytearray
+    learned: bytearray
+    key: bytearray
+
+
+def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
+    """Answer the questions of `Reach` in one walk down and one walk up."""
+    size = len(values)
+    forward, backward, learned = bytearray(size), bytearray(size), bytearray(size)
+    floating = bytearray("float" in value.dtype for value in values)
+    for op in ops:
+        is_forward, is_backward = op.phase is Phase.FORWARD, op.phase is Phase.BACKWARD
+        is_learned = is_backward
+        for i in op.inputs:
+            if type(i) is int:
+                is_forward = is_forward or forward[i] == 1
+                is_backward = is_backward or backward[i] == 1
+                is_learned = is_learned or learned[i] == 1
+        if is_forward or is_backward:
+            for out in op.outputs:
+                if out >= 0:
+                    forward[out], backward[out] = is_forward, is_backward
+                    learned[out] = is_learned and floating[out]
+    read = bytearray(size)
+    key = bytearray(value.dtype.startswith("key<") for value in values)
+    for op in reversed(ops):
+        inner = op.phase is Phase.FORWARD or op.phase is Phase.BACKWARD
+        if inner or (op.phase is Phase.PROLOGUE and any(read[o] for o in op.outputs if o >= 0)):
+            for i in op.inputs:
+                if type(i) is int:
+                    read[i] = 1
+        if op.name == "random_wrap" or (op.name in _KEEPS_KEYS and any(key[o] for o in op.outputs if o >= 0)):
+            for i in op.inputs[:1] if op.name == "dynamic_slice" else op.inputs:
+                if type(i) is int:
+                    key[i] = 1
+    return Reach(read=read, forward=forward, backward=backward, learned=learned, key=key)
+
+
+def assign_roles(
+    reach: Reach, values: Sequence[Value], inputs: Sequence[Input], outputs: Sequence[Output], batch: set[str]
+) -> tuple[Input, ...]:
+    """Inputs with their roles; `batch` holds the paths of what each step gets anew.
+
+    A parameter is a floating-point input that the forward pass reads and whose successor is learned, or does not depend
+    on the data at all (a frozen parameter). State that the forward pass never reads is optimizer state; other state is
+    running statistics, random keys, loss scales and the like. A floating-point array that the forward pass reads and
+    that has no successor (a teacher's weights) counts as a parameter too.
+    """
+
+    def role(item: Input) -> Role:
+        value = values[item.value]
+        floating = "float" in value.dtype
+        if item.path in batch:
+            return Role.BATCH
+        if item.output is None:
+            return Role.PARAMETER if floating and value.shape and reach.read[item.value] else Role.OTHER
+        if reach.key[item.value]:
+            return Role.STATE
+        successor: Operand = outputs[item.output].value
+        position = successor if isinstance(successor, int) else None
+        after_forward = position is not None and reach.forward[position] == 1
+        after_backward = position is not None and reach.backward[position] == 1
+        if not reach.read[item.value]:
+            measured = after_forward and not after_backward
+            return Role.STATE if measured else Role.OPTIMIZER_STATE
+        frozen = position == item.value or (bool(value.shape) and not after_forward and not after_backward)
+        learned = position is not None and reach.learned[position] == 1
+        return Role.PARAMETER if floating and (learned or frozen) else Role.STATE
+
+    return tuple(replace(item, role=role(item)) for item in inputs)
+
+
+def batch_paths(
+    names: Sequence[str],
+    arguments: Sequence[str],
+    values: Sequence[Value],
+    inputs: Sequence[Input],
+    reach: Reach,
+    trains: bool,
+) -> set[str]:
+    """Paths of what each step gets anew; `names` are the arguments in order, `arguments` names that of each input.
+
+    These are the arrays in arguments without any successor that begin with the batch's dim. Its size is the one that an
+    argument's arrays agree on; where several arguments do, the size with most arrays. Where nothing is trained, the
+    first argument holds the parameters.
+    """
+    groups: dict[str, list[Input]] = {name: [] for name in names if name in set(arguments)}
+    for name, item in zip(arguments, inputs, strict=True):
+        groups[name].append(item)
+    fresh = [items for items in groups.values() if all(i.output is None for i in items)]
+    if not trains and len(groups) > 1:
+        first = next(iter(groups.values()))
+        fresh = [items for items in fresh if items is not first]
+    sized = [
+        [(i.path, values[i.value].shape[0]) for i in items if values[i.value].shape and not reach.key[i.value]]
+        for items in fresh
+    ]
+    agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
+    votes = Counter(size for pairs in (agreeing or sized) for _, size in pairs)
+    if not votes:
+        return set()
+    size = votes.most_common(1)[0][0]
+    return {path for pairs in (agreeing or sized) for path, found in pairs if found == size}

@@ -1,0 +1,77 @@
+"""What cannot be captured says so; what the user's own code raises comes through as it is."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from graph.step_base import batch, mlp_params, mse, sgd
+
+from aliquot.core import CaptureError, InputError
+from aliquot.graph import capture, evaluate
+
+
+def train_step(params, batch):
+    return sgd(params, jax.grad(mse)(params, batch))
+
+
+def test_no_function():
+    with pytest.raises(CaptureError, match="must be a function, got a dict"):
+        capture({"a": 1}, jnp.ones(3))
+
+
+def test_no_arrays():
+    with pytest.raises(CaptureError, match="train_step was given no arrays"):
+        capture(train_step)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_users_own_error(wrap):
+    class OwnError(Exception):
+        pass
+
+    error = OwnError("mine")
+
+    def broken(params, batch):
+        raise error
+
+    with pytest.raises(OwnError) as caught:
+        capture(wrap(broken), mlp_params(), batch())
+    assert caught.value is error
+
+
+def test_users_own_error_with_numbers_among_the_arguments():
+    def broken(state):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        capture(broken, {"w": jnp.ones(3), "rate": 0.1})
+
+
+def test_a_string_is_no_array():
+    def named(params):
+        return {"loss": params["w"].sum(), "info": ("fine", {"name": "run", "more": b"x"})}
+
+    with pytest.raises(CaptureError) as caught:
+        capture(named, {"w": jnp.ones(3)})
+    message = str(caught.value)
+    assert "named returns something that is no array" in message
+    for part in (".info[0] is a str", ".info[1].name is a str", ".info[1].more is a bytes"):
+        assert part in message
+
+
+def test_a_lone_string_is_no_array():
+    with pytest.raises(CaptureError, match="the result itself is a str"):
+        capture(lambda x: "done", jnp.ones(3))
+
+
+def test_wrong_number_of_arrays():
+    graph = capture(train_step, mlp_params(), batch())
+    with pytest.raises(InputError, match="takes 6 arrays and is given 1"):
+        evaluate(graph, [jnp.ones(3)])
+
+
+def test_other_arguments():
+    graph = capture(train_step, mlp_params(), batch())
+    with pytest.raises(CaptureError, match=r"\(params, batch\).*\(params\)"):
+        graph.calling.flatten((mlp_params(),), {})
