@@ -51,7 +51,7 @@ def time_parts(prediction: Prediction) -> str:
 def bound(provenance: Provenance) -> str:
     """What is known about better plans: lower bound, gap, the space they hold for and the search's status."""
     if provenance.lower_bound_s is None:
-        return f"no lower bound ({provenance.status})"
+        return f"none is stated ({provenance.status} within {provenance.bound_holds_for or 'its method'})"
     gap = "" if provenance.gap is None else f", so at most {provenance.gap:.2%} above the best"
     space = f" ({provenance.bound_holds_for})" if provenance.bound_holds_for else ""
     return f"no plan is faster than {format_seconds(provenance.lower_bound_s)}{gap}{space}; {provenance.status}"

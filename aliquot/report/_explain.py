@@ -183,8 +183,8 @@ def _arrays(plan: Plan, index: int, groups: Sequence[ArrayGroup], others: Mappin
         )
         for group in groups
     ]
-    header = ("path", "count", "each", "split by axes", "on each device", "best alternative (predicted)")
-    return columns(f"Largest inputs{where}, by what each device holds", header, rows, right=(1, 4))
+    header = ["path", "count", "each", "split by axes", "on each device"]
+    return columns(f"Largest inputs{where}, by what each device holds", *_with_others(header, rows), right=(1, 4))
 
 
 def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
@@ -204,8 +204,15 @@ def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
     title = "Most expensive communication of a step (predicted)"
     if len(uses) > _COLLECTIVES:
         title += f", {_COLLECTIVES} of {len(uses)} kinds"
-    header = ("kind", "axes", "count", "bytes", "time", "what", "best alternative (predicted)")
-    return columns(title, header, rows, right=(2, 3, 4))
+    header = ["kind", "axes", "count", "bytes", "time", "what"]
+    return columns(title, *_with_others(header, rows), right=(2, 3, 4))
+
+
+def _with_others(header: list[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], Sequence[Sequence[str]]]:
+    """Header and rows, whose last cells are the alternatives: without that column where it would be empty."""
+    if any(row[-1] for row in rows):
+        return [*header, "best alternative (predicted)"], rows
+    return header, [row[:-1] for row in rows]
 
 
 def _best_other(other: Alternative | None) -> str:

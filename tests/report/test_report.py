@@ -84,8 +84,10 @@ def test_a_closure_says_that_it_must_be_passed_again():
 
 
 def test_a_plan_without_bound():
-    plan = sample_plan(provenance=replace(PROVENANCE, lower_bound_s=None, gap=None, status="not proved"))
-    assert "no lower bound (not proved)" in as_text(explanation(plan), width=200)
+    plan = sample_plan(
+        provenance=replace(PROVENANCE, lower_bound_s=None, gap=None, status="optimal", bound_holds_for="")
+    )
+    assert "none is stated (optimal within its method)" in as_text(explanation(plan), width=200)
 
 
 def test_difference_merges_layers():

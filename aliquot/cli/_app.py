@@ -1,0 +1,49 @@
+"""The table of verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ._cluster import cluster
+from ._demo import demo
+from ._diff import diff
+from ._explain import explain
+from ._plan import plan
+from ._train import train
+
+app = typer.Typer(
+    name="aliquot",
+    help="Plan how a JAX training step runs on many devices, say why, and run it.",
+    epilog="Exit codes: 0 done, 1 no feasible plan or a failed check, 2 bad input, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain help needs a third of the time, and errors of options stay on two lines.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _verb in (demo, cluster, plan, explain, diff, train):
+    app.command(_verb.__name__)(_verb)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from .. import __version__
+
+        typer.echo(f"aliquot {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line with this process's arguments. Ends the process with the verb's exit code."""
+    app()

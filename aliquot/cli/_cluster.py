@@ -1,0 +1,44 @@
+"""`aliquot cluster`: what a cluster description means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..cluster import Cluster, logical_mesh_shapes, target_for
+from ..core import format_bytes
+from ._options import Json, read_cluster
+from ._session import session
+
+
+def cluster(
+    spec: Annotated[
+        str,
+        typer.Argument(help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, or detect.", show_default=False),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say what a cluster description means: devices, links, and the sources of their figures."""
+    with session(as_json) as say:
+        found = read_cluster(spec)
+        target = target_for(found.device)
+        usable_bytes = target.usable_memory_fraction * found.device.memory_bytes
+        meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(found.num_devices)]
+        lines = [
+            found.describe(),
+            f"  usable   {format_bytes(usable_bytes)} of each device's memory for a plan"
+            + (f" ({target.memory_advice})" if target.memory_advice else ""),
+            f"  meshes   {', '.join(meshes)}",
+        ]
+        say.show("\n".join(lines))
+        say.finish(_data(found, usable_bytes, meshes))
+
+
+def _data(found: Cluster, usable_bytes: float, meshes: list[str]) -> dict[str, Any]:
+    return {
+        **found.to_dict(),
+        "num_devices": found.num_devices,
+        "usable_memory_bytes_per_device": usable_bytes,
+        "mesh_shapes": meshes,
+    }

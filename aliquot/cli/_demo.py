@@ -1,0 +1,156 @@
+"""`aliquot demo`: the whole story on any laptop, from an ordinary step to a plan, a run, and a proof of its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import InputError, format_count, format_seconds
+from ._devices import use_virtual_devices
+from ._options import Json, check_destination
+from ._session import INTERRUPTED, Session, session
+
+if TYPE_CHECKING:
+    from ..plans import Plan
+    from ..zoo import ByteData, Workload
+    from ._training import Run
+
+_MODEL = "gpt-10m"
+_BATCH = 8
+_LEARNING_RATE = 1e-3
+_DEVICES = 8
+_STEPS = 16
+_SEED = 0
+_TOLERANCE = 1e-4
+
+
+def demo(
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Your own text; by default the standard library's sources.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many steps to train, twice.")] = _STEPS,
+    out: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("demo-plan.json"),
+    as_json: Json = False,
+) -> None:
+    """Plan a small GPT, train it on 8 virtual CPU devices, and compare with the same training on one."""
+    with session(as_json) as say:
+        if steps < 2:
+            raise InputError(f"--steps must be at least 2, so that the loss can fall; got {steps}.")
+        check_destination(out)
+        use_virtual_devices(_DEVICES)
+        from ..zoo import MODELS, ByteData, build
+
+        text = ByteData(paths=tuple(data) if data else None, seq_len=MODELS[_MODEL].seq_len, batch=_BATCH, seed=_SEED)
+        workload = build(_MODEL, _BATCH, dtype="float32", recompute="none", learning_rate=_LEARNING_RATE)
+        say.show(
+            f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of {text.seq_len} bytes "
+            f"a step, from {format_count(len(text.text))} bytes of {_source(data)}\n"
+        )
+        plan = _plan(workload, out, say)
+        figures, many = _train_parallel(workload, plan, text, steps, say)
+        _stop_if_interrupted(many, steps, say)
+        one = _train_alone(workload, text, steps)
+        _stop_if_interrupted(one, steps, say)
+        _conclude(many, one, plan, out, figures, say)
+
+
+def _source(data: Sequence[Path] | None) -> str:
+    return ", ".join(map(str, data)) if data else "the Python standard library"
+
+
+def _plan(workload: Workload, out: Path, say: Session) -> Plan:
+    from ..cluster import Cluster
+    from ..planners import method_by_name
+    from ..report import explanation
+    from ._explain import priced_alternatives
+    from ._model import from_workload
+    from ._plan import make_plan
+
+    model = from_workload(workload)
+    plan = make_plan(model, Cluster.detect(), method_by_name("auto"), 1, say)
+    plan.save(out)
+    others, remark = priced_alternatives(plan, say)
+    say.show(explanation(plan, others, remark=remark))
+    return plan
+
+
+def _train_parallel(
+    workload: Workload, plan: Plan, text: ByteData, steps: int, say: Session
+) -> tuple[dict[str, Any], Run]:
+    import jax
+
+    from .._api import parallelize
+    from ..report import compared, comparison
+    from ._training import run
+
+    step = parallelize(workload.train_step, plan)
+    state = step.init(workload.init, jax.random.key(_SEED))
+    done = run(step, state, text, steps, label=f"{_DEVICES} devices")
+    stats = step.stats()
+    figures = compared(plan, stats.peak_memory_bytes, stats.collectives)
+    say.show(comparison(figures))
+    return figures, done
+
+
+def _train_alone(workload: Workload, text: ByteData, steps: int) -> Run:
+    """The plain step, compiled by plain `jax.jit`: nothing of this package takes part."""
+    import jax
+
+    from ._training import run
+
+    state = jax.jit(workload.init)(jax.random.key(_SEED))
+    step = jax.jit(workload.train_step, donate_argnums=0)
+    return run(step, state, text, steps, label="1 device ")
+
+
+def _stop_if_interrupted(done: Run, steps: int, say: Session) -> None:
+    if done.interrupted:
+        say.note(f"interrupted; {len(done.losses)} of {steps} steps are done.")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _conclude(many: Run, one: Run, plan: Plan, out: Path, figures: dict[str, Any], say: Session) -> None:
+    from ..report import loss_chart
+
+    largest = max(_relative(a, b) for a, b in zip(many.losses, one.losses, strict=True))
+    agree, fell = largest <= _TOLERANCE, many.losses[-1] < many.losses[0]
+    say.show(loss_chart({f"loss on {_DEVICES} devices": many.losses, "loss on 1 device": one.losses}))
+    say.show(
+        f"\nloss       {many.losses[0]:.4f} -> {many.losses[-1]:.4f} on {_DEVICES} devices, "
+        f"{one.losses[-1]:.4f} on one\n"
+        f"agreement  largest relative difference of {len(one.losses)} losses {largest:.1e}, at most {_TOLERANCE:.0e} "
+        f"allowed: {'agrees' if agree else 'DIFFERS'}\n"
+        f"step time  {format_seconds(plan.prediction.step_time_s)} predicted, {format_seconds(many.step_time_s)} "
+        f"measured (median; the virtual devices share this machine's cores)\n"
+        f"plan file  {out.resolve()}; read on with: aliquot explain {out}"
+    )
+    say.finish(
+        {
+            "plan_file": str(out.resolve()),
+            "method": plan.method,
+            "mesh": list(plan.stages[0].mesh_shape),
+            "losses": list(many.losses),
+            "losses_one_device": list(one.losses),
+            "max_relative_difference": largest,
+            "agrees": agree,
+            "step_time_s_predicted": plan.prediction.step_time_s,
+            "step_time_s_measured": many.step_time_s,
+            "tokens_per_s_measured": many.tokens_per_s,
+            "predicted_and_compiled": figures,
+        }
+    )
+    if not agree:
+        say.note("error: training on many devices and on one differ by more than rounding. Please report this.")
+    if not fell:
+        say.note("error: the loss did not fall.")
+    if not (agree and fell):
+        raise typer.Exit(1)
+
+
+def _relative(value: float, reference: float) -> float:
+    difference = abs(value - reference) / abs(reference) if reference else abs(value - reference)
+    return difference if math.isfinite(difference) else math.inf

@@ -1,0 +1,178 @@
+"""`aliquot plan`: from a model's name and a cluster to a plan file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..cluster import Cluster
+from ..core import InfeasibleError, InputError
+from ._devices import use_host_only
+from ._options import Json, check_destination, read_cluster, read_mesh, read_settings
+from ._progress import search_progress
+from ._session import INTERRUPTED, Session, session
+
+if TYPE_CHECKING:
+    from ..planners import AbstractMethod
+    from ..plans import Plan
+    from ._model import Model
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
+    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)],
+    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all devices.")] = None,
+    method: Annotated[str, typer.Option(help="dp, zero2, zero3, shard or auto.")] = "auto",
+    mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
+    micro_batches: Annotated[int, typer.Option(help="Into how many parts a batch is cut.")] = 1,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bf16, float16 or float64; by default bf16, or float16 where that is faster."),
+    ] = None,
+    recompute: Annotated[str | None, typer.Option(help="none or block (the default).")] = None,
+    scan: Annotated[bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a size of the model; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest way to run a model's training step on a cluster, and say what it is predicted to cost."""
+    with session(as_json) as say:
+        check_destination(out)
+        shape, overrides = read_mesh(mesh), read_settings(settings or [])
+        _check_batches(global_batch, micro_batches)
+        if cluster != "detect":
+            use_host_only()
+        where = read_cluster(cluster)
+        from ..planners import method_by_name
+        from ._model import ZooOptions, resolve
+
+        how = method_by_name(method, shape)
+        options = ZooOptions(
+            global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides
+        )
+        built = resolve(model, options, where)
+        try:
+            found = make_plan(built, where, how, micro_batches, say)
+        except InfeasibleError as error:
+            say.finish(_no_plan(built, where, method, micro_batches, error))
+            raise
+        except KeyboardInterrupt as stopped:
+            _interrupted(getattr(stopped, "plan", None), out, say)
+            raise typer.Exit(INTERRUPTED) from None
+        _deliver(found, out, say)
+
+
+def make_plan(model: Model, where: Cluster, how: AbstractMethod, micro_batches: int, say: Session) -> Plan:
+    """Plan a model, with progress on standard error."""
+    from .._api import plan as find_plan
+    from ._model import user_code
+
+    with user_code(model.name), search_progress(say) as report:
+        return find_plan(
+            model.step,
+            model.state,
+            model.batch,
+            cluster=where,
+            method=how,
+            num_micro_batches=micro_batches,
+            model=model.reference,
+            progress=report,
+        )
+
+
+def summary(found: Plan, out: Path | None) -> dict[str, Any]:
+    """A plan's figures, all predicted, as `plan --json` prints them."""
+    p, provenance = found.prediction, found.provenance
+    return {
+        "feasible": True,
+        "method": found.method,
+        "model": found.model.name,
+        "cluster": found.cluster.get("name"),
+        "mesh": list(found.stages[0].mesh_shape),
+        "step_time_s": p.step_time_s,
+        "compute_s": p.compute_s,
+        "communication_s": p.communication_s,
+        "gradient_s": p.gradient_s,
+        "hidden_s": p.hidden_s,
+        "memory_bytes_per_device": p.peak_memory_bytes,
+        "memory_limit_bytes": p.memory_limit_bytes,
+        "memory_bytes": dict(p.memory_bytes),
+        "lower_bound_s": provenance.lower_bound_s,
+        "gap": provenance.gap,
+        "bound_holds_for": provenance.bound_holds_for,
+        "status": provenance.status,
+        "search_s": provenance.search_s,
+        "trace_s": provenance.trace_s,
+        "num_stages": len(found.stages),
+        "num_micro_batches": found.num_micro_batches,
+        "schedule": found.schedule,
+        "stages": [
+            {
+                "mesh": list(stage.mesh_shape),
+                "axis_names": list(stage.axis_names),
+                "data_axes": list(stage.data_axes),
+                "num_operators": sum(op.copies for op in stage.interior),
+            }
+            for stage in found.stages
+        ],
+        "notes": list(found.notes),
+        "plan_file": str(out) if out else None,
+    }
+
+
+def _check_batches(global_batch: int | None, micro_batches: int) -> None:
+    if micro_batches < 1:
+        raise InputError(f"--micro-batches must be at least 1, got {micro_batches}.")
+    if global_batch is not None and global_batch < 1:
+        raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
+    if global_batch is not None and global_batch % micro_batches:
+        raise InputError(
+            f"{micro_batches} micro-batches do not divide a global batch of {global_batch}. "
+            f"Try --global-batch {-(-global_batch // micro_batches) * micro_batches}, or other --micro-batches."
+        )
+
+
+def _deliver(found: Plan, out: Path | None, say: Session) -> None:
+    if out is not None:
+        found.save(out)
+    say.show(str(found))
+    if out is not None:
+        say.show(f"\nWritten to {out}. Read on with: aliquot explain {out}")
+    say.finish(summary(found, out))
+
+
+def _interrupted(best: Plan | None, out: Path | None, say: Session) -> None:
+    if best is None:
+        say.note("interrupted before any plan was complete; nothing was written.")
+        return
+    say.note("interrupted; this is the best plan so far.")
+    _deliver(best, out, say)
+
+
+def _no_plan(model: Model, where: Cluster, method: str, micro_batches: int, error: InfeasibleError) -> dict[str, Any]:
+    """The same keys as for a plan, with the smallest memory found instead of a time."""
+    return {
+        "feasible": False,
+        "method": method,
+        "model": model.name,
+        "cluster": where.name,
+        "mesh": None,
+        "step_time_s": None,
+        "memory_bytes_per_device": error.required_bytes,
+        "memory_limit_bytes": error.available_bytes,
+        "memory_bytes": error.parts,
+        "lower_bound_s": None,
+        "gap": None,
+        "search_s": None,
+        "trace_s": None,
+        "num_stages": 0,
+        "num_micro_batches": micro_batches,
+        "schedule": None,
+        "stages": [],
+        "reason": str(error),
+        "plan_file": None,
+    }

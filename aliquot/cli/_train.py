@@ -1,0 +1,131 @@
+"""`aliquot train`: run a plan on text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import InputError, PlanMismatchError, format_count, format_seconds
+from ..plans import Plan, plan_devices
+from ._devices import use_precision, use_virtual_devices
+from ._options import Json
+from ._session import INTERRUPTED, session
+
+if TYPE_CHECKING:
+    from ..zoo import Workload
+    from ._training import Run
+
+
+def train(
+    model: Annotated[str, typer.Argument(help="A name from the zoo.", show_default=False)],
+    data: Annotated[list[Path], typer.Option(help="A file or folder of text; repeatable.", show_default=False)],
+    plan_file: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="How many steps to train.", show_default=False)],
+    devices: Annotated[int | None, typer.Option(help="Run on this many virtual CPU devices.")] = None,
+    seed: Annotated[int, typer.Option(help="Decides the first weights and the order of the text.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train a model of the zoo on the bytes of your files, as a plan says."""
+    with session(as_json) as say:
+        if steps < 1:
+            raise InputError(f"--steps must be at least 1, got {steps}.")
+        if seed < 0:
+            raise InputError(f"--seed must not be negative, got {seed}.")
+        plan = Plan.load(plan_file)
+        if devices is not None:
+            use_virtual_devices(devices)
+        _check_devices(plan, devices)
+        workload = _workload(model, plan)
+        from ..zoo import ByteData
+
+        text = ByteData(
+            paths=tuple(data), seq_len=workload.config.seq_len, batch=workload.settings["global_batch"], seed=seed
+        )
+        _check_vocabulary(workload)
+        done = _run(workload, plan, text, steps, seed)
+        say.show(_summary(done, plan))
+        say.finish(_data(done, plan))
+        if done.interrupted:
+            say.note(f"interrupted; {len(done.losses)} of {steps} steps are done.")
+            raise typer.Exit(INTERRUPTED)
+
+
+def _check_devices(plan: Plan, asked: int | None) -> None:
+    import jax
+
+    needed, found = plan_devices(plan), len(jax.devices()) if asked is None else asked
+    if needed != found:
+        raise PlanMismatchError(
+            f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {found}",
+            asked="the plan does not fit these devices",
+            advice=f"Add --devices {needed} for virtual CPU devices, or make a plan with --cluster detect.",
+        )
+
+
+def _workload(name: str, plan: Plan) -> Workload:
+    """The model with the settings that the plan was made with."""
+    from ..zoo import MODELS, build
+
+    if plan.model.kind != "zoo":
+        raise InputError(
+            f"this plan is for {plan.model.name or 'a function'}, which is not of the zoo, so its first state and data "
+            "are not known here. Run it from Python: aliquot.parallelize(train_step, plan)."
+        )
+    settings = dict(plan.model.settings)
+    if name != plan.model.name:
+        if name not in MODELS:
+            from ..core import nearest
+
+            raise InputError(f"there is no model {name!r}: {nearest(name, MODELS)}")
+        settings |= {"model": name, "overrides": {}}
+    use_precision(str(settings.get("dtype")))
+    try:
+        return build(**settings)
+    except TypeError as error:
+        raise InputError(f"the plan's settings of {name} are not those of the zoo: {error}.") from None
+
+
+def _check_vocabulary(workload: Workload) -> None:
+    from ..zoo import BYTE_VOCABULARY
+
+    found = workload.config.vocab_size
+    if found < BYTE_VOCABULARY:
+        raise InputError(
+            f"{workload.config.name} knows {found} tokens, and text as bytes has {BYTE_VOCABULARY}. "
+            f"Plan it with --set vocab_size={BYTE_VOCABULARY} or more."
+        )
+
+
+def _run(workload: Workload, plan: Plan, text: Any, steps: int, seed: int) -> Run:
+    import jax
+
+    from .._api import parallelize
+    from ._training import run
+
+    step = parallelize(workload.train_step, plan)
+    state = step.init(workload.init, jax.random.key(seed))
+    return run(step, state, text, steps, label=workload.config.name)
+
+
+def _summary(done: Run, plan: Plan) -> str:
+    if not done.losses:
+        return "No step was done."
+    return (
+        f"{len(done.losses)} steps: loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}, "
+        f"{format_count(round(done.tokens_per_s))} tokens/s (measured)\n"
+        f"step time: {format_seconds(plan.prediction.step_time_s)} predicted for {plan.cluster.get('name')}, "
+        f"{format_seconds(done.step_time_s)} measured here (median)"
+    )
+
+
+def _data(done: Run, plan: Plan) -> dict[str, Any]:
+    return {
+        "steps_done": len(done.losses),
+        "interrupted": done.interrupted,
+        "losses": list(done.losses),
+        "tokens_per_s_measured": done.tokens_per_s,
+        "step_time_s_measured": done.step_time_s,
+        "step_time_s_predicted": plan.prediction.step_time_s,
+    }

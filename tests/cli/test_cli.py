@@ -1,0 +1,160 @@
+"""Verbs, options, exit codes and streams; nothing here searches for long."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from command_line import refused, run
+from sample_plans import sample_plan
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    sample_plan().save(path)
+    return path
+
+
+def test_help_lists_the_verbs():
+    found = run("--help")
+    assert found.exit_code == 0
+    for verb in ("demo", "cluster", "plan", "explain", "diff", "train"):
+        assert f"  {verb} " in found.stdout
+
+
+def test_starting_imports_nothing_heavy():
+    code = (
+        "import sys, aliquot.cli._app; "
+        "print({'jax', 'jaxlib', 'flax', 'optax', 'numpy', 'highspy'} & set(sys.modules) or 'none')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "none", done.stdout + done.stderr
+
+
+def test_version():
+    assert run("--version").stdout.startswith("aliquot 0.")
+
+
+def test_cluster():
+    assert "32 x A100-80GB" in run("cluster", "4x8xA100-80GB").stdout
+    data = json.loads(run("cluster", "8xH100", "--json").stdout)
+    assert data["num_devices"] == 8
+    assert data["mesh_shapes"] == ["8", "4x2", "2x4"]
+    assert data["usable_memory_bytes_per_device"] < data["device"]["memory_bytes"]
+
+
+def test_cluster_from_a_file(tmp_path):
+    path = tmp_path / "lab.toml"
+    path.write_text('[cluster]\nname = "lab"\ndevice = "A100-80GB"\nhosts = 2\ndevices_per_host = 4\n')
+    assert json.loads(run("cluster", path, "--json").stdout)["num_devices"] == 8
+
+
+def test_explain_without_alternatives(plan_file):
+    found = run("explain", plan_file, "--no-alternatives")
+    assert found.exit_code == 0
+    assert "state.params.layers[*].w" in found.stdout
+    data = json.loads(run("explain", plan_file, "--no-alternatives", "--json").stdout)
+    assert data["predicted"]["step_time_s"] == 0.011
+
+
+def test_explain_of_a_closure_says_what_to_do(tmp_path):
+    path = tmp_path / "plan.json"
+    plan = sample_plan()
+    sample_plan(model=type(plan.model)(kind="closure", name="train_step")).save(path)
+    found = run("explain", path)
+    assert found.exit_code == 0
+    assert "Call aliquot.explain(plan, step, ...)" in found.stdout
+
+
+def test_diff(plan_file, tmp_path):
+    other = tmp_path / "other.json"
+    sample_plan(method="dp").save(other)
+    assert "decide and predict the same" in run("diff", plan_file, plan_file).stdout
+    data = json.loads(run("diff", plan_file, other, "--json").stdout)
+    assert data["changes"] == [{"section": "decision", "subject": "method", "before": "shard", "after": "dp"}]
+
+
+WRONG_TOML = """
+[cluster]
+name = "lab"
+device = "A1000"
+hosts = 0
+devices_per_host = 8
+[inter]
+latency = "10us"
+bandwidth = -5
+"""
+
+
+def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
+    path = tmp_path / "lab.toml"
+    path.write_text(WRONG_TOML)
+    refused(run("cluster", path), "A1000", "hosts", "bandwidth")
+    refused(run("plan", "gpt-125m", "--cluster", path, "--global-batch", 8), "A1000", "hosts", "bandwidth")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("plan gpt-1.4b --cluster 8xH100 --global-batch 8", "did you mean 'gpt-1.3b'"),
+        ("plan gpt-125m --cluster 8xH10 --global-batch 8", "did you mean 'H100'"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --method zero", "did you mean 'zero2' or 'zero3'"),
+        ("plan gpt-125m --cluster missing.toml --global-batch 8", "cannot be read"),
+        ("plan gpt-125m --cluster 8xH100", "needs --global-batch"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 0", "--global-batch must be at least 1"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 3", "3 micro-batches do not divide"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 0", "--micro-batches must be at least 1"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --mesh 4y2", "--mesh '4y2' is no mesh"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --set layers", "'layers' is not of the form name=value"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --set num_layer=2", "did you mean 'num_layers'"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --dtype int8", "there is no dtype 'int8'"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --recompute all", "there is no recompute 'all'"),
+        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --out no/such/plan.json", "there is no folder"),
+        ("plan nowhere:factory --cluster 8xH100", "there is no module 'nowhere'"),
+        ("plan json:factory --cluster 8xH100", "json has no 'factory'"),
+        ("plan json:dumps --cluster 8xH100", "cannot be called"),
+        ("plan json:decoder --cluster 8xH100", "not a function"),
+        ("explain missing.json", "plan file 'missing.json' cannot be read: No such file"),
+        ("diff missing.json missing.json", "cannot be read"),
+        ("train gpt-10m --data x --plan missing.json --steps 1", "cannot be read"),
+        ("train gpt-10m --data x --plan missing.json --steps 0", "--steps must be at least 1"),
+        ("demo --steps 1", "--steps must be at least 2"),
+        ("demo --data missing.txt", "missing.txt cannot be read"),
+        ("plan", "Missing argument"),
+        ("plans", "No such command"),
+    ],
+)
+@pytest.mark.parametrize("extra", [(), ("--json",)], ids=["text", "json"])
+def test_bad_input_is_refused_in_a_few_lines(args, message, extra, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run(*args.split(), *extra)
+    refused(found, message)
+    assert len(found.stderr.splitlines()) <= 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 9}', "[]", '{"version": 1, "method": 3}'])
+@pytest.mark.parametrize("verb", ["explain {}", "diff {} {}", "train gpt-10m --data {} --plan {} --steps 1"])
+def test_a_broken_plan_is_refused(verb, text, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    refused(run(*verb.replace("{}", str(path)).split()), "plan file")
+
+
+def test_empty_data_is_refused(tmp_path):
+    path = tmp_path / "empty.txt"
+    path.write_text("")
+    refused(run("demo", "--data", path, "--out", tmp_path / "plan.json"), "is empty")
+
+
+def test_another_device_count_is_refused(plan_file):
+    found = run("train", "gpt-10m", "--data", plan_file, "--plan", plan_file, "--steps", 1, "--devices", 4)
+    refused(found, "it is for 8 devices (8xH100), and there are 4", "--devices 8")
+
+
+def test_a_plan_for_something_else_than_the_zoo_is_not_trained(tmp_path):
+    path = tmp_path / "plan.json"
+    plan = sample_plan()
+    sample_plan(model=type(plan.model)(kind="closure", name="train_step")).save(path)
+    refused(run("train", "gpt-10m", "--data", path, "--plan", path, "--steps", 1, "--devices", 8), "not of the zoo")

@@ -1,0 +1,162 @@
+"""`aliquot plan` with real searches of small models: its answer, its refusals, and how Ctrl-C ends it."""
+
+import json
+
+import pytest
+from command_line import TINY, refused, run
+
+from aliquot.plans import Plan
+
+KEYS = {
+    "method",
+    "feasible",
+    "mesh",
+    "step_time_s",
+    "memory_bytes_per_device",
+    "lower_bound_s",
+    "gap",
+    "search_s",
+    "trace_s",
+    "num_stages",
+    "num_micro_batches",
+    "schedule",
+    "stages",
+}
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch, request):
+    """A module of the user's own with the given source; returns its name."""
+
+    def write(source):
+        name = f"own_{abs(hash((request.node.name, source))) % 10**8}"
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.chdir(tmp_path)
+        return f"{name}:factory"
+
+    return write
+
+
+def test_json_is_the_only_output():
+    found = run("plan", *TINY, "--method", "dp", "--json")
+    assert found.exit_code == 0, found.stderr
+    answer = json.loads(found.stdout)
+    assert set(answer) >= KEYS
+    assert (answer["feasible"], answer["method"], answer["mesh"], answer["num_stages"]) == (True, "dp", [8], 1)
+
+
+def test_the_file_is_the_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    found = run("plan", *TINY, "--method", "zero3", "--out", path)
+    assert found.exit_code == 0, found.stderr
+    plan = Plan.load(path)
+    assert plan.method == "zero3"
+    assert plan.model.settings["overrides"]["num_layers"] == 2
+    assert plan.model.settings["dtype"] == "bf16"
+    assert str(plan) in found.stdout and str(path) in found.stdout
+
+
+def test_a_mesh_of_ones_own():
+    answer = json.loads(run("plan", *TINY, "--method", "shard", "--mesh", "4x2", "--json").stdout)
+    assert answer["mesh"] == [4, 2]
+    assert answer["lower_bound_s"] <= answer["step_time_s"]
+
+
+def test_float16_where_it_is_faster(tmp_path):
+    path = tmp_path / "plan.json"
+    args = [arg.replace("8xH100", "8xV100-32GB") for arg in TINY]
+    assert run("plan", *args, "--method", "dp", "--out", path).exit_code == 0
+    settings = Plan.load(path).model.settings
+    assert (settings["dtype"], settings["loss_scaling"]) == ("float16", "dynamic")
+
+
+def test_no_feasible_plan_is_an_answer(tmp_path):
+    path = tmp_path / "plan.json"
+    args = ("plan", "gpt-175b", "--cluster", "2xL4", "--global-batch", 2, "--scan", "--method", "dp", "--out", path)
+    found = run(*args, "--json")
+    assert found.exit_code == 1
+    answer = json.loads(found.stdout)
+    assert set(answer) >= KEYS
+    assert answer["feasible"] is False
+    assert answer["memory_bytes_per_device"] > answer["memory_limit_bytes"]
+    assert "smallest found" in found.stderr
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("batch", [3, 12])
+def test_a_batch_that_the_devices_do_not_divide(batch):
+    args = [str(batch) if arg == "8" else arg for arg in TINY]
+    refused(run("plan", *args, "--method", "dp"), str(batch))
+
+
+GOOD = """
+import jax, jax.numpy as jnp
+def factory(width=16):
+    def train_step(state, batch):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad}, {"loss": loss}
+    width = int(width)
+    state = {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}
+    return train_step, state, {"x": jax.ShapeDtypeStruct((8, width), jnp.float32)}
+"""
+
+
+def test_a_factory(factory, tmp_path):
+    name = factory(GOOD.replace("width = int", "print('hello from the factory'); width = int"))
+    args = ("plan", name, "--cluster", "8xH100", "--method", "dp", "--out", tmp_path / "plan.json", "--set", "width=32")
+    found = run(*args, "--json")
+    assert found.exit_code == 0, found.stderr
+    assert json.loads(found.stdout)["model"] == name
+    assert "hello from the factory" in found.stderr
+    model = Plan.load(tmp_path / "plan.json").model
+    assert (model.kind, model.name, model.settings) == ("factory", name, {"width": "32"})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def factory(:", "cannot be imported: SyntaxError"),
+        ("import not_installed_anywhere", "cannot be imported: ModuleNotFoundError"),
+        ("def factory():\n    return 1 / 0", "fails: ZeroDivisionError: division by zero"),
+        ("def factory():\n    return 1, 2, 3", "must return (train_step, state, batch)"),
+        ("def factory():\n    return 5", "got int 5"),
+        ("factory = 7", "is int 7, not a function"),
+        (GOOD.replace('batch["x"] @ w', 'batch["y"] @ w'), "KeyError: 'y'"),
+        (GOOD.replace("jnp.mean(", "float("), "fails while it is traced: "),
+        (GOOD.replace('{"loss": loss}', '{"loss": "low"}'), "[1].loss is a str"),
+        (GOOD.replace("(8, width)", "(6, width)"), "6"),
+    ],
+)
+def test_errors_of_the_users_own(factory, source, message):
+    found = run("plan", factory(source), "--cluster", "8xH100", "--method", "dp")
+    refused(found, message)
+    assert len(found.stderr.splitlines()) <= 6, found.stderr
+
+
+def test_another_batch_than_the_factorys(factory):
+    refused(run("plan", factory(GOOD), "--cluster", "8xH100", "--global-batch", 16), "made a batch of 8", "says 16")
+
+
+def test_options_that_only_the_zoo_has(factory):
+    refused(run("plan", factory(GOOD), "--cluster", "8xH100", "--dtype", "bf16", "--scan"), "--dtype, --scan")
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_ctrl_c_keeps_the_best_so_far(complete, tmp_path, monkeypatch):
+    import aliquot._api
+    from aliquot.planners import Interrupted
+
+    path = tmp_path / "plan.json"
+    whole = aliquot._api.plan
+
+    def stop(*args, **kwargs):
+        error = Interrupted(None)
+        error.plan = whole(*args, **kwargs) if complete else None
+        raise error
+
+    monkeypatch.setattr(aliquot._api, "plan", stop)
+    found = run("plan", *TINY, "--method", "dp", "--out", path)
+    assert found.exit_code == 130
+    assert "interrupted" in found.stderr
+    assert path.exists() == complete
+    assert ("best plan so far" in found.stderr) == complete
