@@ -29,9 +29,9 @@ for _verb in (demo, cluster, plan, explain, diff, train):
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from .. import __version__
+        from importlib.metadata import version
 
-        typer.echo(f"aliquot {__version__}")
+        typer.echo(f"aliquot {version('aliquot')}")
         raise typer.Exit()
 
 

@@ -11,6 +11,8 @@ from ._plan import CollectiveUse, Plan
 
 Term = str | int | float | None
 
+_FINGERPRINT = 12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -71,11 +73,10 @@ def _changes(section: str, before: Mapping[str, Term], after: Mapping[str, Term]
 def _decisions(plan: Plan) -> dict[str, Term]:
     terms: dict[str, Term] = {
         "model": plan.model.name,
-        **{f"model.{key}": _plain(value) for key, value in plan.model.settings.items()},
-        "interface": plan.interface_fingerprint,
-        "graph": plan.graph_fingerprint,
-        "cluster": str(plan.cluster.get("name")),
-        **{f"cluster.{key}": _plain(value) for key, value in plan.cluster.items() if key != "name"},
+        **_flat("setting", plan.model.settings),
+        "interface": plan.interface_fingerprint[:_FINGERPRINT],
+        "graph": plan.graph_fingerprint[:_FINGERPRINT],
+        **_flat("cluster", plan.cluster),
         "method": plan.method,
         "num_micro_batches": plan.num_micro_batches,
         "micro_batch_semantics": plan.micro_batch_semantics,
@@ -129,5 +130,8 @@ def _collectives(plan: Plan) -> dict[str, list[CollectiveUse]]:
     return found
 
 
-def _plain(value: Any) -> Term:
-    return value if isinstance(value, str | int | float | None) else str(value)
+def _flat(name: str, value: Any) -> dict[str, Term]:
+    """Nested mappings as single terms with dotted names."""
+    if isinstance(value, Mapping):
+        return {path: term for key, item in value.items() for path, term in _flat(f"{name}.{key}", item).items()}
+    return {name: value if isinstance(value, str | int | float | None) else str(value)}

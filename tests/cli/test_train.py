@@ -1,0 +1,167 @@
+"""`aliquot train` and `aliquot demo`: loops, Ctrl-C, and what is said at the end, with a plain jitted step for the run."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+from command_line import refused, run
+
+import aliquot._api
+import aliquot.planners
+from aliquot.plans import Plan
+from aliquot.zoo import MODELS, build
+
+SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64, "seq_len": 16}
+
+
+class PlainStep:
+    """Stands in for a step that runs a plan: one device, and after `stop_at` steps somebody presses Ctrl-C."""
+
+    def __init__(self, function, scale=1.0, stop_at=None):
+        import jax
+
+        self._step, self._scale, self._stop_at, self._done = jax.jit(function), scale, stop_at, 0
+
+    def init(self, function, *args):
+        import jax
+
+        return jax.jit(function)(*args)
+
+    def __call__(self, state, batch):
+        if self._done == self._stop_at:
+            raise KeyboardInterrupt
+        self._done += 1
+        state, metrics = self._step(state, batch)
+        return state, {"loss": metrics["loss"] * self._scale}
+
+    def stats(self):
+        return types.SimpleNamespace(memory=types.SimpleNamespace(peak_bytes=1e6), collectives=())
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Make `parallelize` give a `PlainStep` with these settings."""
+
+    def use(**settings):
+        monkeypatch.setattr(aliquot._api, "parallelize", lambda f, plan: PlainStep(f, **settings), raising=False)
+        monkeypatch.setattr(aliquot._api, "explain", lambda plan, *args: [], raising=False)
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch):
+    monkeypatch.setitem(MODELS, "gpt-10m", dataclasses.replace(MODELS["gpt-10m"], **SMALL))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 50)
+    return path
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    found = run("plan", *f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --out {path}".split())
+    assert found.exit_code == 0, found.stderr
+    return path
+
+
+def train(plan_file, text, *more):
+    return run("train", "gpt-10m", "--data", text, "--plan", plan_file, "--devices", 8, "--steps", 4, *more)
+
+
+def test_training_shows_loss_and_speed(plan_file, text, plain):
+    plain()
+    found = train(plan_file, text)
+    assert found.exit_code == 0, found.stderr
+    assert "4 steps: loss" in found.stdout
+    assert "gpt-10m: step 4/4  loss" in found.stderr and "tokens/s" in found.stderr
+
+
+def test_training_as_json(plan_file, text, plain):
+    plain()
+    answer = json.loads(train(plan_file, text, "--json").stdout)
+    assert answer["steps_done"] == 4 and len(answer["losses"]) == 4
+    assert answer["losses"][-1] < answer["losses"][0]
+
+
+def test_ctrl_c_says_the_last_step(plan_file, text, plain):
+    plain(stop_at=2)
+    found = train(plan_file, text)
+    assert found.exit_code == 130
+    assert "interrupted; 2 of 4 steps are done." in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_small_vocabulary_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    args = f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --set vocab_size=64 --out {path}"
+    assert run("plan", *args.split()).exit_code == 0
+    refused(train(path, text), "knows 64 tokens", "--set vocab_size=256")
+
+
+def test_unreadable_data_is_refused(plan_file, tmp_path):
+    refused(train(plan_file, tmp_path / "no.txt"), "cannot be read")
+
+
+def test_an_unknown_model_is_refused(plan_file, text):
+    args = ("--data", text, "--plan", plan_file, "--devices", 8, "--steps", 1)
+    refused(run("train", "gpt-10mm", *args), "did you mean 'gpt-10m'")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Spare the demo its search."""
+    monkeypatch.setattr(aliquot.planners, "method_by_name", lambda name: aliquot.planners.DataParallel())
+
+
+def demo(tmp_path, text, *more):
+    return run("demo", "--data", text, "--steps", 6, "--out", tmp_path / "demo.json", *more)
+
+
+def test_the_demo_tells_the_whole_story(tmp_path, text, plain, quick):
+    plain()
+    found = demo(tmp_path, text)
+    assert found.exit_code == 0, found.output
+    for part in (
+        "gpt-10m: dp on mesh",
+        "Memory on each device",
+        "One step, predicted beside compiled",
+        "loss on 8 devices   o loss on 1 device",
+        "agreement  largest relative difference of 6 losses",
+        "agrees",
+        str(tmp_path / "demo.json"),
+    ):
+        assert part in found.stdout, found.stdout
+    assert Plan.load(tmp_path / "demo.json").model.name == "gpt-10m"
+
+
+def test_the_demo_as_json(tmp_path, text, plain, quick):
+    plain()
+    answer = json.loads(demo(tmp_path, text, "--json").stdout)
+    assert answer["agrees"] is True
+    assert answer["max_relative_difference"] <= 1e-4
+
+
+def test_the_demo_fails_where_the_runs_differ(tmp_path, text, plain, quick):
+    plain(scale=1.001)
+    found = demo(tmp_path, text, "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["agrees"] is False
+    assert "differ by more than rounding" in found.stderr
+
+
+def test_the_demo_ends_with_ctrl_c(tmp_path, text, plain, quick):
+    plain(stop_at=3)
+    found = demo(tmp_path, text)
+    assert found.exit_code == 130
+    assert "interrupted; 3 of 6 steps are done." in found.stderr
+
+
+def test_a_plan_rebuilds_its_model(plan_file):
+    settings = Plan.load(plan_file).model.settings
+    assert build(**settings).num_parameters == build("gpt-10m", 8, dtype="float32").num_parameters
