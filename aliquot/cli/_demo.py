@@ -91,7 +91,7 @@ def _train_parallel(
     state = step.init(workload.init, jax.random.key(_SEED))
     done = run(step, state, text, steps, label=f"{_DEVICES} devices")
     stats = step.stats()
-    figures = compared(plan, stats.memory.peak_bytes, stats.collectives)
+    figures = compared(plan, stats.memory, stats.collectives)
     say.show(comparison(figures))
     return figures, done
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
 from ..core import format_bytes
-from ..plans import Plan
+from ..plans import Plan, grouped_arrays
 from ._tables import columns
 
 
@@ -32,14 +32,39 @@ class Collective(Protocol):
         """Bytes that all of them together return on each device."""
 
 
-def compared(plan: Plan, memory_bytes: float | None, collectives: Iterable[Collective]) -> dict[str, Any]:
+class Memory(Protocol):
+    """The compiler's account of a program's memory on each device."""
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the step is given."""
+
+    @property
+    def output_bytes(self) -> int:
+        """What it returns."""
+
+    @property
+    def alias_bytes(self) -> int:
+        """Outputs that take the place of arguments."""
+
+    @property
+    def temp_bytes(self) -> int:
+        """What it needs in between."""
+
+
+def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> dict[str, Any]:
     """Predicted and compiled figures of one step on each device, as plain values ready for JSON.
 
     Args:
         plan: What was predicted.
-        memory_bytes: What the compiler says the program needs at its worst moment; None if it does not say.
+        memory: What the compiler says. In total a program needs its arguments, outputs that take nobody's place, and
+            temporaries.
         collectives: What the compiled program holds.
     """
+    total = memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
+    arguments = sum(
+        group.local_bytes for stage in plan.stages for group in grouped_arrays(plan.inputs, stage, stage.shardings)
+    )
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for source, uses in (("predicted", plan.prediction.collectives), ("compiled", tuple(collectives))):
         for use in uses:
@@ -47,7 +72,14 @@ def compared(plan: Plan, memory_bytes: float | None, collectives: Iterable[Colle
             row[f"{source}_count"] += use.count
             row[f"{source}_bytes"] += use.num_bytes
     return {
-        "memory": {"predicted_bytes": plan.prediction.peak_memory_bytes, "compiled_bytes": memory_bytes},
+        "memory": [
+            {"what": "state and batch", "predicted_bytes": arguments, "compiled_bytes": memory.argument_bytes},
+            {
+                "what": "memory, worst moment",
+                "predicted_bytes": plan.prediction.peak_memory_bytes,
+                "compiled_bytes": total,
+            },
+        ],
         "collectives": [{"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())],
     }
 
@@ -57,23 +89,14 @@ _NOTHING = {"predicted_count": 0.0, "compiled_count": 0.0, "predicted_bytes": 0.
 
 def comparison(figures: dict[str, Any]) -> RenderableType:
     """The figures of `compared` as a table."""
-    memory = figures["memory"]
-    rows: list[tuple[str, str, str, str, str, str]] = [
-        ("memory, worst moment", "", "", "", *_pair(memory["predicted_bytes"], memory["compiled_bytes"]))
+    rows = [(row["what"], "", "", "", *_bytes_of(row)) for row in figures["memory"]]
+    rows += [
+        (row["kind"], row["axes"], f"{row['predicted_count']:g}", f"{row['compiled_count']:g}", *_bytes_of(row))
+        for row in figures["collectives"]
     ]
-    for row in figures["collectives"]:
-        rows.append(
-            (
-                row["kind"],
-                row["axes"],
-                f"{row['predicted_count']:g}",
-                f"{row['compiled_count']:g}",
-                *_pair(row["predicted_bytes"], row["compiled_bytes"]),
-            )
-        )
     header = ("on each device", "axes", "predicted count", "compiled count", "predicted bytes", "compiled bytes")
-    return Group(columns("One step, predicted beside compiled", header, rows, right=(2, 3, 4, 5)))
+    return columns("One step, predicted beside compiled", header, rows, right=(2, 3, 4, 5))
 
 
-def _pair(predicted: float, compiled: float | None) -> tuple[str, str]:
-    return format_bytes(predicted), "not said" if compiled is None else format_bytes(compiled)
+def _bytes_of(row: dict[str, Any]) -> tuple[str, str]:
+    return format_bytes(row["predicted_bytes"]), format_bytes(row["compiled_bytes"])

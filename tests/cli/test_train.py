@@ -1,4 +1,4 @@
-"""`aliquot train` and `aliquot demo`: loops, Ctrl-C, and what is said at the end, with a plain jitted step for the run."""
+"""`aliquot train` and `aliquot demo`: loops, Ctrl-C, what is said at the end. A plain step stands in for a plan's."""
 
 import dataclasses
 import json
@@ -13,6 +13,9 @@ from aliquot.plans import Plan
 from aliquot.zoo import MODELS, build
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64, "seq_len": 16}
+
+
+MEMORY = types.SimpleNamespace(argument_bytes=900, output_bytes=900, alias_bytes=890, temp_bytes=500)
 
 
 class PlainStep:
@@ -36,7 +39,7 @@ class PlainStep:
         return state, {"loss": metrics["loss"] * self._scale}
 
     def stats(self):
-        return types.SimpleNamespace(memory=types.SimpleNamespace(peak_bytes=1e6), collectives=())
+        return types.SimpleNamespace(memory=MEMORY, collectives=())
 
 
 @pytest.fixture
