@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InputError, PlanMismatchError, format_count, format_seconds
-from ..plans import Plan, plan_devices
+from ..plans import ArrayInterface, Plan, plan_devices, require_match
 from ._devices import use_precision, use_virtual_devices
 from ._options import Json
 from ._session import INTERRUPTED, session
@@ -44,6 +44,8 @@ def train(
             paths=tuple(data), seq_len=workload.config.seq_len, batch=workload.settings["global_batch"], seed=seed
         )
         _check_vocabulary(workload)
+        if model != plan.model.name:
+            _check_interface(workload, plan)
         done = _run(workload, plan, text, steps, seed)
         say.show(_summary(done, plan))
         say.finish(_data(done, plan))
@@ -96,6 +98,18 @@ def _check_vocabulary(workload: Workload) -> None:
             f"{workload.config.name} knows {found} tokens, and text as bytes has {BYTE_VOCABULARY}. "
             f"Plan it with --set vocab_size={BYTE_VOCABULARY} or more."
         )
+
+
+def _check_interface(workload: Workload, plan: Plan) -> None:
+    """Another model than the plan's must have the same inputs."""
+    from ..graph import capture
+
+    graph = capture(workload.train_step, workload.state, workload.batch)
+    inputs = [
+        ArrayInterface(path=item.path, shape=graph.values[item.value].shape, dtype=graph.values[item.value].dtype)
+        for item in graph.inputs
+    ]
+    require_match(plan, inputs=inputs, asked=f"the plan is for {plan.model.name}, not for {workload.config.name}")
 
 
 def _run(workload: Workload, plan: Plan, text: Any, steps: int, seed: int) -> Run:

@@ -11,6 +11,7 @@ from ..core import ClusterError, PlanMismatchError, nearest
 from ._plan import ArrayInterface, Plan, StagePlan
 
 _LISTED = 8
+_FIRST = 2
 _TOLERANCE = 1e-6
 
 
@@ -59,9 +60,9 @@ def require_match(
     """
     found = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices)
     if found:
-        shown = found[:_LISTED]
+        shown = found
         if len(found) > _LISTED:
-            shown.append(f"and {len(found) - _LISTED} more of this kind")
+            shown = [f"{'; '.join(found[:_FIRST])}; and {len(found) - _FIRST} more problems"]
         raise PlanMismatchError(shown, asked=asked, advice=_advice(plan, num_devices))
 
 
