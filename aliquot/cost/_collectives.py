@@ -20,14 +20,17 @@ def widening(dtype: str, target: Target) -> float:
     return _WIDE_ITEMSIZE.get(dtype, 1.0) if target.widened_dtypes else 1.0
 
 
-def collective_line(kind: str, axes: Sequence[int], mesh: LogicalMesh, target: Target) -> tuple[float, float]:
+def collective_line(
+    kind: str, axes: Sequence[int], mesh: LogicalMesh, target: Target, group: int | None = None
+) -> tuple[float, float]:
     """`(latency_s, seconds_per_byte)` of a collective; the bytes are those that enter it on each device.
 
-    With n devices, bandwidth w and latency a per step: all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/w +
-    (n-1) a; reduce-scatter (n-1)/n B/w + (n-1) a; all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a.
+    Among n devices (all those along the axes, or groups of `group` of them), with bandwidth w and latency a per step:
+    all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/w + (n-1) a; reduce-scatter (n-1)/n B/w + (n-1) a;
+    all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a.
     """
     link = mesh.link(tuple(mesh.axis_names[a] for a in axes))
-    n = link.size
+    n = link.size if group is None else group
     if n == 1:
         return 0.0, 0.0
     bandwidth = link.bandwidth_bytes_per_s * target.collective_efficiency

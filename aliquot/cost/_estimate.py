@@ -11,7 +11,7 @@ from ..cluster import LogicalMesh
 from ..core import PlanMismatchError
 from ..graph import Graph, Phase
 from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
-from ..sharding import Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
+from ..sharding import PARTIAL, Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
 from ._collectives import collective_line, widening
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, memory_model, timeline
@@ -68,8 +68,16 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     found: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     sizes = priced.axis_sizes
 
-    def note(kind: str, axes: tuple[int, ...], label: str, count: float, entering: float, leaving: float) -> None:
-        latency, per_byte = collective_line(kind, axes, priced.mesh, priced.target)
+    def note(
+        kind: str,
+        axes: tuple[int, ...],
+        label: str,
+        count: float,
+        entering: float,
+        leaving: float,
+        group: int | None = None,
+    ) -> None:
+        latency, per_byte = collective_line(kind, axes, priced.mesh, priced.target, group)
         entry = found[kind, axes, label]
         entry[0] += count
         entry[1] += count * leaving
@@ -83,7 +91,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         whole = edge.num_bytes * widening(edge.dtype, priced.target)
         for move in reshard(source, target, sizes, priced.target.reduce_scatter) or ():
             leaving = result_fraction(move, sizes) * whole
-            note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving)
+            note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, move.group)
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])
         for c in node.collectives:
@@ -106,7 +114,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
 
 
 def _partial_axes(spec: Spec) -> set[int]:
-    return {a for a, placement in enumerate(spec) if placement == -2}
+    return {a for a, placement in enumerate(spec) if placement <= PARTIAL}
 
 
 def encode_interior(nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str]) -> tuple[OpSharding, ...]:
@@ -141,7 +149,11 @@ def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
 
 
 def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
-    """The position of each node's choice among all its choices. Raises `PlanMismatchError` for a split that does not divide."""
+    """The position of each node's choice among all its choices.
+
+    Raises:
+        PlanMismatchError: A split does not divide what it splits; all are listed.
+    """
     picks, faults = [], []
     for node, table, choice in zip(priced.graph.nodes, priced.nodes, choices, strict=True):
         rows = np.flatnonzero((table.choices == np.array(choice)).all(axis=1))

@@ -31,8 +31,8 @@ class StepTime:
 def evaluate(priced: Priced, picks: Ints) -> StepTime:
     """Add up a choice for every node. Equal conversions of one array are paid once.
 
-    Gradient collectives hide behind the backward pass up to the share that the target's compiler overlaps, and never for
-    longer than the pass takes.
+    Gradient collectives hide behind the backward pass up to the share that the target's compiler overlaps, and never
+    for longer than the pass takes.
     """
     compute = communication = gradient = backward = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):

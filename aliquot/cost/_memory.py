@@ -1,7 +1,7 @@
 """Memory per device over the course of a step, linear in the choices.
 
-Three kinds of residents: inputs (the whole step), stored arrays (from making to last use), and arrays that were converted
-to another split for a product (from the first to the last product that reads that conversion).
+Three kinds of residents: inputs (the whole step), stored arrays (from making to last use), and copies of arrays in
+another split for products. All copies of one array live from the first to the last product that reads it converted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sharding import NodeGraph, Resident, reshard
+from ..sharding import NodeGraph, Resident, num_shards
 from ._choices import shards
 from ._priced import Floats, Ints, Priced
 
@@ -87,12 +87,8 @@ def _conversions(priced: Priced) -> list[Conversion]:
         tables = []
         for i in indices:
             p = priced.edges[i]
-            table = np.zeros((len(p.sources), len(p.targets)))
-            for s, source in enumerate(p.sources):
-                for t, target in enumerate(p.targets):
-                    if reshard(source, target, priced.axis_sizes, priced.target.reduce_scatter):
-                        pieces = np.prod([n for n, d in zip(priced.axis_sizes, target, strict=True) if d >= 0])
-                        table[s, t] = graph.edges[i].num_bytes / pieces
+            local = [graph.edges[i].num_bytes / num_shards(target, priced.axis_sizes) for target in p.targets]
+            table = np.where(p.moves, np.array(local), 0.0)
             tables.append(table)
         if any(t.any() for t in tables):
             found.append(

@@ -6,14 +6,15 @@ Planners search these arrays; the judge adds up the same arrays. All seconds are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh, Target, target_for
 from ..graph import Phase
-from ..sharding import PARTIAL, Edge, Node, NodeCollective, NodeGraph, Spec, Work, reshard
+from ..sharding import PARTIAL, Edge, Node, NodeCollective, NodeGraph, Projection, Spec, Work, reshard
 from ._choices import distinct_specs, enumerate_choices, shards
 from ._collectives import collective_line, widening
 
@@ -34,9 +35,11 @@ class PricedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedEdge:
-    """Conversions of one edge. `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible.
+    """Conversions of one edge.
 
-    `source_index[k]` is the split that choice `k` of the source node gives the array, likewise `target_index`.
+    `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible, and `moves[p, q]` says
+    whether it takes any collective. `source_index[k]` is the split that choice `k` of the source node gives the array,
+    likewise `target_index`.
     """
 
     sources: tuple[Spec, ...]
@@ -44,6 +47,7 @@ class PricedEdge:
     source_index: Ints
     target_index: Ints
     seconds: Floats
+    moves: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,9 +80,19 @@ def price(graph: NodeGraph, mesh: LogicalMesh, *, repeats: int = 1, data_axes: f
     pricer = _Pricer(mesh=mesh, target=target, repeats=repeats, data_axes=data_axes)
     nodes = tuple(pricer.node(node) for node in graph.nodes)
     edges = tuple(pricer.edge(edge, nodes) for edge in graph.edges)
-    return Priced(
-        graph=graph, mesh=mesh, target=target, repeats=repeats, data_axes=data_axes, nodes=nodes, edges=edges
-    )
+    return Priced(graph=graph, mesh=mesh, target=target, repeats=repeats, data_axes=data_axes, nodes=nodes, edges=edges)
+
+
+_Specs: TypeAlias = tuple[Spec, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Cache:
+    """What many edges of one mesh have in common."""
+
+    splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
+    lines: dict[tuple[Spec, Spec], tuple[float, float]] = field(default_factory=dict)
+    tables: dict[tuple[_Specs, _Specs], tuple[Floats, Floats]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +101,7 @@ class _Pricer:
     target: Target
     repeats: int
     data_axes: frozenset[int]
+    cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node) -> PricedNode:
         choices = enumerate_choices(node, self.mesh.shape)
@@ -126,35 +141,55 @@ class _Pricer:
         return seconds
 
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
-        sources, source_index = distinct_specs(nodes[edge.source].choices, edge.source_projection)
-        targets, target_index = distinct_specs(nodes[edge.target].choices, edge.target_projection)
-        seconds = np.array([[self.conversion(edge, p, q) for q in targets] for p in sources])
+        sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
+        targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
+        latency, per_byte = self.lines(sources, targets)
+        seconds = latency + per_byte * (edge.num_bytes * widening(edge.dtype, self.target))
+        times = np.array([edge.count * self.conversions(edge, source) for source in sources])
         return PricedEdge(
-            sources=tuple(sources),
-            targets=tuple(targets),
+            sources=sources,
+            targets=targets,
             source_index=source_index,
             target_index=target_index,
-            seconds=seconds.reshape(len(sources), len(targets)),
+            seconds=seconds * times[:, None],
+            moves=np.isfinite(latency) & (latency + per_byte > 0),
         )
 
-    def conversion(self, edge: Edge, source: Spec, target: Spec) -> float:
-        """Seconds that a step spends on one conversion of an edge."""
-        moves = reshard(source, target, self.mesh.shape, self.target.reduce_scatter)
-        if moves is None:
-            return np.inf
-        num_bytes = edge.num_bytes * widening(edge.dtype, self.target)
-        total = 0.0
-        for move in moves:
-            latency, per_byte = self.line(move.kind, move.axes)
-            total += latency + per_byte * move.fraction * num_bytes
-        return total * edge.count * self.conversions(edge, source)
+    def splits(self, node: int, projection: Projection, nodes: Sequence[PricedNode]) -> tuple[_Specs, Ints]:
+        """`distinct_specs`, once for all edges at one port."""
+        known = self.cache.splits.get((node, projection))
+        if known is None:
+            specs, index = distinct_specs(nodes[node].choices, projection)
+            known = self.cache.splits[node, projection] = tuple(specs), index
+        return known
 
-    def line(self, kind: str, axes: tuple[int, ...]) -> tuple[float, float]:
-        return collective_line(kind, axes, self.mesh, self.target)
+    def lines(self, sources: _Specs, targets: _Specs) -> tuple[Floats, Floats]:
+        """Latencies and seconds per byte of the whole array, for all conversions between some splits."""
+        known = self.cache.tables.get((sources, targets))
+        if known is None:
+            both = np.array([[self.line(p, q) for q in targets] for p in sources])
+            known = self.cache.tables[sources, targets] = both[..., 0], both[..., 1]
+        return known
+
+    def line(self, source: Spec, target: Spec) -> tuple[float, float]:
+        """Latency and seconds per byte of the whole array, for one conversion."""
+        known = self.cache.lines.get((source, target))
+        if known is None:
+            moves = reshard(source, target, self.mesh.shape, self.target.reduce_scatter)
+            latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
+            for move in moves or ():
+                fixed, slope = collective_line(move.kind, move.axes, self.mesh, self.target, move.group)
+                latency += fixed
+                per_byte += slope * move.fraction
+            known = self.cache.lines[source, target] = latency, per_byte
+        return known
 
     def conversions(self, edge: Edge, source: Spec) -> int:
-        """How often a step repeats an edge: gradients that are partial over data axes alone wait for the last micro-batch."""
-        partial = {a for a, placement in enumerate(source) if placement == PARTIAL}
+        """How often a step repeats an edge.
+
+        Gradients that are partial over data axes alone wait for the last micro-batch.
+        """
+        partial = {a for a, placement in enumerate(source) if placement <= PARTIAL}
         if edge.gradient and partial and partial <= self.data_axes:
             return 1
         return self.times(edge.phase)

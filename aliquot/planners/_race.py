@@ -1,4 +1,7 @@
-"""Search several meshes for one best decision: bounds of all first, then branching in their order, pruning by the best."""
+"""Search several meshes for one best decision: bounds of all first, then branching in their order, pruning by the best.
+
+What cannot be better than the best by more than the accepted gap is not looked into.
+"""
 
 from __future__ import annotations
 
@@ -57,21 +60,27 @@ def race(
     try:
         for k, entry in enumerate(entries):
             report(f"{entry.name} on {entry.priced.mesh}", k, len(entries))
-            runner = _Runner.start(entry, problem, limits)
+            runner = _Runner.start(entry, problem, limits, _cutoff_s(best and best[1], limits))
             runners.append(runner)
             if runner.rounded and (best is None or runner.rounded.step_time_s < best[1].step_time_s):
                 best = runner, runner.rounded
         for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
             report(f"{runner.entry.name} on {runner.entry.priced.mesh}", len(entries), len(entries))
-            found = runner.finish(best[1].step_time_s if best else np.inf)
+            found = runner.finish(best and best[1], _cutoff_s(best and best[1], limits))
             if found and (best is None or found.step_time_s <= best[1].step_time_s):
                 best = runner, found
     except KeyboardInterrupt as error:
-        decision = _decision(best, runners, problem, method, planner, exact_space, "interrupted") if best else None
+        decision = (
+            _decision(best, runners, problem, method, planner, exact_space, "interrupted", limits) if best else None
+        )
         raise Interrupted(decision) from error
     if best is None:
         raise _infeasible(problem, runners, method)
-    return _decision(best, runners, problem, method, planner, exact_space, best[1].status)
+    return _decision(best, runners, problem, method, planner, exact_space, best[1].status, limits)
+
+
+def _cutoff_s(best: Solution | None, limits: Limits) -> float:
+    return best.step_time_s / (1 + limits.relative_gap) if best else np.inf
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -84,7 +93,7 @@ class _Runner:
     outcome: str = ""
 
     @classmethod
-    def start(cls, entry: Entry, problem: Problem, limits: Limits) -> _Runner:
+    def start(cls, entry: Entry, problem: Problem, limits: Limits, cutoff_s: float) -> _Runner:
         search = Search(
             entry.priced,
             entry.allowed,
@@ -92,17 +101,18 @@ class _Runner:
             relative_gap=limits.relative_gap,
             node_limit=limits.node_limit,
         )
-        bound = search.relax()
+        bound = search.relax(cutoff_s)
         rounded = search.rounded() if bound is not None else None
         outcome = "does not fit" if bound is None else "bounded"
         return cls(entry=entry, search=search, bound_s=bound, rounded=rounded, outcome=outcome)
 
-    def finish(self, best_s: float) -> Solution | None:
+    def finish(self, best: Solution | None, cutoff_s: float) -> Solution | None:
+        """Look for something better than `best` by more than the gap; None if there is nothing."""
         assert self.bound_s is not None
-        if self.bound_s > best_s:
-            self.outcome = "pruned by its bound"
+        if self.bound_s >= cutoff_s:
+            self.outcome = "pruned by its bound" if best is not self.rounded else "within the gap of its bound"
             return None
-        self.found = self.search.branch(np.nextafter(best_s, np.inf))
+        self.found = self.search.branch(cutoff_s)
         self.bound_s = self.search.lower_bound_s
         self.outcome = self.found.status if self.found else "pruned by its bound"
         return self.found
@@ -116,12 +126,17 @@ def _decision(
     planner: str,
     exact_space: bool,
     status: str,
+    limits: Limits,
 ) -> Decision:
     runner, solution = best
     bounds = [r.bound_s for r in runners if r.bound_s is not None]
     complete = exact_space and status != "interrupted"
     bound = min([*bounds, solution.step_time_s]) if complete else None
     space = ""
+    if bound is not None and status in ("optimal", "optimal within the gap", "rounded"):
+        gap = solution.step_time_s - bound
+        small = gap <= limits.relative_gap * bound + 1e-9 * solution.step_time_s
+        status = "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else status
     if complete:
         space = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
     return Decision(
@@ -164,7 +179,8 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
     return InfeasibleError(
         f"No plan of method {method} fits {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
-        f"  The smallest found, on a mesh {_mesh_name(runner.entry.priced.mesh)}, needs {format_bytes(peak)}: {listed}.\n"
+        f"  The smallest found, on a mesh {_mesh_name(runner.entry.priced.mesh)}, needs {format_bytes(peak)}: "
+        f"{listed}.\n"
         f"  {_remedy(problem, peak, parts, limit, method)}",
         required_bytes=int(peak),
         available_bytes=int(limit),

@@ -1,7 +1,6 @@
 """From one split of an array to another, as the list of collectives that XLA's partitioner emits for it.
 
-Order: partial sums are resolved where they arise, then all-to-alls, permutes, all-gathers, and local slices last. Which
-changes cost a permute, and which axes leave a dim in one collective, was read off programs compiled for CPU and GPU.
+Partial sums are resolved where they arise; what remains is a change of tiling (`_tilings.py`).
 """
 
 from __future__ import annotations
@@ -12,17 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._spec import PARTIAL, REPLICATED, Spec
+from ._tilings import steps, tiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One collective over some mesh axes (by position). `fraction` of the whole array's bytes enters it on each device.
+    """One collective among groups of `group` devices along some mesh axes (by position).
 
-    `kind` is "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute".
+    `kind` is "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute"; `fraction` of the whole
+    array's bytes enters it on each device.
     """
 
     kind: str
     axes: tuple[int, ...]
+    group: int
     fraction: float
 
 
@@ -42,65 +44,53 @@ def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scat
     if source == target:
         return ()
     axes = range(len(axis_sizes))
-    if any(target[a] == PARTIAL and source[a] != PARTIAL for a in axes):
+    if any(target[a] <= PARTIAL and source[a] != target[a] for a in axes):
         return None
     now = list(source)
     moves: list[Move] = []
 
-    def fraction() -> float:
-        return 1.0 / math.prod(axis_sizes[a] for a in axes if now[a] >= 0)
+    landed = landing(source, target, reduce_scatter)
 
-    def take(kind: str, chosen: tuple[int, ...]) -> None:
-        moves.append(Move(kind=kind, axes=chosen, fraction=fraction()))
-        for a in chosen:
-            now[a] = target[a]
+    def resolve(kind: str, chosen: tuple[int, ...]) -> None:
+        if chosen:
+            group = math.prod(axis_sizes[a] for a in chosen)
+            fraction = 1.0 / math.prod(axis_sizes[a] for a in axes if now[a] >= 0)
+            moves.append(Move(kind=kind, axes=chosen, group=group, fraction=fraction))
+            for a in chosen:
+                now[a] = landed[a]
 
-    reduced = tuple(a for a in axes if now[a] == PARTIAL and target[a] != PARTIAL)
-    scattered = tuple(a for a in reduced if target[a] >= 0 and reduce_scatter)
-    if scattered:
-        take("reduce-scatter", scattered)
-    if len(reduced) > len(scattered):
-        take("all-reduce", tuple(a for a in reduced if a not in scattered))
-    permuted = False
-    pairs = {(now[a], target[a]) for a in axes if now[a] >= 0 and target[a] >= 0 and now[a] != target[a]}
-    for pair in sorted(pairs):
-        moving = tuple(a for a in axes if (now[a], target[a]) == pair)
-        # The minor axes of a dim leave it freely; a major one must change places first.
-        permuted |= any(now[b] == pair[0] and b > max(moving) for b in axes)
-        permuted |= any(now[b] == pair[1] and b > min(moving) for b in axes)
-        take("all-to-all", moving)
-    for dim in {now[a] for a in axes if now[a] >= 0}:
-        leaving = tuple(a for a in axes if now[a] == dim and target[a] == REPLICATED)
-        coming = tuple(a for a in axes if now[a] == REPLICATED and target[a] == dim)
-        if leaving and coming and _product(leaving, axis_sizes) == _product(coming, axis_sizes):
-            # One axis takes another's place on a dim: shards only change owners.
-            take("collective-permute", leaving + coming)
-        elif leaving:
-            permuted |= any(now[b] == dim and b > min(leaving) and b not in leaving for b in axes)
-    if permuted:
-        moves.append(Move(kind="collective-permute", axes=tuple(axes), fraction=fraction()))
-    gathered = tuple(a for a in axes if now[a] >= 0 and target[a] == REPLICATED)
-    if gathered:
-        take("all-gather", gathered)
-    sliced = [a for a in axes if now[a] != target[a]]
-    displaced = any(now[b] == target[a] and b > a for a in sliced for b in axes)
-    for a in sliced:
-        now[a] = target[a]
-    if displaced:
-        moves.append(Move(kind="collective-permute", axes=tuple(axes), fraction=fraction()))
+    reduced = [a for a in axes if now[a] <= PARTIAL and target[a] > PARTIAL]
+    scattered = tuple(a for a in reduced if landed[a] >= 0)
+    resolve("reduce-scatter" if reduce_scatter else "all-reduce", scattered)
+    # What is left is finished sum by sum.
+    for kind in sorted({now[a] for a in reduced if a not in scattered}):
+        resolve("all-reduce", tuple(a for a in reduced if now[a] == kind))
+    # Axes that stay partial hold what the others do, side by side.
+    for step in steps(tiling(tuple(now), axis_sizes), tiling(target, axis_sizes)):
+        moves.append(Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles))
     return tuple(moves)
 
 
-def _product(axes: Sequence[int], axis_sizes: Sequence[int]) -> int:
-    return math.prod(axis_sizes[a] for a in axes)
+def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
+    """`source` with its sums finished: the split that an array should be asked for first, on its way to `target`.
+
+    A compiler with a reduce-scatter is asked for the target's split at once. One without all-reduces the whole array for
+    each dim that the sums' axes shall split, or, asked for a whole array, for each sum that a product left: whichever is
+    fewer. If only one dim is split, the other sums are finished on its shards.
+    """
+    reduced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL < t]
+    kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
+    at_once = reduce_scatter or len(dims) == 1 or (len(kinds) > 1 and len(dims - {REPLICATED}) == 1)
+    return tuple(
+        (t if at_once else REPLICATED) if a in reduced else s for a, (s, t) in enumerate(zip(source, target, strict=True))
+    )
 
 
 def result_fraction(move: Move, axis_sizes: Sequence[int]) -> float:
     """Bytes that leave the collective on each device, as a fraction of the whole array."""
-    count = _product(move.axes, axis_sizes)
     match move.kind:
         case "all-gather":
-            return move.fraction * count
+            return move.fraction * move.group
         case "reduce-scatter":
-            return move.fraction / count
+            return move.fraction / move.group
     return move.fraction

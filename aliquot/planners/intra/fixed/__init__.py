@@ -1,6 +1,7 @@
 """What an expert writes by hand, as restrictions on the choices that a solver may take."""
 
 from ._restrict import Kinds as Kinds
+from ._restrict import Masks as Masks
 from ._restrict import batch_restriction as batch_restriction
 from ._restrict import data_axes_restriction as data_axes_restriction
 from ._restrict import everything as everything

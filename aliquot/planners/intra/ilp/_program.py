@@ -163,7 +163,9 @@ def _add_edges(
         program.add_entries(first + q, flow, 1.0)
         program.add_entries(first + np.searchsorted(targets, target_specs), columns[edge.target], -1.0)
         if not alone:
-            _add_shared(program, table.sources, table.targets, sources[p], targets[q], price, flow, shared, gradient, hidden)
+            _add_shared(
+                program, table.sources, table.targets, sources[p], targets[q], price, flow, shared, gradient, hidden
+            )
 
 
 def _add_shared(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
 from ....cost import Priced, evaluate, memory_model, timeline
+from ._highs import Outcome, Relaxation, solve_integers
 from ._program import Choices, Program, add_memory_row, build_program, conversion_columns
 
 Floats = NDArray[np.float64]
@@ -21,8 +21,8 @@ _INTEGRAL = 1e-6
 class Solution:
     """The best choices found, with what is proved about them.
 
-    `lower_bound_s` bounds every choice that fits in memory, from below. `status` is "optimal", or names the limit that
-    stopped the search.
+    `lower_bound_s` bounds every choice that fits in memory, from below. `status` is "optimal", "optimal within the
+    gap", "rounded" (nothing was branched), or names the limit that stopped the search.
     """
 
     picks: Ints
@@ -35,10 +35,10 @@ class Solution:
 
 
 class Search:
-    """The search for one priced problem, in two steps so that a planner can compare bounds of several before it branches.
+    """The search for one priced problem, in two steps: a planner can compare bounds of several before it branches.
 
-    Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so that
-    the bound of fewer rows holds, and a solution that fits everywhere is one of the whole problem.
+    Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so
+    that the bound of fewer rows holds, and a solution that fits everywhere is one of the whole problem.
     """
 
     def __init__(
@@ -57,21 +57,25 @@ class Search:
         self.num_solves = 0
         self._allowed = allowed
         self._program, self._choices = build_program(priced, allowed)
+        self._relaxation = Relaxation(self._program)
         self._model = memory_model(priced)
         self._times: list[int] = []
+        self._excluded: list[Ints] = []
 
-    def relax(self) -> float | None:
-        """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding."""
+    def relax(self, cutoff_s: float = np.inf) -> float | None:
+        """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding.
+
+        Above `cutoff_s` a bound is not lifted any further.
+        """
         while True:
-            self._outcome = self._optimize(self._program, self._choices, relaxed=True)
-            if self._outcome is None:
+            values = self._relax()
+            if values is None:
                 return None
-            self.lower_bound_s = self._outcome.bound_s
-            use = self._fractional_timeline(self._outcome.values)
-            if not self._add_rows(use):
+            self.lower_bound_s = self._relaxed.bound_s
+            if self.lower_bound_s >= cutoff_s or not self._add_rows(self._fractional_timeline(values)):
                 break
-        self._picks = _decode(self._choices, self._outcome.values)
-        self.integral = not _is_fractional(self._choices, self._outcome.values)
+        self._picks = _decode(self._choices, values)
+        self.integral = not _is_fractional(self._choices, values)
         return self.lower_bound_s
 
     def rounded(self) -> Solution | None:
@@ -85,21 +89,52 @@ class Search:
             return best
         while self.lower_bound_s < cutoff_s:
             if best is not None and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s:
-                return self._solution(best.picks, "optimal within the gap")
-            program, choices = self._without_hopeless(min(cutoff_s, best.step_time_s if best else np.inf))
-            outcome = self._optimize(program, choices, relaxed=False)
-            if outcome is None:
-                return best
-            self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, best.step_time_s if best else np.inf))
+                return self._judged(best)
+            ceiling = min(cutoff_s, best.step_time_s if best else np.inf)
+            program, choices = self._without_hopeless(ceiling)
+            self.num_solves += 1
+            outcome = solve_integers(
+                program, choices, node_limit=self.node_limit, relative_gap=self.relative_gap, ceiling_s=ceiling
+            )
+            self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
+            if outcome.values is None:
+                return best and self._judged(best, outcome.status)
             picks = _decode(choices, outcome.values)
+            found = self._solution(picks, outcome.status)
+            if found is not None:
+                if best is not None and best.step_time_s < found.step_time_s:
+                    found = best
+                return self._judged(found, outcome.status)
             if not self._add_rows(timeline(self._model, self.priced, picks)):
-                found = self._solution(picks, outcome.status)
-                assert found is not None
-                return found if best is None or found.step_time_s <= best.step_time_s else best
-            self._outcome = self._optimize(self._program, self._choices, relaxed=True)
-            if self._outcome is None:
+                # It misses the limit by less than the solver's tolerance.
+                self._exclude(self._program, self._choices, picks)
+                self._excluded.append(picks)
+            if self._relax() is None:
                 return best
         return None
+
+    def _relax(self) -> Floats | None:
+        self.num_solves += 1
+        self._relaxed: Outcome = self._relaxation.solve()
+        return self._relaxed.values
+
+    def _judged(self, found: Solution, status: str = "optimal") -> Solution:
+        """A solution with what is now known about it."""
+        if status == "infeasible" or found.step_time_s <= self.lower_bound_s * (1 + 1e-9):
+            status = "optimal"
+        elif status == "optimal":
+            status = "optimal within the gap"
+        return replace(found, status=status, lower_bound_s=self.lower_bound_s, num_solves=self.num_solves)
+
+    def _exclude(self, program: Program, choices: Choices, picks: Ints) -> None:
+        """Forbid one combination of choices."""
+        mine = [
+            columns[np.flatnonzero(kept == pick)]
+            for columns, kept, pick in zip(choices.columns, choices.allowed, picks.tolist(), strict=True)
+        ]
+        taken = np.concatenate(mine)
+        row = program.add_rows(1, -np.inf, float(len(picks) - 1))
+        program.add_entries(np.full(len(taken), row), taken, 1.0)
 
     def least_memory(self) -> Ints:
         """The choices that need least memory, as far as the relaxation and a few moments tell."""
@@ -115,9 +150,10 @@ class Search:
             row = len(program.upper) - 1
             program.upper[row] -= 1.0
             program.add_entries(np.array([row]), np.array([peak]), -1.0)
-            outcome = self._optimize(program, choices, relaxed=True)
-            assert outcome is not None, "some choice always exists when memory is unlimited"
-            picks = _decode(choices, outcome.values)
+            self.num_solves += 1
+            values = Relaxation(program).solve().values
+            assert values is not None, "some choice always exists when memory is unlimited"
+            picks = _decode(choices, values)
             use = timeline(self._model, self.priced, picks)
         return picks
 
@@ -137,23 +173,24 @@ class Search:
 
     def _without_hopeless(self, best_s: float) -> tuple[Program, Choices]:
         """The program without choices whose reduced cost alone lifts the bound above a known solution."""
-        assert self._outcome is not None
         if not np.isfinite(best_s):
             return self._program, self._choices
-        room = best_s - self._outcome.bound_s
+        room = best_s - self._relaxed.bound_s
         allowed = []
         for node, columns, kept in zip(self.priced.nodes, self._choices.columns, self._choices.allowed, strict=True):
             mask = np.zeros(len(node.choices), bool)
-            mask[kept[self._outcome.reduced_costs[columns] <= room + 1e-12]] = True
+            mask[kept[self._relaxed.reduced_costs[columns] <= room + 1e-12]] = True
             allowed.append(mask)
         program, choices = build_program(self.priced, allowed)
         for time in self._times:
             add_memory_row(program, choices, self.priced, self._model, time, self.limit_bytes)
+        for picks in self._excluded:
+            self._exclude(program, choices, picks)
         return program, choices
 
     def _add_rows(self, use: Floats) -> bool:
         """Rows for the worst moments above the limit; whether there were any."""
-        over = np.flatnonzero(use > self.limit_bytes * (1 + 1e-7))
+        over = np.flatnonzero(use > self.limit_bytes * (1 + 1e-9))
         over = np.setdiff1d(over, np.array(self._times, np.int64))
         if not len(over):
             return False
@@ -182,66 +219,6 @@ class Search:
                 np.add.at(change, conversion.births, num_bytes)
                 np.subtract.at(change, conversion.deaths + 1, num_bytes)
         return np.asarray(np.cumsum(change)[:-1], np.float64)
-
-    def _optimize(self, program: Program, choices: Choices, *, relaxed: bool) -> _Outcome | None:
-        self.num_solves += 1
-        return _optimize(program, choices, self.node_limit, self.relative_gap, relaxed=relaxed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Outcome:
-    values: Floats
-    bound_s: float
-    status: str
-    reduced_costs: Floats
-
-
-def _optimize(
-    program: Program, choices: Choices, node_limit: int, relative_gap: float, *, relaxed: bool
-) -> _Outcome | None:
-    cost, lower, upper, rows, columns, values = program.arrays()
-    # Steps last from microseconds to minutes; the solver's tolerances are absolute.
-    scale = 1e4 / max(float(np.abs(cost).max()), 1e-30)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(cost), len(lower)
-    lp.col_cost_ = cost * scale
-    lp.col_lower_ = np.zeros(len(cost))
-    col_upper = np.full(len(cost), highspy.kHighsInf)
-    col_upper[: choices.num_integer] = 1.0
-    lp.col_upper_ = col_upper
-    lp.row_lower_ = np.where(np.isinf(lower), -highspy.kHighsInf, lower)
-    lp.row_upper_ = np.where(np.isinf(upper), highspy.kHighsInf, upper)
-    order = np.lexsort((rows, columns))
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(columns, minlength=len(cost))))).astype(np.int32)
-    lp.a_matrix_.index_ = rows[order].astype(np.int32)
-    lp.a_matrix_.value_ = values[order]
-    if not relaxed:
-        kinds = [highspy.HighsVarType.kInteger] * choices.num_integer
-        lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (len(cost) - choices.num_integer)
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("random_seed", 0)
-    solver.setOptionValue("mip_max_nodes", node_limit)
-    solver.setOptionValue("mip_rel_gap", relative_gap)
-    solver.setOptionValue("mip_abs_gap", 1e-6)
-    solver.passModel(lp)
-    solver.run()
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return None
-    info = solver.getInfo()
-    if not relaxed and info.primal_solution_status != 2:
-        return None
-    bound = info.objective_function_value if relaxed else info.mip_dual_bound
-    found = solver.getSolution()
-    return _Outcome(
-        values=np.array(found.col_value),
-        bound_s=bound / scale,
-        status="optimal" if status == highspy.HighsModelStatus.kOptimal else "node limit reached",
-        reduced_costs=np.array(found.col_dual) / scale if relaxed else np.zeros(0),
-    )
 
 
 def _decode(choices: Choices, values: Floats) -> Ints:

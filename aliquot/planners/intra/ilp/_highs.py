@@ -1,0 +1,122 @@
+"""The solver: a program's relaxation, kept warm while rows are added to it, and its integer solution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from ._program import Choices, Program
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What the solver answers: a value for each column (none if it found no solution), and a bound of every solution.
+
+    `status` is "optimal", "infeasible" or "node limit reached"; only relaxations have reduced costs.
+    """
+
+    values: Floats | None
+    bound_s: float
+    status: str
+    reduced_costs: Floats
+
+
+class Relaxation:
+    """The relaxation of a program. Solved again after rows were added, it starts from where it was."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._solver, self._scale = _load(program, num_integer=0)
+        self._num_rows = len(program.lower)
+
+    def solve(self) -> Outcome:
+        """Its optimum."""
+        self._add_rows()
+        self._solver.run()
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0))
+        found = self._solver.getSolution()
+        return Outcome(
+            values=np.array(found.col_value),
+            bound_s=self._solver.getInfo().objective_function_value / self._scale,
+            status="optimal",
+            reduced_costs=np.array(found.col_dual) / self._scale,
+        )
+
+    def _add_rows(self) -> None:
+        """Pass on the rows that the program got since."""
+        if self._num_rows == len(self._program.lower):
+            return
+        _, lower, upper, rows, columns, values = self._program.arrays()
+        for row in range(self._num_rows, len(lower)):
+            mine = rows == row
+            indices = columns[mine].astype(np.int32)
+            bounds = _finite(np.array([lower[row], upper[row]])).tolist()
+            self._solver.addRow(*bounds, len(indices), indices, values[mine])
+        self._num_rows = len(lower)
+
+
+def solve_integers(
+    program: Program, choices: Choices, *, node_limit: int, relative_gap: float, ceiling_s: float = np.inf
+) -> Outcome:
+    """The best solution in which every node takes one choice, up to a relative gap or a number of nodes of the tree.
+
+    What costs more than `ceiling_s` need not be looked for.
+    """
+    solver, scale = _load(program, num_integer=choices.num_integer)
+    solver.setOptionValue("mip_max_nodes", node_limit)
+    solver.setOptionValue("mip_rel_gap", relative_gap)
+    solver.setOptionValue("mip_abs_gap", 1e-6)
+    if np.isfinite(ceiling_s):
+        solver.setOptionValue("objective_bound", ceiling_s * scale * (1 + 1e-9))
+    solver.run()
+    status, info = solver.getModelStatus(), solver.getInfo()
+    none = np.zeros(0)
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=none)
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return Outcome(
+        values=np.array(solver.getSolution().col_value) if found else None,
+        bound_s=info.mip_dual_bound / scale,
+        status="optimal" if status == highspy.HighsModelStatus.kOptimal else "node limit reached",
+        reduced_costs=none,
+    )
+
+
+def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
+    """A solver that holds a program, and the scale of its objective."""
+    cost, lower, upper, rows, columns, values = program.arrays()
+    # Steps last from microseconds to minutes; the solver's tolerances are absolute.
+    scale = 1e4 / max(float(np.abs(cost).max(initial=0.0)), 1e-30)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(cost), len(lower)
+    lp.col_cost_ = cost * scale
+    lp.col_lower_ = np.zeros(len(cost))
+    col_upper = np.full(len(cost), highspy.kHighsInf)
+    col_upper[:num_integer] = 1.0
+    lp.col_upper_ = col_upper
+    lp.row_lower_ = _finite(lower)
+    lp.row_upper_ = _finite(upper)
+    order = np.lexsort((rows, columns))
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(columns, minlength=len(cost))))).astype(np.int32)
+    lp.a_matrix_.index_ = rows[order].astype(np.int32)
+    lp.a_matrix_.value_ = values[order]
+    if num_integer:
+        kinds = [highspy.HighsVarType.kInteger] * num_integer
+        lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (len(cost) - num_integer)
+    solver = highspy.Highs()
+    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+        solver.setOptionValue(option, value)
+    solver.passModel(lp)
+    return solver, scale
+
+
+def _finite(bounds: Floats) -> Floats:
+    """Bounds as the solver writes them."""
+    return np.clip(bounds, -highspy.kHighsInf, highspy.kHighsInf)
