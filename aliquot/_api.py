@@ -1,17 +1,24 @@
-"""The whole pipeline on one screen: capture a step, plan it, run it."""
+"""The whole pipeline on one screen: capture a step, plan it, run it, explain it."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from . import __version__
 from .cluster import Cluster
-from .cost import make_problem
+from .core import InputError
+from .cost import Problem, decode_interior, make_problem
+from .graph import Graph, graph_fingerprint
 from .graph import capture as capture
-from .planners import AbstractMethod, Auto, Decision, Interrupted, Progress, write_plan
-from .plans import ModelReference, Plan
+from .planners import AbstractMethod, Auto, Decision, Interrupted, Progress, find_alternatives, follow, write_plan
+from .plans import ArrayInterface, ModelReference, Plan, require_match
+from .report import Alternative
+from .runtime import LazyStep, ParallelStep
+from .sharding import plan_micro_batches
 
 
 def plan(
@@ -43,20 +50,16 @@ def plan(
 
     Raises:
         CaptureError, MissingRuleError, InfeasibleError, InputError: as their names say, with what to do next.
+        Interrupted: on Ctrl-C, with the best plan so far.
     """
     cluster = cluster or Cluster.detect()
     method = method or Auto()
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
-    micro, combine = full, {}
-    traced = time.perf_counter()
-    problem = make_problem(
-        micro,
-        cluster,
-        num_micro_batches=num_micro_batches,
-        memory_limit_bytes=memory_limit_bytes,
-        on_missing_rule=on_missing_rule,
+    problem, combine = _problem(
+        full, cluster, num_micro_batches, micro_batch_semantics, on_missing_rule, memory_limit_bytes
     )
+    traced = time.perf_counter()
 
     def write(decision: Decision) -> Plan:
         return write_plan(
@@ -64,7 +67,7 @@ def plan(
             problem,
             full,
             model=model or ModelReference(kind="closure", name=full.name),
-            version=__version__,
+            version=version("aliquot"),
             trace_s=traced - started,
             search_s=time.perf_counter() - traced,
             combine=combine,
@@ -76,3 +79,147 @@ def plan(
     except Interrupted as interrupted:
         interrupted.plan = write(interrupted.decision) if interrupted.decision else None
         raise
+
+
+def parallelize(
+    step: Callable[..., Any] | None = None,
+    plan: Plan | None = None,
+    *,
+    method: AbstractMethod | None = None,
+    cluster: Cluster | None = None,
+    devices: Sequence[Any] | None = None,
+    on_missing_rule: str = "error",
+    **options: Any,
+) -> Any:
+    """Run a step under a plan: `parallelize(step, plan)`, or as a decorator: `@parallelize(method=Zero3Parallel())`.
+
+    Returns a `LazyStep` with the step's own signature. Without a plan the step is planned at its first call, from that
+    call's arguments, for the devices JAX sees; `options` are then those of `aliquot.plan`.
+
+    Raises:
+        InputError: `step` is no function.
+        PlanMismatchError: at the first call, if the plan was made for another step, or for more devices.
+    """
+    if step is None:
+        return functools.partial(
+            parallelize,
+            plan=plan,
+            method=method,
+            cluster=cluster,
+            devices=devices,
+            on_missing_rule=on_missing_rule,
+            **options,
+        )
+    if not callable(step):
+        raise InputError(f"parallelize needs a function, got a {type(step).__name__}.")
+    if plan is not None and (method is not None or options):
+        raise InputError("parallelize takes a plan, or a method to plan with, not both.")
+
+    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelStep:
+        chosen = plan
+        if chosen is None:
+            chosen = _plan(
+                step,
+                *args,
+                cluster=cluster or Cluster.detect(devices),
+                method=method,
+                on_missing_rule=on_missing_rule,
+                **options,
+                **kwargs,
+            )
+        return _prepare(chosen, capture(step, *args, **kwargs), devices, on_missing_rule)
+
+    return LazyStep(step, prepare, plan=plan, devices=devices)
+
+
+_plan = plan
+
+
+def explain(
+    plan: Plan, step: Callable[..., Any], *args: Any, most: int = 5, on_missing_rule: str = "error", **kwargs: Any
+) -> list[Alternative]:
+    """What the best plan would cost that splits one of the largest arrays another way, everything else free to follow.
+
+    Args:
+        step, *args, **kwargs: what the plan was made for.
+        most: how many arrays to look at.
+
+    Raises:
+        PlanMismatchError: the plan was made for another step.
+    """
+    graph = capture(step, *args, **kwargs)
+    problem = _problem_of(plan, graph, on_missing_rule)
+    return [
+        Alternative(
+            subject=a.subject,
+            chosen=a.chosen,
+            chosen_step_time_s=plan.prediction.step_time_s,
+            alternative=a.alternative,
+            alternative_step_time_s=a.step_time_s,
+        )
+        for a in find_alternatives(problem, plan.stages[0], _choices(plan, graph, problem), most=most)
+    ]
+
+
+def _problem(
+    full: Graph,
+    cluster: Cluster,
+    num_micro_batches: int,
+    semantics: str,
+    on_missing_rule: str,
+    memory_limit_bytes: float | None,
+) -> tuple[Problem, dict[str, str]]:
+    """The problem at the size of one micro-batch, and how the outputs of micro-batches combine."""
+    graph, combine = full, {}
+    if num_micro_batches != 1 or semantics not in ("exact", "independent"):
+        cut = plan_micro_batches(full, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
+        graph, combine = cut.part, cut.combine
+    problem = make_problem(
+        graph,
+        cluster,
+        num_micro_batches=num_micro_batches,
+        memory_limit_bytes=memory_limit_bytes,
+        on_missing_rule=on_missing_rule,
+    )
+    return problem, combine
+
+
+def _problem_of(plan: Plan, graph: Graph, on_missing_rule: str) -> Problem:
+    """The problem that a plan solves, for a step that must have the plan's interface."""
+    require_match(
+        plan,
+        inputs=tuple(_interface(graph, i.path, i.value, i.role.value) for i in graph.inputs),
+        outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
+        asked=f"the plan was made for another step than {graph.name}",
+    )
+    problem, _ = _problem(
+        graph,
+        Cluster.from_dict(plan.cluster),
+        plan.num_micro_batches,
+        plan.micro_batch_semantics,
+        on_missing_rule,
+        plan.prediction.memory_limit_bytes,
+    )
+    return problem
+
+
+def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
+    value = graph.values[operand] if isinstance(operand, int) else operand
+    return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role)
+
+
+def _choices(plan: Plan, graph: Graph, problem: Problem) -> Any:
+    """The plan's interior for this step; planned anew under the plan's own splits if the traced operators have drifted."""
+    if graph_fingerprint(graph) == plan.graph_fingerprint:
+        return decode_interior(plan.stages[0], problem.nodes)
+    warnings.warn(
+        f"{graph.name} is traced into other operators than the plan was made for (another release of a library, perhaps). "
+        "Its inputs and outputs are the same: they are split as planned, and what lies between is planned anew.",
+        stacklevel=4,
+    )
+    return follow(problem, plan.stages[0])
+
+
+def _prepare(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> ParallelStep:
+    problem = _problem_of(plan, graph, on_missing_rule)
+    return ParallelStep.build(graph, problem.nodes, _choices(plan, graph, problem), plan, devices)

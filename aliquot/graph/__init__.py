@@ -1,6 +1,7 @@
 """What is computed: a training step as plain data."""
 
 from ._calling import FlatCall as FlatCall
+from ._calling import calling_of as calling_of
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
 from ._evaluate import ReplayHook as ReplayHook

@@ -5,6 +5,9 @@ from ._base import Candidate as Candidate
 from ._base import Decision as Decision
 from ._base import Interrupted as Interrupted
 from ._base import Progress as Progress
+from ._follow import OtherSplit as OtherSplit
+from ._follow import find_alternatives as find_alternatives
+from ._follow import follow as follow
 from ._methods import ILP as ILP
 from ._methods import Auto as Auto
 from ._methods import DataParallel as DataParallel

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost import Priced, Problem
+from ..plans import Plan
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as `progress(what, done, of)` while a method searches."""
@@ -54,8 +55,9 @@ class AbstractMethod(abc.ABC):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a search; `decision` is the best found until then, or None."""
+    """Ctrl-C during a search; `decision` is the best found until then, or None, and `plan` what was written of it."""
 
     def __init__(self, decision: Decision | None) -> None:
         super().__init__("interrupted")
         self.decision = decision
+        self.plan: Plan | None = None

@@ -1,0 +1,91 @@
+"""Questions to a plan that exists: the best interior under its own splits, and what other splits would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cluster import LogicalMesh
+from ..cost import Priced, Problem, find_picks, price
+from ..graph import wildcard
+from ..plans import StagePlan
+from ..sharding import Choice, format_spec, project, without_partial
+from ._race import Entry, Limits, race
+from .intra import fixed
+from .intra.ilp import Search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSplit:
+    """One array split another way: how, and the step time of the best plan that does so (None if none fits)."""
+
+    subject: str
+    chosen: str
+    alternative: str
+    step_time_s: float | None
+
+
+def follow(problem: Problem, stage: StagePlan) -> tuple[Choice, ...]:
+    """The best choices that split the inputs as a stage does. Raises `InputError` if no choice can."""
+    priced = _priced(problem, stage)
+    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    pins = fixed.pinned(problem, priced, stage.shardings, stage.axis_names)
+    open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
+    masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
+    entry = Entry(name="follow", priced=priced, allowed=masks)
+    decision = race(problem, [entry], method="follow", planner="ilp", limits=Limits(), exact_space=False)
+    return tuple(
+        tuple(int(f) for f in table.choices[pick])
+        for table, pick in zip(priced.nodes, decision.picks.tolist(), strict=True)
+    )
+
+
+def find_alternatives(
+    problem: Problem, stage: StagePlan, choices: Sequence[Choice], *, most: int = 5
+) -> list[OtherSplit]:
+    """For the largest inputs, the best plan on the same mesh that splits them otherwise."""
+    priced = _priced(problem, stage)
+    picks = find_picks(priced, choices)
+    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    masks = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
+    weight: dict[int, tuple[int, int]] = {}
+    for k, (item, port) in enumerate(zip(problem.graph.inputs, priced.graph.input_ports, strict=True)):
+        if port.node >= 0:
+            total, first = weight.get(port.node, (0, k))
+            weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
+    largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
+    return [found for n in largest if (found := _without(problem, priced, picks, masks, n, weight[n][1])) is not None]
+
+
+def _priced(problem: Problem, stage: StagePlan) -> Priced:
+    mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
+    axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
+    return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes)
+
+
+def _without(
+    problem: Problem, priced: Priced, picks: np.ndarray, masks: fixed.Masks, node: int, k: int
+) -> OtherSplit | None:
+    """The best choices that do not split input `k` as `picks` do; None if it cannot be split otherwise."""
+    item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
+    rank = len(problem.graph.values[item.value].shape)
+    table = priced.nodes[node].choices
+    specs = [without_partial(project(tuple(int(f) for f in c), port.projection)) for c in table]
+    chosen = specs[int(picks[node])]
+    others = masks[node] & np.array([s != chosen for s in specs])
+    if not others.any():
+        return None
+    open_choices = list(masks)
+    open_choices[node] = others
+    search = Search(priced, open_choices, limit_bytes=problem.memory_limit_bytes, relative_gap=1e-2, node_limit=20)
+    names = priced.mesh.axis_names
+    found = search.branch() if search.relax() is not None else None
+    spec = specs[int(found.picks[node])] if found else None
+    return OtherSplit(
+        subject=wildcard(item.path),
+        chosen=format_spec(chosen, names, rank),
+        alternative=format_spec(spec, names, rank) if spec else "any other split",
+        step_time_s=found.step_time_s if found else None,
+    )
