@@ -29,7 +29,7 @@ class ReplayHook:
         return arrays
 
     def value(self, index: int, array: Any) -> Any:
-        """The array for a value that no operator makes: a loop's carry, a slice of what a scan runs over."""
+        """The array for a value that no operator makes: a loop's carry or result, a slice of what a scan runs over."""
         return array
 
 
@@ -109,7 +109,7 @@ class _Replay:
             results = rebuild(call, arrays)
         for index, array in zip(call.outputs, results, strict=True):
             if index >= 0:
-                self.env[index] = array
+                self.env[index] = array if self._hook is None else self._hook.value(index, array)
 
     def _remat(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
         (block,) = call.blocks

@@ -99,8 +99,13 @@ def _group_label(naming: Naming, slots: list[int]) -> str:
 
 
 def _sites(naming: Naming) -> list[Site]:
-    """Products, with both splits of their results; and group operators that read something through another slot."""
+    """Products, with both splits of their results; and group operators at a border.
+
+    These read something through another slot, or make an array that a product reads: were its split left to the compiler,
+    it would take on the product's, and with it what the array is made of.
+    """
     cuts = naming.cuts
+    readers = _product_readers(naming)
     sites = []
     for op_class in naming.order:
         op, rule = cuts.first[op_class], cuts.rules[op_class]
@@ -123,9 +128,26 @@ def _sites(naming: Naming) -> list[Site]:
             slot = cuts.operand_slot(op_class, value_class)
             if slot is not None and slot != cuts.home(value_class) and not cuts.by_product(value_class):
                 ports[position] = naming.slot_port(slot)
-        if any(p is not None for p in ports):
-            sites.append(Site(op_class=op_class, operands=tuple(ports), results=((),) * len(op.outputs)))
+        made = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
+        # Products read through transposes: what is transposed is what they convert.
+        read = [v in readers and cuts.home(v) is not None and op.name != "transpose" for v in made]
+        if any(p is not None for p in ports) or any(read):
+            results = tuple((naming.class_port(v),) if r else () for v, r in zip(made, read, strict=True))
+            read_by = tuple(tuple(readers[v]) if r else () for v, r in zip(made, read, strict=True))
+            sites.append(Site(op_class=op_class, operands=tuple(ports), results=results, readers=read_by))
     return sites
+
+
+def _product_readers(naming: Naming) -> dict[int, list[Port]]:
+    """For each value class how the products that read it want it."""
+    cuts = naming.cuts
+    found: dict[int, list[Port]] = {}
+    for op_class in naming.order:
+        if cuts.rules[op_class].contracts:
+            for position, value_class, _ in cuts.operands(op_class):
+                port = naming.product_port(op_class, cuts.rules[op_class].operands[position])
+                found.setdefault(value_class, []).append(port)
+    return found
 
 
 def _loop_ports(naming: Naming) -> dict[int, Port]:
@@ -176,4 +198,3 @@ def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) 
                 if other >= 0:
                     reach(target, other)
     return tuple(frozenset(r) for r in reached)
-

@@ -101,10 +101,12 @@ class Naming:
         """How an operand or result of a product stands to its factors."""
         rule = self.cuts.rules[op_class]
         projection = []
+        sums = 0
         for factor in rule.factors:
             dim = next((d for d, factors in enumerate(dims) if factors[0] == factor), REPLICATED)
             if result and factor in rule.reduced:
-                dim = PARTIAL if rule.reduce == "sum" else REPLICATED
+                dim = PARTIAL - sums if rule.reduce == "sum" else REPLICATED
+                sums += 1
             projection.append(dim)
         return Port(node=self.of_product[op_class], projection=tuple(projection))
 

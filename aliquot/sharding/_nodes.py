@@ -20,7 +20,7 @@ from ..graph import Phase
 from ._spec import REPLICATED, Spec
 
 Projection: TypeAlias = tuple[int, ...]
-"""For each factor of a node the dim of an array that stands for it, `REPLICATED` or `PARTIAL`."""
+"""For each factor of a node the dim of an array that stands for it, `REPLICATED`, or `PARTIAL` and below."""
 
 Choice: TypeAlias = tuple[int, ...]
 """For each mesh axis the factor that it splits, or -1."""
@@ -147,12 +147,14 @@ class Port:
 class Site:
     """Where the runtime pins a split: an operator class, with the ports of its operands and results.
 
-    A result may pass two: the operator's own split, then its users'.
+    A result may pass two: the operator's own split, then its users'. Where `readers` are given for a result, it is pinned
+    only if one of them has another split.
     """
 
     op_class: int
     operands: tuple[Port | None, ...]
     results: tuple[tuple[Port, ...], ...]
+    readers: tuple[tuple[Port, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,7 +1,8 @@
 """Choices -> the splits that the runtime pins while it replays a step.
 
 A product's operands are pinned to its own split, and its result twice: to its own split first (otherwise the compiler gives
-the product the split that its users want, and gathers the operands instead), then to its users'.
+the product the split that its users want, and gathers the operands instead), then to its users'. An array of a group is
+pinned where a product wants it in another split.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from ..graph import Graph, Op
 from ._nodes import Choice, NodeGraph, Port, project
+from ._reshard import landing
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 
 
@@ -43,8 +45,20 @@ class Pins:
         return self.by_class.get(self.op_class[op.index])
 
 
-def make_pins(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> Pins:
-    """Pins of a step under a choice for every node."""
+def make_pins(
+    graph: Graph,
+    nodes: NodeGraph,
+    choices: Sequence[Choice],
+    axis_sizes: Sequence[int],
+    *,
+    reduce_scatter: bool = True,
+) -> Pins:
+    """Pins of a step under a choice for every node.
+
+    Args:
+        axis_sizes: devices along each mesh axis.
+        reduce_scatter: whether the compiler has one; see `landing`.
+    """
     whole: Spec = (REPLICATED,) * len(axis_sizes)
 
     def spec(port: Port) -> Spec:
@@ -57,12 +71,15 @@ def make_pins(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], axis_si
     for site in nodes.sites:
         op = first_of[site.op_class]
         shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
+        chains = [
+            _result_chain([spec(p) for p in ports], shape, axis_sizes, reduce_scatter)
+            for ports, shape in zip(site.results, shapes, strict=True)
+        ]
+        for position, readers in enumerate(site.readers):
+            if all((spec(p),) == chains[position] for p in readers):
+                chains[position] = ()
         by_class[site.op_class] = Pin(
-            operands=tuple(None if p is None else spec(p) for p in site.operands),
-            results=tuple(
-                _result_chain([spec(p) for p in ports], shape, axis_sizes)
-                for ports, shape in zip(site.results, shapes, strict=True)
-            ),
+            operands=tuple(None if p is None else spec(p) for p in site.operands), results=tuple(chains)
         )
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
@@ -70,20 +87,20 @@ def make_pins(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], axis_si
         if item.output is not None:
             outputs[item.output] = own
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
-    return Pins(
-        by_class=by_class, op_class=nodes.op_class, inputs=inputs, outputs=tuple(outputs), values=values
-    )
+    return Pins(by_class=by_class, op_class=nodes.op_class, inputs=inputs, outputs=tuple(outputs), values=values)
 
 
-def _result_chain(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
+def _result_chain(
+    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool
+) -> tuple[Spec, ...]:
     """A product's own split, its partial sums already where the users want them, then the users' split."""
     if not specs:
         return ()
     own = specs[0]
     if len(specs) == 1:
-        return () if PARTIAL in own else (own,)
+        return () if min(own) <= PARTIAL else (own,)
     wanted = without_partial(specs[1])
-    arrived = tuple(w if o == PARTIAL else o for o, w in zip(own, wanted, strict=True))
+    arrived = landing(own, wanted, reduce_scatter)
     if not divides(shape, arrived, axis_sizes):
         arrived = without_partial(own)
     return (arrived,) if arrived == wanted else (arrived, wanted)

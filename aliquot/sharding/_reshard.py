@@ -82,7 +82,8 @@ def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
     kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
     at_once = reduce_scatter or len(dims) == 1 or (len(kinds) > 1 and len(dims - {REPLICATED}) == 1)
     return tuple(
-        (t if at_once else REPLICATED) if a in reduced else s for a, (s, t) in enumerate(zip(source, target, strict=True))
+        (t if at_once else REPLICATED) if a in reduced else s
+        for a, (s, t) in enumerate(zip(source, target, strict=True))
     )
 
 

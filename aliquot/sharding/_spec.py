@@ -1,7 +1,8 @@
 """How one array is split over a mesh: one placement for each mesh axis.
 
 A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the same), or `PARTIAL` (each
-device holds a summand of the array). Where several axes split one dim, the axis that comes first in the mesh is the major
+device holds a summand of the array). Numbers below `PARTIAL` are partial sums too: a product that sums over several dims
+gives each its own, as compilers that do not merge reductions reduce them one by one. Where several axes split one dim, the axis that comes first in the mesh is the major
 one: the order is canonical, so that two ways to write one split cannot differ.
 """
 
@@ -15,7 +16,7 @@ REPLICATED = -1
 PARTIAL = -2
 
 Spec: TypeAlias = tuple[int, ...]
-"""One placement per mesh axis: a dim, `REPLICATED` or `PARTIAL`."""
+"""One placement per mesh axis: a dim, `REPLICATED`, or `PARTIAL` and below."""
 
 
 def dims_of(spec: Spec, axis_names: Sequence[str], rank: int) -> tuple[tuple[str, ...], ...]:
@@ -54,11 +55,11 @@ def divides(shape: Sequence[int], spec: Spec, axis_sizes: Sequence[int]) -> bool
 
 def without_partial(spec: Spec) -> Spec:
     """The same split with partial sums summed up."""
-    return tuple(REPLICATED if placement == PARTIAL else placement for placement in spec)
+    return tuple(REPLICATED if placement <= PARTIAL else placement for placement in spec)
 
 
 def format_spec(spec: Spec, axis_names: Sequence[str], rank: int) -> str:
     """A spec as a reader writes it: `[x, -, yz]`, with `+y` behind it for a partial sum over y."""
     dims = ", ".join("".join(axes) or "-" for axes in dims_of(spec, axis_names, rank))
-    partial = "".join(n for n, p in zip(axis_names, spec, strict=True) if p == PARTIAL)
+    partial = "".join(n for n, p in zip(axis_names, spec, strict=True) if p <= PARTIAL)
     return f"[{dims}]" + (f"+{partial}" if partial else "")

@@ -1,0 +1,78 @@
+"""Where sums land on their way to their users, against what the compiler makes of it; and which arrays are pinned."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from aliquot.cluster import Cluster
+from aliquot.cost import make_problem
+from aliquot.graph import capture
+from aliquot.planners import ShardParallel
+from aliquot.sharding import PARTIAL, REPLICATED, dims_of, make_pins, reshard, without_partial
+from aliquot.sharding._reshard import landing
+
+R, P, Q = REPLICATED, PARTIAL, PARTIAL - 1
+AXES, SIZES = ("x", "y"), (4, 2)
+# How a weight's gradient is partial: over both axes by the batch dim, or by one dim each.
+OPERANDS = {(P, P): (("x", "y"), None), (P, Q): ("x", "y")}
+
+
+@pytest.mark.parametrize("source", OPERANDS)
+@pytest.mark.parametrize("target", [(R, R), (0, 1), (0, 0), (0, R), (R, 1)])
+def test_sums_are_finished_by_the_collectives_that_are_priced(source, target, mesh):
+    wanted = without_partial(target)
+    devices = mesh(*SIZES)
+
+    def sharding(spec):
+        return NamedSharding(devices, PartitionSpec(*[axes or None for axes in dims_of(spec, AXES, 2)]))
+
+    def gradient(x, dy):
+        dw = jnp.einsum("bsd,bse->de", x, dy)
+        for spec in (landing(source, wanted, False), wanted):
+            dw = jax.lax.with_sharding_constraint(dw, sharding(spec))
+        return dw
+
+    batch = NamedSharding(devices, PartitionSpec(*OPERANDS[source]))
+    shape = jax.ShapeDtypeStruct((32, 64, 128), jnp.float32)
+    step = jax.jit(gradient, in_shardings=(batch, batch), out_shardings=sharding(wanted))
+    text = step.lower(shape, shape).compile().as_text()
+    found = [
+        math.prod(map(int, dims.split(","))) / 128**2 for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", text)
+    ]
+    moves = reshard(source, target, SIZES, False)
+    assert {m.kind for m in moves} == {"all-reduce"}
+    assert sorted(found) == sorted(m.fraction for m in moves)
+
+
+def test_a_reduce_scatter_is_asked_for_the_split_at_once():
+    assert landing((P, 1), (0, 1), True) == (0, 1)
+    assert landing((P, P), (0, 1), True) == (0, 1)
+    assert landing((P, P), (0, 1), False) == (R, R)
+
+
+def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
+    def step(w, batch):
+        hidden = jnp.tanh(batch) * 2.0
+        return (hidden @ w).sum()
+
+    graph = capture(step, jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    problem = make_problem(graph, Cluster.preset("8xcpu"))
+    decision = ShardParallel(mesh_shape=(8,)).solve(problem)
+    multiply = next(op for op in graph.ops if op.name == "mul")
+    product = next(op for op in graph.ops if op.name == "dot_general")
+    nodes = {node.label: node.index for node in problem.nodes.nodes}
+    choices = [tuple(int(f) for f in t.choices[k]) for t, k in zip(decision.priced.nodes, decision.picks.tolist())]
+    batch_node = problem.nodes.input_ports[1].node
+    for batch_factor, pinned in ((0, True), (-1, True)):
+        choices[batch_node] = (batch_factor,)
+        choices[nodes[f"dot_general:{product.index}"]] = (-1,) if batch_factor == 0 else (0,)
+        chain = make_pins(graph, problem.nodes, choices, (8,)).of(multiply).results[0]
+        assert bool(chain) is pinned
+    choices[nodes[f"dot_general:{product.index}"]] = (-1,)
+    assert make_pins(graph, problem.nodes, choices, (8,)).of(multiply).results[0] == ()
