@@ -150,7 +150,9 @@ def _exchange(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
         least = min(have.get(d, 1) for d in open_dims)
         small = max(d for d in open_dims if have.get(d, 1) == least)
         large = next(d for d in open_dims if have.get(d, 1) == want.get(small, 1))
-        group = have[large] // least
+        group, rest = divmod(have[large], least)
+        if rest:
+            return None
         moved = _move(now, large, small, group)
         found.append(_all_to_all(now, moved, group))
         now = moved

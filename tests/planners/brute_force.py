@@ -1,0 +1,210 @@
+"""All combinations of all choices of a small problem: step time and peak memory of each, from their definitions.
+
+Shares with the package the seconds of single nodes and collectives, and the list of collectives of one conversion (each
+tested by itself); how choices follow from factors, arrays from choices, sums from parts and memory from lifetimes is
+written down here once more, without a program, rows or a relaxation.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aliquot.cluster import LogicalMesh, target_for
+from aliquot.cost import Problem, collective_line, price
+from aliquot.graph import Phase
+from aliquot.sharding import PARTIAL, REPLICATED, reshard
+
+_CHUNK = 1 << 14
+_WIDE = {"bfloat16": 2.0, "float16": 2.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AllCombinations:
+    """Step time and peak memory of every combination, the last node's choice changing fastest."""
+
+    step_time_s: np.ndarray
+    peak_bytes: np.ndarray
+
+    def best(self, limit_bytes: float = math.inf) -> float | None:
+        """The least step time of what fits, or None."""
+        fits = self.peak_bytes <= limit_bytes
+        return float(self.step_time_s[fits].min()) if fits.any() else None
+
+    def limits(self) -> list[float]:
+        """Limits worth trying: below every peak, and between the least and that of the fastest combination."""
+        peaks = np.unique(np.round(self.peak_bytes, 6))
+        free = float(self.peak_bytes[np.argmin(self.step_time_s)])
+        inner = peaks[peaks <= free + 1]
+        found = [float(inner[0]) - 0.5]
+        for k in np.unique(np.linspace(0, len(inner) - 2, 3).astype(int)) if len(inner) > 1 else []:
+            found.append(float(inner[k] + inner[k + 1]) / 2)
+        return found
+
+
+def choices_of(node: Any, axis_sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every way to give each axis a factor or none, such that the axes of a factor divide its size."""
+    found = []
+    for choice in itertools.product(range(-1, len(node.factors)), repeat=len(axis_sizes)):
+        taken = [1] * len(node.factors)
+        for f, size in zip(choice, axis_sizes, strict=True):
+            if f >= 0:
+                taken[f] *= size
+        if all(factor.size % n == 0 for factor, n in zip(node.factors, taken, strict=True)):
+            found.append(choice)
+    return found
+
+
+def count_combinations(problem: Problem, mesh: LogicalMesh) -> int:
+    """How many combinations of choices there are."""
+    return math.prod(len(choices_of(node, mesh.shape)) for node in problem.nodes.nodes)
+
+
+def try_all(problem: Problem, mesh: LogicalMesh) -> AllCombinations:
+    """Step time and peak memory of every combination of choices on one mesh."""
+    judge = _Judge(problem, mesh)
+    total = math.prod(len(c) for c in judge.choices)
+    times, peaks = np.empty(total), np.empty(total)
+    for first in range(0, total, _CHUNK):
+        picks = judge.picks(np.arange(first, min(first + _CHUNK, total)))
+        times[first : first + _CHUNK], peaks[first : first + _CHUNK] = judge(picks)
+    return AllCombinations(step_time_s=times, peak_bytes=peaks)
+
+
+class _Judge:
+    def __init__(self, problem: Problem, mesh: LogicalMesh) -> None:
+        self.graph, self.mesh = problem.nodes, mesh
+        self.target = target_for(problem.cluster.device)
+        self.repeats = problem.num_micro_batches
+        self.choices = [choices_of(node, mesh.shape) for node in self.graph.nodes]
+        priced = price(self.graph, mesh, repeats=self.repeats)
+        self.seconds = []
+        for mine, table in zip(self.choices, priced.nodes, strict=True):
+            rows = {tuple(c): k for k, c in enumerate(table.choices.tolist())}
+            assert set(rows) == set(mine)
+            order = [rows[c] for c in mine]
+            self.seconds.append([getattr(table, name)[order] for name in _PARTS])
+        self.shares = self._shares()
+        self.memory = self._memory()
+
+    def picks(self, combinations: np.ndarray) -> list[np.ndarray]:
+        """The choice of each node in each combination, the last node's changing fastest."""
+        found = []
+        for mine in reversed(self.choices):
+            combinations, pick = np.divmod(combinations, len(mine))
+            found.append(pick)
+        return found[::-1]
+
+    def __call__(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        compute, backward, communication, gradient = (
+            sum(parts[k][pick] for parts, pick in zip(self.seconds, picks, strict=True)) for k in range(4)
+        )
+        use = sum(table[pick] for table, pick in zip(self.memory, picks, strict=True))
+        for share in self.shares:
+            paid, held = share.cost(picks)
+            if share.gradient:
+                gradient = gradient + paid
+            else:
+                communication = communication + paid
+            use = use + held[:, None] * share.alive[None, :]
+        hidden = np.minimum(self.target.overlap_fraction * gradient, backward)
+        return compute + communication + gradient - hidden, use.max(axis=1)
+
+    def _shares(self) -> list["_Share"]:
+        groups: dict[int, list[Any]] = {}
+        for edge in self.graph.edges:
+            groups.setdefault(edge.share, []).append(edge)
+        return [_Share(self, edges) for edges in groups.values()]
+
+    def _memory(self) -> list[np.ndarray]:
+        """For each node and choice the bytes of residents at every moment; what no node splits goes to the first."""
+        moments = np.arange(self.graph.num_ops + 1)
+        tables = [np.zeros((len(mine), len(moments))) for mine in self.choices]
+        for r in self.graph.residents:
+            for born, dead in zip(r.births, r.deaths, strict=True):
+                alive = (born <= moments) & (moments <= dead)
+                if r.node < 0:
+                    tables[0] += r.num_bytes * alive
+                    continue
+                for k, choice in enumerate(self.choices[r.node]):
+                    pieces = [
+                        n for n, f in zip(self.mesh.shape, choice, strict=True) if f >= 0 and r.projection[f] >= 0
+                    ]
+                    tables[r.node][k] += r.num_bytes / math.prod(pieces) * alive
+        return tables
+
+    def spec(self, node: int, projection: tuple[int, ...], pick: int) -> tuple[int, ...]:
+        return tuple(projection[f] if f >= 0 else REPLICATED for f in self.choices[node][pick])
+
+
+_PARTS = ("compute_s", "backward_s", "communication_s", "gradient_s")
+
+
+class _Share:
+    """Edges whose equal conversions happen once."""
+
+    def __init__(self, judge: _Judge, edges: list[Any]) -> None:
+        self.gradient = edges[0].gradient
+        self.edges = edges
+        numbers: dict[Any, int] = {}
+        self.codes = []
+        for edge in edges:
+            sources = [
+                judge.spec(edge.source, edge.source_projection, k) for k in range(len(judge.choices[edge.source]))
+            ]
+            targets = [
+                judge.spec(edge.target, edge.target_projection, k) for k in range(len(judge.choices[edge.target]))
+            ]
+            self.codes.append(
+                np.array([[numbers.setdefault((p, q), len(numbers)) for q in targets] for p in sources], np.int64)
+            )
+        pairs = list(numbers)
+        self.paid = np.array([_conversion_s(judge, edges[0], p, q) for p, q in pairs])
+        moves = [reshard(p, q, judge.mesh.shape, judge.target.reduce_scatter) for p, q in pairs]
+        sizes = judge.mesh.shape
+        self.held = np.array(
+            [
+                edges[0].num_bytes / math.prod(n for n, d in zip(sizes, q, strict=True) if d >= 0) if m else 0.0
+                for m, (_, q) in zip(moves, pairs, strict=True)
+            ]
+        )
+        moments = np.arange(judge.graph.num_ops + 1)
+        operands = [e for e in edges if e.kind == "operand"]
+        self.holds = bool(operands)
+        self.alive = np.zeros(len(moments))
+        if operands:
+            for k in range(len(operands[0].starts)):
+                first, last = min(e.starts[k] for e in operands), max(e.ends[k] for e in operands)
+                self.alive += (first <= moments) & (moments <= last)
+
+    def cost(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        paid, held = np.zeros(len(picks[0])), np.zeros(len(picks[0]))
+        for converted, amounts, edges in (
+            (paid, self.paid, range(len(self.edges))),
+            (held, self.held, [k for k, e in enumerate(self.edges) if e.kind == "operand"]),
+        ):
+            before: list[np.ndarray] = []
+            for k in edges:
+                edge = self.edges[k]
+                codes = self.codes[k][picks[edge.source], picks[edge.target]]
+                fresh = np.ones(len(codes), bool)
+                for other in before:
+                    fresh &= codes != other
+                converted += np.where(fresh, amounts[codes], 0.0)
+                before.append(codes)
+        return paid, held
+
+
+def _conversion_s(judge: _Judge, edge: Any, source: tuple[int, ...], target: tuple[int, ...]) -> float:
+    moves = reshard(source, target, judge.mesh.shape, judge.target.reduce_scatter)
+    if moves is None:
+        return math.inf
+    num_bytes = edge.num_bytes * (_WIDE.get(edge.dtype, 1.0) if judge.target.widened_dtypes else 1.0)
+    seconds = 0.0
+    for move in moves:
+        latency, per_byte = collective_line(move.kind, move.axes, judge.mesh, judge.target, move.group)
+        seconds += latency + per_byte * num_bytes * move.fraction
+    waits = edge.gradient and PARTIAL in source and judge.repeats == 1
+    return seconds * edge.count * (1 if waits or edge.phase is Phase.UPDATE else judge.repeats)

@@ -1,0 +1,83 @@
+"""One random problem planned and tried out: what the brute-force test and the benchmark both count."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from planners.brute_force import AllCombinations, count_combinations, try_all
+from planners.random_steps import random_cluster, random_step
+
+from aliquot.cluster import LogicalMesh
+from aliquot.core import InfeasibleError
+from aliquot.cost import Problem, make_problem
+from aliquot.planners import ILP, ShardParallel
+
+MESHES = ((2,), (4,), (2, 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Relative differences between planned and least step time, one for each memory limit; what the problem was.
+
+    `num_infeasible` limits were below the smallest peak, and `num_refused` of them were answered by `InfeasibleError`.
+    """
+
+    seed: int
+    mesh: tuple[int, ...]
+    target: str
+    text: str
+    num_nodes: int
+    num_combinations: int
+    differences: tuple[float, ...]
+    num_infeasible: int
+    num_refused: int
+
+
+def compare(seed: int, *, most: int = 300_000, least: int = 30) -> Comparison | None:
+    """Plan the random problem of a seed without and with memory limits; None if it is too small or large to try out."""
+    rng = np.random.default_rng(seed)
+    step = random_step(rng)
+    shape = MESHES[seed % len(MESHES)]
+    cluster = random_cluster(rng, int(np.prod(shape)))
+    mesh = LogicalMesh(shape=shape, cluster=cluster)
+    problem = make_problem(step.capture(), cluster, repeats=False)
+    count = count_combinations(problem, mesh)
+    if not least <= count <= most:
+        return None
+    tried = try_all(problem, mesh)
+    outcomes = [_difference(problem, shape, tried, limit) for limit in (1e12, *tried.limits())]
+    infeasible = [d for limit, d in outcomes if tried.best(limit) is None]
+    return Comparison(
+        seed=seed,
+        mesh=shape,
+        target=cluster.device.kind,
+        text=step.text,
+        num_nodes=len(problem.nodes.nodes),
+        num_combinations=count,
+        differences=tuple(d for limit, d in outcomes if tried.best(limit) is not None),
+        num_infeasible=len(infeasible),
+        num_refused=sum(d == 0.0 for d in infeasible),
+    )
+
+
+def _difference(
+    problem: Problem, shape: tuple[int, ...], tried: AllCombinations, limit_bytes: float
+) -> tuple[float, float]:
+    """The limit, and by how much the plan misses the least step time; infinite where one of the two finds nothing."""
+    limited = Problem(
+        graph=problem.graph,
+        nodes=problem.nodes,
+        cluster=problem.cluster,
+        num_micro_batches=1,
+        memory_limit_bytes=limit_bytes,
+    )
+    best = tried.best(limit_bytes)
+    method = ShardParallel(mesh_shape=shape, intra=ILP(relative_gap=0.0, node_limit=100_000))
+    try:
+        decision = method.solve(limited)
+    except InfeasibleError:
+        return limit_bytes, 0.0 if best is None else np.inf
+    if best is None:
+        return limit_bytes, np.inf
+    # The bound must not exceed the optimum either.
+    assert decision.lower_bound_s is not None and decision.lower_bound_s <= best * (1 + 1e-9)
+    return limit_bytes, abs(decision.step_time_s - best) / best
