@@ -2,6 +2,10 @@
 
 from . import rules as rules
 from ._build_nodes import build_nodes as build_nodes
+from ._micro_batches import MicroBatchPlan as MicroBatchPlan
+from ._micro_batches import plan_micro_batches as plan_micro_batches
+from ._micro_batches import trace_part as trace_part
+from ._micro_walk import indexed_dims as indexed_dims
 from ._nodes import Choice as Choice
 from ._nodes import Edge as Edge
 from ._nodes import Factor as Factor
@@ -36,3 +40,7 @@ from ._spec import format_spec as format_spec
 from ._spec import num_shards as num_shards
 from ._spec import spec_from_dims as spec_from_dims
 from ._spec import without_partial as without_partial
+from ._time_specs import Action as Action
+from ._time_specs import Conversion as Conversion
+from ._time_specs import TimeKind as TimeKind
+from ._time_specs import TimeSpec as TimeSpec

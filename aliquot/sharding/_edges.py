@@ -34,12 +34,12 @@ class EdgeBuilder:
         if not rule.contracts:
             return
         for position, value_class, count in cuts.operands(op_class):
-            port = self.naming.class_port(value_class)
             target = self.naming.product_port(op_class, rule.operands[position])
             readers = self._readers(op_class, position, value_class)
+            root, target = self._before_transposes(value_class, target)
             self._add(
-                value_class,
-                port,
+                root,
+                self.naming.class_port(root),
                 target,
                 count=count * op.trips,
                 phase=op.phase,
@@ -49,6 +49,23 @@ class EdgeBuilder:
                 starts=readers,
                 ends=readers,
             )
+
+    def _before_transposes(self, value_class: int, target: Port) -> tuple[int, Port]:
+        """The array that a value is only a transpose of, and the port as it stands to that array.
+
+        A compiler converts an array once and transposes copies of it locally.
+        """
+        cuts = self.naming.cuts
+        while (made := cuts.producer[value_class]) is not None and cuts.first[made[0]].name == "transpose":
+            op = cuts.first[made[0]]
+            sources = cuts.sources[made[0]][0]
+            root = next(iter(sources), -1)
+            if len(sources) != 1 or cuts.operand_slot(made[0], root) != cuts.home(root) or cuts.home(root) is None:
+                break
+            order = op.params["permutation"]
+            projection = tuple(order[dim] if dim >= 0 else dim for dim in target.projection)
+            value_class, target = root, Port(node=target.node, projection=projection)
+        return value_class, target
 
     def add_crossings(self) -> None:
         """Edges into slots other than an array's own: behind products, parameters among activations, gradients."""

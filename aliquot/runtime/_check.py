@@ -1,0 +1,88 @@
+"""One step under a plan against the plain step on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..graph import Graph
+from ._state import gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafDifference:
+    """How far one output is from the plain step's.
+
+    `relative` is the largest difference over the plain output's largest magnitude (over 1 where that is zero); infinite
+    where one side is not a number and the other is.
+    """
+
+    path: str
+    largest: float
+    magnitude: float
+
+    @property
+    def relative(self) -> float:
+        """See the class."""
+        return self.largest / (self.magnitude or 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCheck:
+    """Differences of all outputs, in the order of the step's result."""
+
+    leaves: tuple[LeafDifference, ...]
+
+    @property
+    def worst(self) -> LeafDifference:
+        """The output that is furthest off."""
+        return max(self.leaves, key=lambda leaf: leaf.relative)
+
+    @property
+    def largest(self) -> float:
+        """Largest relative difference of any output."""
+        return self.worst.relative if self.leaves else 0.0
+
+    def __str__(self) -> str:
+        if not self.leaves:
+            return "the step returns no array"
+        worst = self.worst
+        return f"largest relative difference {worst.relative:.2e} at {worst.path or 'the result'} of {len(self.leaves)}"
+
+
+def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
+    """What the user's own step gives for flat arrays, on one device; nothing is donated."""
+    calling = replace(graph.calling)
+    (device, *_) = jax.local_devices()
+    with jax.default_device(device):
+        on_one = [_on(leaf, device) for leaf in leaves]
+        return list(jax.jit(lambda *flat: calling.run(flat))(*on_one))
+
+
+def _on(leaf: Any, device: Any) -> Any:
+    """All of an array on one device of this process."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jax.device_put(gather(leaf), device), impl=jax.random.key_impl(leaf))
+    return jax.device_put(gather(leaf), device)
+
+
+def compare(paths: Sequence[str], found: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:
+    """Differences between two flat results. Waits for both."""
+    leaves = [_difference(p, gather(a), gather(b)) for p, a, b in zip(paths, found, wanted, strict=True)]
+    return StepCheck(leaves=tuple(leaves))
+
+
+def _difference(path: str, found: Any, wanted: Any) -> LeafDifference:
+    a, b = (np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False) for x in (found, wanted))
+    if not a.size:
+        return LeafDifference(path=path, largest=0.0, magnitude=0.0)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        gaps = np.where(same, 0.0, np.abs(a - b))
+    magnitude = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
+    return LeafDifference(path=path, largest=float(np.where(np.isnan(gaps), np.inf, gaps).max()), magnitude=magnitude)

@@ -1,0 +1,302 @@
+"""What a compiled program communicates, read from its text.
+
+The compiler has the last word on collectives: it merges, moves and drops what a plan asked for. This finds what is
+left: kind, the mesh axes it runs along, how often a step runs it, and the bytes that it leaves on each device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"= [su](?:32|64)\[\](?:\{\})? constant\((\d+)\)")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_GROUPS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCollective:
+    """Collectives of one kind along some mesh axes, as the compiler left them.
+
+    Attributes:
+        kind: as HLO names it.
+        axes: mesh axes along which devices communicate.
+        count: how often a step runs it.
+        num_bytes: bytes of its results on each device, all runs together.
+        dtype: element type of (most of) the result.
+        in_loop: whether it stands inside a loop.
+        label: the compiler's note of where it comes from, of one of them.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: float
+    num_bytes: float
+    dtype: str = ""
+    in_loop: bool = False
+    label: str = ""
+
+
+@dataclass(slots=True)
+class _Computation:
+    """Lines of one computation, and what it calls: `(computation, how often)`."""
+
+    name: str
+    lines: list[str] = field(default_factory=list)
+
+
+def find_collectives(text: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[CompiledCollective, ...]:
+    """Every collective instruction of a compiled program, in the order of the text.
+
+    Args:
+        text: optimized HLO, as `compiled.as_text()` gives it.
+        axis_names, axis_sizes: the mesh, whose devices are numbered row by row.
+    """
+    computations = _computations(text)
+    times, looped = _times(computations)
+    found = []
+    for computation in computations.values():
+        count = times.get(computation.name, 0.0)
+        for line in computation.lines if count else ():
+            parsed = _collective(line)
+            if parsed is None:
+                continue
+            kind, result = parsed
+            found.append(
+                CompiledCollective(
+                    kind=kind,
+                    axes=_axes(line, axis_names, axis_sizes),
+                    count=count,
+                    num_bytes=count * num_bytes(result),
+                    dtype=_dtype(result),
+                    in_loop=computation.name in looped,
+                    label=_label(line),
+                )
+            )
+    return tuple(found)
+
+
+def add_up(collectives: Sequence[CompiledCollective]) -> tuple[CompiledCollective, ...]:
+    """The same by kind, axes and whether they stand in a loop; most bytes first."""
+    groups: dict[tuple[str, tuple[str, ...], bool], list[CompiledCollective]] = {}
+    for c in collectives:
+        groups.setdefault((c.kind, c.axes, c.in_loop), []).append(c)
+    summed = [
+        CompiledCollective(
+            kind=kind,
+            axes=axes,
+            count=sum(c.count for c in members),
+            num_bytes=sum(c.num_bytes for c in members),
+            dtype=max(members, key=lambda c: c.num_bytes).dtype,
+            in_loop=in_loop,
+            label=max(members, key=lambda c: c.num_bytes).label,
+        )
+        for (kind, axes, in_loop), members in groups.items()
+    ]
+    return tuple(sorted(summed, key=lambda c: (-c.num_bytes, c.kind, c.axes, c.in_loop)))
+
+
+def num_bytes(type_text: str) -> int:
+    """Bytes of an HLO type, tuples summed.
+
+    >>> num_bytes("(f32[4,8]{1,0}, bf16[16]{0})")
+    160
+    """
+    total = 0
+    for name, dims in _ARRAY.findall(type_text):
+        elements = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+        total += -(-elements * _bits(name) // 8)
+    return total
+
+
+def _bits(name: str) -> int:
+    if name in _BITS:
+        return _BITS[name]
+    digits = re.match(r"[a-z]+(\d+)", name)
+    return int(digits.group(1)) if digits else 0
+
+
+# ---- structure of the text -------------------------------------------------------------------------------------------
+
+
+def _computations(text: str) -> dict[str, _Computation]:
+    found: dict[str, _Computation] = {}
+    current: _Computation | None = None
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header and " = " not in line.split("(", 1)[0]:
+            name = "ENTRY" if header.group(1) else header.group(2)
+            current = found[name] = _Computation(name)
+        elif current is not None:
+            current.lines.append(line)
+    return found
+
+
+def _times(computations: Mapping[str, _Computation]) -> tuple[dict[str, float], set[str]]:
+    """How often a step runs each computation, and which stand in a loop."""
+    times: dict[str, float] = {}
+    looped: set[str] = set()
+
+    def visit(name: str, count: float, inside: bool) -> None:
+        times[name] = times.get(name, 0.0) + count
+        if inside:
+            looped.add(name)
+        for line in computations[name].lines:
+            for called, trips, loop in _calls(line, computations):
+                visit(called, count * trips, inside or loop)
+
+    if "ENTRY" in computations:
+        visit("ENTRY", 1.0, False)
+    return times, looped
+
+
+def _calls(line: str, computations: Mapping[str, _Computation]) -> Iterator[tuple[str, float, bool]]:
+    """Computations that an instruction runs, how often, and whether as a loop's body."""
+    named = _CALLED.findall(line)
+    if " while(" in line:
+        parts = dict(named)
+        trips = float(_trip_count(line, computations[parts["condition"]]))
+        yield parts["body"], trips, True
+        return
+    for _, name in named:
+        if name in computations:
+            yield name, 1.0, False
+    for listed in _BRANCHES.findall(line):
+        for part in listed.split(","):
+            name = part.strip().lstrip("%")
+            if name in computations:
+                yield name, 1.0, False
+
+
+def _trip_count(line: str, condition: _Computation) -> int:
+    """Turns of a loop; 1 where the text does not tell."""
+    known = _TRIPS.search(line)
+    if known:
+        return int(known.group(1))
+    bounds = {int(n) for body in condition.lines for n in _CONSTANT.findall(body)}
+    return bounds.pop() if len(bounds) == 1 else 1
+
+
+def _collective(line: str) -> tuple[str, str] | None:
+    """Kind and result type of a collective instruction; of an asynchronous pair only the start counts."""
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    rest = line[head.end() :]
+    type_end = _end_of_type(rest)
+    opcode = rest[type_end:].lstrip().split("(", 1)[0]
+    kind = opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    result = rest[:type_end]
+    if opcode.endswith("-start") and kind != "all-reduce":
+        elements = _elements(result)
+        result = elements[1] if len(elements) > 1 else result
+    return kind, result
+
+
+def _end_of_type(text: str) -> int:
+    """Where the type that a text begins with ends."""
+    if not text.startswith("("):
+        return text.index(" ")
+    depth = 0
+    for position, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return position + 1
+    return len(text)
+
+
+def _elements(type_text: str) -> list[str]:
+    """The elements of a tuple type."""
+    if not type_text.startswith("("):
+        return [type_text]
+    parts, depth, start = [], 0, 1
+    for position, letter in enumerate(type_text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or (depth == 0 and letter == ")"):
+            parts.append(type_text[start:position].strip())
+            start = position + 1
+    return parts
+
+
+def _dtype(result: str) -> str:
+    arrays = _ARRAY.findall(result)
+    return max(arrays, key=lambda a: num_bytes(f"{a[0]}[{a[1]}]"))[0] if arrays else ""
+
+
+def _label(line: str) -> str:
+    named = re.search(r'op_name="([^"]*)"', line)
+    return named.group(1) if named else ""
+
+
+# ---- groups of devices -----------------------------------------------------------------------------------------------
+
+
+def _axes(line: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[str, ...]:
+    """The mesh axes along which the members of a group differ."""
+    moving: set[int] = set()
+    for group in device_groups(line, math.prod(axis_sizes)):
+        places = [_coordinates(device, axis_sizes) for device in group]
+        moving |= {a for a in range(len(axis_sizes)) if len({place[a] for place in places}) > 1}
+    return tuple(name for a, name in enumerate(axis_names) if a in moving)
+
+
+def device_groups(line: str, num_devices: int) -> list[list[int]]:
+    """Which devices communicate with one another in a collective instruction; pairs for a permutation.
+
+    >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
+    [[0, 2], [1, 3]]
+    """
+    pairs = _PAIRS.search(line)
+    if pairs:
+        return _listed(pairs.group(1))
+    groups = _GROUPS.search(line)
+    if groups is None or groups.group(1) == "{}":
+        return [list(range(num_devices))]
+    text = groups.group(1)
+    return _listed(text[1:-1]) if text.startswith("{") else _iota_groups(text)
+
+
+def _listed(text: str) -> list[list[int]]:
+    return [[int(n) for n in part.split(",") if n.strip()] for part in re.findall(r"\{([\d, ]*)\}", text)]
+
+
+def _iota_groups(text: str) -> list[list[int]]:
+    """`[groups, members]<=[dims]T(order)`: numbers in a grid, its dims reordered, read row by row."""
+    lead, _, tail = text.partition("<=")
+    count, members = (int(n) for n in lead[1:-1].split(",")) if "," in lead else (1, int(lead[1:-1]))
+    dims_text, _, order_text = tail.partition("T")
+    dims = [int(n) for n in dims_text[1:-1].split(",")]
+    order = [int(n) for n in order_text[1:-1].split(",")] if order_text else list(range(len(dims)))
+    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
+    numbers = [0]
+    for d in order:
+        numbers = [n + k * strides[d] for n in numbers for k in range(dims[d])]
+    return [numbers[g * members : (g + 1) * members] for g in range(count)]
+
+
+def _coordinates(device: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
+    place = []
+    for size in reversed(axis_sizes):
+        device, remainder = divmod(device, size)
+        place.append(remainder)
+    return tuple(reversed(place))

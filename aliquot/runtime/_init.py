@@ -1,0 +1,133 @@
+"""The user's own function that makes the state, run so that the state is born where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten, tree_unflatten
+
+from ..core import CaptureError, PlanMismatchError
+from ..graph import calling_of
+from ..plans import Plan
+
+
+def init_state(
+    fn: Callable[..., Any],
+    plan: Plan,
+    shardings: Mapping[str, NamedSharding],
+    mesh: Mesh,
+    init_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What `init_fn(*args, **kwargs)` returns, each array made on the devices that hold it.
+
+    The result must be the step's state argument, or a tuple of several of its arguments in their order.
+
+    Args:
+        fn: the step.
+        plan: names, shapes and roles of its inputs.
+        shardings: of each of its inputs, by path.
+
+    Raises:
+        PlanMismatchError: the result is no argument of the step; names every path that differs.
+        CaptureError: the function returns something that neither is an array nor stays the same.
+    """
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    dynamic = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
+    kept: dict[str, Any] = {}
+
+    def run(*arrays: Any) -> list[Any]:
+        filled = list(leaves)
+        for position, array in zip(dynamic, arrays, strict=True):
+            filled[position] = array
+        positional, keywords = tree_unflatten(tree, filled)
+        results, kept["tree"] = tree_flatten(init_fn(*positional, **keywords))
+        kept["statics"] = {k: leaf for k, leaf in enumerate(results) if not _is_array(leaf) and not _is_number(leaf)}
+        return [leaf for k, leaf in enumerate(results) if k not in kept["statics"]]
+
+    arrays = [leaves[position] for position in dynamic]
+    shapes = jax.eval_shape(run, *arrays)
+    wanted = _shardings(fn, plan, shardings, kept, shapes)
+    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = [_replicate(array, whole) for array in arrays]
+    made = jax.jit(run, out_shardings=wanted)(*replicated)
+    return _rebuild(kept, made)
+
+
+def _replicate(array: Any, whole: NamedSharding) -> Any:
+    # Uncommitted and host arrays go anywhere by themselves; across processes nothing else is allowed.
+    if not isinstance(array, jax.Array) or not whole.is_fully_addressable:
+        return array
+    return jax.device_put(array, whole)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (int, float)
+
+
+def _rebuild(kept: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
+    leaves = list(arrays)
+    for position, static in sorted(kept["statics"].items()):
+        leaves.insert(position, static)
+    return tree_unflatten(kept["tree"], leaves)
+
+
+def _shardings(
+    fn: Callable[..., Any],
+    plan: Plan,
+    shardings: Mapping[str, NamedSharding],
+    kept: Mapping[str, Any],
+    shapes: Sequence[Any],
+) -> list[NamedSharding]:
+    """The sharding of each array of the result, found by laying the result out as arguments of the step."""
+    result = _rebuild(kept, shapes)
+    stateful = _state_arguments(plan)
+    several = len(stateful) > 1 and isinstance(result, tuple) and len(result) == len(stateful)
+    parts = list(result) if several else [result]
+    given = dict(zip(stateful[: len(parts)], parts, strict=True))
+    call = calling_of(fn, (), given).call
+    inputs = {i.path: i for i in plan.inputs if argument_of(i.path) in given}
+    problems = []
+    found: dict[int, NamedSharding] = {}
+    for path, leaf in zip(call.paths, call.leaves, strict=True):
+        if path not in inputs:
+            problems.append(f"{path} is made, but the step takes no such array")
+            continue
+        wanted = inputs.pop(path)
+        if (tuple(leaf.shape), str(leaf.dtype)) != (wanted.shape, wanted.dtype):
+            made = f"{leaf.dtype}{list(leaf.shape)}"
+            problems.append(f"{path} is made as {made}, the step takes {wanted.dtype}{list(wanted.shape)}")
+        found[id(leaf)] = shardings[path]
+    problems += [f"{path} is missing" for path in inputs]
+    if problems:
+        raise PlanMismatchError(
+            problems,
+            asked=f"what the function given to init returns is not the step's {', '.join(given)}",
+            advice="Return exactly what the step takes there (or a tuple of its state arguments, in order).",
+        )
+    missing = [leaf for leaf in shapes if id(leaf) not in found]
+    if missing:
+        raise CaptureError(
+            f"{len(missing)} arrays of what the function given to init returns cannot be found again among the step's "
+            "arguments. Make the state without init and pass it to the step."
+        )
+    return [found[id(leaf)] for leaf in shapes]
+
+
+def argument_of(path: str) -> str:
+    """The argument that a path stands in."""
+    return path.split(".")[0].split("[")[0]
+
+
+def _state_arguments(plan: Plan) -> list[str]:
+    """Arguments of the step that hold anything but a batch, in order."""
+    held = ("parameter", "optimizer_state", "state")
+    return list(dict.fromkeys(argument_of(i.path) for i in plan.inputs if i.role in held))

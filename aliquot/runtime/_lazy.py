@@ -1,0 +1,113 @@
+"""A step whose plan meets its arguments at the first call: only then is it traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..core import InputError
+from ..plans import Plan
+from ._check import StepCheck
+from ._init import init_state
+from ._stats import Stats
+from ._step import ParallelStep, make_mesh
+
+
+class LazyStep:
+    """A parallel step with the user's signature that traces, plans if it has no plan yet, and compiles when first called.
+
+    `init`, `plan` and `shardings` need no trace once there is a plan.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        prepare: Callable[[tuple[Any, ...], dict[str, Any]], ParallelStep],
+        *,
+        plan: Plan | None,
+        devices: Sequence[Any] | None,
+    ) -> None:
+        self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
+        self._step: ParallelStep | None = None
+        self._mesh: Mesh | None = None
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__doc__ = fn.__doc__
+
+    @property
+    def plan(self) -> Plan:
+        """What it runs. Raises `InputError` for a step that is planned at its first call, before that call."""
+        plan = self._step.plan if self._step else self._plan
+        if plan is None:
+            raise InputError(
+                f"{self.__name__} is planned from the arguments of its first call, and was not called yet. Call it first, "
+                "or make a plan with aliquot.plan(step, ...) and pass it: parallelize(step, plan)."
+            )
+        return plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices it runs on."""
+        if self._step:
+            return self._step.mesh
+        if self._mesh is None:
+            (stage,) = self.plan.stages
+            self._mesh = make_mesh(stage.mesh_shape, stage.axis_names, self._devices)
+        return self._mesh
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """Where each input lies, by path."""
+        if self._step:
+            return self._step.shardings
+        specs = self.plan.stages[0].shardings
+        return {
+            path: NamedSharding(self.mesh, PartitionSpec(*[axes or None for axes in dims])) for path, dims in specs.items()
+        }
+
+    def prepare(self, *args: Any, **kwargs: Any) -> ParallelStep:
+        """Trace the step for these arguments (arrays or shapes) without running it; a call does so by itself."""
+        if self._step is None:
+            self._step = self._prepare(args, kwargs)
+        return self._step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; see `ParallelStep`."""
+        return self.prepare(*args, **kwargs)(*args, **kwargs)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make the state, each part on the devices that hold it; see `ParallelStep.init`."""
+        return init_state(self._fn, self.plan, self.shardings, self.mesh, init_fn, args, kwargs)
+
+    def check(self, *args: Any, **kwargs: Any) -> StepCheck:
+        """Compare one step with the plain step; see `ParallelStep.check`."""
+        return self.prepare(*args, **kwargs).check(*args, **kwargs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The arguments where the step wants them; see `ParallelStep.place`."""
+        return self.prepare(*args, **kwargs).place(*args, **kwargs)
+
+    def stats(self) -> Stats:
+        """Figures of the compiled program. Raises `InputError` before the first call or `prepare`."""
+        return self._ready("stats()").stats()
+
+    def local_part(self, batch: Any, argument: str | None = None) -> Any:
+        """This process's part of a batch; see `ParallelStep.local_part`."""
+        return self._ready("local_part()").local_part(batch, argument)
+
+    def as_text(self) -> str:
+        """The optimized program, as the compiler prints it."""
+        return self._ready("as_text()").as_text()
+
+    def lower(self) -> Any:
+        """The program before optimization; see `ParallelStep.lower`."""
+        return self._ready("lower()").lower()
+
+    def _ready(self, what: str) -> ParallelStep:
+        if self._step is None:
+            raise InputError(
+                f"{self.__name__}.{what} needs the traced step. Call the step once, or step.prepare(...) with arrays or "
+                "shapes of its arguments."
+            )
+        return self._step

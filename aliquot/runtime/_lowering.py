@@ -1,0 +1,105 @@
+"""Pins -> a program: how the splits that a plan decided reach the compiler."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..graph import Graph, Op, ReplayHook, evaluate
+from ..sharding import Pins, Spec, dims_of, without_partial
+
+
+class AbstractLowering(abc.ABC):
+    """A way to run a graph under a plan's pins."""
+
+    @abc.abstractmethod
+    def replay(self, graph: Graph, arrays: Sequence[Any], *, without: frozenset[str] = frozenset()) -> list[Any]:
+        """Run a graph on traced arrays, one for each of its inputs.
+
+        Args:
+            graph: the step that the pins are of, or some of its operators under their own indices.
+            arrays: one for each of `graph.inputs`.
+            without: mesh axes that pins must not mention, as something around the replay splits along them.
+        """
+
+    @abc.abstractmethod
+    def constrain(self, array: Any, spec: Spec, *, without: frozenset[str] = frozenset(), leading: int = 0) -> Any:
+        """Split an array as `spec` says; `leading` dims stand before those that it speaks of, split over `without`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ConstraintLowering(AbstractLowering):
+    """Sharding constraints where the pins are; the compiler's partitioner does the rest.
+
+    An array that a pin leaves whole is constrained too: without it the compiler would guess.
+    """
+
+    mesh: Mesh
+    pins: Pins
+
+    def replay(self, graph: Graph, arrays: Sequence[Any], *, without: frozenset[str] = frozenset()) -> list[Any]:
+        """See `AbstractLowering.replay`."""
+        return evaluate(graph, arrays, on_op=_Constrain(self, without))
+
+    def constrain(self, array: Any, spec: Spec, *, without: frozenset[str] = frozenset(), leading: int = 0) -> Any:
+        """See `AbstractLowering.constrain`."""
+        if array.ndim == 0:
+            return array
+        dims = partition(self.mesh, spec, array.shape[leading:], without)
+        if leading:
+            groups = tuple(name for name in self.mesh.axis_names if name in without)
+            lead = [()] * (leading - 1) + [groups]
+            dims = PartitionSpec(*lead, *dims)
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
+
+
+def partition(mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset()) -> PartitionSpec:
+    """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too small for them."""
+    names = [str(name) for name in mesh.axis_names]
+    kept: list[tuple[str, ...]] = []
+    for size, axes in zip(shape, dims_of(without_partial(spec), names, len(shape)), strict=True):
+        mine: list[str] = []
+        shards = 1
+        for axis in axes:
+            if axis not in without and size % (shards * mesh.shape[axis]) == 0:
+                mine.append(axis)
+                shards *= mesh.shape[axis]
+        kept.append(tuple(mine))
+    return PartitionSpec(*kept)
+
+
+class _Constrain(ReplayHook):
+    """Pins every operand, then every result, one split after the other."""
+
+    def __init__(self, lowering: ConstraintLowering, without: frozenset[str]) -> None:
+        self._lowering, self._without = lowering, without
+        self._pins = lowering.pins
+
+    def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        if pin is None:
+            return arrays
+        return [
+            array if spec is None else self._pin(array, spec) for array, spec in zip(arrays, pin.operands, strict=True)
+        ]
+
+    def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        if pin is None:
+            return arrays
+        for position, chain in enumerate(pin.results):
+            for spec in chain:
+                arrays[position] = self._pin(arrays[position], spec)
+        return arrays
+
+    def value(self, index: int, array: Any) -> Any:
+        spec = self._pins.values.get(index)
+        return array if spec is None else self._pin(array, spec)
+
+    def _pin(self, array: Any, spec: Spec) -> Any:
+        return self._lowering.constrain(array, spec, without=self._without)

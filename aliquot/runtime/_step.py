@@ -1,0 +1,300 @@
+"""A step under a plan, called as the user's own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from ..cluster import Cluster, target_for
+from ..core import PlanMismatchError
+from ..graph import FlatCall, Graph
+from ..plans import Plan
+from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
+from ._check import StepCheck, compare, plain_results
+from ._init import init_state
+from ._spmd import Program, build_program
+from ._state import local_part, place
+from ._stats import Stats, compiled_stats
+
+
+class ParallelStep:
+    """A training step that runs on many devices with the user's signature.
+
+    Made by `build`. The program is compiled when it is first needed. State that the step replaces is donated: after a
+    call, use the state that it returned.
+    """
+
+    def __init__(self, *, graph: Graph, plan: Plan, mesh: Mesh, program: Program) -> None:
+        self._graph, self._plan, self._mesh, self._program = graph, plan, mesh, program
+        self._compiled: Any = None
+        self._stats: Stats | None = None
+        self._lower_s = self._compile_s = 0.0
+        self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
+        self._donated = frozenset(program.donated)
+        self._expected = graph.calling.call.skeleton()
+        self._types = [_type_of(leaf) for leaf in graph.calling.call.leaves]
+        self.__name__ = graph.name
+        self.__doc__ = graph.calling.fn.__doc__
+
+    @classmethod
+    def build(
+        cls,
+        graph: Graph,
+        nodes: NodeGraph,
+        choices: Sequence[Choice],
+        plan: Plan,
+        devices: Sequence[Any] | None = None,
+    ) -> ParallelStep:
+        """The step of a plan.
+
+        Args:
+            graph: the step on its whole batch.
+            nodes: its decisions, of the whole batch or of a micro-batch.
+            choices: what the plan decided, one for each node.
+            plan: mesh, micro-batches and data axes are read from it.
+            devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
+
+        Raises:
+            PlanMismatchError: there are fewer devices than the plan needs.
+            CaptureError: the step does not decompose into the plan's micro-batches.
+        """
+        (stage,) = plan.stages
+        mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
+        target = target_for(Cluster.from_dict(plan.cluster).device)
+        pins = make_pins(graph, nodes, choices, stage.mesh_shape, reduce_scatter=target.reduce_scatter)
+        micro_batches = None
+        if plan.num_micro_batches > 1:
+            sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+            micro_batches = plan_micro_batches(
+                graph,
+                plan.num_micro_batches,
+                num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
+                semantics=plan.micro_batch_semantics,
+                on_missing_rule="replicate",
+            )
+        program = build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
+        return cls(graph=graph, plan=plan, mesh=mesh, program=program)
+
+    @property
+    def plan(self) -> Plan:
+        """What it runs."""
+        return self._plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices it runs on."""
+        return self._mesh
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """Where each input lies, by path."""
+        return {i.path: s for i, s in zip(self._graph.inputs, self._program.in_shardings, strict=True)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step. Returns at once with arrays that are still being computed, as JAX does.
+
+        Takes plain or placed arrays. With several processes, a host array may be the process's own part.
+
+        Raises:
+            PlanMismatchError: the arguments are not those that were planned for; lists every difference.
+            CaptureError: other arguments are passed.
+        """
+        outputs = self._program_on(self._leaves(args, kwargs), keep=False)
+        return self._graph.calling.finish(outputs, args, kwargs)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's function that makes the state, so that every device makes only what it holds.
+
+        Args:
+            init_fn: returns the step's state argument, or a tuple of its state arguments in order.
+            *args, **kwargs: its arguments; the same in all processes.
+
+        Raises:
+            PlanMismatchError: what it returns is not what the step takes; names the paths that differ.
+        """
+        return init_state(self._graph.calling.fn, self._plan, self.shardings, self._mesh, init_fn, args, kwargs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The arguments with every array where the step wants it, for loops that prepare their next batch early.
+
+        Positional arguments come back in order, then keyword arguments. Raises as a call does.
+        """
+        call = self._graph.calling.flatten(args, kwargs)
+        self._check_call(call)
+        by_leaf = {id(leaf): self._place(position, leaf, keep=False) for position, leaf in enumerate(call.leaves)}
+        return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
+
+    def local_part(self, batch: Any, argument: str | None = None) -> Any:
+        """The part of a batch (a tree of whole host arrays) that this process must feed.
+
+        Args:
+            batch: one argument of the step.
+            argument: its name; by default the last positional one.
+        """
+        calling = self._graph.calling
+        name = argument or calling.names[calling.num_positional - 1]
+        shardings = [
+            sharding
+            for parts, sharding in zip(calling.call.parts, self._program.in_shardings, strict=True)
+            if parts[0] == name
+        ]
+        leaves, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)])
+
+    def stats(self) -> Stats:
+        """Memory on each device, collectives and compile time of the compiled program. Compiles it if need be."""
+        if self._stats is None:
+            compiled = self._compile()
+            names = [str(name) for name in self._mesh.axis_names]
+            self._stats = compiled_stats(
+                compiled,
+                names,
+                [self._mesh.shape[name] for name in names],
+                lower_s=self._lower_s,
+                compile_s=self._compile_s,
+            )
+        return self._stats
+
+    def check(self, *args: Any, **kwargs: Any) -> StepCheck:
+        """Run one step here and plainly on one device, and compare every output. The arguments stay as they are.
+
+        The plain step must fit on one device. With several processes, pass whole arrays, the same in all.
+        """
+        call = self._graph.calling.flatten(args, kwargs)
+        self._check_call(call)
+        found = self._program_on(call.leaves, keep=True)
+        wanted = plain_results(self._graph, call.leaves)
+        return compare([o.path for o in self._graph.outputs], found, wanted)
+
+    def as_text(self) -> str:
+        """The optimized program, as the compiler prints it."""
+        text: str = self._compile().as_text()
+        return text
+
+    def lower(self) -> Any:
+        """The program before the compiler's optimizations, as `jax.jit(...).lower(...)` returns it."""
+        structs = [_struct(t, s) for t, s in zip(self._types, self._program.in_shardings, strict=True)]
+        return self._program.jitted.lower(*structs)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _compile(self) -> Any:
+        if self._compiled is None:
+            start = time.perf_counter()
+            lowered = self.lower()
+            middle = time.perf_counter()
+            self._compiled = lowered.compile()
+            self._lower_s, self._compile_s = middle - start, time.perf_counter() - middle
+        return self._compiled
+
+    def _program_on(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+        shared = Counter(id(leaf) for leaf in leaves)
+        placed = [
+            self._place(position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1))
+            for position, leaf in enumerate(leaves)
+        ]
+        return list(self._compile()(*placed))
+
+    def _place(self, position: int, leaf: Any, *, keep: bool) -> jax.Array:
+        shape = self._types[position][0]
+        sharding = self._program.in_shardings[position]
+        donated = position in self._donated
+        moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        path = self._graph.inputs[position].path
+        # What had to be moved here is still the caller's where it came from.
+        return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
+
+    def _leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """The arrays of a call, in the order of the step's inputs."""
+        names = tuple(kwargs)
+        flat, tree = jax.tree.flatten((tuple(args), tuple(kwargs.values())))
+        known = self._seen
+        if known is not None and known[0] == (names, tree) and all(flat[k] is static for k, static in known[1]):
+            skipped = {k for k, _ in known[1]}
+            leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped]
+            self._check_types(leaves)
+            return leaves
+        call = self._graph.calling.flatten(args, kwargs)
+        self._check_call(call)
+        statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
+        arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
+        # Naming every path again is slow; a call that looks the same needs it once, unless objects hide their arrays.
+        if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
+            self._seen = ((names, tree), statics)
+        return call.leaves
+
+    def _check_call(self, call: FlatCall) -> None:
+        if call.skeleton() != self._expected:
+            problems = self._graph.calling.call.differences(call) or ("its structure differs",)
+            self._refuse(problems)
+        self._check_types(call.leaves)
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        wrong = []
+        for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self._types, strict=True):
+            path = item.path
+            if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
+                wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
+            if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
+                wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
+        if wrong:
+            self._refuse(wrong)
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        raise PlanMismatchError(
+            problems,
+            asked=f"{self._graph.name} is called with other arguments than it was planned for",
+            advice="Plan it again for these arguments.",
+        )
+
+
+def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over the first devices, numbered row by row, that leaves splits to the compiler where a plan is silent.
+
+    Raises:
+        PlanMismatchError: there are too few devices.
+    """
+    needed = math.prod(shape)
+    available = list(jax.devices() if devices is None else devices)
+    if len(available) < needed:
+        raise PlanMismatchError(
+            f"the plan is for {needed} devices ({'x'.join(map(str, shape))}), and there are {len(available)}",
+            asked="the plan does not fit these devices",
+            advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
+        )
+    grid = np.array(available[:needed], dtype=object).reshape(tuple(shape))
+    return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(shape)))
+
+
+def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), _canonical(leaf.dtype)
+
+
+def _canonical(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _struct(kind: tuple[tuple[int, ...], Any], sharding: NamedSharding) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(kind[0], kind[1], sharding=sharding)
+
+
+def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a host array may be one process's part of an array."""
+    return (
+        jax.process_count() > 1
+        and len(leaf.shape) == len(shape)
+        and all(mine <= whole for mine, whole in zip(leaf.shape, shape, strict=True))
+        and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable)
+    )

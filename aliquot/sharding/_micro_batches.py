@@ -1,0 +1,270 @@
+"""How an unmodified step runs on micro-batches: which operators run on each, and how their results combine.
+
+The step is traced a second time on a smaller batch. Dims that differ between the two traces are the batch's; the
+rules then decide for every array whether a micro-batch computes it as it is, its own slice of it, or a summand
+(`_time_specs`). Numbers that the user's code wrote down, such as the divisor of a mean, are those of the whole batch,
+so that summands add up to the step's own result, whether a loss is a mean or a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core import CaptureError, InputError
+from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph
+from ._micro_walk import Walk
+from ._one_example import one_example
+from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
+
+SEMANTICS = ("exact", "independent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchPlan:
+    """A step cut over time.
+
+    A batch of `B` examples is cut into `num_groups * num_micro_batches` parts: each group of devices takes its own
+    contiguous share, micro-batch by micro-batch.
+
+    Attributes:
+        whole: the step on the whole batch.
+        part: the same operators and values on one part, with the literals of the whole.
+        part_eqns: for each structured operator of the whole, JAX's equation on a part.
+        num_micro_batches, num_groups: parts in time, and parts that run side by side.
+        semantics: "exact", or "independent" if some arrays stand for one part alone.
+        specs: for each value how the parts' values make it up.
+        actions: what becomes of operators that do not simply run on each part, by index.
+        conversions: what happens to operands on their way in, by operator index and position.
+        early_calls, late_calls: structured operators that run before the first and after the last part.
+        combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is computed once, after
+            the last part), or another reduction.
+        independent: the operators that see one part alone, as a reader may want to know them.
+    """
+
+    whole: Graph
+    part: Graph
+    part_eqns: dict[Call, Any] = field(repr=False)
+    num_micro_batches: int
+    num_groups: int
+    semantics: str
+    specs: tuple[TimeSpec, ...] = field(repr=False)
+    actions: dict[int, Action] = field(repr=False)
+    conversions: dict[tuple[int, int], Conversion] = field(repr=False)
+    early_calls: frozenset[Call] = field(repr=False)
+    late_calls: frozenset[Call] = field(repr=False)
+    combine: dict[str, str]
+    independent: tuple[str, ...]
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of one batch."""
+        return self.num_micro_batches * self.num_groups
+
+
+def plan_micro_batches(
+    graph: Graph,
+    num_micro_batches: int,
+    *,
+    num_groups: int = 1,
+    semantics: str = "exact",
+    on_missing_rule: str = "error",
+) -> MicroBatchPlan:
+    """Decide how a step runs on micro-batches and gives the same result as on the whole batch.
+
+    Args:
+        graph: the step as captured, on the whole batch.
+        num_micro_batches: parts in time.
+        num_groups: groups of devices that each take a share of the batch (data parallelism).
+        semantics: "exact": the step's own numbers, or an error. "independent": where a result is a non-linear function
+            of a sum over the batch (the statistics of BatchNorm), each part takes its own sum, scaled up to the batch;
+            what such values leave behind as state is averaged over the parts.
+        on_missing_rule: see `dim_rule`.
+
+    Raises:
+        InputError: the parts do not divide the batch, or there is none.
+        CaptureError: the step does not decompose, or its Python code looks at the size of the batch.
+    """
+    if semantics not in SEMANTICS:
+        raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
+    parts = num_micro_batches * num_groups
+    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
+    own: frozenset[int] = frozenset()
+    while True:
+        walk = Walk(whole=graph, part=part, parts=parts, own=own, on_missing_rule=on_missing_rule)
+        walk.run()
+        if semantics == "exact" and (walk.violations or walk.conflicts):
+            raise _refusal(graph, walk)
+        if not walk.conflicts:
+            break
+        own |= walk.conflicts.keys()
+    return MicroBatchPlan(
+        whole=graph,
+        part=part,
+        part_eqns=eqns,
+        num_micro_batches=num_micro_batches,
+        num_groups=num_groups,
+        semantics=semantics,
+        specs=tuple(spec or EQUAL for spec in walk.specs),
+        actions=walk.actions,
+        conversions=walk.conversions,
+        early_calls=frozenset(walk.early_calls),
+        late_calls=frozenset(walk.late_calls),
+        combine={output.path: _combine(walk, output.value) for output in graph.outputs},
+        independent=tuple(dict.fromkeys(describe(graph.ops[index]) for index in sorted(walk.violations.keys() | own))),
+    )
+
+
+def _combine(walk: Walk, operand: Operand) -> str:
+    spec = EQUAL if isinstance(operand, Literal) else walk.specs[operand] or EQUAL
+    match spec.kind:
+        case TimeKind.SPLIT:
+            return f"{spec.kind} {spec.dim}"
+        case TimeKind.LATE | TimeKind.WHOLE:
+            return TimeKind.EQUAL.value
+    return spec.kind.value
+
+
+# ---- the second trace ------------------------------------------------------------------------------------------------
+
+
+def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
+    """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch.
+
+    Raises:
+        InputError: the parts do not divide the batch, or there is none.
+    """
+    parts = num_micro_batches * num_groups
+    batch = [item for item in graph.inputs if item.role is Role.BATCH]
+    if not batch:
+        raise InputError(
+            f"{graph.name} has no batch that could be cut into {num_micro_batches} micro-batches: none of its "
+            "arguments is an array that each step gets anew. Use num_micro_batches=1."
+        )
+    groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
+    wrong = [
+        f"{item.path} holds {graph.values[item.value].shape[0]}"
+        for item in batch
+        if graph.values[item.value].shape[0] % parts
+    ]
+    if num_micro_batches < 1 or wrong:
+        raise InputError(
+            f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of {parts} examples, but "
+            f"{'; '.join(wrong) or 'there must be at least one'}. Choose another number of micro-batches, or another "
+            "batch."
+        )
+    (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
+    try:
+        if size == 1 and parts > 1:
+            return one_example(_trace(graph, 2), _trace(graph, 4))
+        return _trace(graph, size)
+    except (TypeError, ValueError, IndexError) as error:
+        raise CaptureError(
+            f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch: {error}. "
+            "Take sizes from the arrays (x.shape[0]) instead of writing them down, or use num_micro_batches=1."
+        ) from error
+
+
+def _trace(graph: Graph, size: int) -> Graph:
+    """The step traced on so many examples."""
+    leaves = []
+    for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True):
+        shape = graph.values[item.value].shape
+        leaves.append(_Leaf(leaf, (size, *shape[1:])) if item.role is Role.BATCH else leaf)
+    return build_graph(graph.calling, leaves)
+
+
+class _Leaf:
+    """A leaf of another shape."""
+
+    def __init__(self, like: Any, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.dtype = like.dtype
+        self.weak_type = getattr(like, "weak_type", False)
+
+
+def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
+    """The part's operators and values with the whole's literals. Raises `CaptureError` if the programs differ."""
+    for a, b in zip(whole.ops, part.ops):
+        if a.name != b.name or a.trips != b.trips or a.outputs != b.outputs or not _same_operands(a, b):
+            raise _different(whole, a, b)
+    if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
+        raise _different(whole, whole.ops[-1], part.ops[-1])
+    ops = tuple(replace(a, eqn=b.eqn, params=b.params) for a, b in zip(whole.ops, part.ops))
+    others = _calls(part.body.items)
+    eqns = {call: next(others).eqn for call in _calls(whole.body.items)}
+    return replace(part, ops=ops), eqns
+
+
+def _same_operands(a: Op, b: Op) -> bool:
+    return len(a.inputs) == len(b.inputs) and all(
+        x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
+    )
+
+
+def _calls(items: Iterable[int | Call]) -> Iterator[Call]:
+    for item in items:
+        if isinstance(item, Call):
+            yield item
+            for block in item.blocks:
+                yield from _calls(block.items)
+
+
+def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
+    sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
+    change = f"{describe(a)} becomes {describe(b)}"
+    if a.trips != b.trips:
+        change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
+    return CaptureError(
+        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}: {change}. "
+        "Its Python code looks at the size of the batch, or it loops over the batch. Use num_micro_batches=1."
+    )
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def where(op: Op) -> str:
+    """The user's line that an operator comes from."""
+    line = ""
+    if op.eqn is not None:
+        from jax.extend import source_info_util
+
+        line = str(source_info_util.summarize(op.eqn.source_info))
+    # Some transposed operators have no line of their own.
+    return line or op.scope or "an unknown line"
+
+
+def describe(op: Op) -> str:
+    """An operator as a reader finds it again: its name and the user's line."""
+    return f"`{op.name}` at {where(op)}"
+
+
+def _refusal(graph: Graph, walk: Walk) -> CaptureError:
+    found = walk.violations | walk.conflicts
+    lines: dict[str, str] = {}
+    for index in sorted(found):
+        op = graph.ops[index]
+        lines.setdefault(f"{describe(op)}: {found[index]}", _reached(graph, op))
+    shown = list(lines.items())[:3]
+    text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
+    more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    return CaptureError(
+        f"{graph.name} does not decompose into micro-batches:{text}{more}\n"
+        '  Use num_micro_batches=1, or micro_batch_semantics="independent" to let each micro-batch take its own '
+        "value there (as BatchNorm usually does)."
+    )
+
+
+def _reached(graph: Graph, op: Op) -> str:
+    """Which outputs depend on an operator."""
+    reached = {out for out in op.outputs if out >= 0}
+    for later in graph.ops[op.index + 1 :]:
+        if any(isinstance(i, int) and i in reached for i in later.inputs):
+            reached.update(out for out in later.outputs if out >= 0)
+    paths = [o.path or "the result" for o in graph.outputs if isinstance(o.value, int) and o.value in reached]
+    # A gradient's way through a loop is hidden from this walk; the first result then stands for all.
+    first = paths[0] if paths else graph.outputs[0].path
+    more = f" and {len(paths) - 1} more outputs depend" if len(paths) > 1 else " depends"
+    return f"{first}{more}"

@@ -1,0 +1,246 @@
+"""One operator on one micro-batch: what its operands being parts of the whole batch makes of its results.
+
+A micro-batch split is a split over time, so the same declarations that say how an array may be split over devices
+decide here. `follow` is the whole algebra for one operator; `_micro_batches` walks a step with it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..graph import Op
+from ._rule import DimRule
+
+
+class TimeKind(enum.StrEnum):
+    """How the values that all parts of a batch compute for one array make up the array.
+
+    `EQUAL`: each part computes the array itself. `SPLIT`: each computes its own slice. `SUM` and the other reductions:
+    the array is the sum (...) over the parts. `OWN`: each part has a value of its own that stands for the array (only
+    under independent semantics). `LATE`: computed once, from combined arrays, after the last part. `WHOLE`: exists only
+    for the whole batch, computed before the first part.
+    """
+
+    EQUAL = "equal"
+    SPLIT = "concatenate"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    PROD = "prod"
+    AND = "and"
+    OR = "or"
+    OWN = "mean"
+    LATE = "late"
+    WHOLE = "whole"
+
+
+REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND, TimeKind.OR})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpec:
+    """A kind and, for `SPLIT`, the dim; -1 for all others."""
+
+    kind: TimeKind
+    dim: int = -1
+
+
+EQUAL = TimeSpec(kind=TimeKind.EQUAL)
+SUM = TimeSpec(kind=TimeKind.SUM)
+OWN = TimeSpec(kind=TimeKind.OWN)
+LATE = TimeSpec(kind=TimeKind.LATE)
+WHOLE = TimeSpec(kind=TimeKind.WHOLE)
+
+
+def split_at(dim: int) -> TimeSpec:
+    """The spec of an array of which each part has a slice of `dim`."""
+    return TimeSpec(kind=TimeKind.SPLIT, dim=dim)
+
+
+class Conversion(enum.StrEnum):
+    """What happens to an operand on its way into an operator.
+
+    `ONCE`: the first part keeps it, the others take zeros, so that it counts once in a sum. `OWN`: a part's sum times
+    the number of parts, its estimate of the whole. `EARLY`: the whole batch's value, computed before the first part.
+    `LOCAL`: positions in the batch become positions in the part.
+    """
+
+    ONCE = "once"
+    OWN = "own"
+    EARLY = "early"
+    LOCAL = "local"
+
+
+class Action(enum.StrEnum):
+    """How an operator runs: on a part; for the whole batch and then sliced (what it makes depends on the position, as
+    random bits do); on a part and then shifted by the part's position (an iota); before or after all parts.
+    """
+
+    RUN = "run"
+    SLICE = "slice"
+    SHIFT = "shift"
+    EARLY = "early"
+    LATE = "late"
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What becomes of an operator on a part: specs of its results, conversions by operand position, and its action."""
+
+    results: tuple[TimeSpec, ...]
+    conversions: tuple[tuple[int, Conversion], ...] = ()
+    action: Action = Action.RUN
+
+
+def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
+    """`EQUAL` for equal shapes, `SPLIT` where one dim is `parts` times as long; None otherwise."""
+    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    if not differing:
+        return EQUAL
+    if len(differing) == 1 and whole[differing[0]] == parts * part[differing[0]]:
+        return split_at(differing[0])
+    return None
+
+
+def follow(
+    op: Op,
+    rule: DimRule,
+    specs: Sequence[TimeSpec],
+    shapes: Sequence[tuple[Shape, Shape]],
+    parts: int,
+    positions: bool = False,
+) -> Followed | str:
+    """Results of an operator that runs on each part, or why it cannot.
+
+    Args:
+        op: the operator; only its name, its parameters and the number of its operands matter.
+        rule: its rule at the whole batch's shapes.
+        specs: specs of its operands; none of them `LATE` or `WHOLE`.
+        shapes: of each result, with the whole batch and with a part.
+        parts: number of parts.
+        positions: whether the indices of a lookup along the batch are each row's own position.
+    """
+    kinds = {spec.kind for spec in specs}
+    if op.name in ("optimization_barrier", "device_put"):
+        return _checked(Followed(results=tuple(specs)), shapes, parts)
+    if kinds & REDUCTIONS:
+        return "it uses a reduction over the batch, which is known only after the last micro-batch"
+    if TimeKind.SUM in kinds:
+        outcome = _of_sums(rule, specs, len(shapes))
+    elif TimeKind.SPLIT in kinds:
+        outcome = _of_slices(op, rule, specs, positions)
+    else:
+        return _of_equals(op, specs, shapes, parts)
+    return outcome if isinstance(outcome, str) else _checked(outcome, shapes, parts)
+
+
+def _checked(outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
+    """The rule's word against what the two traces say."""
+    for spec, (whole, part) in zip(outcome.results, shapes, strict=True):
+        seen = spec_by_shape(whole, part, parts)
+        expected = spec if spec.kind is TimeKind.SPLIT else EQUAL
+        if seen != expected:
+            return f"its rule does not explain why its result is {whole} for the batch and {part} for a micro-batch"
+    return outcome
+
+
+def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Followed | str:
+    """Linear operators keep sums apart; what is not summed counts once where it is added, and any time as a factor."""
+    reason = "it is not linear in a sum over the batch"
+    if not rule.linear:
+        return reason
+    groups = {rule.linear[k] for k, spec in enumerate(specs) if spec.kind is TimeKind.SUM}
+    if len(groups) != 1 or 0 in groups:
+        return reason
+    (group,) = groups
+    once = []
+    for k, spec in enumerate(specs):
+        if spec.kind is TimeKind.SPLIT or (spec.kind is TimeKind.OWN and rule.linear[k] == group):
+            return "it joins a sum over the batch with parts of the batch"
+        if spec.kind is TimeKind.EQUAL and rule.linear[k] == group:
+            once.append((k, Conversion.ONCE))
+    return Followed(results=(SUM,) * num_results, conversions=tuple(once))
+
+
+def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool) -> Followed | str:
+    """One factor runs through all slices; results that carry it are slices, those that reduce it are parts of a sum."""
+    letters = {}
+    for k, spec in enumerate(specs):
+        if spec.kind is TimeKind.SPLIT:
+            letters[k] = rule.operands[k][spec.dim][0]
+    if positions:
+        return _of_own_rows(op, rule, specs, letters)
+    if len(set(letters.values())) > 1:
+        return "it sets examples against one another"
+    (letter,) = set(letters.values())
+    if not letter.islower():
+        return "it needs a dim of the batch as a whole"
+    if _looks_up(op, rule, specs, letter):
+        return "it looks up examples by their position in the batch"
+    results = []
+    for dims in rule.results:
+        dim = next((d for d, names in enumerate(dims) if names[0] == letter), -1)
+        if dim >= 0:
+            results.append(split_at(dim))
+        elif letter in rule.reduced and (rule.reduce == "sum" or op.name.startswith("reduce_")):
+            results.append(TimeSpec(kind=TimeKind(rule.reduce)))
+        else:
+            return "it combines the examples of a batch in a way that parts of the batch cannot"
+    once: list[tuple[int, Conversion]] = []
+    if SUM in results and rule.linear:
+        summed = {rule.linear[k] for k in letters} - {0}
+        for k, spec in enumerate(specs):
+            # A scatter adds to an array that all parts have: it must count once.
+            if k not in letters and rule.linear[k] in summed:
+                if spec.kind is TimeKind.OWN:
+                    return "it adds to a value that each micro-batch has for itself"
+                once.append((k, Conversion.ONCE))
+    own = any(spec.kind is TimeKind.OWN for spec in specs)
+    return Followed(results=tuple(OWN if own and spec == EQUAL else spec for spec in results), conversions=tuple(once))
+
+
+def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> bool:
+    """Whether the array that a lookup or an update indexes is split along an indexed dim."""
+    if op.name != "gather" and not op.name.startswith("scatter"):
+        return False
+    if specs[0].kind is not TimeKind.SPLIT:
+        return False
+    others = rule.results[0] if op.name == "gather" else rule.operands[2]
+    return not any(letter in names for names in others)
+
+
+def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str]) -> Followed | str:
+    """A lookup in which each index stands for its own example: local, once the positions are those in the part."""
+    row = letters[1]
+    others = {k: letter for k, letter in letters.items() if k not in (0, 1)}
+    if not row.islower() and op.name == "gather" or any(letter != row for letter in others.values()):
+        return "it looks up examples by their position in the batch"
+    if op.name == "gather":
+        dim = next((d for d, names in enumerate(rule.results[0]) if names[0] == row), -1)
+        return Followed(results=(split_at(dim),), conversions=((1, Conversion.LOCAL),))
+    return Followed(results=(specs[0],), conversions=((1, Conversion.LOCAL),))
+
+
+def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
+    """Equal operands give equal results, unless the operator itself writes down the size of the batch."""
+    own = any(spec.kind is TimeKind.OWN for spec in specs)
+    results = []
+    for whole, part in shapes:
+        seen = spec_by_shape(whole, part, parts)
+        if seen is None:
+            return "it makes an array of which more than one dim is the batch's"
+        results.append(OWN if own and seen == EQUAL else seen)
+    if all(spec.kind is not TimeKind.SPLIT for spec in results) or op.name in ("broadcast_in_dim", "empty", "empty2"):
+        return Followed(results=tuple(results))
+    if op.name == "iota":
+        shifted = op.params["dimension"] == results[0].dim
+        return Followed(results=tuple(results), action=Action.SHIFT if shifted else Action.RUN)
+    if own:
+        return "it spreads a value that each micro-batch has for itself over the batch"
+    return Followed(results=tuple(results), action=Action.SLICE)

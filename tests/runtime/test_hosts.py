@@ -1,0 +1,57 @@
+"""Two and four processes on this machine train as one does."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "host_worker.py"
+TIMEOUT_S = 170
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]:
+    """What each process printed. Hung processes are killed: they do not listen to anything gentler."""
+    tests = WORKER.parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "JAX_ENABLE_X64": "0"}
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), *map(str, (k, count, port, num_micro_batches, *mesh))],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for k in range(count)
+    ]
+    try:
+        printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for process, (_, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors[-2000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
+
+
+@pytest.mark.parametrize(("count", "mesh", "num_micro_batches"), [(2, (4, 2), 2), (4, (8,), 1)])
+def test_several_processes_train_as_one(count, mesh, num_micro_batches):
+    (alone,) = run(1, mesh, num_micro_batches)
+    together = run(count, mesh, num_micro_batches)
+    for found in together:
+        assert found["devices"] == 8
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert alone["losses"][0] != pytest.approx(alone["losses"][1], rel=1e-6)

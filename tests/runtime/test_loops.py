@@ -1,0 +1,225 @@
+"""A step in micro-batches computes what the plain step computes, whatever its loss is made of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from graph.steps import STEPS
+from runtime.planned import loop_results
+
+from aliquot.graph import capture
+from aliquot.runtime._check import compare, plain_results
+
+ROWS = 16
+KEY = jax.random.key(3)
+
+
+def data():
+    random = np.random.default_rng(0)
+    mask = (random.random(ROWS) < 0.6).astype(np.float64)
+    mask[:4] = [1, 0, 0, 0]  # micro-batches count differently
+    return {"x": random.normal(size=(ROWS, 6)), "y": random.integers(0, 3, ROWS).astype(np.int32), "mask": mask}
+
+
+def weights():
+    random = np.random.default_rng(1)
+    return {"w": random.normal(size=(6, 3)), "v": random.normal(size=(3, 3))}
+
+
+def train_on(loss_fn):
+    def train_step(params, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return train_step
+
+
+def logits(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+
+
+def each(params, batch):
+    scores = logits(params, batch)
+    return jax.nn.logsumexp(scores, axis=1) - jnp.take_along_axis(scores, batch["y"][:, None], axis=1)[:, 0]
+
+
+def mean(params, batch):
+    return each(params, batch).mean()
+
+
+def total(params, batch):
+    return each(params, batch).sum()
+
+
+def masked_mean(params, batch):
+    return jnp.sum(each(params, batch) * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+
+
+def weight_decay(params, batch):
+    return mean(params, batch) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+
+def dropout(params, batch):
+    kept = jax.random.bernoulli(KEY, 0.5, (batch["x"].shape[0], 3))
+    hidden = jnp.where(kept, jnp.tanh(batch["x"] @ params["w"]), 0.0)
+    return jnp.mean((hidden @ params["v"]) ** 2)
+
+
+def key_for_each_example(params, batch):
+    keys = jax.random.split(KEY, batch["x"].shape[0])
+    noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+    return jnp.mean((logits(params, batch) + noise) ** 2)
+
+
+def rows_by_number(params, batch):
+    scores = jax.nn.log_softmax(logits(params, batch))
+    return -scores[jnp.arange(scores.shape[0]), batch["y"]].mean()
+
+
+def position_in_batch(params, batch):
+    scores = logits(params, batch)
+    return jnp.mean(scores * jnp.linspace(0.0, 1.0, scores.shape[0])[:, None])
+
+
+def normalised_inputs(params, batch):
+    x = batch["x"]
+    return mean(params, {**batch, "x": (x - x.mean(0)) / x.std(0)})
+
+
+def running_sum_of_batch(params, batch):
+    return jnp.mean(each(params, batch) * jnp.cumsum(batch["mask"]))
+
+
+def remat_dropout(params, batch):
+    @jax.checkpoint
+    def block(w, x):
+        kept = jax.random.bernoulli(KEY, 0.5, x.shape)
+        return jnp.tanh(jnp.where(kept, x, 0.0) @ w)
+
+    return jnp.mean(block(params["v"], block(params["w"], batch["x"])) ** 2)
+
+
+def auxiliary_loss_in_a_scan(params, batch):
+    def block(carry, _):
+        x, extra = carry
+        x = jnp.tanh(x @ params["v"])
+        return (x, extra + jnp.mean(x**2) + 0.01 * jnp.sum(params["v"] ** 2)), None
+
+    (x, extra), _ = jax.lax.scan(block, (batch["x"] @ params["w"], 0.0), None, length=3)
+    return jnp.mean(x) + extra
+
+
+def recurrent(params, batch):
+    def cell(state, x):
+        state = jnp.tanh(x[:, None] * params["w"][0] + state @ params["v"])
+        return state, state.mean()
+
+    start = jnp.zeros((batch["x"].shape[0], 3), batch["x"].dtype)
+    state, means = jax.lax.scan(cell, start, batch["x"].T)
+    return jnp.mean(state**2) + means.sum()
+
+
+LOSSES = [
+    mean,
+    total,
+    masked_mean,
+    weight_decay,
+    dropout,
+    key_for_each_example,
+    rows_by_number,
+    position_in_batch,
+    normalised_inputs,
+    running_sum_of_batch,
+    remat_dropout,
+    auxiliary_loss_in_a_scan,
+    recurrent,
+]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+def test_losses(loss_fn, groups, x64):
+    leaves_of = (weights(), data())
+    graph = capture(train_on(loss_fn), *leaves_of)
+    leaves = jax.tree.leaves(leaves_of)
+    found = loop_results(graph, leaves, num_micro_batches=4, groups=groups)
+    check = compare([o.path for o in graph.outputs], found, plain_results(graph, leaves))
+    assert check.largest < 1e-13, str(check)
+
+
+STEP_NAMES = [
+    "nnx_in_place",
+    "nnx_in_place_metrics",
+    "equinox_filter_jit",
+    "remat_save_names",
+    "scan_layers_remat",
+    "switch_of_three",
+    "tied_embeddings",
+    "optax_clip_adamw_schedule",
+    "optax_adafactor",
+    "plain_aux",
+    "plain_dropout_raw_key",
+    "plain_evaluation",
+    "plain_loss_scale_cond",
+]
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_steps(name, x64):
+    made = STEPS[name]()
+    graph = capture(made.fn, *made.args, **made.kwargs)
+    leaves = graph.calling.flatten(made.args, made.kwargs).leaves
+    found = loop_results(graph, leaves, num_micro_batches=2, groups=2)
+    check = compare([o.path for o in graph.outputs], found, plain_results(graph, leaves))
+    # The NNX layers of the table keep single precision.
+    assert check.largest < (1e-5 if name.startswith("nnx") else 1e-13), str(check)
+
+
+def batch_norm(params, batch):
+    hidden = batch["x"] @ params["w"]
+    hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5)
+    return jnp.mean((hidden @ params["v"] - 1.0) ** 2)
+
+
+def log_of_mean(params, batch):
+    return jnp.log(mean(params, batch) + 1.0)
+
+
+@pytest.mark.parametrize("loss_fn", [batch_norm, log_of_mean])
+def test_independent_micro_batches_are_steps_of_their_own(loss_fn, x64):
+    """Their gradients and losses are averaged: the step takes means over the batch."""
+    params, batch = weights(), data()
+    graph = capture(train_on(loss_fn), params, batch)
+    leaves = jax.tree.leaves((params, batch))
+    found = loop_results(graph, leaves, num_micro_batches=2, groups=2, semantics="independent")
+    quarters = [jax.tree.map(lambda x, k=k: x[4 * k : 4 * k + 4], batch) for k in range(4)]
+    gradients = [jax.grad(loss_fn)(params, quarter) for quarter in quarters]
+    for name, new in zip(("v", "w"), found[:2], strict=True):
+        wanted = params[name] - 0.1 * sum(g[name] for g in gradients) / 4
+        np.testing.assert_allclose(np.asarray(new), wanted, rtol=1e-12)
+
+
+def test_running_statistics_are_averaged(x64):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(6, rngs=rngs, momentum=0.5, param_dtype=jnp.float64)
+
+    def train_step(net, batch):
+        def loss_fn(net):
+            return jnp.mean(net.norm(batch["x"] * 2.0) ** 4)
+
+        grads = nnx.grad(loss_fn)(net)
+        del grads
+        return loss_fn(net)
+
+    net, batch = Net(nnx.Rngs(0)), {"x": data()["x"]}
+    graph = capture(train_step, net, batch)
+    leaves = graph.calling.flatten((net, batch), {}).leaves
+    plain = plain_results(graph, leaves)
+    found = loop_results(graph, leaves, num_micro_batches=2, semantics="independent")
+    by_path = {o.path: (np.asarray(f), np.asarray(p)) for o, f, p in zip(graph.outputs, found, plain, strict=True)}
+    mean_found, mean_plain = by_path["net.norm.mean"]
+    np.testing.assert_allclose(mean_found, mean_plain, rtol=1e-12)
+    variance_found, variance_plain = by_path["net.norm.var"]
+    assert (variance_found < variance_plain).all()

@@ -1,0 +1,247 @@
+"""A step under a plan: the user's signature, the plain step's numbers, donated state, one exchange of gradients."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from runtime.planned import build, parallel
+
+from aliquot import zoo
+from aliquot.core import PlanMismatchError
+from aliquot.graph import capture
+from aliquot.planners import DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 32, "seq_len": 8}
+WIDTHS = (12, 16, 8)
+
+
+def model(name, *, dtype="float64", scan=False, recompute="block", rows=32, optimizer="sgd"):
+    config = zoo.configure(name, **SMALL, **({"num_kv_heads": 2} if name.startswith("llama") else {}))
+    return zoo.build(config, rows, dtype=dtype, scan=scan, recompute=recompute, optimizer=optimizer)
+
+
+def tokens(work, seed=0):
+    random = np.random.default_rng(seed)
+    return {name: random.integers(0, 32, x.shape).astype(x.dtype) for name, x in work.batch.items()}
+
+
+def state_of(work):
+    random = np.random.default_rng(2)
+    return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) / 5, x.dtype), work.state)
+
+
+def mlp_params():
+    random = np.random.default_rng(0)
+    return [
+        {"w": random.normal(size=(a, b)).astype(np.float32) / 4, "b": np.zeros(b, np.float32)}
+        for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)
+    ]
+
+
+def mlp_batch(rows=16):
+    random = np.random.default_rng(1)
+    return {name: random.normal(size=(rows, n)).astype(np.float32) for name, n in (("x", 12), ("y", 8))}
+
+
+def train_mlp(params, batch, *, rate=0.1):
+    """One step of gradient descent."""
+
+    def loss_fn(params):
+        x = batch["x"]
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads), {"loss": loss}
+
+
+@pytest.fixture(scope="module")
+def mlp_step():
+    return parallel(train_mlp, mlp_params(), mlp_batch(), method=DataParallel())
+
+
+# Each model, form, mesh, method and number of micro-batches at least once.
+# Zero2Parallel leaves each device a single example at a time.
+COVER = [
+    ("gpt-125m", True, ShardParallel(mesh_shape=(4, 2)), 1),
+    ("gpt-125m", False, Zero2Parallel(), 4),
+    ("llama-7b", True, ShardParallel(mesh_shape=(2, 2, 2)), 4),
+    ("llama-7b", True, Zero3Parallel(), 2),
+]
+
+
+@pytest.mark.parametrize(("name", "scan", "method", "num_micro_batches"), COVER)
+def test_the_plain_numbers(name, scan, method, num_micro_batches, x64):
+    work = model(name, scan=scan)
+    step = build(capture(work.train_step, work.state, work.batch), method, num_micro_batches)
+    state = state_of(work)
+    check = step.check(state, tokens(work))
+    # The bias of attention's keys has no gradient but rounding.
+    off = [leaf for leaf in check.leaves if leaf.largest > 1e-12 * max(leaf.magnitude, 1e-6)]
+    assert not off
+    # The arguments of a check stay as they are.
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_gradients_cross_once_behind_the_loop():
+    work = model("gpt-125m", dtype="float32", scan=True)
+    step = build(capture(work.train_step, work.state, work.batch), DataParallel(), 4)
+    reduces = [c for c in step.stats().collectives if c.kind in ("all-reduce", "reduce-scatter")]
+    assert [(c.axes, c.in_loop) for c in reduces] == [(("x",), False)]
+    moved = sum(c.num_bytes for c in step.stats().collectives)
+    assert moved <= 4 * work.num_parameters + 64
+    assert step.plan.stages[0].data_axes == ("x",)
+
+
+def test_without_micro_batches_there_is_no_loop(mlp_step):
+    assert " while(" not in mlp_step.as_text()
+    assert (
+        "while" in parallel(train_mlp, mlp_params(), mlp_batch(), method=DataParallel(), num_micro_batches=2).as_text()
+    )
+
+
+@pytest.mark.parametrize(("scan", "num_micro_batches"), [(False, 1), (True, 1), (False, 2)])
+def test_as_many_optimization_barriers_as_the_plain_step(scan, num_micro_batches):
+    work = model("gpt-125m", dtype="float32", scan=scan)
+    step = build(capture(work.train_step, work.state, work.batch), DataParallel(), num_micro_batches)
+    plain = jax.jit(work.train_step).lower(work.state, work.batch).as_text()
+    found = step.lower().as_text()
+    assert found.count("optimization_barrier") == plain.count("optimization_barrier") > 0
+
+
+def test_state_is_donated_and_aliased():
+    work = model("llama-7b", dtype="float32", scan=True, optimizer="adamw")
+    step = build(capture(work.train_step, work.state, work.batch), Zero3Parallel())
+    state = step.init(work.init, jax.random.key(0))
+    memory = step.stats().memory
+    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards[:1])
+    assert memory.alias_bytes == held
+    new, metrics = step(state, tokens(work))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert metrics["loss"].shape == ()
+    again, _ = step(new, tokens(work, 1))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+def test_state_is_born_where_it_belongs():
+    work = model("llama-7b", dtype="float32", scan=True, optimizer="adamw")
+    step = build(capture(work.train_step, work.state, work.batch), Zero3Parallel())
+    state = step.init(work.init, jax.random.key(0))
+    plain = jax.jit(work.init)(jax.random.key(0))
+    paths = {i: s for i, s in step.shardings.items() if i.startswith("state.params")}
+    assert state["params"]["head"]["kernel"].sharding == paths["state.params.head.kernel"]
+    assert any(s.spec != jax.sharding.PartitionSpec(*[()] * len(s.spec)) for s in paths.values())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, plain)
+
+
+def test_an_init_of_another_structure_is_told_where(mlp_step):
+    with pytest.raises(PlanMismatchError, match=re.escape("params[0].b is made as float32[3]")) as error:
+        mlp_step.init(lambda: [{**layer, "b": jnp.zeros(3)} for layer in mlp_params()])
+    assert len(error.value.violations) == 2
+    with pytest.raises(PlanMismatchError, match=r"params\[1\]\.b is missing"):
+        mlp_step.init(lambda: mlp_params()[:1])
+
+
+def test_plain_arrays_stay_the_users(mlp_step):
+    params = jax.tree.map(jnp.asarray, mlp_params())
+    batch = mlp_batch()
+    want, want_loss = train_mlp(params, batch)
+    for _ in range(2):  # the same arguments again
+        found, loss = mlp_step(params, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, want)
+        assert float(loss["loss"]) == pytest.approx(float(want_loss["loss"]), rel=1e-6)
+    assert mlp_step.__name__ == "train_mlp"
+    assert mlp_step.__doc__ == "One step of gradient descent."
+
+
+def test_one_array_in_two_places(mlp_step):
+    params, batch = mlp_step.place(mlp_params(), mlp_batch())
+    params[0]["b"].block_until_ready()
+    shared = [params[0], {"w": params[1]["w"], "b": params[1]["b"]}]
+    new, _ = mlp_step(shared, batch)
+    assert np.isfinite(np.asarray(new[0]["w"])).all()
+
+
+def test_other_arguments_are_refused_all_at_once(mlp_step):
+    batch = mlp_batch(8)
+    batch["y"] = batch["y"].astype(np.int32)
+    with pytest.raises(PlanMismatchError) as error:
+        mlp_step(mlp_params(), batch)
+    assert error.value.violations == (
+        "batch.x is (8, 12), planned (16, 12)",
+        "batch.y is int32, planned float32",
+        "batch.y is (8, 8), planned (16, 8)",
+    )
+    with pytest.raises(PlanMismatchError, match=r"params\[2\]\.w is new"):
+        mlp_step([*mlp_params(), mlp_params()[0]], mlp_batch())
+
+
+def test_a_static_argument_that_changes():
+    step = parallel(train_mlp, mlp_params(), mlp_batch(), rate=0.5, method=DataParallel())
+    step(mlp_params(), mlp_batch(), rate=0.5)
+    with pytest.raises(PlanMismatchError, match=r"rate, which is no array, was 0\.5 and is 0\.25"):
+        step(mlp_params(), mlp_batch(), rate=0.25)
+
+
+def test_too_few_devices():
+    with pytest.raises(PlanMismatchError, match="the plan is for 8 devices .* there are 2"):
+        build(capture(train_mlp, mlp_params(), mlp_batch()), DataParallel(), devices=jax.devices()[:2])
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(12, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.first(x))))
+
+
+def train_in_place(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(batch["x"]) - batch["y"]) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def make_net():
+    net = Net(nnx.Rngs(0))
+    return net, nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_nnx_objects_change_in_place(num_micro_batches):
+    net, optimizer = make_net()
+    step = parallel(
+        train_in_place, net, optimizer, mlp_batch(), method=DataParallel(), num_micro_batches=num_micro_batches
+    )
+    plain, plain_optimizer = make_net()
+    for _ in range(3):
+        loss = step(net, optimizer, mlp_batch())
+        want = train_in_place(plain, plain_optimizer, mlp_batch())
+        assert float(loss) == pytest.approx(float(want), rel=1e-5)
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(net, nnx.Param)), jax.tree.leaves(nnx.state(plain, nnx.Param)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert int(net.dropout.rngs.count[...]) == int(plain.dropout.rngs.count[...])
+
+
+def test_nnx_objects_are_born_sharded():
+    step = parallel(train_in_place, *make_net(), mlp_batch(), method=Zero3Parallel())
+    net, optimizer = step.init(make_net)
+    assert isinstance(net, Net)
+    losses = [float(step(net, optimizer, mlp_batch())) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_metadata_does_not_wait(mlp_step):
+    new, metrics = mlp_step(mlp_params(), mlp_batch())
+    assert new[0]["w"].shape == (12, 16)
+    assert metrics["loss"].dtype == jnp.float32
+    assert new[0]["w"].sharding == mlp_step.shardings["params[0].w"]
+    assert "all-reduce over x" in str(mlp_step.stats())

@@ -1,0 +1,160 @@
+"""How results of micro-batches combine: decided by rules, checked against what the plain step does."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aliquot.core import CaptureError, InputError
+from aliquot.graph import capture
+from aliquot.sharding import Action, TimeKind, plan_micro_batches
+
+W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
+BATCH = {
+    "x": jax.ShapeDtypeStruct((8, 6), jnp.float32),
+    "y": jax.ShapeDtypeStruct((8,), jnp.int32),
+    "mask": jax.ShapeDtypeStruct((8,), jnp.float32),
+}
+
+
+def sgd_on(loss_fn, has_aux=False):
+    def train_step(w, batch):
+        value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(w, batch)
+        return w - 0.1 * grads, value
+
+    return train_step
+
+
+def plan(loss_fn, num_micro_batches=4, *, has_aux=False, **settings):
+    graph = capture(sgd_on(loss_fn, has_aux), W, BATCH)
+    return plan_micro_batches(graph, num_micro_batches, **settings)
+
+
+def losses(w, batch):
+    logits = batch["x"] @ w
+    return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, batch["y"][:, None], axis=1)[:, 0]
+
+
+def test_a_mean_is_a_sum_of_summands():
+    found = plan(lambda w, b: losses(w, b).mean())
+    assert found.combine == {"[0]": "equal", "[1]": "sum"}
+
+
+def test_a_sum_is_one_too():
+    assert plan(lambda w, b: losses(w, b).sum()).combine["[1]"] == "sum"
+
+
+def test_what_each_example_gets_is_put_together():
+    found = plan(lambda w, b: (losses(w, b).mean(), {"each": losses(w, b), "top": losses(w, b).max()}), has_aux=True)
+    assert found.combine == {"[0]": "equal", "[1][0]": "sum", "[1][1].each": "concatenate 0", "[1][1].top": "max"}
+
+
+def test_a_sum_over_the_batch_alone_is_known_beforehand():
+    found = plan(lambda w, b: jnp.sum(losses(w, b) * b["mask"]) / jnp.maximum(jnp.sum(b["mask"]), 1.0))
+    assert found.combine["[1]"] == "sum"
+    assert "early" in set(found.conversions.values())
+
+
+def test_weight_decay_counts_once():
+    found = plan(lambda w, b: losses(w, b).mean() + 0.01 * jnp.sum(w**2))
+    assert found.combine["[1]"] == "sum"
+    assert "once" in set(found.conversions.values())
+
+
+def test_a_metric_of_the_loss_is_computed_at_the_end():
+    def with_perplexity(w, b):
+        loss = losses(w, b).mean()
+        return loss, jnp.exp(loss)
+
+    found = plan(with_perplexity, has_aux=True)
+    assert found.combine["[1][1]"] == "equal"
+
+
+def test_random_numbers_are_those_of_the_whole_batch():
+    def loss(w, b):
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, b["x"].shape)
+        return jnp.mean((jnp.where(kept, b["x"], 0.0) @ w) ** 2)
+
+    assert Action.SLICE in plan(loss).actions.values()
+
+
+def test_rows_of_their_own_are_local():
+    def loss(w, b):
+        logits = jax.nn.log_softmax(b["x"] @ w)
+        return -logits[jnp.arange(logits.shape[0]), b["y"]].mean()
+
+    found = plan(loss)
+    assert found.combine["[1]"] == "sum"
+    assert "local" in set(found.conversions.values())
+
+
+def batch_norm(w, b):
+    h = b["x"] @ w
+    return jnp.mean(((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)) ** 4)
+
+
+def log_of_mean(w, b):
+    return jnp.log(losses(w, b).mean())
+
+
+def contrastive(w, b):
+    h = b["x"] @ w
+    return jnp.mean(jax.nn.logsumexp(h @ h.T, axis=1) - jnp.sum(h * h, axis=1))
+
+
+@pytest.mark.parametrize("loss_fn", [batch_norm, log_of_mean, contrastive])
+def test_what_does_not_decompose_is_refused_with_its_line(loss_fn):
+    with pytest.raises(CaptureError) as error:
+        plan(loss_fn)
+    message = str(error.value)
+    assert "test_micro_batches.py:" in message
+    assert f"({loss_fn.__name__})" in message
+    assert "; [0] " in message
+    assert 'micro_batch_semantics="independent"' in message
+
+
+@pytest.mark.parametrize("loss_fn", [batch_norm, log_of_mean, contrastive])
+def test_unless_each_micro_batch_may_stand_for_itself(loss_fn):
+    found = plan(loss_fn, semantics="independent")
+    assert found.combine["[0]"] == "equal"
+    assert any("test_micro_batches.py:" in line for line in found.independent)
+    assert not plan(lambda w, b: losses(w, b).mean(), semantics="independent").independent
+
+
+def test_a_batch_that_is_no_multiple():
+    with pytest.raises(
+        InputError, match=r"num_micro_batches=3 needs a batch that is a multiple of 3.*batch\.mask holds 8"
+    ):
+        plan(lambda w, b: losses(w, b).mean(), 3)
+    with pytest.raises(InputError, match="on 4 data-parallel groups needs a batch that is a multiple of 16"):
+        plan(lambda w, b: losses(w, b).mean(), 4, num_groups=4)
+
+
+def test_a_step_without_a_batch():
+    with pytest.raises(InputError, match="no batch"):
+        plan_micro_batches(capture(lambda w: w - 0.1 * jax.grad(lambda w: (w**2).sum())(w), W), 2)
+
+
+def test_code_that_looks_at_the_size():
+    def loss(w, b):
+        scale = 2.0 if b["x"].shape[0] > 4 else jnp.sum(w)
+        return losses(w, b).mean() * scale
+
+    with pytest.raises(CaptureError, match="another program on a micro-batch"):
+        plan(loss)
+
+
+def test_code_that_writes_the_size_down():
+    with pytest.raises(CaptureError, match="cannot be traced on a micro-batch"):
+        plan(lambda w, b: losses(w, b).reshape(8, 1).mean())
+
+
+def test_unknown_semantics():
+    with pytest.raises(InputError, match="exact"):
+        plan(lambda w, b: losses(w, b).mean(), semantics="loose")
+
+
+def test_the_update_runs_at_the_end():
+    found = plan(lambda w, b: losses(w, b).mean())
+    late = {found.whole.ops[k].name for k, action in found.actions.items() if action is Action.LATE}
+    assert late == {"mul", "sub"}
+    assert TimeKind.SUM in {s.kind for s in found.specs}
