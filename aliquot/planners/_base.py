@@ -51,7 +51,13 @@ class AbstractMethod(abc.ABC):
 
     @abc.abstractmethod
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """A decision for the problem. Raises `InfeasibleError` if nothing fits, `InputError` for what cannot be asked."""
+        """A decision for the problem.
+
+        Raises:
+            InfeasibleError: Nothing fits; what needs least is described.
+            InputError: The problem is none that this method can be asked.
+            Interrupted: Ctrl-C; carries the best decision until then.
+        """
 
 
 class Interrupted(KeyboardInterrupt):

@@ -72,8 +72,8 @@ class ManualParallel(AbstractMethod):
     """Your own PartitionSpecs for inputs, by path pattern; the rest is split as well as the solver can.
 
     Args:
-        specs: `{"state.params.*.q.kernel": (None, "y")}`: shell patterns over input paths to one entry per dim, each None, an
-            axis name or a tuple of them. `jax.sharding.PartitionSpec` works too.
+        specs: `{"state.params.*.q.kernel": (None, "y")}`: shell patterns over input paths to one entry per dim, each
+            None, an axis name or a tuple of them. `jax.sharding.PartitionSpec` works too.
         mesh_shape: the logical mesh.
         axis_names: its axes, by default x, y, z, w.
     """
@@ -85,7 +85,8 @@ class ManualParallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`. Raises `InputError` listing every pattern that cannot be followed."""
-        mesh = _mesh(problem, self.mesh_shape, self.axis_names)
+        # Named even where they are of size one, as the patterns may name them.
+        mesh = _mesh(problem, self.mesh_shape, self.axis_names or AXIS_NAMES[: len(self.mesh_shape)])
         entries = []
         for axes, masks, priced in _variants(problem, mesh):
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)

@@ -44,9 +44,7 @@ def write_plan(
     def rank(operand: Any) -> int:
         return len(graph.values[operand].shape) if isinstance(operand, int) else len(operand.shape)
 
-    shardings = {
-        i.path: dims(p, rank(i.value)) for i, p in zip(graph.inputs, priced.graph.input_ports, strict=True)
-    }
+    shardings = {i.path: dims(p, rank(i.value)) for i, p in zip(graph.inputs, priced.graph.input_ports, strict=True)}
     outputs = {o.path: dims(p, rank(o.value)) for o, p in zip(graph.outputs, priced.graph.output_ports, strict=True)}
     for item in graph.inputs:
         if item.output is not None:

@@ -162,7 +162,10 @@ def _loop_ports(naming: Naming) -> dict[int, Port]:
 
 
 def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:
-    """For each node the factors reached from the batch inputs' leading dim (or the next, where that one cannot be split)."""
+    """For each node the factors reached from the batch inputs' leading dim.
+
+    Where that one is what a loop runs over, the next counts; a batch of one row has no such dim.
+    """
     reached: list[set[int]] = [set() for _ in nodes]
     pending: list[tuple[int, int]] = []
 
@@ -179,7 +182,8 @@ def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) 
         if item.role is not Role.BATCH:
             continue
         port = naming.value_port(item.value)
-        for dim in range(min(2, len(graph.values[item.value].shape)) if port.node >= 0 else 0):
+        shape = graph.values[item.value].shape
+        for dim in range(min(2, len(shape)) if port.node >= 0 and shape[0] > 1 else 0):
             factor = factor_at(port.projection, dim)
             if factor >= 0:
                 reach(port.node, factor)

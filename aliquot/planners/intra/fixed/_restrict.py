@@ -1,7 +1,7 @@
 """Masks over choices: which splits a fixed method leaves open.
 
-References: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020 (stages 2
-and 3); Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2 (sharding within a group, replicating across).
+References: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020
+(stages 2 and 3); Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2 (sharding within a group, replicating across).
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def batch_restriction(
     """
     masks = []
     all_axes = frozenset(range(len(priced.axis_sizes)))
+    if not any(priced.graph.batch_factors[n] for n in kinds.batch_inputs):
+        _refuse_batch(problem, priced)
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
@@ -113,21 +115,21 @@ def _most_split(choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]
 
 def _refuse_batch(problem: Problem, priced: Priced) -> None:
     graph = problem.graph
-    batch = next(i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape)
+    batch = next((i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape), None)
+    if batch is None:
+        raise InputError("This method splits the batch, and the step takes no batch. Use method shard or auto.")
     size = graph.values[batch.value].shape[0]
     devices = int(np.prod(priced.axis_sizes))
     total = size * problem.num_micro_batches
     per = f" in each of {problem.num_micro_batches} micro-batches" if problem.num_micro_batches > 1 else ""
     raise InputError(
-        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices} devices, and this method "
-        f"splits nothing else. Use a global batch that is a multiple of {devices * problem.num_micro_batches}, fewer "
-        "devices, or method shard or auto."
+        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices} devices, and this "
+        f"method splits nothing else. Use a global batch that is a multiple of "
+        f"{devices * problem.num_micro_batches}, fewer devices, or method shard or auto."
     )
 
 
-def pinned(
-    problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any]], axis_names: Sequence[str]
-) -> Masks:
+def pinned(problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any]], axis_names: Sequence[str]) -> Masks:
     """Choices that give the inputs whose path matches a pattern the split that it asks for.
 
     Raises:
@@ -162,6 +164,10 @@ def _pin(
     unknown = [a for axes in dims for a in axes if a not in axis_names]
     if unknown:
         return [f"`{pattern}` names the axis {unknown[0]!r}; the mesh has {', '.join(axis_names)}"]
+    named = [a for axes in dims for a in axes]
+    if len(set(named)) < len(named):
+        twice = next(a for a in named if named.count(a) > 1)
+        return [f"`{pattern}` names the axis {twice!r} twice; an axis splits one dim"]
     if len(dims) > rank:
         return [f"`{pattern}` splits {len(dims)} dims, {item.path} has {rank}"]
     wanted: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)

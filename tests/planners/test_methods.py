@@ -1,0 +1,292 @@
+"""What every method promises, one table for all; and what each of them is."""
+
+import math
+
+import msgspec
+import pytest
+from planners.small_steps import mlp
+
+import aliquot as aq
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.core import ClusterError, InfeasibleError, InputError, PlanMismatchError
+from aliquot.cost import decode_interior, encode_interior, estimate, make_problem, price
+from aliquot.planners import (
+    ILP,
+    Auto,
+    DataParallel,
+    Interrupted,
+    ManualParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+    method_by_name,
+)
+
+CLUSTER = Cluster.preset("2x4xH100")
+SIZES = (256, 1024, 256)
+STEP = mlp(SIZES, 64)
+PARAMETERS = ("state.params[0]", "state.params[1]")
+MOMENTS = ("state.moments[0]", "state.moments[1]")
+COLUMN_THEN_ROW = {"state.params[0]": (None, "y"), "state.params[1]": ("y",), "batch.*": ("x",)}
+
+ALL_METHODS = {
+    "dp": DataParallel(),
+    "zero2": Zero2Parallel(),
+    "zero2 within a host": Zero2Parallel(shard_within="host"),
+    "zero3": Zero3Parallel(),
+    "zero3 within a host": Zero3Parallel(shard_within="host"),
+    "manual": ManualParallel(specs=COLUMN_THEN_ROW, mesh_shape=(2, 4)),
+    "shard": ShardParallel(),
+    "shard on 2x4": ShardParallel(mesh_shape=(2, 4)),
+    "shard on 2x2x2": ShardParallel(mesh_shape=(2, 2, 2)),
+    "auto": Auto(),
+}
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(aq.capture(*STEP), CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """A plan of each method, made when it is first asked for."""
+    made = {}
+
+    def plan(name):
+        if name not in made:
+            made[name] = aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name])
+        return made[name]
+
+    return plan
+
+
+@pytest.fixture(params=ALL_METHODS)
+def plan(request, plans):
+    return plans(request.param)
+
+
+def shards(plan, path):
+    """Into how many pieces a plan splits an input, and by which axes."""
+    stage = plan.stages[0]
+    sizes = dict(zip(stage.axis_names, stage.mesh_shape))
+    axes = [a for dim in stage.shardings[path] for a in dim]
+    return math.prod(sizes[a] for a in axes), axes
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_planning_twice_gives_the_same(name, plans):
+    again = aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name])
+    assert again == plans(name) and again.to_json() != ""
+
+
+def test_prediction_is_the_judges(plan, problem):
+    assert estimate(problem, plan) == plan.prediction
+
+
+def test_breakdown_adds_up(plan):
+    p = plan.prediction
+    assert p.step_time_s == pytest.approx(p.compute_s + p.communication_s + p.gradient_s - p.hidden_s, rel=1e-12)
+    assert 0 <= p.hidden_s <= p.gradient_s
+    assert sum(p.memory_bytes.values()) == pytest.approx(p.peak_memory_bytes, rel=1e-9)
+    assert sum(c.seconds for c in p.collectives) == pytest.approx(p.communication_s + p.gradient_s, rel=1e-9, abs=1e-15)
+    assert p.peak_memory_bytes <= p.memory_limit_bytes
+
+
+def test_interior_survives_encoding(plan, problem):
+    stage, nodes = plan.stages[0], problem.nodes
+    assert encode_interior(nodes, decode_interior(stage, nodes), stage.axis_names) == stage.interior
+
+
+def test_nobody_beats_the_bound(plan, plans):
+    bound = plans("auto").provenance.lower_bound_s
+    # A mesh of three axes is no part of what `auto` looks at.
+    if len(plan.stages[0].mesh_shape) < 3:
+        assert plan.prediction.step_time_s >= bound * (1 - 1e-9)
+    if plan.provenance.lower_bound_s is not None:
+        assert plan.prediction.step_time_s >= plan.provenance.lower_bound_s * (1 - 1e-9)
+        assert plan.provenance.gap <= 1e-3 * (1 + 1e-9)
+        assert plan.provenance.status in ("optimal", "optimal within the gap")
+
+
+def test_auto_is_no_slower_than_any(plans):
+    auto = plans("auto").prediction.step_time_s
+    for name in set(ALL_METHODS) - {"shard on 2x2x2"}:
+        assert auto <= plans(name).prediction.step_time_s * (1 + 1e-3)
+
+
+def test_successors_are_split_as_what_they_replace(plan):
+    stage = plan.stages[0]
+    for path in (*PARAMETERS, *MOMENTS):
+        output = "[0]" + path.removeprefix("state").replace(".params", "['params']").replace(".moments", "['moments']")
+        matching = [
+            dims for name, dims in stage.outputs.items() if name.endswith(output.removeprefix("[0]")) or name == output
+        ]
+        assert all(dims == stage.shardings[path] for dims in matching)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "moments"), [("dp", 1, 1), ("zero2", 1, 8), ("zero3", 8, 8)], ids=["dp", "zero2", "zero3"]
+)
+def test_what_zero_splits(plans, name, params, moments):
+    plan = plans(name)
+    assert {shards(plan, path)[0] for path in PARAMETERS} == {params}
+    assert {shards(plan, path)[0] for path in MOMENTS} == {moments}
+    assert {shards(plan, path)[0] for path in ("batch.x", "batch.y")} == {8}
+    parts = plan.prediction.memory_bytes
+    whole = 4 * (SIZES[0] * SIZES[1] + SIZES[1] * SIZES[2])
+    assert parts["parameters"] == whole / params
+    assert parts["optimizer state"] == whole / moments
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("zero2 within a host", MOMENTS), ("zero3 within a host", PARAMETERS + MOMENTS)]
+)
+def test_within_a_host_nothing_is_split_across(plans, name, split):
+    plan = plans(name)
+    assert plan.stages[0].mesh_shape == (2, 4)
+    for path in PARAMETERS + MOMENTS:
+        assert shards(plan, path) == ((4, ["y"]) if path in split else (1, []))
+    assert shards(plan, "batch.x")[0] == 8
+
+
+def test_an_odd_parameter_stays_whole():
+    plan = aq.plan(*mlp((7, 33, 16), 64), cluster=CLUSTER, method=Zero3Parallel())
+    assert shards(plan, "state.params[0]")[0] == 1
+    assert shards(plan, "state.params[1]")[0] == 8
+
+
+def test_manual_follows_patterns(plans):
+    plan = plans("manual")
+    assert plan.stages[0].shardings["state.params[0]"] == ((), ("y",))
+    assert plan.stages[0].shardings["state.params[1]"] == (("y",), ())
+    assert plan.stages[0].shardings["batch.x"] == (("x",), ())
+
+
+def test_manual_takes_axes_of_its_own_and_of_size_one():
+    specs = {"batch.*": (("data", "model"),)}
+    method = ManualParallel(specs=specs, mesh_shape=(8, 1), axis_names=("data", "model"))
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=method)
+    assert plan.stages[0].shardings["batch.x"] == (("data", "model"), ())
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=ManualParallel(specs={"batch.x": ("y",)}, mesh_shape=(1, 8)))
+    assert plan.stages[0].shardings["batch.x"] == (("y",), ())
+
+
+def test_manual_reports_all_faults_at_once():
+    specs = {
+        "state.parms*": ("x",),
+        "batch.x": ("z",),
+        "batch.y": ("x", None, "y"),
+        "state.moments*": ("x", "x"),
+        "state.params[[]0]": ("x",),
+    }
+    with pytest.raises(InputError) as error:
+        aq.plan(*mlp((6, 9, 6), 6), cluster=CLUSTER, method=ManualParallel(specs=specs, mesh_shape=(2, 4)))
+    text = str(error.value)
+    for part in ("`state.parms*` matches no input", "the axis 'z'", "splits 3 dims", "'x' twice", "state.params[[]0]"):
+        assert part in text
+
+
+def test_indivisible_batch():
+    for method in (DataParallel(), Zero2Parallel(), Zero3Parallel()):
+        for rows in (1, 12):
+            with pytest.raises(InputError, match=rf"batch of {rows}.*8 devices.*multiple of 8"):
+                aq.plan(*mlp(SIZES, rows), cluster=CLUSTER, method=method)
+    # Whoever may split something else still finds a plan.
+    assert aq.plan(*mlp(SIZES, 12), cluster=CLUSTER, method=Auto()).prediction.step_time_s > 0
+
+
+@pytest.mark.parametrize("name", ["dp", "zero3", "shard", "auto", "manual"])
+def test_infeasible_says_what_would_fit(name):
+    with pytest.raises(InfeasibleError) as found:
+        aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=1e5)
+    error = found.value
+    assert error.available_bytes == 1e5 < error.required_bytes
+    assert sum(error.parts.values()) == pytest.approx(error.required_bytes, rel=1e-6)
+    assert "2x4xH100" in str(error) and "parameters" in str(error) and "It could fit" in str(error)
+    # The smallest found is a plan indeed.
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=error.required_bytes + 1)
+    assert plan.prediction.peak_memory_bytes <= error.required_bytes + 1
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 4), (), (0, 8), (-2, -4)])
+def test_a_mesh_that_does_not_fit(shape):
+    with pytest.raises(InputError, match="2x4xH100 has 8"):
+        aq.plan(*STEP, cluster=CLUSTER, method=ShardParallel(mesh_shape=shape))
+
+
+def test_axis_names_that_do_not_fit():
+    with pytest.raises(ClusterError, match="2 axes"):
+        aq.plan(*STEP, cluster=CLUSTER, method=ManualParallel(specs={}, mesh_shape=(2, 4), axis_names=("data",)))
+
+
+def test_unknown_names():
+    with pytest.raises(InputError, match="did you mean 'zero3'"):
+        method_by_name("zero33")
+    with pytest.raises(InputError, match="--mesh"):
+        method_by_name("dp", (2, 4))
+    with pytest.raises(InputError, match="host"):
+        aq.plan(*STEP, cluster=CLUSTER, method=Zero3Parallel(shard_within="rack"))
+
+
+def test_interrupt_keeps_the_best_so_far():
+    calls = []
+
+    def progress(what, done, of):
+        calls.append(what)
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as found:
+        aq.plan(*STEP, cluster=CLUSTER, method=Auto(), progress=progress)
+    plan = found.value.plan
+    assert plan.provenance.status == "interrupted" and plan.provenance.lower_bound_s is None
+    assert len(calls) == 4 and plan.prediction.step_time_s == found.value.decision.step_time_s
+
+
+def test_interrupt_before_anything_was_found():
+    def progress(what, done, of):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as found:
+        aq.plan(*STEP, cluster=CLUSTER, method=Auto(), progress=progress)
+    assert found.value.decision is None
+
+
+def test_node_limit_is_said():
+    graph = aq.capture(*STEP)
+    free = make_problem(graph, CLUSTER)
+    best = ShardParallel(mesh_shape=(2, 4)).solve(free)
+    tight = make_problem(graph, CLUSTER, memory_limit_bytes=2_000_000)
+    method = ShardParallel(mesh_shape=(2, 4), intra=ILP(relative_gap=0.0, node_limit=1))
+    decision = method.solve(tight)
+    assert decision.lower_bound_s <= decision.step_time_s * (1 + 1e-12)
+    assert decision.step_time_s >= best.step_time_s * (1 - 1e-12)
+    proved = decision.step_time_s <= decision.lower_bound_s * (1 + 1e-9)
+    assert (decision.status == "optimal") == proved
+
+
+def test_a_foreign_interior_is_refused(plans, problem):
+    stage = plans("shard").stages[0]
+    wrong = msgspec.structs.replace(stage.interior[0], node="another", splits={stage.axis_names[0]: "nowhere"})
+    short = msgspec.structs.replace(stage, interior=(wrong, *stage.interior[1:-1]))
+    with pytest.raises(PlanMismatchError) as found:
+        decode_interior(short, problem.nodes)
+    assert len(found.value.violations) == 2
+    unknown = msgspec.structs.replace(stage.interior[0], splits={stage.axis_names[0]: "nowhere"})
+    with pytest.raises(PlanMismatchError, match="nowhere"):
+        decode_interior(msgspec.structs.replace(stage, interior=(unknown, *stage.interior[1:])), problem.nodes)
+
+
+def test_micro_batches_pay_the_update_once(problem):
+    """Twice the micro-batches of one size: forward and backward double, the update and its gradients do not."""
+    mesh = LogicalMesh(shape=(8,), cluster=CLUSTER)
+    once, twice = (price(problem.nodes, mesh, repeats=m, data_axes=frozenset({0})) for m in (1, 2))
+    kinds = {}
+    for node, a, b in zip(problem.nodes.nodes, once.nodes, twice.nodes):
+        for work in node.work:
+            kinds.setdefault(node.index, set()).add(work.phase.name)
+        if kinds.get(node.index) == {"UPDATE"}:
+            assert (a.compute_s == b.compute_s).all()
+        elif kinds.get(node.index) and "UPDATE" not in kinds[node.index]:
+            assert b.compute_s == pytest.approx(2 * a.compute_s)
