@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from ..cluster import LogicalMesh
 from ..core import PlanMismatchError
-from ..graph import Graph, Phase
+from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
 from ..sharding import PARTIAL, Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
 from ._collectives import collective_line, widening
@@ -44,9 +45,18 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         peak_memory_bytes=peak,
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=parts,
-        peak_moment=f"{op.phase.name.lower()}, {op.name}:{op.index}" if op else "",
-        collectives=collective_uses(priced, picks),
+        peak_moment=f"{op.phase.name.lower()}, {op.name}:{op.index} {source_line(op)}".rstrip() if op else "",
+        collectives=tuple(_placed(use, graph) for use in collective_uses(priced, picks)),
     )
+
+
+def _placed(use: CollectiveUse, graph: Graph) -> CollectiveUse:
+    """A collective on what an operator makes, with the line of the user's code that asked for it."""
+    name, _, index = use.label.rpartition(":")
+    if not name or not index.isdigit() or int(index) >= len(graph.ops):
+        return use
+    line = source_line(graph.ops[int(index)])
+    return msgspec.structs.replace(use, label=f"{use.label} {line}".rstrip())
 
 
 def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float, int, dict[str, float]]:

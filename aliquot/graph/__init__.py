@@ -14,6 +14,7 @@ from ._segments import Folding as Folding
 from ._segments import Run as Run
 from ._segments import fold as fold
 from ._segments import wildcard as wildcard
+from ._source import source_line as source_line
 from ._types import Block as Block
 from ._types import Call as Call
 from ._types import Graph as Graph

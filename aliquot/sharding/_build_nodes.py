@@ -132,9 +132,9 @@ def _sites(naming: Naming) -> list[Site]:
         # Products read through transposes: what is transposed is what they convert.
         read = [v in readers and cuts.home(v) is not None and op.name != "transpose" for v in made]
         if any(p is not None for p in ports) or any(read):
-            results = tuple((naming.class_port(v),) if r else () for v, r in zip(made, read, strict=True))
+            passed = tuple((naming.class_port(v),) if r else () for v, r in zip(made, read, strict=True))
             read_by = tuple(tuple(readers[v]) if r else () for v, r in zip(made, read, strict=True))
-            sites.append(Site(op_class=op_class, operands=tuple(ports), results=results, readers=read_by))
+            sites.append(Site(op_class=op_class, operands=tuple(ports), results=passed, readers=read_by))
     return sites
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Phase
+from ..graph import Phase, Role, wildcard
 from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
@@ -26,6 +26,14 @@ class EdgeBuilder:
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
+    _parameter_of: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.naming.cuts.graph
+        for item in graph.inputs:
+            if item.role is Role.PARAMETER and item.output is not None:
+                node = self.naming.operand_port(graph.outputs[item.output].value).node
+                self._parameter_of.setdefault(node, wildcard(item.path))
 
     def add_operator(self, op_class: int) -> None:
         """Edges into the operands of a product."""
@@ -81,14 +89,18 @@ class EdgeBuilder:
             phase = cuts.first[made[0]].phase if made is not None else Phase.FORWARD
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
+            target = self.naming.slot_port(slot)
+            gradient = update and kind != "parameter"
+            parameter = self._parameter_of.get(target.node)
             self._add(
                 value_class,
                 self.naming.class_port(value_class),
-                self.naming.slot_port(slot),
+                target,
+                label=f"gradient of {parameter}" if gradient and parameter else "",
                 count=len(cuts.folding.value_members[value_class]) * trips,
                 phase=phase,
                 region=cuts.first[made[0]].region if made is not None else 0,
-                gradient=update and kind != "parameter",
+                gradient=gradient,
                 kind="result" if kind == "landed" else kind,
                 starts=births,
                 ends=births,
@@ -99,6 +111,7 @@ class EdgeBuilder:
         cuts = self.naming.cuts
         graph = cuts.graph
         pairs: dict[tuple[int, int], list[int]] = {}
+        labels: dict[tuple[int, int], str] = {}
         for item in graph.inputs:
             if item.output is None:
                 continue
@@ -106,12 +119,14 @@ class EdgeBuilder:
             if isinstance(made, int) and made != item.value:
                 pair = int(cuts.folding.value_class[made]), int(cuts.folding.value_class[item.value])
                 pairs.setdefault(pair, []).append(made)
+                labels.setdefault(pair, f"new {wildcard(item.path)}")
         for (made_class, input_class), values in pairs.items():
             ends = np.full(len(values), len(graph.ops) - 1, np.int64)
             self._add(
                 made_class,
                 self.naming.class_port(made_class),
                 self.naming.class_port(input_class),
+                label=labels[made_class, input_class],
                 count=len(values),
                 phase=Phase.UPDATE,
                 region=0,
@@ -134,6 +149,7 @@ class EdgeBuilder:
         kind: str,
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
+        label: str = "",
     ) -> None:
         if source.node < 0 or target.node < 0:
             return
@@ -161,7 +177,7 @@ class EdgeBuilder:
                 share=share,
                 phase=phase,
                 gradient=gradient,
-                label=self.naming.label_of_value(value_class),
+                label=label or self.naming.label_of_value(value_class),
                 kind=kind,
                 starts=starts,
                 ends=ends,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core import CaptureError, InputError
-from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph
+from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, source_line
 from ._micro_walk import Walk
 from ._one_example import one_example
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
@@ -226,14 +226,8 @@ def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
 
 
 def where(op: Op) -> str:
-    """The user's line that an operator comes from."""
-    line = ""
-    if op.eqn is not None:
-        from jax.extend import source_info_util
-
-        line = str(source_info_util.summarize(op.eqn.source_info))
-    # Some transposed operators have no line of their own.
-    return line or op.scope or "an unknown line"
+    """The user's line that an operator comes from, or its scope where JAX knows no line."""
+    return source_line(op, short=False) or op.scope or "an unknown line"
 
 
 def describe(op: Op) -> str:

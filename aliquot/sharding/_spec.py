@@ -1,9 +1,10 @@
 """How one array is split over a mesh: one placement for each mesh axis.
 
-A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the same), or `PARTIAL` (each
-device holds a summand of the array). Numbers below `PARTIAL` are partial sums too: a product that sums over several dims
-gives each its own, as compilers that do not merge reductions reduce them one by one. Where several axes split one dim, the axis that comes first in the mesh is the major
-one: the order is canonical, so that two ways to write one split cannot differ.
+A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the same), or `PARTIAL`
+(each device holds a summand of the array). Numbers below `PARTIAL` are partial sums too: a product that sums over several
+dims gives each its own, as compilers that do not merge reductions reduce them one by one. Where several axes split one
+dim, the axis that comes first in the mesh is the major one: the order is canonical, so that two ways to write one split
+cannot differ.
 """
 
 from __future__ import annotations

@@ -49,4 +49,4 @@ def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array that is not there."""
     import jax
 
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -57,7 +57,7 @@ class Relaxation:
             mine = rows == row
             indices = columns[mine].astype(np.int32)
             bounds = _finite(np.array([lower[row], upper[row]])).tolist()
-            self._solver.addRow(*bounds, len(indices), indices, values[mine])
+            self._solver.addRow(*bounds, len(indices), indices, values[mine])  # type: ignore[call-arg]
         self._num_rows = len(lower)
 
 

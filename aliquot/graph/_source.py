@@ -1,0 +1,25 @@
+"""Where in the user's code an operator comes from."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+
+from ._types import Op
+
+
+def source_line(op: Op, *, short: bool = True) -> str:
+    """File, line and function, such as `gpt.py:46 (attend)`; empty where JAX knows none (some transposed operators).
+
+    Args:
+        short: the file's name alone, so that the text is the same on every machine.
+    """
+    if op.eqn is None:
+        return ""
+    from jax.extend import source_info_util
+
+    line = str(source_info_util.summarize(op.eqn.source_info))
+    found = re.fullmatch(r"(.*):(\d+):(\d+) \((.*)\)", line)
+    if not short or found is None:
+        return line
+    return f"{posixpath.basename(found[1].replace(chr(92), '/'))}:{found[2]} ({found[4]})"
