@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -106,12 +107,12 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         choice = tuple(int(f) for f in p.choices[pick])
         for c in node.collectives:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
-            if not axes:
+            if math.prod(sizes[a] for a in axes) == 1:
                 continue
             once = c.gradient and set(axes) <= priced.data_axes
             count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
             local = c.num_bytes * widening(c.dtype, priced.target) / shards_of(choice, c.split_by, sizes)
-            grown = np.prod([sizes[a] for a in axes]) if c.kind == "all-gather" else 1
+            grown = math.prod(sizes[a] for a in axes) if c.kind == "all-gather" else 1
             note(c.kind, axes, c.label, count, local, local * float(grown))
     names = priced.mesh.axis_names
     uses = [

@@ -176,9 +176,12 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
     assert smallest is not None
     peak, parts, runner = smallest
     limit = problem.memory_limit_bytes
+    said = f"No plan of method {method} fits"
+    if any(r.search.gave_up for r in runners):
+        said = f"Within the node limit of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
     return InfeasibleError(
-        f"No plan of method {method} fits {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
+        f"{said} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
         f"  The smallest found, on a mesh {_mesh_name(runner.entry.priced.mesh)}, needs {format_bytes(peak)}: "
         f"{listed}.\n"
         f"  {_remedy(problem, peak, parts, limit, method)}",

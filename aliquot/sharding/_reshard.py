@@ -52,12 +52,12 @@ def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scat
     landed = landing(source, target, reduce_scatter)
 
     def resolve(kind: str, chosen: tuple[int, ...]) -> None:
-        if chosen:
-            group = math.prod(axis_sizes[a] for a in chosen)
+        group = math.prod(axis_sizes[a] for a in chosen)
+        if group > 1:
             fraction = 1.0 / math.prod(axis_sizes[a] for a in axes if now[a] >= 0)
             moves.append(Move(kind=kind, axes=chosen, group=group, fraction=fraction))
-            for a in chosen:
-                now[a] = landed[a]
+        for a in chosen:
+            now[a] = landed[a]
 
     reduced = [a for a in axes if now[a] <= PARTIAL and target[a] > PARTIAL]
     scattered = tuple(a for a in reduced if landed[a] >= 0)

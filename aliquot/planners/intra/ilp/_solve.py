@@ -61,6 +61,7 @@ class Search:
         self._model = memory_model(priced)
         self._times: list[int] = []
         self._excluded: list[Ints] = []
+        self.gave_up = False
 
     def relax(self, cutoff_s: float = np.inf) -> float | None:
         """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding.
@@ -98,6 +99,7 @@ class Search:
             )
             self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
             if outcome.values is None:
+                self.gave_up = outcome.status != "infeasible"
                 return best and self._judged(best, outcome.status)
             picks = _decode(choices, outcome.values)
             found = self._solution(picks, outcome.status)

@@ -1,0 +1,89 @@
+"""The splits that textbooks know fall out of one search, each where it should."""
+
+import pytest
+from planners.small_steps import classifier, experts, mlp
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.planners import Auto, DataParallel, ShardParallel
+
+CLUSTER = Cluster.preset("8xH100")
+
+
+def best(step, **options):
+    return aq.plan(*step, cluster=CLUSTER, method=ShardParallel(mesh_shape=(8,)), **options)
+
+
+def splits(plan):
+    return {path: tuple("".join(axes) for axes in dims) for path, dims in plan.stages[0].shardings.items()}
+
+
+def test_megatron_splits_columns_then_rows():
+    """A huge hidden layer and few rows: the first weight by columns, the second by rows, one sum behind it."""
+    plan = best(mlp((1024, 65536, 1024), 8))
+    found = splits(plan)
+    assert found["state.params[0]"] == found["state.moments[0]"] == ("", "x")
+    assert found["state.params[1]"] == found["state.moments[1]"] == ("x", "")
+    assert found["batch.x"] == found["batch.y"] == ("", "")
+    sums = [c for c in plan.prediction.collectives if c.num_bytes > 1000]
+    assert {c.kind for c in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert sum(c.num_bytes for c in sums) <= 4 * 2 * 8 * 1024 * 2
+
+
+def test_many_rows_are_split_by_rows():
+    plan = best(mlp((512, 512, 512), 65536))
+    found = splits(plan)
+    assert found["batch.x"] == found["batch.y"] == ("x", "")
+    assert found["state.params[0]"] == found["state.params[1]"] == ("", "")
+    dp = aq.plan(*mlp((512, 512, 512), 65536), cluster=CLUSTER, method=DataParallel())
+    assert plan.prediction.step_time_s == pytest.approx(dp.prediction.step_time_s, rel=0.05)
+
+
+def test_a_large_vocabulary_is_split():
+    """Logits are never gathered: the loss over split classes needs sums of one number a row."""
+    plan = best(classifier(64, 256, 131072))
+    assert splits(plan)["state.params.head"] == ("", "x")
+    assert max(c.num_bytes / c.count for c in plan.prediction.collectives) <= 4 * 64 * 256
+
+
+def test_experts_are_split_by_expert():
+    plan = best(experts(8, 64, 512, 2048))
+    found = splits(plan)
+    assert found["state.params.up"] == found["state.params.down"] == found["batch.x"] == ("x", "", "")
+    assert max((c.num_bytes for c in plan.prediction.collectives), default=0) < 1000
+
+
+def test_zero_emerges_where_memory_is_tight():
+    """The same step under less and less memory: moments are split, then all of them and parameters; none is faster."""
+    step = mlp((1024, 1024, 1024, 1024), 32768)
+    free = best(step)
+    whole = 4 * 3 * 1024 * 1024
+    assert splits(free)["batch.x"] == ("x", "")
+    last = free.prediction.step_time_s
+    found = []
+    for spared in (0.8, 1.4):
+        plan = best(step, memory_limit_bytes=free.prediction.peak_memory_bytes - spared * whole)
+        assert plan.prediction.peak_memory_bytes <= plan.prediction.memory_limit_bytes
+        assert plan.prediction.step_time_s >= last * (1 - 1e-3)
+        assert splits(plan)["batch.x"] == ("x", "")
+        last = plan.prediction.step_time_s
+        parts = plan.prediction.memory_bytes
+        found.append((parts["optimizer state"], parts["parameters"]))
+    assert found[0][0] < whole / 2
+    assert found[1][0] < whole / 4 and found[1][1] < whole
+    assert last < 2 * free.prediction.step_time_s
+
+
+def test_one_device_needs_nothing():
+    plan = aq.plan(*mlp((64, 64, 64), 64), cluster=Cluster.preset("1xH100"), method=Auto())
+    assert plan.prediction.collectives == () and plan.prediction.communication_s == 0
+    assert plan.prediction.step_time_s == plan.prediction.compute_s
+
+
+def test_slow_links_between_hosts_carry_less():
+    """On two hosts, what crosses between them is no more than what stays inside."""
+    step = mlp((2048, 8192, 2048), 4096)
+    plan = aq.plan(*step, cluster=Cluster.preset("2x8xA100-80GB"), method=ShardParallel(mesh_shape=(2, 8)))
+    crossing = sum(c.num_bytes for c in plan.prediction.collectives if "x" in c.axes)
+    inside = sum(c.num_bytes for c in plan.prediction.collectives if c.axes == ("y",))
+    assert crossing <= inside
