@@ -349,7 +349,13 @@ class _Rewriter:
         return operand
 
     def _once(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
+        # A part that stands for the whole batch multiplies its share, so that each must have the same.
+        shared = self.plan.semantics == "independent"
+        parts = self.plan.num_parts
+
         def once(array: Any, group: Any, micro_batch: Any) -> Any:
+            if shared and jnp.issubdtype(array.dtype, jnp.inexact):
+                return array / jnp.asarray(parts, array.dtype)
             return jnp.where((group == 0) & (micro_batch == 0), array, jnp.zeros_like(array))
 
         target = self._value(*_look(operand, self.values))
