@@ -1,0 +1,117 @@
+"""Collectives and products against figures worked out by hand."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import aliquot.cost._priced as priced_module
+from aliquot.cluster import TARGETS, Cluster, Device, Link, LogicalMesh
+from aliquot.cost import collective_line
+from aliquot.cost._collectives import widening
+from aliquot.cost._evaluate import hidden_seconds
+from aliquot.graph import Phase
+from aliquot.sharding import Work
+
+BYTES = 80e6
+INTRA = Link(latency_s=2e-6, bandwidth_bytes_per_s=100e9)
+INTER = Link(latency_s=20e-6, bandwidth_bytes_per_s=40e9)
+TARGET = dataclasses.replace(TARGETS["gpu"], collective_efficiency=0.5, collective_overhead_s=1e-5)
+
+
+def cluster(hosts=1, per_host=8, kind="gpu"):
+    device = Device(
+        name="test",
+        kind=kind,
+        peak_flops_per_s={"float32": 1e12, "bfloat16": 4e12},
+        memory_bytes=2**30,
+        memory_bandwidth_bytes_per_s=1e11,
+        source="",
+    )
+    return Cluster(name="test", device=device, num_hosts=hosts, devices_per_host=per_host, intra=INTRA, inter=INTER)
+
+
+def seconds(kind, shape, axes, hosts=1, group=None):
+    mesh = LogicalMesh(shape=shape, cluster=cluster(hosts, math.prod(shape) // hosts))
+    latency, per_byte = collective_line(kind, axes, mesh, TARGET, group)
+    return latency + per_byte * BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "times"),
+    [
+        ("all-reduce", 2 * 3, 2 * 7 / 8),
+        ("all-gather", 7, 7),
+        ("reduce-scatter", 7, 7 / 8),
+        ("all-to-all", 7, 7 / 8),
+        ("collective-permute", 1, 1),
+    ],
+)
+def test_inside_a_host(kind, steps, times):
+    """Eight devices, 50 GB/s reached: 80 MB take 1.6 ms for each time that all of it passes a link."""
+    assert seconds(kind, (8,), (0,)) == pytest.approx(1e-5 + steps * 2e-6 + times * 1.6e-3)
+
+
+def test_a_gather_undoes_a_scatter():
+    """Both halves of an all-reduce move what it moves: the bytes that enter a gather are an eighth."""
+    mesh = LogicalMesh(shape=(8,), cluster=cluster())
+    lines = {k: collective_line(k, (0,), mesh, TARGET)[1] for k in ("all-reduce", "reduce-scatter", "all-gather")}
+    assert lines["reduce-scatter"] + lines["all-gather"] / 8 == pytest.approx(lines["all-reduce"])
+
+
+def test_axes_that_cross_hosts():
+    """Two hosts of four devices: along x four rings share a host's 40 GB/s, along both axes one ring has them all."""
+    assert seconds("all-gather", (2, 4), (1,), hosts=2) == pytest.approx(1e-5 + 3 * 2e-6 + 3 * 1.6e-3)
+    assert seconds("all-gather", (2, 4), (0,), hosts=2) == pytest.approx(1e-5 + 20e-6 + BYTES / 5e9)
+    both = 1e-5 + 20e-6 + 6 * 2e-6 + 7 * BYTES / 20e9
+    assert seconds("all-gather", (2, 4), (0, 1), hosts=2) == pytest.approx(both)
+    # All to all: four of the seven messages of each device leave the host, whose devices share its network.
+    across = 0.5 * 40e9 / 4 * 7 / 4
+    exchange = 1e-5 + 20e-6 + 6 * 2e-6 + 7 / 8 * BYTES / across
+    assert seconds("all-to-all", (2, 4), (0, 1), hosts=2) == pytest.approx(exchange)
+
+
+def test_groups_smaller_than_an_axis():
+    assert seconds("all-gather", (8,), (0,), group=2) == pytest.approx(1e-5 + 2e-6 + 1.6e-3)
+    assert seconds("all-reduce", (8,), (0,), group=1) == 0
+    assert seconds("all-reduce", (1,), (0,)) == 0
+
+
+def test_narrow_types_travel_as_float32_on_some_targets():
+    assert [widening(d, TARGETS["cpu"]) for d in ("bfloat16", "float16", "float32", "int32")] == [2, 2, 1, 1]
+    assert [widening(d, TARGETS["gpu"]) for d in ("bfloat16", "float32")] == [1, 1]
+
+
+def test_roofline():
+    """The longer of arithmetic and traffic, then the launches, which no split makes fewer."""
+    mesh = LogicalMesh(shape=(4,), cluster=cluster(per_host=4))
+    target = dataclasses.replace(
+        TARGETS["gpu"],
+        matmul_efficiency=0.5,
+        bandwidth_efficiency=0.25,
+        kernel_overhead_s=1e-6,
+        float32_product_dtype="",
+    )
+    choices = np.array([[-1], [0], [1]])
+    work = Work(
+        phase=Phase.FORWARD,
+        split_by=(True, True),
+        flops=1e9,
+        dtype="bfloat16",
+        arrays=((1e7, (True, False)), (2e7, (False, False))),
+        kernels=3,
+    )
+    found = priced_module.work_seconds(work, choices, mesh, target)
+    traffic = np.array([3e7, 2.25e7, 3e7]) / 25e9
+    arithmetic = np.array([1e9, 0.25e9, 0.25e9]) / 2e12
+    assert found == pytest.approx(np.maximum(traffic, arithmetic) + 3e-6)
+    heavy = dataclasses.replace(work, flops=1e13)
+    assert priced_module.work_seconds(heavy, choices, mesh, target)[0] == pytest.approx(1e13 / 2e12 + 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "backward", "overlap", "hidden"), [(4, 10, 0.5, 2), (4, 1, 0.5, 1), (4, 10, 0, 0), (4, 10, 1, 4)]
+)
+def test_gradients_hide_behind_the_backward_pass(gradient, backward, overlap, hidden):
+    assert hidden_seconds(gradient, backward, overlap) == hidden

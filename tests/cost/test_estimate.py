@@ -1,0 +1,100 @@
+"""The judge: sums of what tables say, and refusals of plans for something else."""
+
+import msgspec
+import numpy as np
+import pytest
+from planners.small_steps import mlp
+
+import aliquot as aq
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.core import PlanMismatchError
+from aliquot.cost import (
+    collective_uses,
+    conversions,
+    enumerate_choices,
+    estimate,
+    evaluate,
+    find_picks,
+    make_problem,
+    price,
+)
+from aliquot.planners import DataParallel
+from aliquot.sharding import Factor, Node
+
+CLUSTER = Cluster.preset("2x4xH100")
+STEP = mlp((64, 128, 64), 32)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(aq.capture(*STEP), CLUSTER)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
+def test_collectives_cost_what_the_judge_charges(problem, shape):
+    """The list of collectives and the sum over tables are two ways to the same seconds."""
+    priced = price(problem.nodes, LogicalMesh(shape=shape, cluster=CLUSTER))
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
+        time = evaluate(priced, picks)
+        listed = sum(use.seconds for use in collective_uses(priced, picks))
+        assert listed == pytest.approx(time.communication_s + time.gradient_s, rel=1e-9)
+
+
+def test_equal_conversions_are_paid_once(problem):
+    priced = price(problem.nodes, LogicalMesh(shape=(8,), cluster=CLUSTER))
+    rng = np.random.default_rng(2)
+    picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
+    seen = set()
+    for edge_index, s, t in conversions(priced, picks):
+        table = priced.edges[edge_index]
+        identity = problem.nodes.edges[edge_index].share, table.sources[s], table.targets[t]
+        assert identity not in seen
+        seen.add(identity)
+
+
+def test_data_parallel_costs_one_sum_of_gradients(problem):
+    """Compute is an eighth of the batch's, and what is sent is every gradient once (and a scalar loss)."""
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=DataParallel())
+    weights = 4 * 2 * 64 * 128
+    sums = [c for c in plan.prediction.collectives if c.kind == "all-reduce"]
+    assert sum(c.num_bytes for c in sums) == pytest.approx(weights, abs=64)
+    assert plan.prediction.collectives == tuple(sums)
+
+
+def test_choices_divide():
+    node = Node(
+        index=0,
+        label="n",
+        kind="group",
+        factors=(Factor(size=8, label="a"), Factor(size=6, label="b"), Factor(size=2, label="c")),
+        copies=1,
+    )
+    found = {tuple(c) for c in enumerate_choices(node, (2, 4)).tolist()}
+    # Both axes on one factor need a multiple of eight; four divides the first factor alone.
+    assert found == {(a, b) for a in (-1, 0, 1, 2) for b in (-1, 0)}
+    assert enumerate_choices(node, (2, 4))[0].tolist() == [-1, -1]
+    assert {tuple(c) for c in enumerate_choices(node, (5,)).tolist()} == {(-1,)}
+
+
+def test_picks_are_positions_of_choices(problem):
+    priced = price(problem.nodes, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
+    rng = np.random.default_rng(3)
+    picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
+    choices = [tuple(node.choices[k].tolist()) for node, k in zip(priced.nodes, picks)]
+    assert (find_picks(priced, choices) == picks).all()
+
+
+def test_a_plan_of_another_step_is_refused(problem):
+    other = aq.plan(*mlp((64, 128, 128, 64), 32), cluster=CLUSTER, method=DataParallel())
+    with pytest.raises(PlanMismatchError, match="decides about"):
+        estimate(problem, other)
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=DataParallel())
+    odd = make_problem(aq.capture(*mlp((64, 128, 64), 30)), CLUSTER)
+    with pytest.raises(PlanMismatchError, match="cannot be split") as found:
+        estimate(odd, plan)
+    assert len(found.value.violations) > 1
+    empty = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], interior=()),))
+    with pytest.raises(PlanMismatchError, match="0 operators"):
+        estimate(problem, empty)

@@ -1,0 +1,141 @@
+"""Memory over time, against a simulation that goes through a step operator by operator."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planners.small_steps import array, classifier, mlp
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cost import estimate, make_problem, memory_model, peak_memory, price, timeline
+from aliquot.graph import Graph
+from aliquot.planners import ShardParallel, Zero3Parallel
+from aliquot.sharding import project, reshard
+
+
+def tiny_gpt():
+    config = zoo.configure("gpt-125m", num_layers=3, hidden_size=32, num_heads=4, seq_len=16, vocab_size=64)
+    workload = zoo.build(config, 8, optimizer="adamw", recompute="block")
+    return workload.train_step, workload.state, workload.batch
+
+
+STEPS = {"mlp": mlp((16, 32, 16), 8), "classifier": classifier(8, 16, 64), "gpt": tiny_gpt()}
+
+
+def simulated(problem, priced, picks) -> np.ndarray:
+    """Bytes while each operator runs: everything that is alive, one by one."""
+    nodes = problem.nodes
+    use = [0.0] * (nodes.num_ops + 1)
+
+    def spec(node, projection):
+        choice = tuple(int(f) for f in priced.nodes[node].choices[picks[node]])
+        return project(choice, projection)
+
+    def local(num_bytes, split):
+        return num_bytes / math.prod(n for n, p in zip(priced.axis_sizes, split) if p >= 0)
+
+    for r in nodes.residents:
+        num_bytes = local(r.num_bytes, spec(r.node, r.projection)) if r.node >= 0 else r.num_bytes
+        for birth, death in zip(r.births, r.deaths):
+            for moment in range(birth, death + 1):
+                use[moment] += num_bytes
+    shared = {}
+    for edge in nodes.edges:
+        if edge.kind == "operand":
+            shared.setdefault(edge.share, []).append(edge)
+    for edges in shared.values():
+        copies = {}
+        for edge in edges:
+            source = spec(edge.source, edge.source_projection)
+            target = spec(edge.target, edge.target_projection)
+            if reshard(source, target, priced.axis_sizes, priced.target.reduce_scatter):
+                copies[source, target] = local(edge.num_bytes, target)
+        for k in range(len(edges[0].starts)):
+            first, last = min(e.starts[k] for e in edges), max(e.ends[k] for e in edges)
+            for moment in range(first, last + 1):
+                use[moment] += sum(copies.values())
+    return np.array(use)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_timeline_is_what_is_alive(name, shape):
+    cluster = Cluster.preset("4xH100")
+    problem = make_problem(aq.capture(*STEPS[name]), cluster)
+    priced = price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster))
+    model = memory_model(priced)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
+        use = timeline(model, priced, picks)
+        assert use == pytest.approx(simulated(problem, priced, picks), rel=1e-9)
+        peak, moment, parts = peak_memory(model, priced, picks)
+        assert peak == use.max() == use[moment]
+        assert sum(parts.values()) == pytest.approx(peak, rel=1e-9)
+
+
+def _forward(graph: Graph, name: str) -> int:
+    return next(op.index for op in graph.ops if op.name == name)
+
+
+def test_an_array_lives_while_a_fused_reader_does():
+    """What a fused operator makes is no array: its operand stays until the last reader of the result."""
+
+    def step(params, batch):
+        early = batch["x"] @ params["a"]
+        fused = early * 2.0
+        late = jnp.tanh(batch["x"] @ params["b"]) @ params["b"]
+        return late + fused
+
+    params = {"a": array(16, 16), "b": array(16, 16)}
+    graph = aq.capture(step, params, {"x": array(8, 16)})
+    problem = make_problem(graph, Cluster.preset("2xH100"))
+    first = _forward(graph, "dot_general")
+    alive = [(int(r.births[0]), int(r.deaths[0])) for r in problem.nodes.residents if r.births[0] == first > -1]
+    assert (first, _forward(graph, "add")) in alive
+    assert all(r.births[0] != _forward(graph, "mul") for r in problem.nodes.residents)
+
+
+def test_inputs_live_all_the_time_and_successors_in_their_place():
+    graph = aq.capture(*STEPS["mlp"])
+    problem = make_problem(graph, Cluster.preset("2xH100"))
+    whole = {"parameters": 0, "optimizer state": 0, "batch": 0}
+    for r in problem.nodes.residents:
+        if r.category in whole:
+            assert (r.births == 0).all() and (r.deaths == len(graph.ops)).all()
+            whole[r.category] += r.num_bytes * len(r.births)
+    weights = 4 * 2 * 16 * 32
+    assert whole == {"parameters": weights, "optimizer state": weights, "batch": 4 * 2 * 8 * 16}
+
+
+def test_micro_batches_hold_their_gradients():
+    """Sums over micro-batches live from the first to the last."""
+    cluster = Cluster.preset("2xH100")
+    graph = aq.capture(*STEPS["mlp"])
+    mesh = LogicalMesh(shape=(2,), cluster=cluster)
+    once, twice = (memory_model(price(make_problem(graph, cluster).nodes, mesh, repeats=repeats)) for repeats in (1, 2))
+    for a, b in zip(once.residents, twice.residents):
+        if a.category == "gradients":
+            assert (b.births == 0).all() and (b.deaths == a.deaths).all()
+        else:
+            assert (b.births == a.births).all() and (b.deaths == a.deaths).all()
+
+
+def test_gathered_parameters_count():
+    """Unrolled without recomputation, each gathered weight stays from its first use to its last."""
+    plan = aq.plan(*mlp((256, 512, 256), 16), cluster=Cluster.preset("8xH100"), method=Zero3Parallel())
+    assert plan.prediction.memory_bytes["resharded copies"] >= 4 * 256 * 512
+
+
+def test_the_limit_is_kept():
+    step = mlp((256, 1024, 256), 512)
+    cluster = Cluster.preset("8xH100")
+    method = ShardParallel(mesh_shape=(4, 2))
+    free = aq.plan(*step, cluster=cluster, method=method)
+    tight = aq.plan(*step, cluster=cluster, method=method, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
+    assert tight.prediction.peak_memory_bytes <= 0.8 * free.prediction.peak_memory_bytes
+    problem = make_problem(aq.capture(*step), cluster, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
+    assert estimate(problem, tight) == tight.prediction
