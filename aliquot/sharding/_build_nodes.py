@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from ..graph import Graph, Phase, Role, fold
 from ._cuts import cut
@@ -88,7 +89,17 @@ def _group_factors(naming: Naming, index: int, slots: list[int]) -> tuple[Factor
             if factor is not None:
                 sizes[factor] = math.gcd(sizes[factor], store.sizes[element])
                 labels[factor] = labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
-    return tuple(Factor(size=s, label=t) for s, t in zip(sizes, labels, strict=True))
+    return tuple(Factor(size=s, label=t) for s, t in zip(sizes, _distinct(labels), strict=True))
+
+
+def _distinct(labels: list[str]) -> list[str]:
+    """Labels that differ: what one operator makes in several parts is numbered."""
+    seen: Counter[str] = Counter()
+    found = []
+    for label in labels:
+        seen[label] += 1
+        found.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
+    return found
 
 
 def _group_label(naming: Naming, slots: list[int]) -> str:
