@@ -220,9 +220,10 @@ class ParallelStep:
         if known is not None and known[0] == (names, tree) and all(flat[k] is static for k, static in known[1]):
             skipped = {k for k, _ in known[1]}
             leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped]
-            self._check_types(leaves)
-            return leaves
-        call = self._graph.calling.flatten(args, kwargs)
+            if all(hasattr(leaf, "dtype") for leaf in leaves):
+                self._check_types(leaves)
+                return leaves
+        call: FlatCall = self._graph.calling.flatten(args, kwargs)
         self._check_call(call)
         statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
         arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]

@@ -63,9 +63,9 @@ def split_at(dim: int) -> TimeSpec:
 class Conversion(enum.StrEnum):
     """What happens to an operand on its way into an operator.
 
-    `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so that it counts once in a
-    sum. `OWN`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value, computed before the first part.
-    `LOCAL`: positions in the batch become positions in the part.
+    `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so that it counts once in
+    a sum. `OWN`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value,
+    computed before the first part. `LOCAL`: positions in the batch become positions in the part.
     """
 
     ONCE = "once"
