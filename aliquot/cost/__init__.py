@@ -1,9 +1,11 @@
 """Time and memory of a step under a plan: one formula each, with its source, and the one judge that adds them up."""
 
+from ._choices import can_split as can_split
 from ._choices import distinct_specs as distinct_specs
 from ._choices import enumerate_choices as enumerate_choices
 from ._choices import shards as shards
 from ._collectives import collective_line as collective_line
+from ._estimate import check_choices as check_choices
 from ._estimate import collective_uses as collective_uses
 from ._estimate import decode_interior as decode_interior
 from ._estimate import encode_interior as encode_interior

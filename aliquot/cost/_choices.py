@@ -25,6 +25,11 @@ def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64
     return np.array(found, np.int64).reshape(len(found), len(axis_sizes))
 
 
+def can_split(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
+    """Whether a choice is one of those that `enumerate_choices` lists."""
+    return all(-1 <= f < len(node.factors) for f in choice) and _divides(node, choice, axis_sizes)
+
+
 def _divides(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
     return all(
         node.factors[f].size % math.prod(size for g, size in zip(choice, axis_sizes, strict=True) if g == f) == 0

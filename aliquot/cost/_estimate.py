@@ -14,6 +14,7 @@ from ..core import PlanMismatchError
 from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
 from ..sharding import PARTIAL, Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
+from ._choices import can_split
 from ._collectives import collective_line, widening
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, memory_model, timeline
@@ -26,9 +27,12 @@ def estimate(problem: Problem, plan: Plan) -> Prediction:
     stage = plan.stages[0]
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
-    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes)
     choices = decode_interior(stage, problem.nodes)
-    return predict(priced, find_picks(priced, choices), problem.memory_limit_bytes, problem.graph)
+    check_choices(problem.nodes, choices, stage.mesh_shape)
+    # Only what the plan chose needs a price.
+    chosen = [np.array([choice], np.int64) for choice in choices]
+    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=chosen)
+    return predict(priced, np.zeros(len(chosen), np.int64), problem.memory_limit_bytes, problem.graph)
 
 
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
@@ -159,18 +163,23 @@ def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
     return tuple(choices)
 
 
-def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
-    """The position of each node's choice among all its choices.
-
-    Raises:
-        PlanMismatchError: A split does not divide what it splits; all are listed.
-    """
-    picks, faults = [], []
-    for node, table, choice in zip(priced.graph.nodes, priced.nodes, choices, strict=True):
-        rows = np.flatnonzero((table.choices == np.array(choice)).all(axis=1))
-        if not len(rows):
-            faults.append(f"`{node.label}` cannot be split as {choice}")
-        picks.append(int(rows[0]) if len(rows) else 0)
+def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> None:
+    """Refuse choices that do not divide what they split. Raises `PlanMismatchError` with every one of them."""
+    faults = [
+        f"`{node.label}` cannot be split as {choice}"
+        for node, choice in zip(nodes.nodes, choices, strict=True)
+        if not can_split(node, choice, axis_sizes)
+    ]
     if faults:
         raise PlanMismatchError(tuple(faults), asked="the plan's interior", advice="Plan this step again.")
-    return np.array(picks, np.int64)
+
+
+def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
+    """The position of each node's choice among those that were priced, which must hold it."""
+    return np.array(
+        [
+            int(np.flatnonzero((table.choices == np.array(choice)).all(axis=1))[0])
+            for table, choice in zip(priced.nodes, choices, strict=True)
+        ],
+        np.int64,
+    )

@@ -68,17 +68,27 @@ class Priced:
         return self.mesh.shape
 
 
-def price(graph: NodeGraph, mesh: LogicalMesh, *, repeats: int = 1, data_axes: frozenset[int] = frozenset()) -> Priced:
-    """Price every choice and conversion.
+def price(
+    graph: NodeGraph,
+    mesh: LogicalMesh,
+    *,
+    repeats: int = 1,
+    data_axes: frozenset[int] = frozenset(),
+    choices: Sequence[Ints] | None = None,
+) -> Priced:
+    """Price choices and conversions.
 
     Args:
         graph: nodes of the step at the size of one micro-batch.
         repeats: micro-batches in a step.
         data_axes: axes (by position) that split nothing but the batch, so that gradients wait for the last micro-batch.
+        choices: for each node the choices to price, `(choices, axes)`; by default all there are.
     """
     target = target_for(mesh.cluster.device)
     pricer = _Pricer(mesh=mesh, target=target, repeats=repeats, data_axes=data_axes)
-    nodes = tuple(pricer.node(node) for node in graph.nodes)
+    if choices is None:
+        choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
+    nodes = tuple(pricer.node(node, some) for node, some in zip(graph.nodes, choices, strict=True))
     edges = tuple(pricer.edge(edge, nodes) for edge in graph.edges)
     return Priced(graph=graph, mesh=mesh, target=target, repeats=repeats, data_axes=data_axes, nodes=nodes, edges=edges)
 
@@ -103,8 +113,7 @@ class _Pricer:
     data_axes: frozenset[int]
     cache: _Cache = field(default_factory=_Cache)
 
-    def node(self, node: Node) -> PricedNode:
-        choices = enumerate_choices(node, self.mesh.shape)
+    def node(self, node: Node, choices: Ints) -> PricedNode:
         zeros = np.zeros(len(choices))
         compute, backward = zeros.copy(), zeros.copy()
         for work in node.work:

@@ -12,6 +12,7 @@ from ..cost import Priced, Problem, find_picks, price
 from ..graph import wildcard
 from ..plans import StagePlan
 from ..sharding import Choice, format_spec, project, without_partial
+from ._neighbourhood import choices_to_try
 from ._race import Entry, Limits, race
 from .intra import fixed
 from .intra.ilp import Search
@@ -29,7 +30,8 @@ class OtherSplit:
 
 def follow(problem: Problem, stage: StagePlan) -> tuple[Choice, ...]:
     """The best choices that split the inputs as a stage does. Raises `InputError` if no choice can."""
-    priced = _priced(problem, stage)
+    pinned = frozenset(port.node for port in problem.nodes.input_ports if port.node >= 0)
+    priced = _priced(problem, stage, (), pinned)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     pins = fixed.pinned(problem, priced, stage.shardings, stage.axis_names)
     open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
@@ -46,7 +48,7 @@ def find_alternatives(
     problem: Problem, stage: StagePlan, choices: Sequence[Choice], *, most: int = 5
 ) -> list[OtherSplit]:
     """For the largest inputs, the best plan on the same mesh that splits them otherwise."""
-    priced = _priced(problem, stage)
+    priced = _priced(problem, stage, choices, frozenset())
     picks = find_picks(priced, choices)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     masks = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
@@ -59,10 +61,14 @@ def find_alternatives(
     return [found for n in largest if (found := _without(problem, priced, picks, masks, n, weight[n][1])) is not None]
 
 
-def _priced(problem: Problem, stage: StagePlan) -> Priced:
+def _priced(problem: Problem, stage: StagePlan, choices: Sequence[Choice], also: frozenset[int]) -> Priced:
+    """The problem on a stage's mesh, with the stage's own choices among those that are priced."""
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
-    return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes)
+    tried = choices_to_try(problem, mesh, axes, also)
+    if choices:
+        tried = [np.unique(np.vstack([some, [mine]]), axis=0) for some, mine in zip(tried, choices, strict=True)]
+    return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=tried)
 
 
 def _without(

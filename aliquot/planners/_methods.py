@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from ..cluster import AXIS_NAMES, LogicalMesh, logical_mesh_shapes
 from ..core import InputError
 from ..cost import Problem, price
 from ._base import AbstractMethod, Decision, Progress
+from ._neighbourhood import FEW_AXES, choices_to_try
 from ._race import Entry, Limits, race
 from .intra import fixed
 
@@ -88,7 +88,8 @@ class ManualParallel(AbstractMethod):
         # Named even where they are of size one, as the patterns may name them.
         mesh = _mesh(problem, self.mesh_shape, self.axis_names or AXIS_NAMES[: len(self.mesh_shape)])
         entries = []
-        for axes, masks, priced in _variants(problem, mesh):
+        pinned = frozenset(problem.nodes.input_ports[k].node for k in fixed.matching(problem, self.specs))
+        for axes, masks, priced in _variants(problem, mesh, pinned):
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
             both = [a & b for a, b in zip(masks, pins, strict=True)]
             if all(m.any() for m in both):
@@ -193,18 +194,19 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
     return [_mesh(problem, s) for s in logical_mesh_shapes(problem.cluster.num_devices, max_axes)]
 
 
-def _variants(problem: Problem, mesh: LogicalMesh) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
+def _variants(
+    problem: Problem, mesh: LogicalMesh, also: frozenset[int] = frozenset()
+) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
     """Ways to use a mesh: with micro-batches, axes that split the batch alone synchronise gradients once."""
-    axes = range(len(mesh.shape))
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     sets = [frozenset[int]()]
     if problem.num_micro_batches > 1:
-        sets += [frozenset({0})] if len(mesh.shape) > 1 else []
-        sets += [frozenset(axes)]
-        if len(mesh.shape) > 2:
-            sets += [frozenset(s) for s in itertools.combinations(axes, 2) if 0 in s]
+        leading = [frozenset(range(count)) for count in range(1, len(mesh.shape) + 1)]
+        # Finer meshes are slow to price, and without such an axis every micro-batch synchronises its gradients.
+        sets = leading if len(mesh.shape) > FEW_AXES else sets + leading
     for chosen in sets:
-        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=chosen)
+        choices = choices_to_try(problem, mesh, chosen, also)
+        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=chosen, choices=choices)
         masks = fixed.data_axes_restriction(priced, kinds, chosen)
         if masks is not None:
             yield chosen, masks, priced

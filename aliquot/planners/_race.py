@@ -15,6 +15,7 @@ from ..cluster import LogicalMesh
 from ..core import InfeasibleError, format_bytes
 from ..cost import Priced, Problem, memory_model, peak_memory
 from ._base import Candidate, Decision, Interrupted, Progress
+from ._neighbourhood import FEW_AXES
 from .intra.ilp import Search, Solution
 
 
@@ -139,6 +140,8 @@ def _decision(
         status = "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else status
     if complete:
         space = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
+        if any(len(r.entry.priced.mesh.shape) > FEW_AXES for r in runners):
+            space = "gap_within_neighbourhood"
     return Decision(
         method=method,
         planner=planner,

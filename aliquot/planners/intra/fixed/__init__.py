@@ -6,4 +6,5 @@ from ._restrict import batch_restriction as batch_restriction
 from ._restrict import data_axes_restriction as data_axes_restriction
 from ._restrict import everything as everything
 from ._restrict import kinds_of as kinds_of
+from ._restrict import matching as matching
 from ._restrict import pinned as pinned

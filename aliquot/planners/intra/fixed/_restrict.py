@@ -149,6 +149,16 @@ def pinned(problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any
     return masks
 
 
+def matching(problem: Problem, patterns: Mapping[str, Sequence[Any]]) -> list[int]:
+    """Positions of the inputs that some pattern matches."""
+    globs = [_glob(p) for p in patterns]
+    return [
+        k
+        for k, item in enumerate(problem.graph.inputs)
+        if any(fnmatch.fnmatchcase(item.path, g) for g in globs) and problem.nodes.input_ports[k].node >= 0
+    ]
+
+
 def _pin(
     problem: Problem,
     priced: Priced,

@@ -1,0 +1,78 @@
+"""Choices worth pricing on meshes of three axes and more, where all of them are too many.
+
+Each way to read such a mesh as one of two axes is solved first. Its solution is a choice on the finer mesh too; what is
+tried there are these choices, their mixtures axis by axis, and all choices that differ from one of them in one axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import AXIS_NAMES, LogicalMesh
+from ..cost import Problem, can_split, enumerate_choices, price
+from ..sharding import Choice, Node
+from .intra import fixed
+from .intra.ilp import Search
+
+Ints = NDArray[np.int64]
+FEW_AXES = 2
+
+
+def choices_to_try(
+    problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int], also: frozenset[int] = frozenset()
+) -> list[Ints]:
+    """For each node the choices to price on a mesh: all of them up to two axes.
+
+    Args:
+        also: nodes of which all choices are wanted nevertheless.
+    """
+    nodes = problem.nodes.nodes
+    if len(mesh.shape) <= FEW_AXES:
+        return [enumerate_choices(node, mesh.shape) for node in nodes]
+    seeds = list(_seeds(problem, mesh, data_axes))
+    found = []
+    for node in nodes:
+        if node.index in also:
+            found.append(enumerate_choices(node, mesh.shape))
+            continue
+        near = _near(node, [seed[node.index] for seed in seeds], len(mesh.shape))
+        fitting = [c for c in near if can_split(node, c, mesh.shape)]
+        found.append(np.array(sorted(fitting), np.int64).reshape(len(fitting), len(mesh.shape)))
+    return found
+
+
+def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
+    """Seeds, their mixtures, and what differs from a seed in one axis. The choice that splits nothing is always there."""
+    whole: Choice = (-1,) * num_axes
+    near = {whole, *itertools.product(*({seed[a] for seed in seeds or (whole,)} for a in range(num_axes)))}
+    for seed in {whole, *seeds}:
+        for a in range(num_axes):
+            near |= {(*seed[:a], f, *seed[a + 1 :]) for f in range(-1, len(node.factors))}
+    return near
+
+
+def _seeds(problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int]) -> Iterator[list[Choice]]:
+    """The best choices on every mesh of two axes that joins neighbouring axes of this one."""
+    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    for cut in range(1, len(mesh.shape)):
+        groups = (range(cut), range(cut, len(mesh.shape)))
+        shape = tuple(math.prod(mesh.shape[a] for a in group) for group in groups)
+        joined = frozenset(k for k, group in enumerate(groups) if set(group) <= data_axes)
+        coarse = LogicalMesh(shape=shape, axis_names=AXIS_NAMES[:2], cluster=mesh.cluster)
+        priced = price(problem.nodes, coarse, repeats=problem.num_micro_batches, data_axes=joined)
+        masks = fixed.data_axes_restriction(priced, kinds, joined)
+        if masks is None:
+            continue
+        search = Search(priced, masks, limit_bytes=problem.memory_limit_bytes, relative_gap=1e-2, node_limit=100)
+        solution = search.branch() if search.relax() is not None else None
+        if solution is None:
+            continue
+        yield [
+            tuple(int(table.choices[pick][k]) for k, group in enumerate(groups) for _ in group)
+            for table, pick in zip(priced.nodes, solution.picks.tolist(), strict=True)
+        ]
