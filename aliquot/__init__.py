@@ -8,6 +8,7 @@ import importlib
 
 _MODULE_OF = {
     "capture": "_api",
+    "explain": "_api",
     "plan": "_api",
     "parallelize": "_api",
     "Cluster": "cluster",
