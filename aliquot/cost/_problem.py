@@ -49,7 +49,9 @@ def make_problem(
         repeats: fold equal layers into one decision.
     """
     target = target_for(cluster.device)
-    nodes = build_nodes(graph, repeats=repeats, on_missing_rule=on_missing_rule)
+    nodes = build_nodes(
+        graph, repeats=repeats, merges_partial_sums=target.merges_partial_sums, on_missing_rule=on_missing_rule
+    )
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     return Problem(
         graph=graph, nodes=nodes, cluster=cluster, num_micro_batches=num_micro_batches, memory_limit_bytes=float(limit)

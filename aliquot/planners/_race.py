@@ -206,7 +206,9 @@ def _remedy(problem: Problem, peak: float, parts: dict[str, float], limit: float
         advice.append(f"{problem.num_micro_batches * factor} micro-batches (now {problem.num_micro_batches})")
     if method in ("dp", "zero2"):
         advice.append("method zero3, shard or auto, which split parameters too")
-    devices = problem.cluster.num_devices
-    needed = int(np.ceil(devices * peak / limit))
-    advice.append(f"about {max(needed, devices + 1)} such devices (now {devices})")
+    if method != "dp":
+        # With plain data parallelism every device holds the whole state, however many there are.
+        devices = problem.cluster.num_devices
+        needed = int(np.ceil(devices * peak / limit))
+        advice.append(f"about {max(needed, devices + 1)} such devices (now {devices})")
     return "It could fit with " + ", or ".join(advice) + "."

@@ -15,7 +15,12 @@ from ._residents import residents
 
 
 def build_nodes(
-    graph: Graph, *, repeats: bool = True, regions_apart: bool = True, on_missing_rule: str = "error"
+    graph: Graph,
+    *,
+    repeats: bool = True,
+    regions_apart: bool = True,
+    merges_partial_sums: bool = False,
+    on_missing_rule: str = "error",
 ) -> NodeGraph:
     """Everything there is to decide about a step, for any mesh.
 
@@ -23,6 +28,7 @@ def build_nodes(
         repeats: fold equal layers into one decision.
         regions_apart: whether a conversion inside a remat region is another one than outside (the compiler honours the
             region's barriers).
+        merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
         on_missing_rule: see `dim_rule`.
 
     Raises:
@@ -30,7 +36,7 @@ def build_nodes(
     """
     cuts = cut(graph, fold(graph, repeats=repeats), on_missing_rule)
     naming = Naming(cuts=cuts)
-    edges = EdgeBuilder(naming=naming, regions_apart=regions_apart)
+    edges = EdgeBuilder(naming=naming, regions_apart=regions_apart, merges_partial_sums=merges_partial_sums)
     for op_class in naming.order:
         edges.add_operator(op_class)
     edges.add_crossings()

@@ -16,6 +16,8 @@ from ._nodes import Edge, Port
 if TYPE_CHECKING:
     from ._naming import Naming
 
+_SUMS = frozenset({"add", "add_any"})
+
 
 @dataclass(slots=True, kw_only=True)
 class EdgeBuilder:
@@ -23,13 +25,19 @@ class EdgeBuilder:
 
     naming: Naming
     regions_apart: bool
+    merges_partial_sums: bool
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
     _parameter_of: dict[int, str] = field(default_factory=dict)
+    _readers_of: dict[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        graph = self.naming.cuts.graph
+        cuts = self.naming.cuts
+        graph = cuts.graph
+        for op_class in self.naming.order:
+            for _, value_class, _ in cuts.operands(op_class):
+                self._readers_of.setdefault(value_class, set()).add(op_class)
         for item in graph.inputs:
             if item.role is Role.PARAMETER and item.output is not None:
                 node = self.naming.operand_port(graph.outputs[item.output].value).node
@@ -97,6 +105,7 @@ class EdgeBuilder:
                 self.naming.class_port(value_class),
                 target,
                 label=f"gradient of {parameter}" if gradient and parameter else "",
+                shared_as=self._sum_of(value_class) if kind == "landed" else value_class,
                 count=len(cuts.folding.value_members[value_class]) * trips,
                 phase=phase,
                 region=cuts.first[made[0]].region if made is not None else 0,
@@ -105,6 +114,16 @@ class EdgeBuilder:
                 starts=births,
                 ends=births,
             )
+
+    def _sum_of(self, value_class: int) -> int:
+        """The sum that a product's result only serves to make, if the compiler reduces the sum in place of its terms."""
+        cuts = self.naming.cuts
+        while self.merges_partial_sums and len(readers := self._readers_of.get(value_class, set())) == 1:
+            op = cuts.first[next(iter(readers))]
+            if op.name not in _SUMS or op.outputs[0] < 0:
+                break
+            value_class = int(cuts.folding.value_class[op.outputs[0]])
+        return value_class
 
     def add_aliases(self) -> None:
         """Edges from what the update makes to the input that it replaces: both are one buffer."""
@@ -150,6 +169,7 @@ class EdgeBuilder:
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
         label: str = "",
+        shared_as: int = -1,
     ) -> None:
         if source.node < 0 or target.node < 0:
             return
@@ -157,7 +177,10 @@ class EdgeBuilder:
             return
         value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
         apart = region > 0 and self.regions_apart
-        share = self._shares.setdefault((value_class, apart, float(count), gradient, phase is Phase.UPDATE), len(self._shares))
+        share = self._shares.setdefault(
+            (shared_as if shared_as >= 0 else value_class, apart, float(count), gradient, phase is Phase.UPDATE),
+            len(self._shares),
+        )
         identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")
         if identity in self._known:
             self._widen(self._known[identity], starts, ends)
@@ -213,4 +236,3 @@ class EdgeBuilder:
             ],
             np.int64,
         )
-
