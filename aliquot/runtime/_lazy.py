@@ -63,7 +63,8 @@ class LazyStep:
             return self._step.shardings
         specs = self.plan.stages[0].shardings
         return {
-            path: NamedSharding(self.mesh, PartitionSpec(*[axes or None for axes in dims])) for path, dims in specs.items()
+            path: NamedSharding(self.mesh, PartitionSpec(*[axes or None for axes in dims]))
+            for path, dims in specs.items()
         }
 
     def prepare(self, *args: Any, **kwargs: Any) -> ParallelStep:

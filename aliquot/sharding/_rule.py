@@ -172,7 +172,9 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "error") -> DimRule
         MissingRuleError: no rule is registered for the primitive.
     """
     operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
-    results = [graph.values[o].shape if o >= 0 else tuple(v.aval.shape) for o, v in zip(op.outputs, _outvars(op), strict=True)]
+    results = [
+        graph.values[o].shape if o >= 0 else tuple(v.aval.shape) for o, v in zip(op.outputs, _outvars(op), strict=True)
+    ]
     fn = _rules.get(op.name)
     if fn is not None:
         return fn(operands, results, op.params)
@@ -209,8 +211,11 @@ def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> D
 
 
 # Upper-case characters beyond the alphabet, for opaque operators with many operands.
-_WHOLE = [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(0x391, 0x3AA) if chr(c).isupper()] + [
-    chr(c) for c in range(0x410, 0x430)
-] + [chr(c) for c in range(0x10400, 0x10428)] + [chr(c) for c in range(0x104B0, 0x104D4)] + [
-    chr(c) for c in range(0x1E900, 0x1E922)
-]
+_WHOLE = (
+    [chr(c) for c in range(ord("A"), ord("Z") + 1)]
+    + [chr(c) for c in range(0x391, 0x3AA) if chr(c).isupper()]
+    + [chr(c) for c in range(0x410, 0x430)]
+    + [chr(c) for c in range(0x10400, 0x10428)]
+    + [chr(c) for c in range(0x104B0, 0x104D4)]
+    + [chr(c) for c in range(0x1E900, 0x1E922)]
+)
