@@ -88,7 +88,7 @@ class Report:
         }
         text = self._text(facts)
         print(text)
-        if not chosen.quick:
+        if not chosen.quick and not getattr(chosen, "only", ""):
             path = RESULTS / f"{self.name}_{chosen.hardware}_{facts['date'][:7]}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps({**facts, "tables": self.tables}, indent=1) + "\n")

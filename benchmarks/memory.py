@@ -42,7 +42,7 @@ def main() -> int:
             for scan in (False, True):
                 work = small(family, size=size, scan=scan)
                 for name, method in methods(family, scan=scan, meshes=meshes):
-                    if chosen.quick and name not in ("dp", "zero3", "shard 4x2"):
+                    if chosen.only not in name or chosen.quick and name not in ("dp", "zero3", "shard 4x2"):
                         continue
                     rows.append({"model": family, "form": "scan" if scan else "unrolled", "size": size, "method": name})
                     rows[-1] |= _compare(work, method)
@@ -60,6 +60,7 @@ def main() -> int:
 
 def _more(parser: Any) -> None:
     parser.add_argument("--models", default="gpt,llama")
+    parser.add_argument("--only", default="", help="only methods whose name contains this; writes no result file")
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--meshes", default="8,4x2,2x4")
 

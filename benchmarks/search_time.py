@@ -86,7 +86,7 @@ def main() -> int:
 
 def _more(parser: Any) -> None:
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
 
 
 def _run(case: Case) -> tuple[float, dict[str, Any]]:

@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _more(parser: Any) -> None:
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class ReplayHook:
         return arrays
 
     def value(self, index: int, array: Any) -> Any:
-        """The array for a value that no operator makes: a loop's carry or result, a slice of what a scan runs over."""
+        """The array for a value that no operator makes: a loop's carry or result, what a scan or a remat region takes."""
         return array
 
 
@@ -119,7 +119,7 @@ class _Replay:
             outer = [(i, self.env[i]) for i in block.inputs if isinstance(i, int)]
             for index, array in zip(block.inputs, inner, strict=True):
                 if isinstance(index, int):
-                    self.env[index] = array
+                    self.env[index] = array if self._hook is None else self._hook.value(index, array)
             self.run(block.items)
             results = self.outputs(block)
             for index, array in outer:

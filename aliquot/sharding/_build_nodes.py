@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 
-from ..graph import Graph, Phase, Role, fold
+from ..graph import Block, Call, Graph, Phase, Role, fold
 from ._cuts import cut
 from ._edges import EdgeBuilder
 from ._naming import Naming
@@ -168,14 +169,29 @@ def _product_readers(naming: Naming) -> dict[int, list[Port]]:
 
 
 def _loop_ports(naming: Naming) -> dict[int, Port]:
-    """Ports of what loops carry and slice: the results of links."""
-    found = {}
-    for op in naming.cuts.graph.ops:
-        if op.is_link and op.outputs[0] >= 0:
-            port = naming.value_port(op.outputs[0])
+    """Ports of what loops carry and slice, the results of links; and of what remat regions take.
+
+    A region's barrier hides from the compiler how its operands are split, and it would choose anew.
+    """
+    graph, found = naming.cuts.graph, {}
+    linked = {op.outputs[0] for op in graph.ops if op.is_link}
+    for value in linked | set(_taken_by_regions(graph.body)):
+        if value >= 0:
+            value_class = int(naming.cuts.folding.value_class[value])
+            port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
             if port.node >= 0:
-                found[op.outputs[0]] = port
+                found[value] = port
     return found
+
+
+def _taken_by_regions(block: Block) -> Iterator[int]:
+    """Values that the remat regions of a block take, and those of the blocks inside it."""
+    for item in block.items:
+        if isinstance(item, Call):
+            if item.kind == "remat":
+                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
+            for inner in item.blocks:
+                yield from _taken_by_regions(inner)
 
 
 def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:

@@ -169,7 +169,7 @@ class NodeGraph:
         num_ops: number of operators, the length of the time axis of `residents`.
         batch_factors: for each node the factors that the batch dim of the inputs runs through.
         op_class: class of each operator.
-        loop_ports: how the values that loops carry are split, by value index.
+        loop_ports: how the values that loops carry and remat regions take are split, by value index.
         folded: whether any node stands for more than one copy.
         unsplit: dims that no axis may split although a reader might expect it, with the reason.
     """

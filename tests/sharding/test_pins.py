@@ -76,3 +76,20 @@ def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
         assert bool(chain) is pinned
     choices[nodes[f"dot_general:{product.index}"]] = (-1,)
     assert make_pins(graph, problem.nodes, choices, (8,)).of(multiply).results[0] == ()
+
+
+def test_what_a_remat_region_takes_is_pinned():
+    def step(w, batch):
+        hidden = jnp.tanh(batch)
+        return jax.grad(lambda w: jax.checkpoint(lambda w, h: jnp.sin(h @ w))(w, hidden).sum())(w)
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    graph = capture(step, shape, shape)
+    problem = make_problem(graph, Cluster.preset("8xcpu"))
+    decision = ShardParallel(mesh_shape=(8,)).solve(problem)
+    choices = [tuple(int(f) for f in t.choices[k]) for t, k in zip(decision.priced.nodes, decision.picks.tolist())]
+    pins = make_pins(graph, problem.nodes, choices, (8,))
+    (region,) = [item for item in graph.body.items if not isinstance(item, int)]
+    taken = {i for i in region.blocks[0].inputs if isinstance(i, int)}
+    tanh = next(op for op in graph.ops if op.name == "tanh")
+    assert {graph.inputs[0].value, tanh.outputs[0]} <= taken & set(pins.values)
