@@ -37,13 +37,14 @@ _KINDS = (
 # one tells; on every other platform a process is a host.
 _HOST_ATTRIBUTES = {"gpu": "slice_index"}
 
-# Measured by benchmarks/calibrate_cpu.py on a 2-core machine, all eight devices at work: products of a small model's
-# sizes 150 GFLOP/s, elementwise code on arrays that caches hold 32 GB/s, rings 1.2 GB/s on each device. Divided by the
-# shares of `_target.py`, these are the peaks.
-_CORE_FLOPS_PER_S = 100e9
-_HOST_BYTES_PER_S = 40e9
-_RING_BYTES_PER_S = 20e9
-_RING_LATENCY_S = 5e-6
+# Measured by benchmarks/calibrate_cpu.py on a 2-core machine with all eight devices at work, as medians over sizes, kinds
+# and groups: products 166 GFLOP/s, elementwise code 44 GB/s (caches hold the arrays), collectives 1.07 GB/s on each
+# device. Divided by the shares of `_target.py`, these are the peaks. A small collective between products takes 240 us
+# among two devices or eight alike, most of it in `collective_overhead_s`.
+_CORE_FLOPS_PER_S = 110e9
+_HOST_BYTES_PER_S = 55e9
+_RING_BYTES_PER_S = 17e9
+_RING_LATENCY_S = 10e-6
 
 
 def detect(devices: Sequence[Any] | None = None) -> Cluster:

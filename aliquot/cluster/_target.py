@@ -97,7 +97,8 @@ class Target:
 
 # Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in programs compiled by
 # XLA's CPU backend (JAX 0.10): a reduce-scatter becomes all-reduce and slice, bfloat16 and float16 are reduced in
-# float32, optimization barriers are dropped. Efficiencies: cautious, for Eigen's kernels on small shapes.
+# float32, optimization barriers are dropped. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
+# machine, for sizes of small models.
 _CPU = Target(
     kind="cpu",
     reduce_scatter=False,
@@ -110,10 +111,10 @@ _CPU = Target(
     bandwidth_efficiency=0.8,
     collective_efficiency=0.5,
     kernel_overhead_s=2e-6,
-    collective_overhead_s=40e-6,
+    collective_overhead_s=200e-6,
     usable_memory_fraction=0.8,
     memory_advice="",
-    source="XLA CPU as of JAX 0.10: compiled programs; efficiencies assumed",
+    source="XLA CPU as of JAX 0.10: compiled programs; shares measured by benchmarks/calibrate_cpu.py",
 )
 
 # Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to 75 % of the dense
