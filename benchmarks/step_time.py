@@ -177,7 +177,9 @@ class _Data:
 
     def __init__(self, work: Any) -> None:
         self.state = jax.tree.map(np.asarray, jax.jit(work.init)(jax.random.key(0)))
-        tokens = np.random.default_rng(0).integers(0, work.config.vocab_size, (work.batch["inputs"].shape[0], work.config.seq_len + 1))
+        tokens = np.random.default_rng(0).integers(
+            0, work.config.vocab_size, (work.batch["inputs"].shape[0], work.config.seq_len + 1)
+        )
         tokens = tokens.astype(np.int32)
         self.batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
