@@ -105,7 +105,7 @@ class EdgeBuilder:
                 self.naming.class_port(value_class),
                 target,
                 label=f"gradient of {parameter}" if gradient and parameter else "",
-                shared_as=self._sum_of(value_class) if kind == "landed" else value_class,
+                shared_as=self._sum_of(value_class) if kind == "landed" else None,
                 count=len(cuts.folding.value_members[value_class]) * trips,
                 phase=phase,
                 region=cuts.first[made[0]].region if made is not None else 0,
@@ -115,15 +115,18 @@ class EdgeBuilder:
                 ends=births,
             )
 
-    def _sum_of(self, value_class: int) -> int:
-        """The sum that a product's result only serves to make, if the compiler reduces the sum in place of its terms."""
-        cuts = self.naming.cuts
+    def _sum_of(self, value_class: int) -> Hashable:
+        """A name for the sum that a product's result only serves to make, if the compiler reduces that in place of its terms.
+
+        The sum itself may be converted again; its name must not be that of its array.
+        """
+        cuts, term = self.naming.cuts, value_class
         while self.merges_partial_sums and len(readers := self._readers_of.get(value_class, set())) == 1:
             op = cuts.first[next(iter(readers))]
             if op.name not in _SUMS or op.outputs[0] < 0:
                 break
             value_class = int(cuts.folding.value_class[op.outputs[0]])
-        return value_class
+        return ("sum", value_class) if value_class != term else None
 
     def add_aliases(self) -> None:
         """Edges from what the update makes to the input that it replaces: both are one buffer."""
@@ -169,7 +172,7 @@ class EdgeBuilder:
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
         label: str = "",
-        shared_as: int = -1,
+        shared_as: Hashable = None,
     ) -> None:
         if source.node < 0 or target.node < 0:
             return
@@ -178,7 +181,7 @@ class EdgeBuilder:
         value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
         apart = region > 0 and self.regions_apart
         share = self._shares.setdefault(
-            (shared_as if shared_as >= 0 else value_class, apart, float(count), gradient, phase is Phase.UPDATE),
+            (value_class if shared_as is None else shared_as, apart, float(count), gradient, phase is Phase.UPDATE),
             len(self._shares),
         )
         identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")

@@ -95,7 +95,8 @@ def test_the_hook_sees_carries_and_slices():
     graph = capture(lambda x: jax.lax.scan(lambda c, y: (c + y, c), jnp.zeros(2), x), jnp.ones((3, 2)))
     seen = Recorder()
     evaluate(graph, [jnp.ones((3, 2))], on_op=seen)
-    assert [shape for _, shape in seen.values] == [(2,), (2,)]
+    # What the loop carries and slices, then what it leaves: its last carry and its stacked results.
+    assert [shape for _, shape in seen.values] == [(2,), (2,), (2,), (3, 2)]
 
 
 def test_what_a_hook_returns_counts():
