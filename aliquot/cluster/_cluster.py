@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core import ClusterError, format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
 from ._device import Device
+from ._wires import Wires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Cluster:
         intra: What one device can send to the others of its host while receiving as much.
         inter: What one *host* can send to the others while receiving as much: its devices share it.
         topology: How the links came about, for people.
+        wires: Where a host's devices are wired pair by pair: what each can send to each other, in bytes/s, one row per
+            device. Empty where they all reach each other alike.
 
     Raises:
         ClusterError: All values that cannot be right.
@@ -68,6 +71,7 @@ class Cluster:
     intra: Link
     inter: Link
     topology: str = ""
+    wires: Wires = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -75,6 +79,7 @@ class Cluster:
             for field, value in (("num_hosts", self.num_hosts), ("devices_per_host", self.devices_per_host))
             if value < 1
         ]
+        problems += _wiring_problems(self.wires, self.devices_per_host) if self.wires else []
         if problems:
             raise ClusterError(problems, asked=f"cluster {self.name!r}")
 
@@ -147,6 +152,7 @@ class Cluster:
             "intra": _link_dict(self.intra),
             "inter": _link_dict(self.inter),
             "topology": self.topology,
+            **({"wires": [list(row) for row in self.wires]} if self.wires else {}),
         }
 
     @staticmethod
@@ -182,6 +188,15 @@ class Cluster:
         if self.topology:
             lines.append(f"  links    {self.topology}")
         return "\n".join(lines)
+
+
+def _wiring_problems(wires: Wires, size: int) -> list[str]:
+    if len(wires) != size or any(len(row) != size for row in wires):
+        return [f"wires must have {size} rows of {size}, one for each device of a host"]
+    pairs = [(wires[i][j], wires[j][i], i == j) for i in range(size) for j in range(size)]
+    if any(there != back or there < 0 or (there and same) for there, back, same in pairs):
+        return ["wires must be the same both ways, not negative, and 0 from a device to itself"]
+    return [] if any(map(any, wires)) or size == 1 else ["wires join no two devices"]
 
 
 def _link_dict(link: Link) -> dict[str, float]:

@@ -129,6 +129,7 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     intra, inter = _read_links(data, wiring, hosts or 1, devices_per_host or 1, problems)
     # The catalogue's note describes links that the file may have replaced.
     note = wiring.note if wiring and not {"intra", "inter"} & data.keys() else ""
+    wires = wiring.wires_of(devices_per_host or 1) if wiring and "intra" not in data else ()
     topology = main.take("topology", _text, note)
     name = main.take("name", _text, device.name if device else "")
     if problems or device is None or hosts is None or devices_per_host is None or intra is None or inter is None:
@@ -141,6 +142,7 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
         intra=intra,
         inter=inter,
         topology=topology or "",
+        wires=wires,
     )
 
 
@@ -151,7 +153,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         ClusterError: See there.
     """
     problems: list[str] = []
-    keys = ("name", "device", "num_hosts", "devices_per_host", "intra", "inter", "topology")
+    keys = ("name", "device", "num_hosts", "devices_per_host", "intra", "inter", "topology", "wires")
     table = _Table("cluster", data, keys, problems)
     device = table.take("device", lambda value: _plain_device(value, problems))
     name = table.take("name", _text)
@@ -160,6 +162,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
     intra = table.take("intra", lambda value: _plain_link("intra", value, problems))
     inter = table.take("inter", lambda value: _plain_link("inter", value, problems))
     topology = table.take("topology", _text, "")
+    wires = table.take("wires", _rows, ())
     if problems or name is None or device is None or hosts is None or devices_per_host is None or not (intra and inter):
         raise ClusterError(problems)
     return Cluster(
@@ -170,6 +173,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         intra=intra,
         inter=inter,
         topology=topology or "",
+        wires=wires or (),
     )
 
 
@@ -304,6 +308,12 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"expected a number, got {value!r}")
     return float(value)
+
+
+def _rows(value: Any) -> tuple[tuple[float, ...], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
+        raise InputError(f"expected rows of numbers, got {value!r}")
+    return tuple(tuple(_number(entry) for entry in row) for row in value)
 
 
 def _quantity(parse: Callable[[str | float], T]) -> Callable[[Any], T]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from ..core import ClusterError, InputError, nearest
 from ._cluster import Cluster
+from ._wires import all_to_all_bandwidth, ring_bandwidth
 
 AXIS_NAMES = ("x", "y", "z", "w")
 
@@ -109,7 +110,9 @@ class LogicalMesh:
         and a step takes on average `((h - 1) * inter_latency + (n - h) * intra_latency) / (n - 1)` for `n` members in
         `h` hosts. When every member sends to every other, `(n - k) / (n - 1)` of what a device sends leaves the host,
         and all `d` devices share the network: `min(intra, inter / d * (n - 1) / (n - k))`. Where groups lie unevenly
-        over hosts, the slowest counts.
+        over hosts, the slowest counts. Where a host's devices are wired pair by pair (`Cluster.wires`), `intra` is what
+        the members in one host can form among themselves (`_wires.py`); groups share no links, as each link joins two
+        devices of one group.
 
         Reference: ring bandwidth and the split of its hops as in NCCL's tuning model (NVIDIA, `src/graph/tuning.cc`);
             rings as
@@ -160,16 +163,22 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
-    members_by_host = _groups(cluster, shape, positions)
+    groups = _groups(cluster, shape, positions)
+    members_by_host = [Counter({host: len(members) for host, members in group.items()}) for group in groups]
     n = math.prod(shape[position] for position in positions)
     intra, inter = cluster.intra, cluster.inter
+    in_ring = in_all_to_all = intra.bandwidth_bytes_per_s
+    if cluster.wires:
+        hosts_members = {tuple(members) for group in groups for members in group.values()}
+        in_ring = min(ring_bandwidth(cluster.wires, members) for members in hosts_members)
+        in_all_to_all = min(all_to_all_bandwidth(cluster.wires, members) for members in hosts_members)
     crossing = [group for group in members_by_host if len(group) > 1]
     if not crossing:
         return AxisLink(
             size=n,
             latency_s=intra.latency_s if n > 1 else 0.0,
-            bandwidth_bytes_per_s=intra.bandwidth_bytes_per_s,
-            all_to_all_bandwidth_bytes_per_s=intra.bandwidth_bytes_per_s,
+            bandwidth_bytes_per_s=in_ring,
+            all_to_all_bandwidth_bytes_per_s=in_all_to_all,
             crosses_hosts=False,
         )
     rings: Counter[int] = Counter()  # rings that leave a host
@@ -181,19 +190,25 @@ def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) 
     return AxisLink(
         size=n,
         latency_s=((hosts - 1) * inter.latency_s + (n - hosts) * intra.latency_s) / (n - 1),
-        bandwidth_bytes_per_s=min(intra.bandwidth_bytes_per_s, inter.bandwidth_bytes_per_s / max(rings.values())),
+        bandwidth_bytes_per_s=min(in_ring, inter.bandwidth_bytes_per_s / max(rings.values())),
         all_to_all_bandwidth_bytes_per_s=min(
-            intra.bandwidth_bytes_per_s, inter.bandwidth_bytes_per_s * (n - 1) / max(leaving.values())
+            in_all_to_all, inter.bandwidth_bytes_per_s * (n - 1) / max(leaving.values())
         ),
         crosses_hosts=True,
     )
 
 
-def _groups(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> list[Counter[int]]:
+def _groups(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> list[dict[int, list[int]]]:
+    """For each group its members in each host, by their place in the host."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     inner = _offsets(shape, strides, positions)
     outer = _offsets(shape, strides, tuple(i for i in range(len(shape)) if i not in positions))
-    return [Counter(cluster.host_of(base + offset) for offset in inner) for base in outer]
+    groups: list[dict[int, list[int]]] = [{} for _ in outer]
+    for group, base in zip(groups, outer, strict=True):
+        for offset in inner:
+            host, place = divmod(base + offset, cluster.devices_per_host)
+            group.setdefault(host, []).append(place)
+    return groups
 
 
 def _offsets(shape: tuple[int, ...], strides: list[int], positions: tuple[int, ...]) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..core import ClusterError, nearest
 from ._cluster import Cluster, Link
 from ._device import DEVICES
+from ._wires import Wires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +20,19 @@ class Wiring:
     """The default links of one kind of device, with their origin.
 
     `inter` is None where the links between devices reach across hosts, so that a host can send as much as all its
-    devices together.
+    devices together. `wires` is as in `Cluster`, for the largest host of that kind that is wired pair by pair.
     """
 
     intra: Link
     inter: Link | None
     note: str
+    wires: Wires = ()
+
+    def wires_of(self, devices_per_host: int) -> Wires:
+        """Those of the first devices of a host; none in a host of more devices, which is another machine."""
+        if not 1 < devices_per_host <= len(self.wires):
+            return ()
+        return tuple(row[:devices_per_host] for row in self.wires[:devices_per_host])
 
     def inter_of(self, devices_per_host: int) -> Link:
         """What a host of `devices_per_host` devices can send to the others."""
@@ -42,11 +50,12 @@ class Wiring:
 _NVLINK_S, _PCIE_S, _NETWORK_S, _ICI_S = 1.9e-6, 5.7e-6, 14e-6, 1e-6
 
 
-def _wired(intra_s: float, intra_gb_per_s: float, network_gbps: float, note: str) -> Wiring:
+def _wired(intra_s: float, intra_gb_per_s: float, network_gbps: float, note: str, wires: Wires = ()) -> Wiring:
     return Wiring(
         intra=Link(latency_s=intra_s, bandwidth_bytes_per_s=intra_gb_per_s * 1e9),
         inter=Link(latency_s=_NETWORK_S, bandwidth_bytes_per_s=network_gbps * 1e9 / 8),
         note=note,
+        wires=wires,
     )
 
 
@@ -70,10 +79,20 @@ def _chips_per_host(chips: int) -> int:
 
 _PCIE4 = "PCIe 4.0 x16 in the host (nominal; through host memory where peers cannot reach each other)"
 
+# Links of 25 GB/s each way between the eight GPUs of a hybrid cube mesh, as `nvidia-smi topo -m` lists them on a DGX-1 and
+# a p3.16xlarge: two fully joined groups of four, and one edge from each GPU to its twin (NVIDIA, "DGX-1 With Tesla V100
+# System Architecture", 2017, figure 4).
+_CUBE_MESH = tuple(
+    tuple(25e9 * int(links) for links in row)
+    for row in ("01122000", "10210200", "12020010", "21200001", "20000112", "02001021", "00101202", "00012120")
+)
+
 WIRINGS: dict[str, Wiring] = {
-    "V100-16GB": _wired(_NVLINK_S, 150, 25, "NVLink 2 hybrid cube mesh, 6 links; 25 Gbps network (AWS p3.16xlarge)"),
+    "V100-16GB": _wired(
+        _NVLINK_S, 150, 25, "NVLink 2 hybrid cube mesh, 6 links; 25 Gbps network (AWS p3.16xlarge)", _CUBE_MESH
+    ),
     "V100-32GB": _wired(
-        _NVLINK_S, 150, 100, "NVLink 2 hybrid cube mesh, 6 links; 100 Gbps network (AWS p3dn.24xlarge)"
+        _NVLINK_S, 150, 100, "NVLink 2 hybrid cube mesh, 6 links; 100 Gbps network (AWS p3dn.24xlarge)", _CUBE_MESH
     ),
     "A100-40GB": _wired(_NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4d.24xlarge)"),
     "A100-80GB": _wired(_NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)"),
@@ -131,6 +150,7 @@ def wire(name: str, device_name: str, num_hosts: int, devices_per_host: int) -> 
         intra=wiring.intra,
         inter=wiring.inter_of(devices_per_host),
         topology=wiring.note,
+        wires=wiring.wires_of(devices_per_host),
     )
 
 

@@ -1,0 +1,83 @@
+"""Hosts whose devices are wired pair by pair: which rings a group of them can form at once.
+
+Behind a switch all groups are alike. Pair by pair they are not: on eight V100s two neighbours share one of their six
+links, while all eight together form six rings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+Wires: TypeAlias = tuple[tuple[float, ...], ...]
+"""For each two devices of a host what one can send to the other directly, in bytes/s; 0 where nothing joins them."""
+
+_Links: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def ring_bandwidth(wires: Wires, members: Sequence[int]) -> float:
+    """What each of `members` sends, in bytes/s, when they form as many rings as their own links allow.
+
+    Two devices send over all links between them. More use each link in both directions, so that every closed tour
+    through all members over links of its own is two rings. Where there is none, messages pass through a third device
+    or the host: at half a link.
+
+    Reference: the search for rings in NCCL (NVIDIA, `src/graph/search.cc`).
+
+    >>> wires = ((0, 25e9, 25e9), (25e9, 0, 50e9), (25e9, 50e9, 0))
+    >>> ring_bandwidth(wires, (1, 2)), ring_bandwidth(wires, (0, 1, 2))
+    (50000000000.0, 50000000000.0)
+    """
+    if len(members) < 2:
+        return max(map(sum, wires))
+    unit, links = _links(wires, members)
+    if len(members) == 2:
+        return unit * links[0][1] or unit / 2
+    return unit * 2 * _disjoint_tours(links) or unit / 2
+
+
+def all_to_all_bandwidth(wires: Wires, members: Sequence[int]) -> float:
+    """What each of `members` sends, in bytes/s, when every one sends to every other: the weakest pair holds up the rest.
+
+    Pairs without a link of their own count half a link, as in `ring_bandwidth`.
+    """
+    if len(members) < 2:
+        return max(map(sum, wires))
+    unit, links = _links(wires, members)
+    weakest = min(links[i][j] for i, j in itertools.combinations(range(len(members)), 2))
+    return unit * (weakest or 0.5) * (len(members) - 1)
+
+
+def _links(wires: Wires, members: Sequence[int]) -> tuple[float, _Links]:
+    """The bandwidth of one link, and the links between each two members."""
+    unit = min(w for row in wires for w in row if w)
+    return unit, tuple(tuple(int(wires[i][j] // unit) for j in members) for i in members)
+
+
+@lru_cache(maxsize=1024)
+def _disjoint_tours(links: _Links) -> int:
+    """How many closed tours through all devices there are at once if no two share a link."""
+    most = min(map(sum, links)) // 2
+    found = 0
+    for tour in _tours(links) if most else ():
+        left = [list(row) for row in links]
+        for i, j in zip(tour, (*tour[1:], tour[0])):
+            left[i][j] -= 1
+            left[j][i] -= 1
+        found = max(found, 1 + _disjoint_tours(tuple(map(tuple, left))))
+        if found == most:
+            break
+    return found
+
+
+def _tours(links: _Links, tour: tuple[int, ...] = (0,)) -> Iterator[tuple[int, ...]]:
+    """Closed tours over links, each way round."""
+    if len(tour) == len(links):
+        if links[tour[-1]][0]:
+            yield tour
+        return
+    for device, count in enumerate(links[tour[-1]]):
+        if count and device not in tour:
+            yield from _tours(links, (*tour, device))
