@@ -11,6 +11,7 @@ from ._api import capture as capture
 from ._api import explain as explain
 from ._api import parallelize as parallelize
 from ._api import plan as plan
+from ._api import verify as verify
 from .cluster import Cluster as Cluster
 from .core import AliquotError as AliquotError
 from .core import CaptureError as CaptureError

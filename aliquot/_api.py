@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from .cluster import Cluster
@@ -19,6 +20,7 @@ from .plans import ArrayInterface, ModelReference, Plan, require_match
 from .report import Alternative
 from .runtime import LazyStep, ParallelStep
 from .sharding import plan_micro_batches
+from .verify import Verification, verify_plan
 
 
 def plan(
@@ -159,6 +161,35 @@ def explain(
         )
         for a in find_alternatives(problem, plan.stages[0], _choices(plan, graph, problem), most=most)
     ]
+
+
+def verify(
+    plan: Plan,
+    step: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    on_missing_rule: str = "error",
+    progress: Callable[[str], None] | None = None,
+    cache: Path | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """Compile a plan with the compiler that will run it, and put what it says beside the prediction. Needs no devices.
+
+    Args:
+        step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
+        target: a GPU or TPU by name, `"cpu"`, or a file with a GPU's description; by default the plan's device.
+        progress: called with a line about what is going on.
+        cache: folder of earlier answers; by default in the user's cache folder.
+
+    Raises:
+        PlanMismatchError: the plan was made for another step.
+        CompilerMissingError: the target's compiler is not installed; says how to.
+        CompileError: the compiler refuses the program, or ran out of memory.
+    """
+    graph = capture(step, *args, **kwargs)
+    problem = _problem_of(plan, graph, on_missing_rule)
+    choices = _choices(plan, graph, problem)
+    return verify_plan(plan, graph, problem.nodes, choices, target=target, progress=progress, cache=cache)
 
 
 def _problem(

@@ -1,0 +1,20 @@
+"""Floor 7: ask the compiler that will run a plan, without the devices that will."""
+
+from ._cache import default_cache as default_cache
+from ._compare import CollectiveComparison as CollectiveComparison
+from ._compare import UnintendedCollective as UnintendedCollective
+from ._compile import CompiledProgram as CompiledProgram
+from ._compile import CompileError as CompileError
+from ._compile import compile_program as compile_program
+from ._program import PortableProgram as PortableProgram
+from ._program import portable_program as portable_program
+from ._targets import GPU_DESCRIPTIONS as GPU_DESCRIPTIONS
+from ._targets import TPU_DIMS as TPU_DIMS
+from ._targets import CompileTarget as CompileTarget
+from ._targets import GPUDescription as GPUDescription
+from ._targets import resolve_target as resolve_target
+from ._verify import StageVerification as StageVerification
+from ._verify import Verification as Verification
+from ._verify import verify_plan as verify_plan
+from ._wheels import CompilerMissingError as CompilerMissingError
+from ._wheels import require_compiler as require_compiler

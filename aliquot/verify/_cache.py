@@ -1,0 +1,46 @@
+"""Answers of compilers, kept by the hash of what was asked: program, target, flags and releases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..core import AliquotError, write_atomic
+
+_MOST_ENTRIES = 500
+
+
+def default_cache() -> Path:
+    """Where answers are kept: `aliquot/verify` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "aliquot" / "verify"
+
+
+def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
+    """What was kept under a key; None if nothing readable was."""
+    try:
+        found: dict[str, Any] = json.loads((folder / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> str:
+    """Keep an answer. Returns why that was not possible, or nothing: an answer is worth having without a cache."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"{key}.json", json.dumps(answer))
+    except (OSError, AliquotError) as error:
+        return f"the result is not kept for the next time: {error}"
+    with contextlib.suppress(OSError):
+        _forget_oldest(folder)
+    return ""
+
+
+def _forget_oldest(folder: Path) -> None:
+    entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in entries[_MOST_ENTRIES:]:
+        path.unlink(missing_ok=True)

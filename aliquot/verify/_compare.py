@@ -1,0 +1,156 @@
+"""Collectives of a compiled program beside those of its plan, and those that the plan does not explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import format_bytes
+from ..plans import CollectiveUse
+from ..runtime import CompiledCollective
+from ._text import INPUT
+
+_TOLERANCE = 0.05
+_NEGLIGIBLE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveComparison:
+    """Collectives of one kind along some mesh axes in one step; bytes are what they leave on each device."""
+
+    kind: str
+    axes: tuple[str, ...]
+    predicted_count: float
+    compiled_count: float
+    predicted_bytes: float
+    compiled_bytes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "predicted_count": self.predicted_count,
+            "compiled_count": self.compiled_count,
+            "predicted_bytes": self.predicted_bytes,
+            "compiled_bytes": self.compiled_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnintendedCollective:
+    """Collectives of one kind, axes and cause that no predicted one explains.
+
+    `cause` is the operator, with its line, whose result they move; an input's path; or empty if the compiler does not
+    say.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: float
+    num_bytes: float
+    dtype: str
+    cause: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "count": self.count,
+            "bytes": self.num_bytes,
+            "dtype": self.dtype,
+            "cause": self.cause or None,
+        }
+
+    def __str__(self) -> str:
+        where = f"{self.kind} over {', '.join(self.axes) or 'no axis'}"
+        return f"{where}: {self.count:g} times, {format_bytes(self.num_bytes)}, {self.cause or 'cause unknown'}"
+
+
+def compare_collectives(
+    predicted: Sequence[CollectiveUse], compiled: Sequence[CompiledCollective]
+) -> tuple[CollectiveComparison, ...]:
+    """Both sides by kind and axes, most bytes first."""
+    rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    sides: tuple[Sequence[CollectiveUse | CompiledCollective], ...] = (predicted, compiled)
+    for side, uses in enumerate(sides):
+        for use in uses:
+            row = rows.setdefault((use.kind, tuple(use.axes)), [0.0] * 4)
+            row[side] += use.count
+            row[2 + side] += use.num_bytes
+    found = [
+        CollectiveComparison(
+            kind=kind,
+            axes=axes,
+            predicted_count=row[0],
+            compiled_count=row[1],
+            predicted_bytes=row[2],
+            compiled_bytes=row[3],
+        )
+        for (kind, axes), row in rows.items()
+    ]
+    return tuple(sorted(found, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)))
+
+
+def unintended(
+    predicted: Sequence[CollectiveUse], compiled: Sequence[CompiledCollective], paths: Sequence[str]
+) -> tuple[UnintendedCollective, ...]:
+    """Compiled collectives that no predicted one explains.
+
+    The compiler merges collectives and reorders axes, so single ones cannot be matched. For each kind and axes that
+    moves more bytes than predicted (by 5 %, and by 1 % of all that is predicted), those are listed whose size is no
+    multiple of a predicted one's, largest first, until they make up the difference.
+
+    Args:
+        paths: of the step's inputs, for causes that are inputs.
+    """
+    budget: dict[tuple[str, tuple[str, ...]], float] = {}
+    units: dict[tuple[str, tuple[str, ...]], set[int]] = {}
+    for use in predicted:
+        key = use.kind, tuple(use.axes)
+        budget[key] = budget.get(key, 0.0) + use.num_bytes
+        units.setdefault(key, set()).add(round(use.num_bytes / max(use.count, 1.0)))
+    least = _NEGLIGIBLE * sum(budget.values())
+    groups: dict[tuple[str, tuple[str, ...]], list[CompiledCollective]] = {}
+    for each in compiled:
+        groups.setdefault((each.kind, each.axes), []).append(each)
+    found: dict[tuple[str, tuple[str, ...], str], list[CompiledCollective]] = {}
+    for key, members in groups.items():
+        allowed = budget.get(key, 0.0)
+        excess = sum(each.num_bytes for each in members) - allowed
+        if excess <= max(_TOLERANCE * allowed, least):
+            continue
+        known = units.get(key, set())
+        order = sorted(members, key=lambda each: (_is_known(each, known), -each.num_bytes))
+        for each in order:
+            if excess <= least:
+                break
+            found.setdefault((*key, _cause(each.label, paths)), []).append(each)
+            excess -= each.num_bytes
+    summed = [
+        UnintendedCollective(
+            kind=kind,
+            axes=axes,
+            count=sum(each.count for each in members),
+            num_bytes=sum(each.num_bytes for each in members),
+            dtype=members[0].dtype,
+            cause=cause,
+        )
+        for (kind, axes, cause), members in found.items()
+    ]
+    return tuple(sorted(summed, key=lambda each: (-each.num_bytes, each.kind, each.axes, each.cause)))
+
+
+def _is_known(each: CompiledCollective, units: set[int]) -> bool:
+    size = round(each.num_bytes / max(each.count, 1.0))
+    return any(unit and size % unit == 0 for unit in units if unit * 64 >= size)
+
+
+def _cause(label: str, paths: Sequence[str]) -> str:
+    head, _, rest = label.partition(", and ")
+    if head.startswith(INPUT) and head.removeprefix(INPUT).isdecimal():
+        position = int(head.removeprefix(INPUT))
+        head = paths[position] if position < len(paths) else head
+    return f"{head}, and {rest}" if rest else head

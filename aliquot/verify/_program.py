@@ -1,0 +1,145 @@
+"""A plan's program in a form that can travel: lowered for its target in this process, compiled in another.
+
+The step is traced here, where the user's function is, on a mesh without devices; `jax.export` writes the module down with
+its splits. What the other process compiles is the program that the runtime would compile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from ..cluster import Cluster, target_for
+from ..graph import Graph
+from ..plans import Plan
+from ..runtime import Program, build_program
+from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
+
+Dims = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableProgram:
+    """One stage's program as bytes.
+
+    Attributes:
+        module: what `jax.export` serialized.
+        platform: it was lowered for.
+        mesh_shape, axis_names: of its mesh.
+        in_dims, out_dims: mesh axes that split each dim of each input and output.
+        donated: positions of donated inputs.
+        x64: whether JAX keeps 64 bits.
+    """
+
+    module: bytes
+    platform: str
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    in_dims: tuple[Dims, ...]
+    out_dims: tuple[Dims, ...]
+    donated: tuple[int, ...]
+    x64: bool
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it runs on."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same program."""
+        settings = (
+            self.platform,
+            self.mesh_shape,
+            self.axis_names,
+            self.in_dims,
+            self.out_dims,
+            self.donated,
+            self.x64,
+        )
+        return hashlib.sha256(self.module + repr(settings).encode()).hexdigest()
+
+
+def portable_program(
+    graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan, platform: str
+) -> PortableProgram:
+    """The program of a plan of one stage, lowered for a platform of which no device need be here.
+
+    Args:
+        graph, nodes, choices, plan: as `ParallelStep.build` takes them.
+        platform: `"cuda"`, `"tpu"` or `"cpu"`.
+
+    Raises:
+        CaptureError: the step does not decompose into the plan's micro-batches.
+    """
+    (stage,) = plan.stages
+    # Where a device stands does not matter for what is written down, so the mesh needs none.
+    mesh: Any = AbstractMesh(
+        tuple(stage.mesh_shape), tuple(stage.axis_names), axis_types=(AxisType.Auto,) * len(stage.mesh_shape)
+    )
+    program = _build(graph, nodes, choices, plan, mesh)
+    structs = [
+        _struct(leaf, sharding) for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
+    ]
+    return PortableProgram(
+        module=bytes(_exported(program, structs, platform).serialize()),
+        platform=platform,
+        mesh_shape=tuple(stage.mesh_shape),
+        axis_names=tuple(stage.axis_names),
+        in_dims=tuple(map(_dims, program.in_shardings)),
+        out_dims=tuple(map(_dims, program.out_shardings)),
+        donated=program.donated,
+        x64=bool(jax.config.read("jax_enable_x64")),
+    )
+
+
+def _build(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan, mesh: Any) -> Program:
+    """The same steps as `ParallelStep.build`, which needs devices; a test compares what both lower."""
+    (stage,) = plan.stages
+    target = target_for(Cluster.from_dict(plan.cluster).device)
+    pins = make_pins(graph, nodes, choices, stage.mesh_shape, reduce_scatter=target.reduce_scatter)
+    micro_batches = None
+    if plan.num_micro_batches > 1:
+        sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+        micro_batches = plan_micro_batches(
+            graph,
+            plan.num_micro_batches,
+            num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
+            semantics=plan.micro_batch_semantics,
+            on_missing_rule="replicate",
+        )
+    return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
+
+
+def _exported(program: Program, structs: Sequence[Any], platform: str) -> Any:
+    from jax import export
+
+    try:
+        return export.export(program.jitted, platforms=[platform])(*structs)
+    except ValueError as error:
+        # The same release of JAX reads the module, so calls without a promise for later releases are safe here.
+        names = re.findall(r"^\s*([\w.$]+) at ", str(error), re.MULTILINE) if "custom call" in str(error) else []
+        if not names:
+            raise
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in set(names)]
+        return export.export(program.jitted, platforms=[platform], disabled_checks=checks)(*structs)
+
+
+def _struct(leaf: Any, sharding: NamedSharding) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    dtype = leaf.dtype
+    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return make(tuple(leaf.shape), dtype, sharding=sharding)
+
+
+def _dims(sharding: NamedSharding) -> Dims:
+    entries: Any = tuple(sharding.spec)
+    return tuple(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in entries)

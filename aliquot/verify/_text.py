@@ -1,0 +1,240 @@
+"""What a compiled program's text says beyond the runtime's reader: where collectives come from, and a TPU's cycles.
+
+A collective that splits or gathers an array on its way to another split carries the runtime's own mark. Its cause is the
+operator that made the array: the nearest instruction up the chain of operands that carries a mark of the user's code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..runtime import CompiledCollective, find_collectives
+
+INPUT = "input "
+"""How a cause begins that is an input of the step; its position follows."""
+
+_COLLECTIVE = re.compile(
+    r"\b(?:ragged-all-to-all|all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute|collective-broadcast)"
+    r"(?:-start)?\("
+)
+_STRUCTURE = ("while(", "call(", "conditional(", "[] constant(", "_computation")
+_NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[[^\)]*\)?)\))? \{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_OURS = ("sharding_constraint", "call_exported", "run", "")
+_LIBRARIES = re.compile(r"[/\\](?:jax|flax|optax|equinox)[/\\]")
+_OURSELVES = re.compile(r"[/\\]aliquot[/\\](?:(?:runtime|graph|sharding|verify)[/\\]|_api\.py)")
+_STEPS = 60
+
+
+def compiled_collectives(
+    text: str, axis_names: Sequence[str], axis_sizes: Sequence[int]
+) -> tuple[CompiledCollective, ...]:
+    """Every collective of a compiled program; labels name its cause: an operator with its line, or `input N`.
+
+    Args:
+        text: optimized HLO.
+        axis_names, axis_sizes: the mesh, whose devices are numbered row by row.
+    """
+    lines = text.splitlines()
+    causes = _Causes.read(lines)
+    kept = []
+    for line in lines:
+        if not line.startswith(" "):
+            kept.append(line)
+        elif _COLLECTIVE.search(line):
+            kept.append(_labelled(listed_groups(line), causes.of(line)))
+        elif any(word in line for word in _STRUCTURE) and " fusion(" not in line:
+            kept.append(line)
+    return find_collectives("\n".join(kept), axis_names, axis_sizes)
+
+
+def listed_groups(line: str) -> str:
+    """An instruction whose groups of devices are written as axes of the compiler's own mesh, with the groups listed.
+
+    >>> listed_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, dimensions={0}")
+    'replica_groups={{0,2},{1,3}}, dimensions={0}'
+    """
+    return _MESH_GROUPS.sub(_listed, line)
+
+
+def _listed(found: re.Match[str]) -> str:
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found.group(1))}
+    devices = _device_order(found.group(2), int(np.prod(list(sizes.values()))))
+    # An axis may take part with a factor of its own only: `'x':(2)4` is the middle of 2 x 4 x rest.
+    parts: list[tuple[int, bool]] = []
+    moving = {name: (int(before or 1), int(size or 0)) for name, before, size in _GROUP_AXIS.findall(found.group(3))}
+    for name, size in sizes.items():
+        if name not in moving:
+            parts.append((size, False))
+            continue
+        before, own = moving[name]
+        own = own or size
+        parts += [(before, False), (own, True), (size // (before * own), False)]
+    grid = devices.reshape([size for size, _ in parts])
+    last = [axis for axis, (_, moves) in enumerate(parts) if moves]
+    groups = np.moveaxis(grid, last, range(grid.ndim - len(last), grid.ndim))
+    members = int(np.prod([parts[axis][0] for axis in last]))
+    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups.reshape(-1, members).tolist())
+    return f"replica_groups={{{listed}}}"
+
+
+def _device_order(text: str | None, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Devices in the order of the compiler's mesh: `[4,2]T(1,0)` is a grid of 4 x 2 numbers, transposed."""
+    numbers = np.arange(count)
+    if not text:
+        return numbers
+    dims, _, order = text.partition("T")
+    grid = numbers.reshape([int(n) for n in re.findall(r"\d+", dims)])
+    axes = [int(n) for n in re.findall(r"\d+", order)]
+    return (grid.transpose(axes) if axes else grid).reshape(-1)
+
+
+def _labelled(line: str, cause: str) -> str:
+    cause = cause.replace('"', "'")
+    if _OP_NAME.search(line):
+        return _OP_NAME.sub(lambda _: f'op_name="{cause}"', line, count=1)
+    return f'{line}, op_name="{cause}"'
+
+
+@dataclass(slots=True, kw_only=True)
+class _Causes:
+    """Instructions by name, and the tables from which places in source files are read."""
+
+    lines: Mapping[str, str]
+    files: Mapping[int, str]
+    functions: Mapping[int, str]
+    locations: Mapping[int, tuple[int, int, int]]
+    frames: Mapping[int, tuple[int, int]]
+    places: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, lines: Sequence[str]) -> _Causes:
+        by_name = {found.group(1): line for line in lines if (found := _NAME.match(line))}
+        tables: dict[str, list[str]] = {}
+        current: list[str] | None = None
+        for line in lines:
+            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+                current = tables.setdefault(line, [])
+            elif line.startswith(("%", "ENTRY")):
+                break
+            elif current is not None and line[:1].isdigit():
+                current.append(line)
+        return cls(
+            lines=by_name,
+            files=_texts(tables.get("FileNames", [])),
+            functions=_texts(tables.get("FunctionNames", [])),
+            locations={
+                n: (v.get("file_name_id", 0), v.get("function_name_id", 0), v.get("line", 0))
+                for n, v in _numbers(tables.get("FileLocations", []))
+            },
+            frames={
+                # A parent is written one higher than it is counted; 1 stands for none.
+                n: (v.get("file_location_id", 0), v.get("parent_frame_id", 1) - 1)
+                for n, v in _numbers(tables.get("StackFrames", []))
+            },
+        )
+
+    def of(self, line: str) -> str:
+        """Where a collective comes from: `operator at file:line (function)`, `input N`, or empty."""
+        waiting, position, vague = [line], 0, ""
+        operands = len(self._operands(line))
+        while position < min(len(waiting), _STEPS):
+            current = waiting[position]
+            position += 1
+            number = re.search(r" parameter\((\d+)\)", current)
+            named = _OP_NAME.search(current)
+            if number and (not named or "/" not in named.group(1)):
+                # Parameters of loop bodies are tuples; only a step's inputs are arrays.
+                return vague if " = (" in current else f"{INPUT}{number.group(1)}"
+            name = _operator(named.group(1)) if named else ""
+            if name not in _OURS:
+                frame = _FRAME.search(current)
+                place = self._place(int(frame.group(1))) if frame else ""
+                more = f", and {operands - 1} more" if operands > 1 and current is not line else ""
+                if place:
+                    return f"{name}{_phase(named.group(1) if named else '')} at {place}{more}"
+                vague = vague or name
+            made_by = (self.lines.get(each) for each in self._operands(current))
+            waiting += [each for each in made_by if each is not None and each not in waiting]
+        return vague
+
+    def _operands(self, line: str) -> list[str]:
+        # Types hold parentheses too, but only operands begin with `%`.
+        return _OPERAND.findall("%" + line.partition(" = ")[2].partition("(%")[2].partition(")")[0])
+
+    def _place(self, frame: int) -> str:
+        """The innermost line of code that belongs to no library."""
+        if frame not in self.places:
+            found, current = "", frame
+            while current in self.frames:
+                location, parent = self.frames[current]
+                file, function, line = self.locations.get(location, (0, 0, 0))
+                path = self.files.get(file, "")
+                if _OURSELVES.search(path):
+                    # Whatever called us did not write the operator.
+                    break
+                if path and not _LIBRARIES.search(path):
+                    found = f"{path.rsplit('/', 1)[-1]}:{line} ({self.functions.get(function, '')})"
+                    break
+                current = parent
+            self.places[frame] = found
+        return self.places[frame]
+
+
+def _operator(op_name: str) -> str:
+    """The innermost name of a path such as `jit(run)/jvp()/dot_general`; merged ones are joined by colons."""
+    parts = [part for part in re.split(r"[():]", op_name.rsplit("/", 1)[-1]) if part]
+    return parts[0] if parts else ""
+
+
+def _phase(op_name: str) -> str:
+    return " in the backward pass" if "transpose(" in op_name else ""
+
+
+def _texts(rows: Sequence[str]) -> dict[int, str]:
+    return {int(number): text.strip('"') for number, _, text in (row.partition(" ") for row in rows)}
+
+
+def _numbers(rows: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
+    for row in rows:
+        number, _, rest = row.partition(" ")
+        yield int(number), {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", rest)}
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_BODY = re.compile(r" while\(.*\bbody=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+
+
+def estimated_cycles(text: str) -> float:
+    """Cycles that a TPU's compiler expects all instructions of a step to take, loops by their trips; 0 for others."""
+    own: dict[str, float] = {}
+    bodies: dict[str, list[tuple[str, int]]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        header = _HEADER.match(line) if not line.startswith(" ") else None
+        if header:
+            current = header.group(2)
+            entry = current if header.group(1) else entry
+        elif current:
+            if '"estimated_cycles"' in line:
+                own[current] = own.get(current, 0.0) + sum(map(int, _CYCLES.findall(line)))
+            body = _BODY.search(line) if " while(" in line else None
+            if body:
+                trips = _TRIPS.search(line)
+                bodies.setdefault(current, []).append((body.group(1), int(trips.group(1)) if trips else 1))
+
+    def total(name: str) -> float:
+        return own.get(name, 0.0) + sum(trips * total(body) for body, trips in bodies.get(name, ()))
+
+    return total(entry)

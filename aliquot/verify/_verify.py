@@ -1,0 +1,196 @@
+"""What was predicted beside what the compiler made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cluster import Cluster
+from ..core import InputError, format_bytes, format_seconds
+from ..graph import Graph
+from ..plans import Plan, StagePlan, grouped_arrays
+from ..sharding import Choice, NodeGraph
+from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended
+from ._compile import CompiledProgram, Progress, compile_program
+from ._program import portable_program
+from ._targets import CompileTarget, resolve_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageVerification:
+    """One stage: the prediction and the compiler's account, on each device.
+
+    Attributes:
+        predicted_bytes: the plan's peak.
+        predicted_parts: what it is made of, and `state and batch`, what the step is given.
+        compiled: the compiler's account.
+        collectives: by kind and mesh axes, both sides.
+        unintended: collectives that the plan does not explain, most bytes first.
+    """
+
+    predicted_bytes: float
+    predicted_parts: dict[str, float]
+    argument_bytes: float
+    compiled: CompiledProgram
+    collectives: tuple[CollectiveComparison, ...]
+    unintended: tuple[UnintendedCollective, ...]
+
+    @property
+    def compiled_bytes(self) -> float:
+        """What must be free on a device."""
+        return self.compiled.peak_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        c = self.compiled
+        return {
+            "predicted_bytes": self.predicted_bytes,
+            "compiled_bytes": self.compiled_bytes,
+            "parts": {
+                "predicted": {"arguments": self.argument_bytes, **self.predicted_parts},
+                "compiled": {
+                    "arguments": c.argument_bytes,
+                    "outputs": c.output_bytes,
+                    "temporaries": c.temp_bytes,
+                    "aliases": c.alias_bytes,
+                    "peak": self.compiled_bytes,
+                    "in_use_at_once": c.live_bytes,
+                },
+            },
+            "collectives": [each.to_dict() for each in self.collectives],
+            "unintended": [each.to_dict() for each in self.unintended],
+            "compile_s": c.compile_s,
+            "cached": c.cached,
+            "compiler_cycles": c.cycles or None,
+            "refusal": c.refusal or None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """A plan and what the compiler of a target makes of it.
+
+    Attributes:
+        target: what it was compiled for.
+        num_devices: of all stages.
+        limit_bytes: what a program may take on each device; None where nobody knows.
+        predicted_step_time_s, predicted_compute_s: of the plan.
+        stages: in order.
+        remarks: what else the reader should know.
+    """
+
+    target: CompileTarget
+    num_devices: int
+    limit_bytes: float | None
+    predicted_step_time_s: float
+    predicted_compute_s: float
+    stages: tuple[StageVerification, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits, by the compiler's account."""
+        if any(stage.compiled.refusal for stage in self.stages):
+            return False
+        return self.limit_bytes is None or all(stage.compiled_bytes <= self.limit_bytes for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `aliquot verify --json` prints them."""
+        return {
+            "target": self.target.name,
+            "num_devices": self.num_devices,
+            "fits": self.fits,
+            "limit_bytes": self.limit_bytes,
+            "predicted_step_time_s": self.predicted_step_time_s,
+            "predicted_compute_s": self.predicted_compute_s,
+            "stages": [stage.to_dict() for stage in self.stages],
+            "remarks": list(self.remarks),
+        }
+
+    def __str__(self) -> str:
+        verdict = "fits" if self.fits else "does NOT fit"
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes is not None else ""
+        lines = []
+        for stage in self.stages:
+            c = stage.compiled
+            lines.append(
+                f"{verdict} {self.num_devices} x {self.target.name}: {format_bytes(stage.compiled_bytes)}{limit} on each "
+                f"device (predicted {format_bytes(stage.predicted_bytes)}), compiled in {format_seconds(c.compile_s)}"
+            )
+            lines += [f"not in the plan: {each}" for each in stage.unintended]
+        return "\n".join([*lines, *self.remarks])
+
+
+def verify_plan(
+    plan: Plan,
+    graph: Graph,
+    nodes: NodeGraph,
+    choices: Sequence[Choice],
+    *,
+    target: str | None = None,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+) -> Verification:
+    """Compile a plan's program for a target that need not be here, and put the result beside the prediction.
+
+    Args:
+        plan: what to verify.
+        graph: the step on its whole batch.
+        nodes, choices: its decisions, as `ParallelStep.build` takes them.
+        target: see `resolve_target`; by default the device that the plan was made for.
+        progress, cache: see `compile_program`.
+
+    Raises:
+        CompilerMissingError, CompileError, InputError: as `compile_program` and `resolve_target` do.
+    """
+    cluster = Cluster.from_dict(plan.cluster)
+    chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
+    from ._wheels import require_compiler
+
+    require_compiler(chosen)
+    if len(plan.stages) != 1:
+        raise InputError(f"this plan has {len(plan.stages)} stages; only plans of one stage can be compiled so far.")
+    (stage,) = plan.stages
+    tell = progress or (lambda line: None)
+    tell("writing the program down")
+    program = portable_program(graph, nodes, choices, plan, chosen.platform)
+    compiled = compile_program(
+        program, chosen, devices_per_host=cluster.devices_per_host, progress=progress, cache=cache
+    )
+    return Verification(
+        target=chosen,
+        num_devices=program.num_devices,
+        limit_bytes=chosen.limit_bytes,
+        predicted_step_time_s=plan.prediction.step_time_s,
+        predicted_compute_s=plan.prediction.compute_s,
+        stages=(_stage(plan, stage, compiled),),
+        remarks=_remarks(plan, cluster, chosen, compiled),
+    )
+
+
+def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVerification:
+    uses = plan.prediction.collectives
+    paths = [each.path for each in plan.inputs]
+    # A program that was refused has no text.
+    found = () if compiled.refusal else compiled.collectives
+    return StageVerification(
+        predicted_bytes=plan.prediction.peak_memory_bytes,
+        predicted_parts=dict(plan.prediction.memory_bytes),
+        argument_bytes=sum(group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)),
+        compiled=compiled,
+        collectives=compare_collectives(uses, found) if not compiled.refusal else (),
+        unintended=unintended(uses, found, paths),
+    )
+
+
+def _remarks(plan: Plan, cluster: Cluster, target: CompileTarget, compiled: CompiledProgram) -> tuple[str, ...]:
+    remarks = []
+    if target.name != cluster.device.name:
+        remarks.append(f"The plan was made for {cluster.device.name}, and its predictions are for that.")
+    if compiled.remark:
+        remarks.append(compiled.remark)
+    if compiled.refusal:
+        remarks.append(f"The compiler says: {compiled.refusal}")
+    return tuple(remarks)

@@ -1,0 +1,74 @@
+"""Whether the compiler of a target is installed, and fits the JAX that is."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..core import AliquotError
+from ._targets import CompileTarget
+
+_GPU_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+
+
+class CompilerMissingError(AliquotError):
+    """A target whose compiler is not installed, or is of another release than JAX; says what to install."""
+
+
+def require_compiler(target: CompileTarget) -> Mapping[str, str]:
+    """Environment variables with which a process finds the target's compiler.
+
+    Raises:
+        CompilerMissingError: it is not there; the message is the command that installs it.
+    """
+    if target.kind == "gpu":
+        return _require_gpu(target)
+    if target.kind == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            raise _missing(target, "libtpu", "verify-tpu", f"'jax[tpu]=={version('jax')}'")
+        return {"TPU_SKIP_MDS_QUERY": "1"}
+    return {}
+
+
+def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
+    jax_version = version("jax")
+    fitting = f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
+    found = {name: _version(name) for name in _GPU_PACKAGES}
+    missing = [name for name, number in found.items() if number is None]
+    if missing:
+        raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
+    wrong = [f"{name} {found[name]}" for name in _GPU_PACKAGES[:2] if found[name] != jax_version]
+    if wrong:
+        raise CompilerMissingError(
+            f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is {jax_version}: they must be the same "
+            f"release.\n  Run: pip install --no-deps {fitting}"
+        )
+    folder = _cuda_folder()
+    if folder is None:
+        raise _missing(target, "the assembler of nvidia-cuda-nvcc-cu12", "verify-gpu", f"--no-deps {fitting}")
+    return {"XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder}"}
+
+
+def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:
+    return CompilerMissingError(
+        f"compiling for {target.name} needs its compiler, and {what} is not installed.\n"
+        f"  Run: pip install 'aliquot[{extra}]'   (or only the compiler: pip install {packages})"
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cuda_folder() -> Path | None:
+    try:
+        found = importlib.util.find_spec("nvidia.cuda_nvcc")
+    except ModuleNotFoundError:
+        return None
+    places = list(found.submodule_search_locations or ()) if found else []
+    return next((Path(place) for place in places if Path(place, "bin", "ptxas").is_file()), None)

@@ -1,0 +1,107 @@
+"""The other process: compiles one program for its target and writes down what the compiler says.
+
+Run as `python -m aliquot.verify._worker FOLDER`; the folder holds `request.json` and `module.bin`, and gets `result.json`.
+Flags and platforms were set by the parent in this process's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ._text import compiled_collectives, estimated_cycles
+
+
+def main(folder: Path) -> int:
+    """Compile what the folder asks for. Returns 1 if the compiler refuses, with its words in the result."""
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        answer = _answer(request, (folder / "module.bin").read_bytes())
+    except Exception as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+    partial = folder / "result.partial"
+    partial.write_text(json.dumps(answer))
+    partial.rename(folder / "result.json")
+    return int("error" in answer)
+
+
+def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
+    import jax
+    from jax import export
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    jax.config.update("jax_enable_x64", request["x64"])
+    started = time.perf_counter()
+    exported = export.deserialize(bytearray(module))
+    mesh = _mesh(request)
+
+    def shardings(arrays: Any) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, PartitionSpec(*[tuple(axes) or None for axes in dims])) for dims in arrays)
+
+    jitted = jax.jit(
+        exported.call,
+        in_shardings=shardings(request["in_dims"]),
+        out_shardings=list(shardings(request["out_dims"])),
+        donate_argnums=tuple(request["donated"]),
+        keep_unused=True,
+    )
+    lowered = jitted.lower(*exported.in_avals)
+    middle = time.perf_counter()
+    compiled: Any = lowered.compile()
+    compile_s = time.perf_counter() - middle
+    found = compiled.memory_analysis()
+    text = compiled.as_text()
+    names, sizes = request["axis_names"], request["mesh_shape"]
+    return {
+        "memory": {
+            "argument_bytes": int(found.argument_size_in_bytes),
+            "output_bytes": int(found.output_size_in_bytes),
+            "temp_bytes": int(found.temp_size_in_bytes),
+            "alias_bytes": int(found.alias_size_in_bytes),
+            "live_bytes": int(getattr(found, "peak_memory_in_bytes", 0)),
+            "code_bytes": int(found.generated_code_size_in_bytes),
+        },
+        "collectives": [
+            {
+                "kind": c.kind,
+                "axes": list(c.axes),
+                "count": c.count,
+                "num_bytes": c.num_bytes,
+                "dtype": c.dtype,
+                "in_loop": c.in_loop,
+                "label": c.label,
+            }
+            for c in compiled_collectives(text, names, sizes)
+        ],
+        "cycles": estimated_cycles(text),
+        "lower_s": middle - started,
+        "compile_s": compile_s,
+    }
+
+
+def _mesh(request: dict[str, Any]) -> Any:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh
+
+    platform, topology = request["platform"], request["topology"]
+    if platform == "cpu":
+        devices: Any = jax.devices("cpu")
+    elif platform == "cuda":
+        described = topologies.get_topology_desc(
+            "aliquot", platform, topology=topology, target_config=request["description"]
+        )
+        devices = described.devices
+    else:
+        devices = topologies.get_topology_desc(topology, platform).devices
+    shape = tuple(request["mesh_shape"])
+    grid = np.array(list(devices)[: int(np.prod(shape))], dtype=object).reshape(shape)
+    return Mesh(grid, tuple(request["axis_names"]), axis_types=(AxisType.Auto,) * len(shape))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
