@@ -1,5 +1,6 @@
 """Floor 2: what a plan runs on. Never imports jax by itself; only `Cluster.detect` does, when called."""
 
+from ._calibration import Products as Products
 from ._cluster import Cluster as Cluster
 from ._cluster import Link as Link
 from ._device import DEVICES as DEVICES

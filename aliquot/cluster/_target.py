@@ -7,9 +7,10 @@ never asks which backend it is on.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core import ClusterError
+from ._calibration import Products, measured_figures
 from ._device import KINDS, Device
 
 
@@ -30,11 +31,13 @@ class Target:
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
         collective_efficiency: Reached share of link bandwidth in large collectives, 0 to 1.
+        all_to_all_efficiency: The same in large all-to-alls, 0 to 1.
         kernel_overhead_s: Least time that any operator takes.
         collective_overhead_s: Time to start any collective, on top of its links' latencies.
         usable_memory_fraction: Share of device memory that a program may plan with, 0 to 1.
         memory_advice: What to set so that the program really gets that share, or empty.
         source: Where the figures come from.
+        products: How products of other shapes fall behind large ones.
 
     Raises:
         ClusterError: A share outside its range, or a negative time.
@@ -50,14 +53,22 @@ class Target:
     matmul_efficiency: float
     bandwidth_efficiency: float
     collective_efficiency: float
+    all_to_all_efficiency: float
     kernel_overhead_s: float
     collective_overhead_s: float
     usable_memory_fraction: float
     memory_advice: str
     source: str
+    products: Products = Products()
 
     def __post_init__(self) -> None:
-        shares = ("matmul_efficiency", "bandwidth_efficiency", "collective_efficiency", "usable_memory_fraction")
+        shares = (
+            "matmul_efficiency",
+            "bandwidth_efficiency",
+            "collective_efficiency",
+            "all_to_all_efficiency",
+            "usable_memory_fraction",
+        )
         problems = [f"{name} must be above 0 and at most 1" for name in shares if not 0 < getattr(self, name) <= 1]
         if not 0 <= self.overlap_fraction <= 1:
             problems.append("overlap_fraction must be from 0 to 1")
@@ -110,6 +121,7 @@ _CPU = Target(
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.5,
+    all_to_all_efficiency=0.5,
     kernel_overhead_s=2e-6,
     collective_overhead_s=200e-6,
     usable_memory_fraction=0.8,
@@ -135,6 +147,7 @@ _GPU = Target(
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.8,
+    all_to_all_efficiency=0.8,
     kernel_overhead_s=3e-6,
     collective_overhead_s=10e-6,
     usable_memory_fraction=0.9,
@@ -157,6 +170,7 @@ _TPU = Target(
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,
     collective_efficiency=0.9,
+    all_to_all_efficiency=0.9,
     kernel_overhead_s=1e-6,
     collective_overhead_s=2e-6,
     usable_memory_fraction=0.95,
@@ -169,10 +183,10 @@ TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TP
 
 
 def target_for(device: Device) -> Target:
-    """The target that compiles for `device`.
+    """The target that compiles for `device`, with what was measured on that device where there is a file of it.
 
     >>> target_for(Device(name="a", kind="tpu", peak_flops_per_s={"float32": 1.0}, memory_bytes=1,
     ...                   memory_bandwidth_bytes_per_s=1.0, source="")).reduce_scatter
     True
     """
-    return TARGETS[device.kind]
+    return replace(TARGETS[device.kind], **measured_figures(device.name))

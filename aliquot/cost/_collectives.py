@@ -43,7 +43,7 @@ def collective_line(
         case "reduce-scatter":
             return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth
         case "all-to-all":
-            across = link.all_to_all_bandwidth_bytes_per_s * target.collective_efficiency
+            across = link.all_to_all_bandwidth_bytes_per_s * target.all_to_all_efficiency
             return fixed + (n - 1) * link.latency_s, (n - 1) / n / across
         case "collective-permute":
             return fixed + link.latency_s, 1 / bandwidth

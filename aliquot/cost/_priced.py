@@ -5,6 +5,7 @@ Planners search these arrays; the judge adds up the same arrays. All seconds are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -12,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import LogicalMesh, Target, target_for
+from ..cluster import LogicalMesh, Products, Target, target_for
 from ..graph import Phase
 from ..sharding import PARTIAL, Edge, Node, NodeCollective, NodeGraph, Projection, Spec, Work, reshard
 from ._choices import distinct_specs, enumerate_choices, shards
@@ -116,8 +117,9 @@ class _Pricer:
     def node(self, node: Node, choices: Ints) -> PricedNode:
         zeros = np.zeros(len(choices))
         compute, backward = zeros.copy(), zeros.copy()
+        sizes = [factor.size for factor in node.factors]
         for work in node.work:
-            seconds = work_seconds(work, choices, self.mesh, self.target) * self.times(work.phase)
+            seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(work.phase)
             compute += seconds
             if work.phase is Phase.BACKWARD:
                 backward += seconds
@@ -208,8 +210,11 @@ class _Pricer:
         return 1 if phase is Phase.UPDATE else self.repeats
 
 
-def work_seconds(work: Work, choices: Ints, mesh: LogicalMesh, target: Target) -> Floats:
+def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target) -> Floats:
     """Roofline: the longer of arithmetic and memory traffic, and the launches that no split removes.
+
+    Args:
+        sizes: of the node's factors.
 
     Reference: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009.
     """
@@ -219,6 +224,33 @@ def work_seconds(work: Work, choices: Ints, mesh: LogicalMesh, target: Target) -
         moved += num_bytes / shards(choices, split_by, mesh.shape)
     seconds = moved / target.memory_bytes_per_s(device)
     if work.flops:
+        flops = work.flops / shards(choices, work.split_by, mesh.shape)
+        slowdown = _product_slowdown(work, flops, sizes, choices, mesh, target.products)
         speed = target.product_flops_per_s(device, work.dtype)
-        seconds = np.maximum(seconds, work.flops / shards(choices, work.split_by, mesh.shape) / speed)
+        seconds = np.maximum(seconds / target.products.traffic, flops * slowdown / speed)
     return np.asarray(seconds + work.kernels * target.kernel_overhead_s, np.float64)
+
+
+def _product_slowdown(
+    work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, products: Products
+) -> Floats:
+    """How much longer products of a device's share take than their `flops` as part of a large one; see `Products`."""
+    if products.tile == 1 or len(work.arrays) != 3:
+        return np.ones(len(choices))
+    left, right, result = (np.array(split_by) for _, split_by in work.arrays)
+    # A factor of all three arrays repeats the product; one of the result comes from the left or from the right.
+    points = [
+        _local_size(sizes, factors, choices, mesh)
+        for factors in (result & left & right, result & left & ~right, result & ~left)
+    ]
+    batch, rows, columns = points
+    depth = flops / (2 * work.kernels * batch * rows * columns)
+    tiles = batch * np.ceil(rows / products.tile) * np.ceil(columns / products.tile)
+    covered = np.maximum(tiles, products.processors) * products.tile**2
+    return np.asarray(covered / (batch * rows * columns) * (1 + products.depth / depth), np.float64)
+
+
+def _local_size(sizes: Sequence[int], factors: NDArray[np.bool_], choices: Ints, mesh: LogicalMesh) -> Floats:
+    """Elements that a device holds of the index space of some factors, under each choice."""
+    whole = math.prod(size for size, counts in zip(sizes, factors, strict=True) if counts)
+    return whole / shards(choices, factors.tolist(), mesh.shape)

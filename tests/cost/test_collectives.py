@@ -17,7 +17,7 @@ from aliquot.sharding import Work
 BYTES = 80e6
 INTRA = Link(latency_s=2e-6, bandwidth_bytes_per_s=100e9)
 INTER = Link(latency_s=20e-6, bandwidth_bytes_per_s=40e9)
-TARGET = dataclasses.replace(TARGETS["gpu"], collective_efficiency=0.5, collective_overhead_s=1e-5)
+TARGET = dataclasses.replace(TARGETS["gpu"], collective_efficiency=0.5, all_to_all_efficiency=0.5, collective_overhead_s=1e-5)
 
 
 def cluster(hosts=1, per_host=8, kind="gpu"):
@@ -102,12 +102,12 @@ def test_roofline():
         arrays=((1e7, (True, False)), (2e7, (False, False))),
         kernels=3,
     )
-    found = priced_module.work_seconds(work, choices, mesh, target)
+    found = priced_module.work_seconds(work, (8, 8), choices, mesh, target)
     traffic = np.array([3e7, 2.25e7, 3e7]) / 25e9
     arithmetic = np.array([1e9, 0.25e9, 0.25e9]) / 2e12
     assert found == pytest.approx(np.maximum(traffic, arithmetic) + 3e-6)
     heavy = dataclasses.replace(work, flops=1e13)
-    assert priced_module.work_seconds(heavy, choices, mesh, target)[0] == pytest.approx(1e13 / 2e12 + 3e-6)
+    assert priced_module.work_seconds(heavy, (8, 8), choices, mesh, target)[0] == pytest.approx(1e13 / 2e12 + 3e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""What programs reach on a device, measured: one file per kind of device in `calibration/`, each figure with its source.
+
+A device without a file has the figures of its backend (`_target.py`). `benchmarks/calibrate_gpu.py` writes these files from
+published measurements of operators and collectives, never from whole models.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+from ..core import ClusterError
+
+# Whose figures a device has; the size of its memory does not change them.
+_FILES = {"V100-16GB": "v100", "V100-32GB": "v100"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """How the speed of matrix products depends on their shape.
+
+    One processor works on a tile of the result at a time. A tile takes as long as `depth` more steps of the contracted
+    dim than it has, for its start and its end; tiles that stand out over the result are computed whole; and however few
+    tiles there are, the product takes as long as one of them. The defaults say that only the number of operations counts.
+
+    Args:
+        tile: Rows, and columns, of a tile.
+        processors: How many tiles are computed at once.
+        depth: Steps of the contracted dim, elements.
+        traffic: Share of the bandwidth of elementwise code at which products read and write, 0 to 1.
+
+    Reference: "Matrix multiplication background user's guide" (NVIDIA, 2023), sections on tile and wave quantization.
+
+    Raises:
+        ClusterError: A value out of its range.
+    """
+
+    tile: int = 1
+    processors: int = 1
+    depth: float = 0.0
+    traffic: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = [f"{name} must be at least 1" for name in ("tile", "processors") if getattr(self, name) < 1]
+        if self.depth < 0:
+            problems.append("depth must not be negative")
+        if not 0 < self.traffic <= 1:
+            problems.append("traffic must be above 0 and at most 1")
+        if problems:
+            raise ClusterError(problems, asked="products")
+
+
+@lru_cache(maxsize=64)
+def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
+    """What a device's file says, as fields of `Target`; empty for a device that has none."""
+    name = _FILES.get(device_name)
+    if name is None:
+        return MappingProxyType({})
+    text = resources.files(__package__).joinpath("calibration", f"{name}.toml").read_text(encoding="utf-8")
+    figures = {key: entry["value"] for key, entry in tomllib.loads(text).items()}
+    products = {key.removeprefix("product_"): figures.pop(key) for key in list(figures) if key.startswith("product_")}
+    return MappingProxyType({**figures, "products": Products(**products)})

@@ -1,0 +1,53 @@
+"""Measured figures: where they are read from, what they replace, and that each says where it comes from."""
+
+import dataclasses
+import tomllib
+from importlib import resources
+
+import pytest
+
+from aliquot.cluster import DEVICES, TARGETS, Products, target_for
+from aliquot.core import ClusterError
+
+FILES = sorted(
+    p for p in resources.files("aliquot.cluster").joinpath("calibration").iterdir() if p.name.endswith("toml")
+)
+
+
+def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
+    gpu, v100 = TARGETS["gpu"], target_for(DEVICES["V100-16GB"])
+    assert v100 == target_for(DEVICES["V100-32GB"]) != gpu
+    assert v100.products.processors == 80
+    habits = ("reduce_scatter", "honours_remat", "overlap_fraction", "usable_memory_fraction")
+    assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
+
+
+def test_what_is_changed_about_a_backend_reaches_its_measured_devices(monkeypatch):
+    changed = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0, matmul_efficiency=0.1)
+    monkeypatch.setitem(TARGETS, "gpu", changed)
+    v100 = target_for(DEVICES["V100-16GB"])
+    assert (v100.overlap_fraction, target_for(DEVICES["H100"]).matmul_efficiency) == (0.0, 0.1)
+    assert v100.matmul_efficiency > 0.5
+
+
+def test_other_devices_keep_the_figures_of_their_backend():
+    assert target_for(DEVICES["H100"]) == TARGETS["gpu"] and target_for(DEVICES["v5e"]) == TARGETS["tpu"]
+    renamed = dataclasses.replace(DEVICES["V100-16GB"], name="my card")
+    assert target_for(renamed) == TARGETS["gpu"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_figure_has_a_source(path):
+    fields = {f.name for f in dataclasses.fields(TARGETS["gpu"])} | {
+        f"product_{f.name}" for f in dataclasses.fields(Products)
+    }
+    for name, entry in tomllib.loads(path.read_text()).items():
+        assert name in fields and set(entry) == {"value", "source"} and len(entry["source"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({"tile": 0}, "tile"), ({"depth": -1.0}, "depth"), ({"traffic": 1.5}, "traffic")]
+)
+def test_impossible_products_are_refused(values, words):
+    with pytest.raises(ClusterError, match=words):
+        Products(**values)
