@@ -12,6 +12,7 @@ from ._diff import diff
 from ._explain import explain
 from ._plan import plan
 from ._train import train
+from ._verify import verify
 
 app = typer.Typer(
     name="aliquot",
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _verb in (demo, cluster, plan, explain, diff, train):
+for _verb in (demo, cluster, plan, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
 
 
