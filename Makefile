@@ -4,19 +4,21 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.installed-docs
+GPU_COMPILER := .venv/gpu-compiler
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all verify-test lint bench docs clean
 
 help:
-	@echo "make demo      plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
-	@echo "make test      the tests, without those marked slow"
-	@echo "make test-all  every test, full tables of combinations included"
-	@echo "make lint      formatting, lint and types"
-	@echo "make bench     every benchmark script, each writing a dated result"
-	@echo "make docs      the documentation as a site, in site/"
-	@echo "make clean     remove .venv, caches and build products"
+	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
+	@echo "make test         the tests, without those marked slow"
+	@echo "make test-all     every test, full tables of combinations included"
+	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once)"
+	@echo "make lint         formatting, lint and types"
+	@echo "make bench        every benchmark script, each writing a dated result"
+	@echo "make docs         the documentation as a site, in site/"
+	@echo "make clean        remove .venv, caches and build products"
 
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(INSTALLED): pyproject.toml
@@ -41,6 +43,18 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST)
+
+# In a folder of its own: nothing else shall see a GPU plugin.
+$(GPU_COMPILER)/.installed: $(INSTALLED)
+	@echo "Installing the compiler for GPUs, once."
+	@rm -rf $(GPU_COMPILER)
+	@release=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("jax"))') && \
+	    $(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
+	    jax-cuda12-plugin==$$release jax-cuda12-pjrt==$$release nvidia-cuda-nvcc-cu12
+	@touch $@
+
+verify-test: $(GPU_COMPILER)/.installed
+	PYTHONPATH='$(CURDIR)/$(GPU_COMPILER)' $(PYTEST) tests/verify/test_gpu.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

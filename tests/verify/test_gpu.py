@@ -1,0 +1,73 @@
+"""Real compilations for GPUs that are not here; they need the compiler's wheels (`make verify-test` installs them)."""
+
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.core import InputError
+from aliquot.verify import GPU_DESCRIPTIONS, CompilerMissingError, require_compiler, resolve_target
+from aliquot.zoo import build
+
+
+def _missing() -> str:
+    try:
+        require_compiler(resolve_target("H100", Cluster.preset("8xH100")))
+    except CompilerMissingError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "the compiler is here")
+
+
+def mlp_step(params, batch):
+    def loss(params):
+        x = batch
+        for up, down in params:
+            x = x + jax.checkpoint(lambda x, up, down: jax.nn.gelu(x @ up) @ down)(x, up, down)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def mlp(dtype):
+    shape = jax.ShapeDtypeStruct
+    return [(shape((256, 1024), dtype), shape((1024, 256), dtype))] * 2, shape((512, 256), dtype)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype"), [("8xV100-16GB", jnp.float16), ("2x8xH100", jnp.bfloat16), ("8xB200", jnp.bfloat16)]
+)
+def test_a_step_on_gpus_that_are_not_here(cluster, dtype, tmp_path):
+    where = Cluster.preset(cluster)
+    plan = aq.plan(mlp_step, *mlp(dtype), cluster=where, method=aq.Zero3Parallel())
+    found = aq.verify(plan, mlp_step, *mlp(dtype), cache=tmp_path)
+    (stage,) = found.stages
+    assert (found.target.name, found.num_devices, found.fits) == (where.device.name, where.num_devices, True)
+    assert stage.compiled.argument_bytes == stage.argument_bytes
+    assert stage.compiled.alias_bytes > 0 and stage.compiled.temp_bytes > 0
+    gathered = sum(each.compiled_bytes for each in stage.collectives if each.kind == "all-gather")
+    predicted = sum(each.predicted_bytes for each in stage.collectives if each.kind == "all-gather")
+    assert gathered == pytest.approx(predicted, rel=0.05)
+
+
+def test_a_model_of_the_zoo_in_a_loop(tmp_path):
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_len": 64, "vocab_size": 512}
+    work = build("llama-7b", 16, overrides=sizes, scan=True)
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset("8xH100"), method=aq.Zero3Parallel())
+    (stage,) = aq.verify(plan, work.train_step, work.state, work.batch, cache=tmp_path).stages
+    assert stage.compiled.argument_bytes == stage.argument_bytes
+    assert any(each.in_loop for each in stage.compiled.collectives)
+    assert any("_llama.py" in each.label for each in stage.compiled.collectives)
+
+
+def test_a_description_of_another_release(tmp_path):
+    path = tmp_path / "odd.txtpb"
+    path.write_text(GPU_DESCRIPTIONS["H100"].text().replace("core_count", "number_of_cores"))
+    plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("8xH100"), method=aq.DataParallel())
+    with pytest.raises(InputError, match="description of odd is not understood by the compiler of JAX"):
+        aq.verify(plan, mlp_step, *mlp(jnp.bfloat16), target=str(path), cache=tmp_path)
