@@ -61,6 +61,10 @@ def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
     if name is None:
         return MappingProxyType({})
     text = resources.files(__package__).joinpath("calibration", f"{name}.toml").read_text(encoding="utf-8")
-    figures = {key: entry["value"] for key, entry in tomllib.loads(text).items()}
+    figures = {key: _frozen(entry["value"]) for key, entry in tomllib.loads(text).items()}
     products = {key.removeprefix("product_"): figures.pop(key) for key in list(figures) if key.startswith("product_")}
     return MappingProxyType({**figures, "products": Products(**products)})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -38,6 +38,8 @@ class Target:
         memory_advice: What to set so that the program really gets that share, or empty.
         source: Where the figures come from.
         products: How products of other shapes fall behind large ones.
+        collective_shares: Group sizes, smallest first, with what `collective_efficiency` is among so many devices of one
+            host and more; empty where it was not measured by size.
 
     Raises:
         ClusterError: A share outside its range, or a negative time.
@@ -60,6 +62,7 @@ class Target:
     memory_advice: str
     source: str
     products: Products = Products()
+    collective_shares: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         shares = (
@@ -87,6 +90,11 @@ class Target:
         ('float32', 'bfloat16')
         """
         return "float32" if dtype in self.widened_dtypes else dtype
+
+    def collective_share(self, size: int) -> float:
+        """Reached share of link bandwidth in large collectives among `size` devices of a host."""
+        shares = [share for least, share in self.collective_shares if least <= size]
+        return shares[-1] if shares else self.collective_efficiency
 
     def product_flops_per_s(self, device: Device, dtype: str) -> float:
         """Reached speed of large products in `dtype` on `device`, in FLOP/s: its peak times `matmul_efficiency`.

@@ -33,7 +33,8 @@ def collective_line(
     n = link.size if group is None else group
     if n == 1:
         return 0.0, 0.0
-    bandwidth = link.bandwidth_bytes_per_s * target.collective_efficiency
+    share = target.collective_efficiency if link.crosses_hosts else target.collective_share(n)
+    bandwidth = link.bandwidth_bytes_per_s * share
     fixed = target.collective_overhead_s
     match kind:
         case "all-reduce":

@@ -17,7 +17,9 @@ from aliquot.sharding import Work
 BYTES = 80e6
 INTRA = Link(latency_s=2e-6, bandwidth_bytes_per_s=100e9)
 INTER = Link(latency_s=20e-6, bandwidth_bytes_per_s=40e9)
-TARGET = dataclasses.replace(TARGETS["gpu"], collective_efficiency=0.5, all_to_all_efficiency=0.5, collective_overhead_s=1e-5)
+TARGET = dataclasses.replace(
+    TARGETS["gpu"], collective_efficiency=0.5, all_to_all_efficiency=0.5, collective_overhead_s=1e-5
+)
 
 
 def cluster(hosts=1, per_host=8, kind="gpu"):
@@ -115,3 +117,15 @@ def test_roofline():
 )
 def test_gradients_hide_behind_the_backward_pass(gradient, backward, overlap, hidden):
     assert hidden_seconds(gradient, backward, overlap) == hidden
+
+
+def test_groups_of_measured_sizes_reach_their_own_share():
+    target = dataclasses.replace(TARGET, collective_shares=((2, 0.25), (4, 0.75)))
+    mesh = LogicalMesh(shape=(2, 4), cluster=cluster(per_host=8))
+    found = {axes: collective_line("all-gather", axes, mesh, target)[1] for axes in ((0,), (1,), (0, 1))}
+    plain = {axes: collective_line("all-gather", axes, mesh, TARGET)[1] for axes in found}
+    ratios = {axes: plain[axes] / found[axes] for axes in found}
+    assert ratios == pytest.approx({(0,): 0.5, (1,): 1.5, (0, 1): 1.5})
+    # Between hosts the network decides, and rings of one host say nothing about it.
+    across = LogicalMesh(shape=(2, 4), cluster=cluster(per_host=4, hosts=2))
+    assert collective_line("all-gather", (0,), across, target) == collective_line("all-gather", (0,), across, TARGET)

@@ -67,11 +67,12 @@ def test_without_figures_only_operations_count():
 
 
 def test_v100_reaches_in_each_shape_what_was_published():
-    """Three products of GPTs as timed for the Aceso artifact (EuroSys 2024), in the mean of their memory layouts."""
+    """Products of GPTs as timed for the Aceso artifact (EuroSys 2024): forward, and one and a half times both gradients,
+    which are two products in faster memory layouts."""
     mesh = LogicalMesh(shape=(1,), cluster=Cluster.preset("1xV100-32GB"))
     published = {
-        (1, 8192, 8192, 2048): 3 * 2 * 8192 * 8192 * 2048 / (3311e-6 + 5600e-6),
-        (1, 8192, 2048, 8192): 3 * 2 * 8192 * 8192 * 2048 / (3234e-6 + 5590e-6),
+        (1, 8192, 8192, 2048): 4 * 2 * 8192 * 8192 * 2048 / (3311e-6 + 1.5 * 5600e-6),
+        (1, 8192, 2048, 8192): 4 * 2 * 8192 * 8192 * 2048 / (3234e-6 + 1.5 * 5590e-6),
         (128, 2048, 2048, 64): 2 * 128 * 2048 * 2048 * 64 / 2157e-6,
     }
     for (batch, rows, columns, depth), flops_per_s in published.items():
@@ -87,4 +88,4 @@ def test_v100_reaches_in_each_shape_what_was_published():
         work = Work(phase=Phase.FORWARD, split_by=(True,) * 4, flops=flops, dtype="float16", arrays=arrays, kernels=1.0)
         target = target_for(mesh.cluster.device)
         found = priced_module.work_seconds(work, (batch, rows, columns, depth), np.array([[-1]]), mesh, target)
-        assert flops / found[0] == pytest.approx(flops_per_s, rel=0.1)
+        assert flops / found[0] == pytest.approx(flops_per_s, rel=0.08)
