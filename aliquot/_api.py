@@ -6,6 +6,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .plans import ArrayInterface, ModelReference, Plan, require_match
 from .report import Alternative
 from .runtime import LazyStep, ParallelStep
 from .sharding import plan_micro_batches
-from .verify import Verification, verify_plan
+from .verify import Verification, first_that_fits, require_compiler, resolve_target, verify_plan
 
 
 def plan(
@@ -33,6 +34,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "error",
     model: ModelReference | None = None,
+    verify: bool = False,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -48,14 +50,19 @@ def plan(
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
         on_missing_rule: "error", or "replicate" to run operators without a rule whole on every device.
         model: how to build the step again, written into the plan.
+        verify: compile the best plan for the cluster's devices, which need not be here, and look on for one that fits if
+            it does not. The plan then holds the compiled figures.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
         CaptureError, MissingRuleError, InfeasibleError, InputError: as their names say, with what to do next.
+        CompilerMissingError, CompileError: with `verify`.
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     cluster = cluster or Cluster.detect()
     method = method or Auto()
+    if verify:
+        require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
     problem, combine = _problem(
@@ -76,11 +83,20 @@ def plan(
             semantics=micro_batch_semantics,
         )
 
-    try:
-        return write(method.solve(problem, progress))
-    except Interrupted as interrupted:
-        interrupted.plan = write(interrupted.decision) if interrupted.decision else None
-        raise
+    def propose(limit_bytes: float | None = None) -> Plan:
+        limited = problem if limit_bytes is None else replace(problem, memory_limit_bytes=limit_bytes)
+        try:
+            return write(method.solve(limited, progress))
+        except Interrupted as interrupted:
+            interrupted.plan = write(interrupted.decision) if interrupted.decision else None
+            raise
+
+    def check(proposed: Plan) -> Verification:
+        tell = (lambda line: progress(line, 0, 0)) if progress else None
+        choices = decode_interior(proposed.stages[0], problem.nodes)
+        return verify_plan(proposed, full, problem.nodes, choices, progress=tell)
+
+    return first_that_fits(propose, check) if verify else propose()
 
 
 def parallelize(

@@ -22,6 +22,7 @@ from ._partition_specs import partition_specs as partition_specs
 from ._plan import PLAN_VERSION as PLAN_VERSION
 from ._plan import ArrayInterface as ArrayInterface
 from ._plan import CollectiveUse as CollectiveUse
+from ._plan import CompiledFigures as CompiledFigures
 from ._plan import ModelReference as ModelReference
 from ._plan import OpSharding as OpSharding
 from ._plan import Plan as Plan

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
 PLAN_VERSION = 1
+_HOW_FOUND = ("provenance", "compiled")
 
 
 class ArrayInterface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,6 +117,21 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     candidates: tuple[dict[str, Any], ...] = ()
 
 
+class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the compiler made of a plan, in bytes on each device. Not part of a comparison.
+
+    `memory_bytes` are arguments, outputs, temporaries and aliases: outputs in the place of arguments. `unintended` are
+    collectives that the plan does not explain, a line for each.
+    """
+
+    target: str
+    fits: bool
+    peak_memory_bytes: float
+    memory_bytes: dict[str, float]
+    unintended: tuple[str, ...]
+    compile_s: float
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
     """Everything that was decided about running a step on a cluster.
 
@@ -135,6 +151,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stages: see `StagePlan`.
         notes: remarks for the reader, such as dims that could not be split.
         prediction, provenance: see there.
+        compiled: what the compiler made of it, if it was asked; see there.
     """
 
     version: int = PLAN_VERSION
@@ -153,6 +170,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     notes: tuple[str, ...] = ()
     prediction: Prediction
     provenance: Provenance
+    compiled: CompiledFigures | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._decisions() == other._decisions()
@@ -161,7 +179,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
     def _decisions(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__struct_fields__ if name != "provenance")
+        return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND)
 
     def __str__(self) -> str:
         from ._describe import describe

@@ -1,6 +1,8 @@
 """Floor 7: ask the compiler that will run a plan, without the devices that will."""
 
 from ._cache import default_cache as default_cache
+from ._choose import compiled_figures as compiled_figures
+from ._choose import first_that_fits as first_that_fits
 from ._compare import CollectiveComparison as CollectiveComparison
 from ._compare import UnintendedCollective as UnintendedCollective
 from ._compile import CompiledProgram as CompiledProgram

@@ -1,6 +1,5 @@
 """Real compilations for GPUs that are not here; they need the compiler's wheels (`make verify-test` installs them)."""
 
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,0 +1,102 @@
+"""Plans are proposed and compiled until one truly fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ..core import InfeasibleError, format_bytes
+from ..plans import CompiledFigures, Plan
+from ._verify import Verification
+
+_TRIES = 3
+
+
+def first_that_fits(
+    propose: Callable[[float | None], Plan], check: Callable[[Plan], Verification], *, tries: int = _TRIES
+) -> Plan:
+    """The best plan that fits by its compiler's account, with the compiled figures in it.
+
+    A plan that needs more memory than predicted is not hidden: the one that is chosen instead says so in its notes. The
+    next is planned with a limit lowered by as much as the prediction fell short.
+
+    Args:
+        propose: makes the best plan within a memory limit in bytes; None for the usual one.
+        check: compiles a plan.
+        tries: how many plans to compile at most.
+
+    Raises:
+        InfeasibleError: none of them fits; lists what each needs.
+    """
+    failed: list[tuple[Plan, Verification]] = []
+    limit: float | None = None
+    for _ in range(tries):
+        try:
+            plan = propose(limit)
+        except InfeasibleError as error:
+            if not failed:
+                raise
+            raise _none(
+                failed, f"With a limit corrected by that, none is left: {str(error).partition(chr(10))[0]}"
+            ) from None
+        found = check(plan)
+        if found.fits:
+            return _noted(plan, found, failed)
+        failed.append((plan, found))
+        compiled = max(stage.compiled_bytes for stage in found.stages)
+        available = found.limit_bytes or plan.prediction.memory_limit_bytes
+        # Below this plan's own prediction, so that it is not proposed again.
+        limit = plan.prediction.peak_memory_bytes * min(available / compiled, 0.99)
+    raise _none(failed, f"No more than {tries} were compiled.")
+
+
+def compiled_figures(found: Verification) -> CompiledFigures:
+    """What a plan keeps of its compilation."""
+    worst = max(found.stages, key=lambda stage: stage.compiled_bytes)
+    c = worst.compiled
+    return CompiledFigures(
+        target=found.target.name,
+        fits=found.fits,
+        peak_memory_bytes=worst.compiled_bytes,
+        memory_bytes={
+            "arguments": float(c.argument_bytes),
+            "outputs": float(c.output_bytes),
+            "temporaries": float(c.temp_bytes),
+            "aliases": float(c.alias_bytes),
+        },
+        unintended=tuple(str(each) for stage in found.stages for each in stage.unintended),
+        compile_s=sum(stage.compiled.compile_s for stage in found.stages),
+    )
+
+
+def _noted(plan: Plan, found: Verification, failed: Sequence[tuple[Plan, Verification]]) -> Plan:
+    figures = compiled_figures(found)
+    notes = [
+        f"Compiled for {figures.target}: {format_bytes(figures.peak_memory_bytes)} on each device, "
+        f"{format_bytes(plan.prediction.peak_memory_bytes)} were predicted."
+    ]
+    notes += [f"Not in the plan, but in its program: {each}." for each in figures.unintended]
+    notes += [f"A plan that was predicted to be faster does not fit: {_line(*each)}." for each in failed]
+    return msgspec.structs.replace(plan, compiled=figures, notes=(*notes, *plan.notes))
+
+
+def _none(failed: Sequence[tuple[Plan, Verification]], why: str) -> InfeasibleError:
+    best_plan, best = min(failed, key=lambda each: max(stage.compiled_bytes for stage in each[1].stages))
+    listed = "".join(f"\n  - {_line(*each)}" for each in failed)
+    return InfeasibleError(
+        f"no plan fits {best.num_devices} x {best.target.name} by its compiler's account:{listed}\n  {why}",
+        required_bytes=max(stage.compiled_bytes for stage in best.stages),
+        available_bytes=best.limit_bytes,
+        parts=best_plan.prediction.memory_bytes,
+    )
+
+
+def _line(plan: Plan, found: Verification) -> str:
+    mesh = "x".join(map(str, plan.stages[0].mesh_shape))
+    compiled = max(stage.compiled_bytes for stage in found.stages)
+    limit = f" of {format_bytes(found.limit_bytes)}" if found.limit_bytes is not None else ""
+    return (
+        f"{plan.method} on a mesh {mesh} needs {format_bytes(compiled)}{limit}, "
+        f"{format_bytes(plan.prediction.peak_memory_bytes)} were predicted"
+    )

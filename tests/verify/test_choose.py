@@ -1,0 +1,119 @@
+"""Plans are compiled until one truly fits, and what was found on the way is said."""
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import pytest
+from sample_plans import PREDICTION, sample_plan
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.core import InfeasibleError
+from aliquot.plans import Plan
+from aliquot.verify import (
+    CompiledProgram,
+    CompileTarget,
+    StageVerification,
+    UnintendedCollective,
+    Verification,
+    first_that_fits,
+)
+
+TARGET = CompileTarget(name="H100", kind="gpu", limit_bytes=1000.0)
+ODD = UnintendedCollective(
+    kind="all-to-all", axes=("x",), count=2, num_bytes=64, dtype="f32", cause="dot at a.py:3 (f)"
+)
+
+
+def planned(predicted_bytes: float, method: str) -> Plan:
+    prediction = msgspec.structs.replace(PREDICTION, peak_memory_bytes=predicted_bytes)
+    return sample_plan(prediction=prediction, method=method)
+
+
+def verified(plan: Plan, compiled_bytes: int) -> Verification:
+    compiled = CompiledProgram(target=TARGET, temp_bytes=compiled_bytes, compile_s=1.0)
+    stage = StageVerification(
+        predicted_bytes=plan.prediction.peak_memory_bytes,
+        predicted_parts={},
+        argument_bytes=0.0,
+        compiled=compiled,
+        collectives=(),
+        unintended=(ODD,),
+    )
+    return Verification(
+        target=TARGET,
+        num_devices=8,
+        limit_bytes=TARGET.limit_bytes,
+        predicted_step_time_s=1.0,
+        predicted_compute_s=1.0,
+        stages=(stage,),
+    )
+
+
+class Search:
+    """Plans by rising time, each with `(predicted, compiled)` bytes; the first that is predicted to fit is proposed."""
+
+    def __init__(self, *sizes: tuple[float, int]) -> None:
+        self.sizes, self.limits = sizes, []
+
+    def propose(self, limit: float | None) -> Plan:
+        self.limits.append(limit)
+        for number, (predicted, _) in enumerate(self.sizes):
+            if predicted <= (TARGET.limit_bytes if limit is None else limit):
+                return planned(predicted, f"method{number}")
+        raise InfeasibleError("nothing fits", required_bytes=1, available_bytes=0)
+
+    def check(self, plan: Plan) -> Verification:
+        return verified(plan, self.sizes[int(plan.method[-1])][1])
+
+    def run(self) -> Plan:
+        return first_that_fits(self.propose, self.check)
+
+
+def test_the_best_plan_if_it_fits():
+    search = Search((900, 950), (500, 500))
+    plan = search.run()
+    assert (plan.method, plan.compiled.fits, plan.compiled.peak_memory_bytes) == ("method0", True, 950)
+    assert search.limits == [None]
+    assert any("all-to-all over x: 2 times, 64 B, dot at a.py:3 (f)" in note for note in plan.notes)
+
+
+def test_the_next_one_is_planned_with_what_was_learned():
+    search = Search((900, 1800), (700, 1400), (450, 800))
+    plan = search.run()
+    # 1000 of 1800 bytes: what is predicted to take 500 will fit.
+    assert search.limits == [None, 500.0]
+    assert plan.method == "method2"
+    assert any("predicted to be faster does not fit: method0" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [(((900, 5000),), "none is left: nothing fits"), (((900, 1100), (810, 1100), (730, 1100)), "No more than 3")],
+)
+def test_none_fits(sizes, message):
+    with pytest.raises(InfeasibleError) as refusal:
+        Search(*sizes).run()
+    assert message in str(refusal.value) and "method0 on a mesh 4x2 needs" in str(refusal.value)
+    assert refusal.value.required_bytes > refusal.value.available_bytes == 1000
+
+
+def test_none_is_predicted_to_fit():
+    with pytest.raises(InfeasibleError, match="^nothing fits"):
+        Search((2000, 1)).run()
+
+
+def test_planning_with_the_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 64), (16, 32))]
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("4xcpu"), verify=True)
+    assert plan.compiled.fits and plan.compiled.target == "cpu"
+    assert plan.compiled.memory_bytes["arguments"] > 0
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.compiled == plan.compiled
+    assert "Compiled for cpu" in str(again)
