@@ -22,6 +22,8 @@ from ..plans import Plan
 from ..runtime import Program, build_program
 from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
 
+_FOR_OTHERS = "jax_export_ignore_forward_compatibility"
+_CUSTOM_CALL = re.compile(r'custom_call @"?([\w.$]+)')
 Dims = tuple[tuple[str, ...], ...]
 
 
@@ -96,7 +98,7 @@ def portable_program(
         in_dims=tuple(map(_dims, program.in_shardings)),
         out_dims=tuple(map(_dims, program.out_shardings)),
         donated=program.donated,
-        x64=bool(jax.config.read("jax_enable_x64")),
+        x64=bool(jax.dtypes.canonicalize_dtype("int64") == "int64"),
     )
 
 
@@ -121,15 +123,21 @@ def _build(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan
 def _exported(program: Program, structs: Sequence[Any], platform: str) -> Any:
     from jax import export
 
+    # The same release of JAX reads the module. So it need not be written for readers of other releases, which would be
+    # another program, and calls that promise later releases nothing are safe.
+    promised = getattr(jax.config, _FOR_OTHERS)
+    jax.config.update(_FOR_OTHERS, True)
     try:
-        return export.export(program.jitted, platforms=[platform])(*structs)
-    except ValueError as error:
-        # The same release of JAX reads the module, so calls without a promise for later releases are safe here.
-        names = re.findall(r"^\s*([\w.$]+) at ", str(error), re.MULTILINE) if "custom call" in str(error) else []
-        if not names:
-            raise
-        checks = [export.DisabledSafetyCheck.custom_call(name) for name in set(names)]
-        return export.export(program.jitted, platforms=[platform], disabled_checks=checks)(*structs)
+        try:
+            return export.export(program.jitted, platforms=[platform])(*structs)
+        except ValueError as error:
+            names = set(_CUSTOM_CALL.findall(str(error)))
+            if not names:
+                raise
+            checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+            return export.export(program.jitted, platforms=[platform], disabled_checks=checks)(*structs)
+    finally:
+        jax.config.update(_FOR_OTHERS, promised)
 
 
 def _struct(leaf: Any, sharding: NamedSharding) -> Any:
