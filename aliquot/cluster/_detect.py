@@ -37,14 +37,14 @@ _KINDS = (
 # one tells; on every other platform a process is a host.
 _HOST_ATTRIBUTES = {"gpu": "slice_index"}
 
-# Measured by benchmarks/calibrate_cpu.py on a 2-core machine with all eight devices at work, as medians over sizes, kinds
-# and groups: products 166 GFLOP/s, elementwise code 44 GB/s (caches hold the arrays), collectives 1.07 GB/s on each
-# device. Divided by the shares of `_target.py`, these are the peaks. A small collective between products takes 240 us
-# among two devices or eight alike, most of it in `collective_overhead_s`.
+# Fitted by benchmarks/calibrate_steps.py to whole steps on a 2-core machine that eight devices share: products 163
+# GFLOP/s, memory traffic 10.7 GB/s, rings 0.28 GB/s on each device. Divided by the shares of `_target.py`, these are the
+# peaks. Alone, with arrays in caches and all devices in step, elementwise code and collectives are four times faster
+# (benchmarks/calibrate_cpu.py), which no step ever sees.
 _CORE_FLOPS_PER_S = 110e9
-_HOST_BYTES_PER_S = 55e9
-_RING_BYTES_PER_S = 17e9
-_RING_LATENCY_S = 10e-6
+_HOST_BYTES_PER_S = 13.4e9
+_RING_BYTES_PER_S = 4.5e9
+_RING_LATENCY_S = 2e-6
 
 
 def detect(devices: Sequence[Any] | None = None) -> Cluster:

@@ -27,6 +27,14 @@ class Target:
         widened_dtypes: Types whose collectives travel as float32.
         float32_product_dtype: What float32 products run in at default precision, if the device has a figure for it.
         honours_remat: Whether recomputation asked for in unrolled code survives; otherwise the compiler merges it away.
+        repeats_cheap_work: Whether elementwise work is done again in each kernel that needs its result, where that moves
+            fewer bytes than to store it.
+        zeroes_early: Whether the results of backward loops are zeroed before the forward loop's results are used.
+        gathered_ahead: Share of the parameters that are gathered before anything else happens, outside of loops, 0 to 1.
+        gathers_leading_dim: Whether parameters are gathered along their first dim alone, from transposed copies where
+            another one is split.
+        combined_bytes: Up to how many bytes equal collectives are combined; then gradients wait for each other, or what
+            they are made of does. 0 if nothing waits.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
@@ -51,6 +59,11 @@ class Target:
     widened_dtypes: tuple[str, ...]
     float32_product_dtype: str
     honours_remat: bool
+    repeats_cheap_work: bool
+    zeroes_early: bool
+    gathered_ahead: float
+    gathers_leading_dim: bool
+    combined_bytes: int
     overlap_fraction: float
     matmul_efficiency: float
     bandwidth_efficiency: float
@@ -125,16 +138,21 @@ _CPU = Target(
     widened_dtypes=("bfloat16", "float16"),
     float32_product_dtype="float32",
     honours_remat=False,
+    repeats_cheap_work=False,
+    zeroes_early=False,
+    gathered_ahead=0.0,
+    gathers_leading_dim=False,
+    combined_bytes=0,
     overlap_fraction=0.0,
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.5,
-    all_to_all_efficiency=0.5,
+    all_to_all_efficiency=0.15,
     kernel_overhead_s=2e-6,
-    collective_overhead_s=200e-6,
+    collective_overhead_s=50e-6,
     usable_memory_fraction=0.8,
     memory_advice="",
-    source="XLA CPU as of JAX 0.10: compiled programs; shares measured by benchmarks/calibrate_cpu.py",
+    source="XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py",
 )
 
 # Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to 75 % of the dense
@@ -151,6 +169,11 @@ _GPU = Target(
     widened_dtypes=(),
     float32_product_dtype="tf32",
     honours_remat=True,
+    repeats_cheap_work=True,
+    zeroes_early=True,
+    gathered_ahead=0.75,
+    gathers_leading_dim=True,
+    combined_bytes=30 * 2**20,
     overlap_fraction=0.5,
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
@@ -174,6 +197,11 @@ _TPU = Target(
     widened_dtypes=(),
     float32_product_dtype="bfloat16",
     honours_remat=True,
+    repeats_cheap_work=False,
+    zeroes_early=False,
+    gathered_ahead=0.0,
+    gathers_leading_dim=False,
+    combined_bytes=0,
     overlap_fraction=0.7,
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,

@@ -6,12 +6,15 @@ another split for products. All copies of one array live from the first to the l
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sharding import NodeGraph, Resident, num_shards
+from ..graph import Phase
+from ..sharding import PARTIAL, Edge, NodeGraph, Projection, Resident, Spec, num_shards
 from ._choices import shards
 from ._priced import Floats, Ints, Priced
 
@@ -40,35 +43,33 @@ class MemoryModel:
 def memory_model(priced: Priced) -> MemoryModel:
     """Collect what takes memory in a priced problem."""
     graph = priced.graph
-    local = []
+    # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own until then.
+    waiting = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
+    residents, local = [], []
     for r in graph.residents:
+        gradient = priced.repeats > 1 and r.category == "gradients"
         if r.node < 0:
-            local.append(np.array([float(r.num_bytes)]))
-            continue
-        split_by = tuple(dim >= 0 for dim in r.projection)
-        local.append(r.num_bytes / shards(priced.nodes[r.node].choices, split_by, priced.axis_sizes))
-    residents = graph.residents
-    if priced.repeats > 1:
-        # Gradients are summed over micro-batches in buffers that live as long as the step.
-        residents = tuple(_held(r, graph) if r.category == "gradients" else r for r in residents)
+            num_bytes = np.array([float(r.num_bytes)])
+        else:
+            split_by = tuple(dim >= 0 for dim in r.projection)
+            sizes = waiting if gradient else priced.axis_sizes
+            num_bytes = r.num_bytes / shards(priced.nodes[r.node].choices, split_by, sizes)
+        for part in _summed(r, graph) if gradient else (r,):
+            residents.append(part)
+            local.append(num_bytes)
     return MemoryModel(
         num_times=graph.num_ops + 1,
-        residents=residents,
+        residents=tuple(residents),
         local_bytes=tuple(local),
         conversions=tuple(_conversions(priced)),
     )
 
 
-def _held(r: Resident, graph: NodeGraph) -> Resident:
-    return Resident(
-        node=r.node,
-        projection=r.projection,
-        num_bytes=r.num_bytes,
-        category=r.category,
-        label=r.label,
-        births=np.zeros_like(r.births),
-        deaths=r.deaths,
-    )
+def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
+    """A gradient under micro-batches: its total, for the whole step; and what a loop over layers stacks up in between."""
+    yield dataclasses.replace(r, births=np.zeros_like(r.births), deaths=np.full_like(r.deaths, graph.num_ops))
+    if r.stacked:
+        yield r
 
 
 def _conversions(priced: Priced) -> list[Conversion]:
@@ -78,12 +79,16 @@ def _conversions(priced: Priced) -> list[Conversion]:
     for edge in graph.edges:
         if edge.kind == "operand":
             by_share.setdefault(edge.share, []).append(edge.index)
+    parameters = {(r.node, r.num_bytes) for r in graph.residents if r.category == "parameters"}
     found = []
     for share, indices in by_share.items():
         edges = [graph.edges[i] for i in indices]
         same = all(len(e.starts) == len(edges[0].starts) for e in edges)
         births = np.minimum.reduce([e.starts for e in edges]) if same else edges[0].starts
         deaths = np.maximum.reduce([e.ends for e in edges]) if same else edges[0].ends
+        if any(_waits_for_nothing(e, parameters, priced) for e in edges):
+            ahead = births <= np.quantile(births, priced.target.gathered_ahead)
+            births = np.where(ahead, 0, births)
         tables = []
         for i in indices:
             p = priced.edges[i]
@@ -94,7 +99,86 @@ def _conversions(priced: Priced) -> list[Conversion]:
             found.append(
                 Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
             )
+    if priced.target.combined_bytes:
+        found += _put_off(priced)
+    if priced.target.gathers_leading_dim:
+        found += _transposed(priced, parameters)
     return found
+
+
+def _put_off(priced: Priced) -> Iterator[Conversion]:
+    """What waits because of products for gradients, by how their results are summed over devices.
+
+    Small results are summed together. Before an all-reduce these products run last, and their operands wait for them;
+    before a reduce-scatter they run in turn, and their results wait for it, unless micro-batches follow.
+    """
+    landing = {e.source: e for e in priced.graph.edges if e.kind == "result"}
+    for r in priced.graph.residents:
+        edge = landing.get(r.reader)
+        if r.late_deaths is not None and edge is not None:
+            yield _waiting(priced, edge, r.num_bytes, r.read_projection, False, r.deaths + 1, r.late_deaths)
+        edge = landing.get(r.maker)
+        if r.early_births is not None and edge is not None:
+            yield _waiting(priced, edge, r.num_bytes, edge.source_projection, True, r.early_births, r.births - 1)
+
+
+def _waiting(
+    priced: Priced, edge: Edge, num_bytes: int, projection: Projection, scattered: bool, births: Ints, deaths: Ints
+) -> Conversion:
+    """`num_bytes`, split by the choices of the edge's source, where its partial sums become split (or whole)."""
+    p = priced.edges[edge.index]
+    choices = priced.nodes[edge.source].choices
+    first = [int(np.flatnonzero(p.source_index == s)[0]) for s in range(len(p.sources))]
+    local = num_bytes / shards(choices[first], tuple(d >= 0 for d in projection), priced.axis_sizes)
+    result = edge.num_bytes / shards(choices[first], tuple(d >= 0 for d in edge.source_projection), priced.axis_sizes)
+    together = 2 * result <= priced.target.combined_bytes
+    wanted = [[_lands(s, t, priced) is scattered for t in p.targets] for s in p.sources]
+    table = np.where(np.array(wanted) & together[:, None], local[:, None], 0.0)
+    return Conversion(share=edge.share, edges=(edge.index,), local_bytes=(table,), births=births, deaths=deaths)
+
+
+def _lands(source: Spec, target: Spec, priced: Priced) -> bool | None:
+    """Whether partial sums are scattered over all devices that hold them; None if micro-batches are added up first."""
+    summed = {a: t for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL}
+    if priced.repeats > 1 and summed.keys() <= priced.data_axes:
+        return None
+    return priced.repeats == 1 and bool(summed) and all(t >= 0 for t in summed.values())
+
+
+def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Conversion]:
+    """Copies with the split dim first, of parameters from which to gather."""
+    nodes = {node for node, _ in parameters}
+    for edge in priced.graph.edges:
+        if edge.kind != "operand" or edge.phase is not Phase.FORWARD or edge.source not in nodes:
+            continue
+        p = priced.edges[edge.index]
+        inner = np.array([[_gathers_inner(s, t) for t in p.targets] for s in p.sources])
+        if inner.any():
+            whole = edge.num_bytes * edge.count / len(edge.starts)
+            local = np.array([whole / num_shards(s, priced.axis_sizes) for s in p.sources])
+            yield Conversion(
+                share=edge.share,
+                edges=(edge.index,),
+                local_bytes=(np.where(inner, local[:, None], 0.0),),
+                births=np.zeros_like(edge.starts),
+                deaths=np.full_like(edge.ends, priced.graph.num_ops),
+            )
+
+
+def _gathers_inner(source: Spec, target: Spec) -> bool:
+    """Whether a dim behind the first is gathered."""
+    return any(s > 0 and t != s for s, t in zip(source, target, strict=True))
+
+
+def _waits_for_nothing(edge: Edge, parameters: set[tuple[int, int]], priced: Priced) -> bool:
+    """Whether the forward pass converts a large parameter as it is, outside of loops; small ones are gathered together.
+
+    What the backward pass converts waits behind a region's barrier.
+    """
+    if not priced.target.gathered_ahead or 2 * edge.num_bytes <= priced.target.combined_bytes:
+        return False
+    is_parameter = (edge.source, edge.num_bytes) in parameters
+    return is_parameter and edge.phase is Phase.FORWARD and edge.count == len(edge.starts)
 
 
 def timeline(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> Floats:

@@ -50,7 +50,14 @@ def make_problem(
     """
     target = target_for(cluster.device)
     nodes = build_nodes(
-        graph, repeats=repeats, merges_partial_sums=target.merges_partial_sums, on_missing_rule=on_missing_rule
+        graph,
+        repeats=repeats,
+        merges_partial_sums=target.merges_partial_sums,
+        repeats_cheap_work=target.repeats_cheap_work,
+        zeroes_early=target.zeroes_early,
+        delays_gradients=target.combined_bytes > 0,
+        sums_gradients=num_micro_batches > 1,
+        on_missing_rule=on_missing_rule,
     )
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     return Problem(

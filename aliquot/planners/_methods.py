@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,9 +120,11 @@ class ShardParallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
+        meshes = _meshes(problem, self.mesh_shape)
         return race(
             problem,
-            _shard_entries(problem, _meshes(problem, self.mesh_shape)),
+            _shard_entries(problem, meshes),
+            expected=len(meshes),
             method="shard",
             planner="ilp",
             limits=_limits(self.intra),
@@ -159,7 +162,8 @@ class Auto(AbstractMethod):
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
         return race(
             problem,
-            [*entries, *_shard_entries(problem, meshes)],
+            itertools.chain(entries, _shard_entries(problem, meshes)),
+            expected=len(entries) + len(meshes),
             method="auto",
             planner="fixed methods and ilp",
             limits=_limits(self.intra),
@@ -216,12 +220,10 @@ def _variant_name(name: str, axes: frozenset[int], mesh: LogicalMesh) -> str:
     return f"{name}, batch alone on {''.join(mesh.axis_names[a] for a in sorted(axes))}" if axes else name
 
 
-def _shard_entries(problem: Problem, meshes: Sequence[LogicalMesh]) -> list[Entry]:
-    return [
-        Entry(name=_variant_name("ilp", axes, mesh), priced=priced, allowed=masks)
-        for mesh in meshes
-        for axes, masks, priced in _variants(problem, mesh)
-    ]
+def _shard_entries(problem: Problem, meshes: Sequence[LogicalMesh]) -> Iterator[Entry]:
+    for mesh in meshes:
+        for axes, masks, priced in _variants(problem, mesh):
+            yield Entry(name=_variant_name("ilp", axes, mesh), priced=priced, allowed=masks)
 
 
 def _fixed_entries(problem: Problem, name: str, stage: int, shard_within: str | None) -> list[Entry]:

@@ -1,11 +1,14 @@
 """Search several meshes for one best decision: bounds of all first, then branching in their order, pruning by the best.
 
-What cannot be better than the best by more than the accepted gap is not looked into.
+What cannot be better than the best by more than the accepted gap is not looked into. While the first relaxations are solved
+in threads of their own, the next meshes are priced; nothing depends on which of them ends first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,17 +41,19 @@ class Limits:
 
 def race(
     problem: Problem,
-    entries: Sequence[Entry],
+    entries: Iterable[Entry],
     *,
     method: str,
     planner: str,
     limits: Limits,
     exact_space: bool,
+    expected: int = 1,
     progress: Progress | None = None,
 ) -> Decision:
     """The best decision among all entries, with a bound that holds for all of them.
 
     Args:
+        entries: may be priced as they are asked for; `expected` is about how many there are.
         exact_space: whether the entries span a space whose bound is worth stating (a fixed method's is not).
 
     Raises:
@@ -58,26 +63,41 @@ def race(
     runners: list[_Runner] = []
     best: tuple[_Runner, Solution] | None = None
     report = progress or (lambda what, done, of: None)
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
         for k, entry in enumerate(entries):
-            report(f"{entry.name} on {entry.priced.mesh}", k, len(entries))
-            runner = _Runner.start(entry, problem, limits, _cutoff_s(best and best[1], limits))
-            runners.append(runner)
+            report(f"{entry.name} on {entry.priced.mesh}", k, max(expected, k + 1))
+            runners.append(_Runner.start(entry, problem, limits, pool))
+        for runner in sorted(runners, key=lambda r: r.first.result() or 0.0):
+            runner.bound(_cutoff_s(best and best[1], limits))
             if runner.rounded and (best is None or runner.rounded.step_time_s < best[1].step_time_s):
                 best = runner, runner.rounded
         for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
-            report(f"{runner.entry.name} on {runner.entry.priced.mesh}", len(entries), len(entries))
+            report(f"{runner.entry.name} on {runner.entry.priced.mesh}", len(runners), len(runners))
             found = runner.finish(best and best[1], _cutoff_s(best and best[1], limits))
             if found and (best is None or found.step_time_s <= best[1].step_time_s):
                 best = runner, found
     except KeyboardInterrupt as error:
+        best = best or _salvage(runners)
         decision = (
             _decision(best, runners, problem, method, planner, exact_space, "interrupted", limits) if best else None
         )
         raise Interrupted(decision) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
     if best is None:
         raise _infeasible(problem, runners, method)
     return _decision(best, runners, problem, method, planner, exact_space, best[1].status, limits)
+
+
+def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, Solution] | None:
+    """The best rounding of the first relaxation and of those begun since."""
+    for k, runner in enumerate(runners):
+        if k == 0 or not runner.first.cancel():
+            runner.first.result()
+            runner.bound(-np.inf)
+    rounded = [(r, r.rounded) for r in runners if r.rounded is not None]
+    return min(rounded, key=lambda found: found[1].step_time_s, default=None)
 
 
 def _cutoff_s(best: Solution | None, limits: Limits) -> float:
@@ -88,13 +108,14 @@ def _cutoff_s(best: Solution | None, limits: Limits) -> float:
 class _Runner:
     entry: Entry
     search: Search
-    bound_s: float | None
-    rounded: Solution | None
+    first: Future[float | None]
+    bound_s: float | None = None
+    rounded: Solution | None = None
     found: Solution | None = None
     outcome: str = ""
 
     @classmethod
-    def start(cls, entry: Entry, problem: Problem, limits: Limits, cutoff_s: float) -> _Runner:
+    def start(cls, entry: Entry, problem: Problem, limits: Limits, pool: ThreadPoolExecutor) -> _Runner:
         search = Search(
             entry.priced,
             entry.allowed,
@@ -102,10 +123,13 @@ class _Runner:
             relative_gap=limits.relative_gap,
             node_limit=limits.node_limit,
         )
-        bound = search.relax(cutoff_s)
-        rounded = search.rounded() if bound is not None else None
-        outcome = "does not fit" if bound is None else "bounded"
-        return cls(entry=entry, search=search, bound_s=bound, rounded=rounded, outcome=outcome)
+        return cls(entry=entry, search=search, first=pool.submit(search.start))
+
+    def bound(self, cutoff_s: float) -> None:
+        """The relaxation with its memory rows, and its rounding."""
+        self.bound_s = self.search.relax(cutoff_s)
+        self.rounded = self.search.rounded() if self.bound_s is not None else None
+        self.outcome = "does not fit" if self.bound_s is None else "bounded"
 
     def finish(self, best: Solution | None, cutoff_s: float) -> Solution | None:
         """Look for something better than `best` by more than the gap; None if there is nothing."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 
-from ..graph import Block, Call, Graph, Phase, Role, fold
+from ..graph import Graph, Phase, Role, fold
 from ._cuts import cut
 from ._edges import EdgeBuilder
+from ._materialised import taken_by_regions
 from ._naming import Naming
 from ._node_work import group_collectives, group_work, product_collectives, product_work
 from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site
@@ -19,17 +19,20 @@ def build_nodes(
     graph: Graph,
     *,
     repeats: bool = True,
-    regions_apart: bool = True,
     merges_partial_sums: bool = False,
+    repeats_cheap_work: bool = False,
+    zeroes_early: bool = False,
+    delays_gradients: bool = False,
+    sums_gradients: bool = False,
     on_missing_rule: str = "error",
 ) -> NodeGraph:
     """Everything there is to decide about a step, for any mesh.
 
     Args:
         repeats: fold equal layers into one decision.
-        regions_apart: whether a conversion inside a remat region is another one than outside (the compiler honours the
-            region's barriers).
         merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
+        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients: what else is done that changes what is stored
+            and when, see `find_storage`.
         on_missing_rule: see `dim_rule`.
 
     Raises:
@@ -37,7 +40,7 @@ def build_nodes(
     """
     cuts = cut(graph, fold(graph, repeats=repeats), on_missing_rule)
     naming = Naming(cuts=cuts)
-    edges = EdgeBuilder(naming=naming, regions_apart=regions_apart, merges_partial_sums=merges_partial_sums)
+    edges = EdgeBuilder(naming=naming, merges_partial_sums=merges_partial_sums)
     for op_class in naming.order:
         edges.add_operator(op_class)
     edges.add_crossings()
@@ -46,7 +49,15 @@ def build_nodes(
     return NodeGraph(
         nodes=nodes,
         edges=tuple(edges.edges),
-        residents=tuple(residents(naming)),
+        residents=tuple(
+            residents(
+                naming,
+                repeats_cheap_work=repeats_cheap_work,
+                zeroes_early=zeroes_early,
+                delays_gradients=delays_gradients,
+                sums_gradients=sums_gradients,
+            )
+        ),
         sites=tuple(_sites(naming)),
         input_ports=tuple(naming.value_port(i.value) for i in graph.inputs),
         output_ports=tuple(naming.operand_port(o.value) for o in graph.outputs),
@@ -55,7 +66,6 @@ def build_nodes(
         op_class=tuple(cuts.folding.op_class.tolist()),
         loop_ports=_loop_ports(naming),
         folded=any(len(m) > 1 for m in cuts.folding.members),
-        unsplit=(),
     )
 
 
@@ -175,23 +185,13 @@ def _loop_ports(naming: Naming) -> dict[int, Port]:
     """
     graph, found = naming.cuts.graph, {}
     linked = {op.outputs[0] for op in graph.ops if op.is_link}
-    for value in linked | set(_taken_by_regions(graph.body)):
+    for value in linked | set(taken_by_regions(graph.body)):
         if value >= 0:
             value_class = int(naming.cuts.folding.value_class[value])
             port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
             if port.node >= 0:
                 found[value] = port
     return found
-
-
-def _taken_by_regions(block: Block) -> Iterator[int]:
-    """Values that the remat regions of a block take, and those of the blocks inside it."""
-    for item in block.items:
-        if isinstance(item, Call):
-            if item.kind == "remat":
-                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
-            for inner in item.blocks:
-                yield from _taken_by_regions(inner)
 
 
 def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:

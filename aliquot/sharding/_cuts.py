@@ -16,7 +16,7 @@ from ._rule import DimRule, dim_rule
 from ._slots import Slots
 
 # Operators of one operand that only rearrange: behind a weight's gradient they belong to what follows it.
-_REARRANGING = frozenset({"transpose", "reshape", "convert_element_type", "squeeze", "scan_stack", "tie", "copy"})
+REARRANGING = frozenset({"transpose", "reshape", "convert_element_type", "squeeze", "scan_stack", "tie", "copy"})
 _LINKS_WHOLE = frozenset({"scan_slice", "scan_stack"})
 
 
@@ -157,7 +157,7 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     """Mark gradients that a product made and that were only rearranged since, on their way to the update alone."""
     value_class = cuts.folding.value_class
     only_update = [True] * len(cuts.fresh)
-    rearranges = [cuts.first[c].name in _REARRANGING for c in range(len(cuts.first))]
+    rearranges = [cuts.first[c].name in REARRANGING for c in range(len(cuts.first))]
     for op_class in reversed(order):
         op = cuts.first[op_class]
         passes = op.phase is Phase.UPDATE or (

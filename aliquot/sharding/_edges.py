@@ -24,7 +24,6 @@ class EdgeBuilder:
     """Collects edges; conversions of one array for several users get one share number."""
 
     naming: Naming
-    regions_apart: bool
     merges_partial_sums: bool
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
@@ -179,9 +178,9 @@ class EdgeBuilder:
         if source.node == target.node and source.projection == target.projection:
             return
         value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
-        apart = region > 0 and self.regions_apart
+        # Barriers around a remat region keep its conversions apart from those outside.
         share = self._shares.setdefault(
-            (value_class if shared_as is None else shared_as, apart, float(count), gradient, phase is Phase.UPDATE),
+            (value_class if shared_as is None else shared_as, region > 0, float(count), gradient, phase is Phase.UPDATE),
             len(self._shares),
         )
         identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")

@@ -7,29 +7,61 @@ hold both sides of a reduction), or when the step returns it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Op, Phase
-from ._cuts import Cuts
+from ..graph import Block, Call, Op, Phase
+from ._cuts import REARRANGING, Cuts
 
+_SUMS = frozenset({"add", "add_any"})
 _VIEWS = frozenset({"scan_slice", "tie"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storage:
-    """`stored[c]`: whether values of class `c` reach memory. `last_use[v]`: last operator that needs value `v`, or -1."""
+    """`stored[c]`: whether values of class `c` reach memory.
+
+    Value `v` is there from operator `made_at[v]` to `last_use[v]`, the last that needs it, or -1. If what only the update
+    needs is put off, operator `k` runs at the time of `late_run[k]`, and `v` is there until `late_use[v]`.
+    """
 
     stored: tuple[bool, ...]
+    made_at: NDArray[np.int64]
     last_use: NDArray[np.int64]
+    late_run: NDArray[np.int64]
+    late_use: NDArray[np.int64]
 
 
-def find_storage(cuts: Cuts) -> Storage:
-    """Storage of all arrays of a cut graph."""
-    stored = _stored(cuts)
-    return Storage(stored=tuple(stored), last_use=_last_use(cuts, stored))
+def find_storage(
+    cuts: Cuts,
+    *,
+    repeats_cheap_work: bool = False,
+    zeroes_early: bool = False,
+    delays_gradients: bool = False,
+    sums_gradients: bool = False,
+) -> Storage:
+    """Storage of all arrays of a cut graph.
+
+    Args:
+        repeats_cheap_work: whether the compiler computes an array again in each of its readers, whatever their phase,
+            where that moves fewer bytes than to store it.
+        zeroes_early: whether the results of backward loops are there from the last loop on, zeroed, waiting to be filled.
+        delays_gradients: whether products that nothing but the update waits for are put off until then.
+        sums_gradients: whether what enters the update is summed over micro-batches first, and stored for that.
+    """
+    stored = _stored_where_cheaper(cuts, sums_gradients) if repeats_cheap_work else _stored(cuts)
+    in_order = list(range(len(cuts.graph.ops)))
+    late = _run_late(cuts) if delays_gradients else in_order
+    return Storage(
+        stored=tuple(stored),
+        made_at=_made_at(cuts, zeroes_early),
+        last_use=_last_use(cuts, stored, in_order),
+        late_run=np.array(late, np.int64),
+        late_use=_last_use(cuts, stored, late),
+    )
 
 
 def _stored(cuts: Cuts) -> list[bool]:
@@ -59,11 +91,156 @@ def _stored(cuts: Cuts) -> list[bool]:
     return stored
 
 
+def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool) -> list[bool]:
+    """As `_stored`, for compilers that weigh storing an array once against computing it in every reader.
+
+    With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a + (1 + k) b` bytes and
+    repeating it `k a`. Results of reductions are always stored, and so is what a remat region takes, behind its barrier.
+    """
+    readers: list[set[int]] = [set() for _ in cuts.producer]
+    for op_class in range(len(cuts.first)):
+        for _, value_class, _ in cuts.operands(op_class):
+            readers[value_class].add(op_class)
+    values, members = cuts.graph.values, cuts.folding.value_members
+    num_bytes = [values[m[0]].num_bytes for m in members]
+    returned = {int(cuts.folding.value_class[o.value]) for o in cuts.graph.outputs if isinstance(o.value, int)}
+    taken = {int(cuts.folding.value_class[v]) for v in taken_by_regions(cuts.graph.body)}
+    classes = [int(c) for c in cuts.folding.value_class]
+    results = [[classes[o] for o in op.outputs if o >= 0] for op in cuts.first]
+    made_by = [made[0] if made is not None else -1 for made in cuts.producer]
+
+    def is_view(value_class: int) -> bool:
+        return made_by[value_class] >= 0 and cuts.first[made_by[value_class]].name in _VIEWS
+
+    def is_kernel(op_class: int) -> bool:
+        # A lookup is fused with what makes its table and with what follows.
+        return cuts.rules[op_class].contracts and cuts.first[op_class].name != "gather"
+
+    def enters_update(value_class: int) -> bool:
+        made_before = cuts.first[made_by[value_class]].phase is not Phase.UPDATE
+        return made_before and any(cuts.first[r].phase is Phase.UPDATE for r in readers[value_class])
+
+    def must(value_class: int) -> bool:
+        maker = made_by[value_class]
+        if maker < 0:
+            return True
+        if is_view(value_class) or cuts.const_only[value_class]:
+            return False
+        return (
+            cuts.first[maker].name == "scan_stack"
+            or is_kernel(maker)
+            or bool(cuts.rules[maker].reduced)
+            or value_class in returned
+            or value_class in taken
+            or any(is_kernel(r) for r in readers[value_class])
+            or (sums_gradients and enters_update(value_class))
+        )
+
+    stored = [must(v) for v in range(len(num_bytes))]
+    for scatter, total in _scattered_into(cuts, readers):
+        stored[scatter], stored[total] = False, True
+    order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
+    # The kernels that need an array: readers that store or reduce, and the kernels of readers that do neither.
+    kernels: list[frozenset[int]] = [frozenset()] * len(num_bytes)
+    for op_class in reversed(order):
+        op_kernels = {op_class} if any(stored[v] for v in results[op_class]) else set()
+        for v in results[op_class]:
+            if not stored[v]:
+                op_kernels |= kernels[v]
+        for _, v, _ in cuts.operands(op_class):
+            kernels[v] |= frozenset(op_kernels)
+    leaves: list[frozenset[int]] = [frozenset()] * len(num_bytes)
+    for op_class in order:
+        needed: frozenset[int] = frozenset()
+        for _, v, _ in cuts.operands(op_class):
+            needed |= frozenset({v}) if stored[v] or is_view(v) else leaves[v]
+        for v in results[op_class]:
+            leaves[v] = needed
+            if not stored[v] and not is_view(v) and not cuts.const_only[v]:
+                count = len(kernels[v])
+                made_of = sum(num_bytes[leaf] for leaf in needed if not cuts.const_only[leaf])
+                stored[v] = count > 1 and (count - 1) * made_of > (count + 1) * num_bytes[v]
+    return stored
+
+
+def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, int]]:
+    """Scattered updates, and the sums into which they are scattered directly: their other term is an elementwise result."""
+    value_class = cuts.folding.value_class
+    for op in cuts.first:
+        if not op.name.startswith("scatter") or op.outputs[0] < 0:
+            continue
+        scatter = int(value_class[op.outputs[0]])
+        users = [cuts.first[r] for r in readers[scatter]]
+        if len(users) != 1 or users[0].name not in _SUMS or users[0].outputs[0] < 0:
+            continue
+        terms = [int(value_class[i]) for i in users[0].inputs if isinstance(i, int)]
+        if all(term == scatter or (cuts.producer[term] is not None and not cuts.by_product(term)) for term in terms):
+            yield scatter, int(value_class[users[0].outputs[0]])
+
+
+def taken_by_regions(block: Block) -> Iterator[int]:
+    """Values that the remat regions of a block take, and those of the blocks inside it."""
+    for item in block.items:
+        if isinstance(item, Call):
+            if item.kind == "remat":
+                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
+            for inner in item.blocks:
+                yield from taken_by_regions(inner)
+
+
 def _other_phase(maker: Op, reader: Op) -> bool:
     return maker.phase is not reader.phase and maker.phase is not Phase.PROLOGUE
 
 
-def _last_use(cuts: Cuts, stored: list[bool]) -> NDArray[np.int64]:
+def _run_late(cuts: Cuts) -> list[int]:
+    """When operators run if gradients of parameters wait for the update that reads them, outside of loops."""
+    graph, classes = cuts.graph, cuts.folding.op_class.tolist()
+    runs_at = list(range(len(graph.ops)))
+    waits = [True] * len(graph.values)
+    first_use = [len(graph.ops)] * len(graph.values)
+    for op in reversed(graph.ops):
+        made = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
+        late = op.phase is Phase.BACKWARD and op.trips == 1 and bool(made) and all(waits[o] for o in made)
+        rule = cuts.rules[classes[op.index]]
+        if late and (rule.contracts or rule.reduced or op.name in REARRANGING or op.name in _SUMS):
+            runs_at[op.index] = min(first_use[o] for o in made)
+        else:
+            late = False
+        for source in op.inputs:
+            if isinstance(source, int):
+                waits[source] &= late or op.phase is Phase.UPDATE
+                first_use[source] = min(first_use[source], runs_at[op.index])
+    return runs_at
+
+
+def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
+    """When values are there: stacks from the beginning of their loop, as the loop writes into them."""
+    made_at = [0] * len(cuts.graph.values)
+    loop_begin = straight_begin = before_loop = 0
+    looping = backward_loop = False
+    for op in cuts.graph.ops:
+        # The links that stack results stand behind their loop.
+        now = op.trips > 1 or (looping and op.is_link)
+        if now and not looping:
+            loop_begin, before_loop = op.index, straight_begin
+            backward_loop = op.phase is Phase.BACKWARD
+        elif looping and not now:
+            straight_begin = op.index
+        looping = now
+        early = zeroes_early and backward_loop and op.phase is Phase.BACKWARD
+        for out in op.outputs:
+            if out < 0:
+                continue
+            if op.name == "scan_stack":
+                made_at[out] = before_loop if early else loop_begin
+            elif op.name == "scatter-add" and early:
+                made_at[out] = before_loop
+            else:
+                made_at[out] = op.index
+    return np.array(made_at, np.int64)
+
+
+def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.int64]:
     """Last readers, through arrays that are fused away, and to the end of a loop for what a loop reads from outside."""
     graph = cuts.graph
     classes = cuts.folding.value_class.tolist()
@@ -75,7 +252,7 @@ def _last_use(cuts: Cuts, stored: list[bool]) -> NDArray[np.int64]:
                 made_at[out] = op.trips
     last = [-1] * len(graph.values)
     for op in reversed(graph.ops):
-        reach = op.index
+        reach = runs_at[op.index]
         for out in op.outputs:
             if out >= 0 and not stored[classes[out]]:
                 reach = max(reach, last[out])

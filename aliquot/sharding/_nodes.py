@@ -123,7 +123,12 @@ class Edge:
 class Resident:
     """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that are split.
 
-    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive.
+    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive. `stacked` ones are filled
+    by a loop, step by step.
+
+    Where a compiler may put off products that only the update needs, and only then: `late_deaths` is until when the array
+    waits for the product `reader`, to which it stands by `read_projection`; `early_births` is since when the result of the
+    product `maker` is there, not yet summed over devices.
     """
 
     node: int
@@ -133,6 +138,12 @@ class Resident:
     label: str
     births: NDArray[np.int64] = field(repr=False)
     deaths: NDArray[np.int64] = field(repr=False)
+    stacked: bool = False
+    late_deaths: NDArray[np.int64] | None = field(default=None, repr=False)
+    reader: int = -1
+    read_projection: Projection = ()
+    early_births: NDArray[np.int64] | None = field(default=None, repr=False)
+    maker: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +182,6 @@ class NodeGraph:
         op_class: class of each operator.
         loop_ports: how the values that loops carry and remat regions take are split, by value index.
         folded: whether any node stands for more than one copy.
-        unsplit: dims that no axis may split although a reader might expect it, with the reason.
     """
 
     nodes: tuple[Node, ...]
@@ -185,7 +195,6 @@ class NodeGraph:
     op_class: tuple[int, ...]
     loop_ports: dict[int, Port]
     folded: bool
-    unsplit: tuple[str, ...]
 
 
 def project(choice: Choice, projection: Projection) -> Spec:

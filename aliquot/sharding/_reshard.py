@@ -43,6 +43,19 @@ def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scat
     """
     if source == target:
         return ()
+    return _reshard(*_in_order(source, target), axis_sizes, reduce_scatter)
+
+
+def _in_order(source: Spec, target: Spec) -> tuple[Spec, Spec]:
+    """The same change with its dims and its sums numbered from the first: only their order matters."""
+    dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}
+    sums = {p: PARTIAL - k for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True))}
+    names = {**dims, **sums, REPLICATED: REPLICATED}
+    return tuple(names[p] for p in source), tuple(names[p] for p in target)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool) -> tuple[Move, ...] | None:
     axes = range(len(axis_sizes))
     if any(target[a] <= PARTIAL and source[a] != target[a] for a in axes):
         return None

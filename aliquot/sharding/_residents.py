@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..graph import Phase, Role
-from ._nodes import Resident
+from ._materialised import Storage, find_storage
+from ._nodes import Port, Resident
+from ._spec import REPLICATED
 
 if TYPE_CHECKING:
     from ._naming import Naming
@@ -22,8 +24,13 @@ _CATEGORY_OF_ROLE = {
 }
 
 
-def residents(naming: Naming) -> Iterator[Resident]:
-    """All residents of a step. What replaces an input reuses its buffer and is not counted again."""
+def residents(naming: Naming, **habits: bool) -> Iterator[Resident]:
+    """All residents of a step. What replaces an input reuses its buffer and is not counted again.
+
+    For habits of compilers see `find_storage`.
+    """
+    storage = find_storage(naming.cuts, **habits)
+    late_readers = _LateReaders(naming, storage)
     cuts = naming.cuts
     graph, folding = cuts.graph, cuts.folding
     end = len(graph.ops)
@@ -48,23 +55,65 @@ def residents(naming: Naming) -> Iterator[Resident]:
                 deaths=np.full(len(members), end, np.int64),
             )
             continue
-        if not naming.storage.stored[value_class] or members[0] in replacing:
+        if not storage.stored[value_class] or members[0] in replacing:
             continue
         landed = naming.landed_ports(value_class)
-        port = landed[0] if landed else naming.class_port(value_class)
-        births = np.array(folding.members[made[0]], np.int64)
-        deaths = naming.storage.last_use[np.array(members)]
+        maker = naming.cuts.first[made[0]]
+        early = storage.made_at[members[0]] < maker.index and maker.name == "scatter-add"
+        # Zeroed early, to be filled by each device with a sum of its own.
+        port = landed[0] if landed and not early else naming.class_port(value_class)
+        births = storage.made_at[np.array(members)]
+        deaths = storage.last_use[np.array(members)]
+        late_deaths = storage.late_use[np.array(members)]
         if members[0] in returned:
-            deaths = np.full(len(members), end, np.int64)
+            deaths = late_deaths = np.full(len(members), end, np.int64)
+        waits = late_readers.waited_for(value_class, int(deaths[0])) if (late_deaths > deaths).any() else None
+        made_late = maker.index != storage.late_run[maker.index] and naming.cuts.by_product(value_class)
+        late = storage.late_run[np.array(folding.members[made[0]])]
         yield Resident(
             node=port.node,
             projection=port.projection,
             num_bytes=value.num_bytes,
             category=_category(naming, value_class),
             label=naming.label_of_value(value_class),
-            births=births,
-            deaths=np.maximum(deaths, births),
+            births=late if made_late else births,
+            deaths=np.maximum(np.maximum(deaths, births), late if made_late else births),
+            stacked=maker.name == "scan_stack",
+            late_deaths=late_deaths if waits else None,
+            reader=waits.node if waits else -1,
+            read_projection=waits.projection if waits else (),
+            early_births=births if made_late else None,
+            maker=naming.of_product[made[0]] if made_late else -1,
         )
+
+
+class _LateReaders:
+    """Products that may be put off, and what waits for them."""
+
+    def __init__(self, naming: Naming, storage: Storage) -> None:
+        cuts = naming.cuts
+        self._naming = naming
+        self._products: list[int] = []
+        self._operand: dict[int, Port] = {}
+        for op_class in naming.order:
+            op, rule = cuts.first[op_class], cuts.rules[op_class]
+            if storage.late_run[op.index] > op.index and rule.contracts and op.name == "dot_general":
+                self._products.append(op_class)
+                for position, value_class, _ in cuts.operands(op_class):
+                    port = naming.product_port(op_class, rule.operands[position])
+                    self._operand.setdefault(value_class, port)
+
+    def waited_for(self, value_class: int, last_use: int) -> Port | None:
+        """The product that reads an array, and how. What sums for biases and norms read waits as the next product does."""
+        if value_class in self._operand:
+            return self._operand[value_class]
+        cuts = self._naming.cuts
+        for op_class in self._products:
+            if cuts.first[op_class].index >= last_use:
+                rule = cuts.rules[op_class]
+                summed = tuple(0 if f in rule.reduced else REPLICATED for f in rule.factors)
+                return Port(node=self._naming.of_product[op_class], projection=summed)
+        return None
 
 
 def _category(naming: Naming, value_class: int) -> str:

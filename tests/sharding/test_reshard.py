@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from aliquot.sharding import PARTIAL, REPLICATED, dims_of, num_shards, reshard, result_fraction
+from aliquot.sharding._reshard import _reshard
 
 MESHES = [(2,), (8,), (2, 4), (4, 2), (2, 2, 2), (6,), (2, 3), (3, 2, 4), (64, 8)]
 
@@ -55,6 +56,16 @@ def test_equal_splits_need_nothing_and_slices_are_free(sizes):
     for spec in itertools.product(range(-1, 2), repeat=len(sizes)):
         assert reshard(spec, spec, sizes, True) == ()
         assert reshard((REPLICATED,) * len(sizes), spec, sizes, True) == ()
+
+
+@given(conversions())
+@settings(max_examples=400, deadline=None)
+def test_only_the_order_of_dims_matters(case):
+    """Prices are shared by changes that differ in the numbers of their dims."""
+    source, target, sizes, reduce_scatter = case
+    apart = [tuple(3 * p + 1 if p >= 0 else p for p in spec) for spec in (source, target)]
+    raw = _reshard(*apart, sizes, reduce_scatter) if source != target else ()
+    assert reshard(source, target, sizes, reduce_scatter) == raw
 
 
 def test_nothing_becomes_a_partial_sum():

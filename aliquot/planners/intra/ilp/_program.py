@@ -227,11 +227,15 @@ def add_memory_row(
     program.upper[row] = room / limit_bytes
     for mine, total in zip(choices.columns, totals, strict=True):
         program.add_entries(np.full(len(mine), row), mine, total / limit_bytes)
+    # One column may cause several copies; a row may name it once.
+    copies = np.zeros(program.num_columns)
     for conversion in model.conversions:
         alive = int(np.count_nonzero((conversion.births <= time) & (conversion.deaths >= time)))
         if alive:
             mine, weights = conversion_columns(choices, priced, conversion)
-            program.add_entries(np.full(len(mine), row), mine, alive / limit_bytes * weights)
+            np.add.at(copies, mine, alive / limit_bytes * weights)
+    some = np.flatnonzero(copies)
+    program.add_entries(np.full(len(some), row), some, copies[some])
 
 
 def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion) -> tuple[Ints, Floats]:

@@ -62,19 +62,28 @@ class Search:
         self._times: list[int] = []
         self._excluded: list[Ints] = []
         self.gave_up = False
+        self._values: Floats | None = None
+
+    def start(self) -> float | None:
+        """The bound of the relaxation without memory rows, in seconds; None if no choice is possible. May run in a thread."""
+        self._values = self._relax()
+        return self._relaxed.bound_s if self._values is not None else None
 
     def relax(self, cutoff_s: float = np.inf) -> float | None:
         """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding.
 
         Above `cutoff_s` a bound is not lifted any further.
         """
+        if not self.num_solves:
+            self.start()
         while True:
-            values = self._relax()
+            values = self._values
             if values is None:
                 return None
             self.lower_bound_s = self._relaxed.bound_s
             if self.lower_bound_s >= cutoff_s or not self._add_rows(self._fractional_timeline(values)):
                 break
+            self._values = self._relax()
         self._picks = _decode(self._choices, values)
         self.integral = not _is_fractional(self._choices, values)
         return self.lower_bound_s
