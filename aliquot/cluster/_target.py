@@ -86,8 +86,11 @@ class Target:
             "usable_memory_fraction",
         )
         problems = [f"{name} must be above 0 and at most 1" for name in shares if not 0 < getattr(self, name) <= 1]
-        if not 0 <= self.overlap_fraction <= 1:
-            problems.append("overlap_fraction must be from 0 to 1")
+        for name in ("overlap_fraction", "gathered_ahead"):
+            if not 0 <= getattr(self, name) <= 1:
+                problems.append(f"{name} must be from 0 to 1")
+        if self.combined_bytes < 0:
+            problems.append("combined_bytes must not be negative")
         for name in ("kernel_overhead_s", "collective_overhead_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 problems.append(f"{name} must not be negative")
@@ -162,6 +165,9 @@ _CPU = Target(
 # all-reduces (A100: 235 of 300 GB/s). Overlap: half, an assumption until measured; the latency-hiding scheduler needs
 # free work next to each gradient. Launch: about 2 us within a CUDA graph, more outside. Memory: CUDA context, NCCL
 # buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
+# Memory: repeated work, zeroes, transposed copies and what waits, as in the buffers that XLA assigns for H100 and A100 (JAX
+# 0.10, benchmarks/memory_deviceless.py). Combined: XLA's default threshold for all-reduces, all-gathers and
+# reduce-scatters, 30 MiB. Ahead: fitted to one half of that benchmark's plans.
 _GPU = Target(
     kind="gpu",
     reduce_scatter=True,

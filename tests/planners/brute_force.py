@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from aliquot.cluster import LogicalMesh, target_for
-from aliquot.cost import Problem, collective_line, price
+from aliquot.cost import Problem, collective_line, memory_model, price
 from aliquot.graph import Phase
 from aliquot.sharding import PARTIAL, REPLICATED, reshard
 
@@ -80,14 +80,16 @@ class _Judge:
         self.repeats = problem.num_micro_batches
         self.choices = [choices_of(node, mesh.shape) for node in self.graph.nodes]
         priced = price(self.graph, mesh, repeats=self.repeats)
-        self.seconds = []
+        self.seconds, orders = [], []
         for mine, table in zip(self.choices, priced.nodes, strict=True):
             rows = {tuple(c): k for k, c in enumerate(table.choices.tolist())}
             assert set(rows) == set(mine)
             order = [rows[c] for c in mine]
+            orders.append(np.array(order))
             self.seconds.append([getattr(table, name)[order] for name in _PARTS])
         self.shares = self._shares()
         self.memory = self._memory()
+        self.copies = [_Copies(self, priced, orders, c) for c in memory_model(priced).conversions]
 
     def picks(self, combinations: np.ndarray) -> list[np.ndarray]:
         """The choice of each node in each combination, the last node's changing fastest."""
@@ -103,12 +105,13 @@ class _Judge:
         )
         use = sum(table[pick] for table, pick in zip(self.memory, picks, strict=True))
         for share in self.shares:
-            paid, held = share.cost(picks)
+            paid = share.cost(picks)
             if share.gradient:
                 gradient = gradient + paid
             else:
                 communication = communication + paid
-            use = use + held[:, None] * share.alive[None, :]
+        for copies in self.copies:
+            use = use + copies.held(picks)[:, None] * copies.alive[None, :]
         hidden = np.minimum(self.target.overlap_fraction * gradient, backward)
         return compute + communication + gradient - hidden, use.max(axis=1)
 
@@ -162,39 +165,48 @@ class _Share:
             )
         pairs = list(numbers)
         self.paid = np.array([_conversion_s(judge, edges[0], p, q) for p, q in pairs])
-        moves = [reshard(p, q, judge.mesh.shape, judge.target.reduce_scatter) for p, q in pairs]
-        sizes = judge.mesh.shape
-        self.held = np.array(
-            [
-                edges[0].num_bytes / math.prod(n for n, d in zip(sizes, q, strict=True) if d >= 0) if m else 0.0
-                for m, (_, q) in zip(moves, pairs, strict=True)
-            ]
-        )
-        moments = np.arange(judge.graph.num_ops + 1)
-        operands = [e for e in edges if e.kind == "operand"]
-        self.holds = bool(operands)
-        self.alive = np.zeros(len(moments))
-        if operands:
-            for k in range(len(operands[0].starts)):
-                first, last = min(e.starts[k] for e in operands), max(e.ends[k] for e in operands)
-                self.alive += (first <= moments) & (moments <= last)
 
-    def cost(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        paid, held = np.zeros(len(picks[0])), np.zeros(len(picks[0]))
-        for converted, amounts, edges in (
-            (paid, self.paid, range(len(self.edges))),
-            (held, self.held, [k for k, e in enumerate(self.edges) if e.kind == "operand"]),
-        ):
-            before: list[np.ndarray] = []
-            for k in edges:
-                edge = self.edges[k]
-                codes = self.codes[k][picks[edge.source], picks[edge.target]]
-                fresh = np.ones(len(codes), bool)
-                for other in before:
-                    fresh &= codes != other
-                converted += np.where(fresh, amounts[codes], 0.0)
-                before.append(codes)
-        return paid, held
+    def cost(self, picks: list[np.ndarray]) -> np.ndarray:
+        """Seconds of each combination."""
+        codes = [c[picks[e.source], picks[e.target]] for e, c in zip(self.edges, self.codes, strict=True)]
+        return _sum_distinct(codes, [self.paid[c] for c in codes])
+
+
+class _Copies:
+    """Copies of arrays that edges cause, equal ones once, and at which moments they are held."""
+
+    def __init__(self, judge: _Judge, priced: Any, orders: list[np.ndarray], conversion: Any) -> None:
+        numbers: dict[Any, int] = {}
+        self.parts = []
+        for index, table in zip(conversion.edges, conversion.local_bytes, strict=True):
+            edge, p = priced.graph.edges[index], priced.edges[index]
+            codes = np.array([[numbers.setdefault((a, b), len(numbers)) for b in p.targets] for a in p.sources])
+            sources, targets = p.source_index[orders[edge.source]], p.target_index[orders[edge.target]]
+            self.parts.append((edge, sources, targets, codes, table))
+        moments = np.arange(judge.graph.num_ops + 1)
+        self.alive = np.zeros(len(moments))
+        for born, dead in zip(conversion.births, conversion.deaths, strict=True):
+            self.alive += (born <= moments) & (moments <= dead)
+
+    def held(self, picks: list[np.ndarray]) -> np.ndarray:
+        """Bytes of each combination."""
+        codes, amounts = [], []
+        for edge, sources, targets, numbers, table in self.parts:
+            s, t = sources[picks[edge.source]], targets[picks[edge.target]]
+            codes.append(numbers[s, t])
+            amounts.append(table[s, t])
+        return _sum_distinct(codes, amounts)
+
+
+def _sum_distinct(codes: list[np.ndarray], amounts: list[np.ndarray]) -> np.ndarray:
+    """For each combination the amounts of all different codes."""
+    total = np.zeros(len(codes[0]))
+    for k, (mine, amount) in enumerate(zip(codes, amounts, strict=True)):
+        fresh = np.ones(len(mine), bool)
+        for other in codes[:k]:
+            fresh &= mine != other
+        total += np.where(fresh, amount, 0.0)
+    return total
 
 
 def _conversion_s(judge: _Judge, edge: Any, source: tuple[int, ...], target: tuple[int, ...]) -> float:

@@ -1,0 +1,292 @@
+"""Is predicted peak memory what the compiler takes for GPUs that are not there?
+
+Draws combinations of model, form, method, mesh, recomputation, micro-batches, number type, size and GPU so that every pair
+of choices occurs, plans each for eight GPUs, compiles the plan for that GPU without having one, and compares the peaks. A
+process of its own compiles each plan. What is fitted in `aliquot/cluster/_target.py` was fitted on the first half alone.
+
+Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12` on `PYTHONPATH`.
+
+    python benchmarks/memory_deviceless.py [--quick] [--count 80] [--journal compiled.jsonl] [--dumps FOLDER]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _results import Report, options, say
+
+from aliquot.cluster import DEVICES
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "family": ("gpt", "llama"),
+    "scan": (False, True),
+    "method": ("dp", "zero2", "zero3", "shard", "auto"),
+    "mesh": ("8", "4x2", "2x4"),
+    "recompute": ("none", "block"),
+    "micro_batches": (1, 4),
+    "dtype": ("bf16", "float32"),
+    "size": ("125m", "350m", "1.3b", "2.6b", "7b"),
+    "gpu": ("H100", "A100-40GB"),
+}
+# Layers, width, heads, and the sequences and tokens of a batch: a batch of 4 micro-batches still splits over 8 GPUs.
+SIZES = {
+    "125m": (12, 768, 12, 32, 1024),
+    "350m": (24, 1024, 16, 32, 512),
+    "1.3b": (24, 2048, 32, 32, 512),
+    "2.6b": (32, 2560, 32, 32, 256),
+    "7b": (32, 4096, 32, 32, 256),
+}
+
+
+_NO_LIMIT = 1e15
+
+
+def main() -> int:
+    """Run, and write or print the answer."""
+    chosen = options(__doc__, _more)
+    if chosen.case:
+        _one_case(json.loads(chosen.case), _journal(chosen.journal), chosen.plans)
+        return 0
+    report = Report(
+        name="memory_deviceless",
+        question="Predicted against compiled peak memory on GPUs",
+        bar="reported half: median error at most 5 %, worst at most 15 %, for each GPU",
+        method=(
+            "Peak bytes on each of 8 GPUs: the plan's prediction, and the compiler's report of the buffers it assigned "
+            "(arguments, temporaries, outputs that reuse nothing). Plans are made without a memory limit, so that they do not "
+            "depend on what is compared. Combinations are drawn with a seed so that every pair of choices that fits occurs; "
+            "odd ones served to fit, even ones are reported. Compiling is deterministic: one run each."
+        ),
+    )
+    rows = []
+    for index, case in enumerate(draw(chosen.count)[: 4 if chosen.quick else None]):
+        half = ("fitted", "reported")[index % 2]
+        if chosen.half in ("", half):
+            rows.append({"half": half, **case, **_in_process(case, chosen)})
+            say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
+    met = []
+    for gpu, half in itertools.product(FACTORS["gpu"], ("fitted", "reported")):
+        errors = sorted(abs(r["error"]) for r in rows if (r["gpu"], r["half"]) == (gpu, half) and "error" in r)
+        if errors:
+            summary = {"plans": len(errors), "median": statistics.median(errors), "worst": errors[-1]}
+            report.summary[f"{gpu}, {half}"] = summary
+            if half == "reported":
+                met.append(summary["median"] <= 0.05 and summary["worst"] <= 0.15)
+    report.summary["not compiled"] = sum("error" not in r for r in rows)
+    report.tables = {"Plans": rows}
+    return report.finish(chosen, met=all(met) and not report.summary["not compiled"])
+
+
+def _more(parser: Any) -> None:
+    parser.add_argument("--count", type=int, default=80, help="combinations to draw")
+    parser.add_argument(
+        "--journal", default="", help="keep what was compiled here; the same plan is not compiled again"
+    )
+    parser.add_argument("--dumps", default="", help="keep the compiler's reports here")
+    parser.add_argument("--plans", default="", help="keep plans here; what is planned here is not planned again")
+    parser.add_argument("--half", default="", choices=("", "fitted", "reported"), help="only these combinations")
+    parser.add_argument("--only", default="", help="any text: write no result file")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one combination")
+    parser.add_argument("--case", default="", help="one combination as JSON; prints its figures")
+
+
+def draw(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Combinations such that any two choices that fit stand in one of them, while `count` allows; in random order."""
+    rng = random.Random(seed)
+    possible = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    possible = [case for case in possible if _state_fits(case)]
+    missing = set().union(*map(_pairs, possible))
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        best = max(rng.sample(possible, 60), key=lambda case: len(missing & _pairs(case)))
+        missing -= _pairs(best)
+        found.append(best)
+    if missing:
+        say(f"{len(missing)} pairs do not occur in {count} combinations")
+    rng.shuffle(found)
+    return found
+
+
+def _pairs(case: dict[str, Any]) -> set[Any]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+def _state_fits(case: dict[str, Any]) -> bool:
+    """Whether parameters, moments and gradients leave room: compilers change programs that exceed the memory."""
+    layers, width, *_ = SIZES[case["size"]]
+    parameters = 12 * layers * width**2 + 51200 * width
+    bytes_each = {"dp": 16.0, "zero2": 4 + 8 / 8 + 4}.get(case["method"], 4.0)
+    return bytes_each * parameters < 0.6 * DEVICES[case["gpu"]].memory_bytes
+
+
+def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
+    """Figures of one combination, from a process of its own.
+
+    It is ended once the compiler has reported its buffers: to make code of the program would take as long again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_gpu_autotune_level=0"
+        command = [sys.executable, __file__, "--case", json.dumps(case), "--journal", chosen.journal]
+        command += ["--plans", getattr(chosen, "plans", "")]
+        out = Path(folder) / "out"
+        with out.open("w") as file, Path(folder, "err").open("w") as errors:
+            child = subprocess.Popen(
+                command, stdout=file, stderr=errors, env=os.environ | {"ALIQUOT_DUMP": flags}, start_new_session=True
+            )
+            started_s = time.perf_counter()
+            report = None
+            while child.poll() is None and report is None:
+                time.sleep(0.3)
+                report = _usage_report(Path(folder))
+                if time.perf_counter() - started_s > chosen.timeout:
+                    break
+            report = report or _usage_report(Path(folder))
+            child.kill()
+            child.wait()
+        lines = out.read_text().splitlines()
+        if not lines:
+            return {"outcome": (Path(folder, "err").read_text().strip().splitlines() or ["no message"])[-1][:200]}
+        found: dict[str, Any] = json.loads(lines[-1])
+        if "compiled MiB" not in found:
+            if report is None:
+                return {"outcome": f"not compiled in {chosen.timeout:.0f} s"}
+            found["compiled MiB"] = report
+            entry = {"case": case, "key": found["key"], "compiled MiB": report}
+            entry["seconds"] = round(time.perf_counter() - started_s, 1)
+            if chosen.journal:
+                with Path(chosen.journal).open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+            if chosen.dumps:
+                kept = Path(chosen.dumps) / found["key"]
+                kept.mkdir(parents=True, exist_ok=True)
+                for path in Path(folder).glob("*after_optimizations*.txt"):
+                    shutil.copy(path, kept / path.name.split("after_optimizations")[-1].lstrip("-."))
+                (kept / "case.json").write_text(json.dumps(found | case))
+    error = found["predicted MiB"] / found["compiled MiB"] - 1
+    parts = {name: round(num_bytes / 2**20, 1) for name, num_bytes in found["parts"].items()}
+    return {
+        "predicted MiB": found["predicted MiB"],
+        "compiled MiB": found["compiled MiB"],
+        "error": error,
+        "predicted parts, MiB": parts,
+    }
+
+
+def _usage_report(folder: Path) -> float | None:
+    """The peak that the compiler reports, in MiB, once it has gone on to the program's code."""
+    for path in folder.glob("*_gpu_after_optimizations-memory-usage-report.txt"):
+        if next(folder.glob(path.name.split(".sm_")[0] + "*.ll"), None):
+            total = re.search(r"Total bytes: (\d+)", path.read_text())
+            return int(total[1]) / 2**20 if total else None
+    return None
+
+
+def _journal(path: str) -> dict[str, dict[str, Any]]:
+    if not path or not Path(path).exists():
+        return {}
+    return {entry["key"]: entry for entry in map(json.loads, Path(path).read_text().splitlines())}
+
+
+def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str) -> None:
+    """Plan one combination, print the prediction, and compile it unless that was done before."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import nvidia.cuda_nvcc
+
+    data = next(iter(nvidia.cuda_nvcc.__path__))
+    os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={data} {os.environ.get('ALIQUOT_DUMP', '')}"
+    import aliquot as aq
+
+    work = _workload(case)
+    plan = _planned(aq, case, work, plans)
+    stage = plan.stages[0]
+    splits = [stage.mesh_shape, stage.data_axes, [[o.node, sorted(o.splits.items())] for o in stage.interior]]
+    text = json.dumps(case, sort_keys=True) + json.dumps(splits)
+    found = {
+        "key": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "predicted MiB": plan.prediction.peak_memory_bytes / 2**20,
+        "parts": plan.prediction.memory_bytes,
+        "moment": plan.prediction.peak_moment,
+    }
+    if found["key"] in known:
+        found["compiled MiB"] = known[found["key"]]["compiled MiB"]
+    print(json.dumps(found), flush=True)
+    if "compiled MiB" not in found:
+        _compile(aq, work, plan, case["gpu"])
+
+
+def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
+    """The combination's plan; one that was made before with what is predicted for it now."""
+    name = "-".join(str(value) for value in case.values())
+    path = Path(folder, f"{name}.json") if folder else None
+    cluster = aq.Cluster.preset(f"8x{case['gpu']}")
+    if path is None or not path.exists():
+        plan = aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=cluster,
+            method=_method(case),
+            num_micro_batches=case["micro_batches"],
+            memory_limit_bytes=_NO_LIMIT,
+        )
+        if path is not None:
+            plan.save(path)
+        return plan
+    import msgspec
+
+    from aliquot.cost import estimate, make_problem
+    from aliquot.sharding import plan_micro_batches
+
+    plan = aq.Plan.load(path)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    if case["micro_batches"] > 1:
+        graph = plan_micro_batches(graph, case["micro_batches"]).part
+    problem = make_problem(graph, cluster, num_micro_batches=case["micro_batches"], memory_limit_bytes=_NO_LIMIT)
+    return msgspec.structs.replace(plan, prediction=estimate(problem, plan))
+
+
+def _compile(aq: Any, work: Any, plan: Any, gpu: str) -> None:
+    from jax.experimental import topologies
+
+    from aliquot.verify import GPU_DESCRIPTIONS
+
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="eight", topology="1x1x8", target_config=GPU_DESCRIPTIONS[gpu].text()
+    ).devices
+    aq.parallelize(work.train_step, plan, devices=devices).prepare(work.state, work.batch).lower().compile()
+
+
+def _workload(case: dict[str, Any]) -> Any:
+    from aliquot import zoo
+
+    layers, width, heads, sequences, tokens = SIZES[case["size"]]
+    base = {"gpt": "gpt-1.3b", "llama": "llama-7b"}[case["family"]]
+    config = zoo.configure(base, num_layers=layers, hidden_size=width, num_heads=heads, seq_len=tokens)
+    return zoo.build(config, sequences, dtype=case["dtype"], recompute=case["recompute"], scan=case["scan"])
+
+
+def _method(case: dict[str, Any]) -> Any:
+    from aliquot.planners import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+
+    mesh = tuple(map(int, case["mesh"].split("x")))
+    fixed = {"dp": DataParallel, "zero2": Zero2Parallel, "zero3": Zero3Parallel}
+    if case["method"] in fixed:
+        return fixed[case["method"]]()
+    return {"shard": ShardParallel, "auto": Auto}[case["method"]](mesh_shape=mesh)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What compilers do with memory: each habit of a target, on a step where it shows, and in the direction it must go."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import TARGETS, Cluster, LogicalMesh
+from aliquot.cost import make_problem, memory_model, price
+from aliquot.planners import DataParallel, Zero2Parallel, Zero3Parallel
+
+
+def workload(*, scan: bool = False, recompute: str = "none", sequences: int = 8, hidden_size: int = 64, **settings):
+    config = zoo.configure(
+        "llama-7b", num_layers=3, hidden_size=hidden_size, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
+    )
+    return zoo.build(config, sequences, dtype="float32", scan=scan, recompute=recompute, **settings)
+
+
+# The habit, the target without it, a step, a method, and whether the habit makes the peak higher.
+HABITS = {
+    "work is repeated": ({"repeats_cheap_work": False}, {"recompute": "none"}, DataParallel(), False),
+    "loops' results are zeroed early": ({"zeroes_early": False}, {"scan": True}, DataParallel(), True),
+    "parameters are gathered ahead": (
+        {"gathered_ahead": 0.0},
+        {"recompute": "block", "hidden_size": 2048, "optimizer": "sgd"},
+        Zero3Parallel(),
+        True,
+    ),
+    "gathers are along the leading dim": ({"gathers_leading_dim": False}, {"scan": True}, Zero3Parallel(), True),
+    "operands wait for an all-reduce": (
+        {"combined_bytes": 0},
+        {"recompute": "block", "sequences": 64, "hidden_size": 256},
+        DataParallel(),
+        True,
+    ),
+    "results wait for a reduce-scatter": (
+        {"combined_bytes": 0},
+        {"recompute": "block", "hidden_size": 512},
+        Zero2Parallel(),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_a_habit_moves_the_peak(name, monkeypatch):
+    without, settings, method, higher = HABITS[name]
+    work = workload(**settings)
+
+    def peak() -> float:
+        plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset("4xH100"), method=method)
+        return plan.prediction.peak_memory_bytes
+
+    usual = peak()
+    monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(TARGETS["gpu"], **without))
+    assert (usual > peak() * 1.01) if higher else (usual * 1.01 < peak())
+
+
+def test_cheap_work_is_not_stored():
+    """Logits in single precision are computed again from those in half precision, in each kernel that reads them."""
+    work = zoo.build(zoo.configure("gpt-10m", num_layers=1), 8, dtype="bf16")
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    logits = 4 * 8 * 128 * 256
+
+    def stored(cluster: str) -> int:
+        nodes = make_problem(graph, Cluster.preset(cluster)).nodes
+        return sum(r.num_bytes == logits and "scatter" not in r.label for r in nodes.residents)
+
+    assert stored("2xH100") < stored("2xcpu")
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_every_device_sums_whole_gradients_over_micro_batches(scan):
+    """Axes that split nothing but the batch do not divide the totals; loops over layers stack up another copy."""
+    work = workload(scan=scan)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    cluster = Cluster.preset("2xH100")
+    nodes = make_problem(graph, cluster, num_micro_batches=2).nodes
+    mesh = LogicalMesh(shape=(2,), cluster=cluster)
+    priced = price(nodes, mesh, repeats=2, data_axes=frozenset({0}))
+    model = memory_model(priced)
+    totals = stacks = 0.0
+    for r, local in zip(model.residents, model.local_bytes):
+        if r.category != "gradients":
+            continue
+        assert (local == r.num_bytes).all()
+        if (r.births == 0).all() and (r.deaths == len(graph.ops)).all():
+            totals += r.num_bytes * len(r.births)
+        else:
+            assert r.stacked
+            stacks += r.num_bytes * len(r.births)
+    parameters = sum(4 * int(np.prod(graph.values[i.value].shape)) for i in graph.inputs if "params" in i.path)
+    assert totals == pytest.approx(parameters, rel=0.02)
+    assert (stacks > 0.5 * totals) is scan
