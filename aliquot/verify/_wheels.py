@@ -53,7 +53,7 @@ def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
 
 def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:
     return CompilerMissingError(
-        f"compiling for {target.name} needs its compiler, and {what} is not installed.\n"
+        f"compiling for {target.name} needs its compiler, which is not installed (missing: {what}).\n"
         f"  Run: pip install 'aliquot[{extra}]'   (or only the compiler: pip install {packages})"
     )
 

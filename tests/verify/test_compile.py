@@ -151,7 +151,10 @@ def test_a_program_that_does_not_fit_is_an_answer(plan, cache, tmp_path, monkeyp
         (
             "H100",
             {},
-            ("jax-cuda12-plugin, jax-cuda12-pjrt, nvidia-cuda-nvcc-cu12 is not installed", "aliquot[verify-gpu]"),
+            (
+                "not installed (missing: jax-cuda12-plugin, jax-cuda12-pjrt, nvidia-cuda-nvcc-cu12)",
+                "aliquot[verify-gpu]",
+            ),
         ),
         (
             "H100",
@@ -162,7 +165,7 @@ def test_a_program_that_does_not_fit_is_an_answer(plan, cache, tmp_path, monkeyp
                 f"pip install --no-deps jax-cuda12-plugin=={jax.__version__}",
             ),
         ),
-        ("v5e", {}, ("libtpu is not installed", "aliquot[verify-tpu]")),
+        ("v5e", {}, ("not installed (missing: libtpu)", "aliquot[verify-tpu]")),
     ],
 )
 def test_compilers_that_are_not_installed(target, versions, messages, monkeypatch):
