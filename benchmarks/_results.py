@@ -81,7 +81,7 @@ class Report:
             "hardware": f"{cpu_name()}, {os.cpu_count()} cores, {memory_gib():.0f} GiB",
             "load_average": [round(x, 2) for x in os.getloadavg()],
             "versions": versions(),
-            "command": shlex.join(["python", f"benchmarks/{self.name}.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", f"benchmarks/{self.name}.py", *map(_relative, sys.argv[1:])]),
             "seconds": round(time.perf_counter() - self.started_s, 1),
             "method": self.method,
             "summary": self.summary,
@@ -107,6 +107,11 @@ class Report:
             f"{facts['date']}"
         )
         return "\n\n".join(parts) + "\n"
+
+
+def _relative(argument: str) -> str:
+    """An argument without the folders of the machine that it was measured on."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

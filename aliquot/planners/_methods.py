@@ -234,12 +234,18 @@ def _fixed_entries(problem: Problem, name: str, stage: int, shard_within: str | 
     shape = (cluster.num_hosts, cluster.devices_per_host) if within else (cluster.num_devices,)
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
-    data_axes = all_axes if problem.num_micro_batches > 1 else frozenset()
-    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     shard_axes = frozenset({1}) if within else all_axes
-    masks = fixed.batch_restriction(problem, priced, kinds, zero_stage=stage, shard_axes=shard_axes)
-    return [Entry(name=name, priced=priced, allowed=masks)]
+    # Gradients that wait for the last micro-batch wait whole; where these do not fit, each micro-batch adds to its shards.
+    waiting = [all_axes] if problem.num_micro_batches > 1 else []
+    found = []
+    for data_axes in [*waiting, frozenset[int]()] if stage >= 2 or not waiting else waiting:
+        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
+        masks = fixed.batch_restriction(problem, priced, kinds, zero_stage=stage, shard_axes=shard_axes)
+        each = problem.num_micro_batches > 1 and not data_axes
+        label = f"{name}, gradients split in each micro-batch" if each else name
+        found.append(Entry(name=label, priced=priced, allowed=masks))
+    return found
 
 
 def _fixed(problem: Problem, progress: Progress | None, name: str, stage: int, within: str | None) -> Decision:

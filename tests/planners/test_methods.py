@@ -286,3 +286,19 @@ def test_micro_batches_pay_the_update_once(problem):
             assert (a.compute_s == b.compute_s).all()
         elif kinds.get(node.index) and "UPDATE" not in kinds[node.index]:
             assert b.compute_s == pytest.approx(2 * a.compute_s)
+
+
+@pytest.mark.parametrize("method", [Zero2Parallel(), Zero3Parallel()])
+def test_gradients_wait_for_the_last_micro_batch_where_they_fit(method):
+    """Whole gradients are synchronised once; under a limit that they exceed, each micro-batch adds to its shards."""
+    free = aq.plan(*STEP, cluster=CLUSTER, method=method, num_micro_batches=2)
+    assert free.stages[0].data_axes == free.stages[0].axis_names
+    tight = aq.plan(
+        *STEP,
+        cluster=CLUSTER,
+        method=method,
+        num_micro_batches=2,
+        memory_limit_bytes=free.prediction.peak_memory_bytes - 1,
+    )
+    assert tight.stages[0].data_axes == ()
+    assert tight.prediction.peak_memory_bytes < free.prediction.peak_memory_bytes
