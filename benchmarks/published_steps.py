@@ -39,6 +39,7 @@ from aliquot.sharding import PARTIAL
 
 # XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches asynchronous all-reduces
 # off besides (`alpa/global_env.py`).
+TODAYS_COMPILER = TARGETS["gpu"]
 COMPILER_OF_2022 = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0)
 UNLIMITED = 1e15
 
@@ -50,7 +51,8 @@ class Alpa(AbstractMethod):
     The first axis splits the batch and, with `zero_stage` 2 and 3, what the update holds; parameters are whole along it below
     stage 3. The second splits parameters, and of activations neither batch nor sequence, which Alpa holds as one dim.
     A product whose sum is split is all-reduced at once; only gradients are reduce-scattered (`GenerateReduceScatter`). Each
-    product gathers a split parameter for itself, as its transpose and its recomputation are other values.
+    product gathers a split parameter for itself, as its transpose and its recomputation are other values: as measured, stage 3
+    takes just two gathers longer than stage 2 at 2 and at 4 GPUs.
     """
 
     mesh: tuple[int, int]
@@ -66,7 +68,11 @@ class Alpa(AbstractMethod):
         )
         nodes = dataclasses.replace(problem.nodes, edges=edges)
         priced = price(nodes, LogicalMesh(shape=shape, cluster=problem.cluster))
-        priced = dataclasses.replace(priced, edges=tuple(map(_reduced_at_once, edges, priced.edges)))
+        tables = [
+            _reduced_at_once(table) if nodes.batch_factors[edge.target] else table
+            for edge, table in zip(edges, priced.edges, strict=True)
+        ]
+        priced = dataclasses.replace(priced, edges=tuple(tables))
         problem = dataclasses.replace(problem, nodes=nodes)
         entry = Entry(name="alpa", priced=priced, allowed=self._allowed(problem, priced, kinds))
         return race(
@@ -90,7 +96,7 @@ class Alpa(AbstractMethod):
                 if second is not None and matrix:
                     _prefer(mask, choices[:, second] >= 0)
                 continue
-            if first is not None:
+            if first is not None and (batch or self.zero_stage < 2):
                 mask &= np.isin(choices[:, first], batch) if batch else choices[:, first] == -1
             if second is not None:
                 mask &= ~np.isin(choices[:, second], list(tokens[node.index]))
@@ -102,10 +108,8 @@ def _prefer(mask: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> None:
         mask &= wanted
 
 
-def _reduced_at_once(edge: Any, table: Any) -> Any:
-    """No conversion of a sum that is still partial into splits, but for gradients."""
-    if edge.gradient:
-        return table
+def _reduced_at_once(table: Any) -> Any:
+    """No conversion of a sum that is still partial into splits."""
     refused = [
         [any(p <= PARTIAL and q >= 0 for p, q in zip(a, b, strict=True)) for b in table.targets] for a in table.sources
     ]
@@ -186,7 +190,7 @@ def _predict(row: dict[str, Any]) -> Predicted:
 
 
 def _best(spec: dict[str, Any], gpus: int) -> tuple[float, str]:
-    """The best plan of today's planner under the compiler of 2022, in the memory that there is."""
+    """The best plan of the planner, in the memory that there is."""
     step, state, batch = alpa_step(spec, recompute=True)
     plan = aq.plan(step, state, batch, cluster=aq.Cluster.preset(f"{gpus}xV100-16GB"), method=Auto())
     return plan.prediction.step_time_s, "x".join(map(str, plan.stages[0].mesh_shape))
@@ -256,7 +260,10 @@ def _report(table: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Report:
         ),
         method=(
             "Rows of Alpa's benchmark (OSDI 2022 artifact, Apache-2.0), with the same model, mesh and method. Constants from "
-            "calibration/v100.toml, fitted to operators of other models; no row was fitted. Arguments of the comparison, that is "
+            "calibration/v100.toml, fitted to operators of other models; no constant was fitted to a row. The form of those fits "
+            "(weights, memory layouts, shares by group size) was settled with these rows in view, so that none of them is held "
+            "out in the strict sense; that each product gathers for itself was read off ZeRO-3 at 2 and 4 GPUs, which takes two "
+            "gathers longer than ZeRO-2. Arguments of the comparison, that is "
             "what the compiler of 2022 did otherwise: nothing overlaps; partial activations are all-reduced at once; each product "
             "gathers a split parameter for itself; all gradients wait for one combined collective. Rows of the heuristic "
             "`shard-largest` are shown and not counted."
@@ -280,7 +287,11 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
     }
     best = []
     for n, some in of_gpus.items():
-        step_s, mesh = _best(some[0][0]["spec"], n)
+        spec = some[0][0]["spec"]
+        step_s, mesh = _best(spec, n)
+        TARGETS["gpu"] = TODAYS_COMPILER
+        today_s, _ = _best(spec, n)
+        TARGETS["gpu"] = COMPILER_OF_2022
         fastest = min(r["step_s"] for r in rows if r["gpus"] == n and r["step_s"])
         predicted = min(t["predicted s"] for _, t in some)
         best.append(
@@ -288,6 +299,7 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
                 "GPUs": n,
                 "best plan, predicted s": step_s,
                 "its mesh": mesh,
+                "with today's overlap, predicted s": today_s,
                 "fastest row, measured s": fastest,
                 "fastest row, predicted s": predicted,
             }
