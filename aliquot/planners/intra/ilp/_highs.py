@@ -113,6 +113,9 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     solver = highspy.Highs()
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         solver.setOptionValue(option, value)
+    if not num_integer:
+        # On these relaxations presolving takes as long as the simplex method afterwards, and saves it next to nothing.
+        solver.setOptionValue("presolve", "off")
     solver.passModel(lp)
     return solver, scale
 
