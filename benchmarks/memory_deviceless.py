@@ -68,13 +68,17 @@ def main() -> int:
             "Peak bytes on each of 8 GPUs: the plan's prediction, and the compiler's report of the buffers it assigned "
             "(arguments, temporaries, outputs that reuse nothing). Plans are made without a memory limit, so that they do not "
             "depend on what is compared. Combinations are drawn with a seed so that every pair of choices that fits occurs; "
-            "odd ones served to fit, even ones are reported. Compiling is deterministic: one run each."
+            "odd ones served to fit, even ones are reported; both were in sight while the model found its form. One run each."
         ),
     )
     rows = []
+    journal = _journal(chosen.journal)
     for index, case in enumerate(draw(chosen.count)[: 4 if chosen.quick else None]):
         half = ("fitted", "reported")[index % 2]
-        if chosen.half in ("", half):
+        if chosen.known:
+            rows.append({"half": half, **case, **_known(case, chosen.plans, journal)})
+            say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
+        elif chosen.half in ("", half):
             rows.append({"half": half, **case, **_in_process(case, chosen)})
             say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
     met = []
@@ -97,6 +101,7 @@ def _more(parser: Any) -> None:
     )
     parser.add_argument("--dumps", default="", help="keep the compiler's reports here")
     parser.add_argument("--plans", default="", help="keep plans here; what is planned here is not planned again")
+    parser.add_argument("--known", action="store_true", help="compile nothing that the journal does not hold")
     parser.add_argument("--half", default="", choices=("", "fitted", "reported"), help="only these combinations")
     parser.add_argument("--only", default="", help="any text: write no result file")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one combination")
@@ -175,6 +180,21 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
                 for path in Path(folder).glob("*after_optimizations*.txt"):
                     shutil.copy(path, kept / path.name.split("after_optimizations")[-1].lstrip("-."))
                 (kept / "case.json").write_text(json.dumps(found | case))
+    return _compared(found)
+
+
+def _known(case: dict[str, Any], plans: str, journal: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Figures of one combination that was compiled before, from this process."""
+    found = {}
+    if any(entry["case"] == case for entry in journal.values()):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        found, _, _ = _predicted(case, plans)
+    if found.get("key") not in journal:
+        return {"predicted MiB": None, "compiled MiB": None}
+    return _compared(found | {"compiled MiB": journal[found["key"]]["compiled MiB"]})
+
+
+def _compared(found: dict[str, Any]) -> dict[str, Any]:
     error = found["predicted MiB"] / found["compiled MiB"] - 1
     parts = {name: round(num_bytes / 2**20, 1) for name, num_bytes in found["parts"].items()}
     return {
@@ -207,6 +227,16 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
 
     data = next(iter(nvidia.cuda_nvcc.__path__))
     os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={data} {os.environ.get('ALIQUOT_DUMP', '')}"
+    found, work, plan = _predicted(case, plans)
+    if found["key"] in known:
+        found["compiled MiB"] = known[found["key"]]["compiled MiB"]
+    print(json.dumps(found), flush=True)
+    if "compiled MiB" not in found:
+        _compile(work, plan, case["gpu"])
+
+
+def _predicted(case: dict[str, Any], plans: str) -> tuple[dict[str, Any], Any, Any]:
+    """What is predicted for one combination, its step and its plan."""
     import aliquot as aq
 
     work = _workload(case)
@@ -220,11 +250,7 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
         "parts": plan.prediction.memory_bytes,
         "moment": plan.prediction.peak_moment,
     }
-    if found["key"] in known:
-        found["compiled MiB"] = known[found["key"]]["compiled MiB"]
-    print(json.dumps(found), flush=True)
-    if "compiled MiB" not in found:
-        _compile(aq, work, plan, case["gpu"])
+    return found, work, plan
 
 
 def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
@@ -258,9 +284,10 @@ def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
     return msgspec.structs.replace(plan, prediction=estimate(problem, plan))
 
 
-def _compile(aq: Any, work: Any, plan: Any, gpu: str) -> None:
+def _compile(work: Any, plan: Any, gpu: str) -> None:
     from jax.experimental import topologies
 
+    import aliquot as aq
     from aliquot.verify import GPU_DESCRIPTIONS
 
     devices = topologies.get_topology_desc(
