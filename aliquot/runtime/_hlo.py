@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ._device_groups import device_groups
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -28,8 +30,6 @@ _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"= [su](?:32|64)\[\](?:\{\})? constant\((\d+)\)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
-_GROUPS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
-_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,9 +248,6 @@ def _label(line: str) -> str:
     return named.group(1) if named else ""
 
 
-# ---- groups of devices -----------------------------------------------------------------------------------------------
-
-
 def _axes(line: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ."""
     moving: set[int] = set()
@@ -258,40 +255,6 @@ def _axes(line: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tu
         places = [_coordinates(device, axis_sizes) for device in group]
         moving |= {a for a in range(len(axis_sizes)) if len({place[a] for place in places}) > 1}
     return tuple(name for a, name in enumerate(axis_names) if a in moving)
-
-
-def device_groups(line: str, num_devices: int) -> list[list[int]]:
-    """Which devices communicate with one another in a collective instruction; pairs for a permutation.
-
-    >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
-    [[0, 2], [1, 3]]
-    """
-    pairs = _PAIRS.search(line)
-    if pairs:
-        return _listed(pairs.group(1))
-    groups = _GROUPS.search(line)
-    if groups is None or groups.group(1) == "{}":
-        return [list(range(num_devices))]
-    text = groups.group(1)
-    return _listed(text[1:-1]) if text.startswith("{") else _iota_groups(text)
-
-
-def _listed(text: str) -> list[list[int]]:
-    return [[int(n) for n in part.split(",") if n.strip()] for part in re.findall(r"\{([\d, ]*)\}", text)]
-
-
-def _iota_groups(text: str) -> list[list[int]]:
-    """`[groups, members]<=[dims]T(order)`: numbers in a grid, its dims reordered, read row by row."""
-    lead, _, tail = text.partition("<=")
-    count, members = (int(n) for n in lead[1:-1].split(",")) if "," in lead else (1, int(lead[1:-1]))
-    dims_text, _, order_text = tail.partition("T")
-    dims = [int(n) for n in dims_text[1:-1].split(",")]
-    order = [int(n) for n in order_text[1:-1].split(",")] if order_text else list(range(len(dims)))
-    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
-    numbers = [0]
-    for d in order:
-        numbers = [n + k * strides[d] for n in numbers for k in range(dims[d])]
-    return [numbers[g * members : (g + 1) * members] for g in range(count)]
 
 
 def _coordinates(device: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:

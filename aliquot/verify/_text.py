@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..runtime import CompiledCollective, find_collectives
 
 INPUT = "input "
@@ -26,9 +24,6 @@ _NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[[^\)]*\)?)\))? \{([^}]*)\}")
-_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
-_GROUP_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _OURS = ("sharding_constraint", "call_exported", "run", "")
 _LIBRARIES = re.compile(r"[/\\](?:jax|flax|optax|equinox)[/\\]")
 _OURSELVES = re.compile(r"[/\\]aliquot[/\\](?:(?:runtime|graph|sharding|verify)[/\\]|_api\.py)")
@@ -51,51 +46,10 @@ def compiled_collectives(
         if not line.startswith(" "):
             kept.append(line)
         elif _COLLECTIVE.search(line):
-            kept.append(_labelled(listed_groups(line), causes.of(line)))
+            kept.append(_labelled(line, causes.of(line)))
         elif any(word in line for word in _STRUCTURE) and " fusion(" not in line:
             kept.append(line)
     return find_collectives("\n".join(kept), axis_names, axis_sizes)
-
-
-def listed_groups(line: str) -> str:
-    """An instruction whose groups of devices are written as axes of the compiler's own mesh, with the groups listed.
-
-    >>> listed_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, dimensions={0}")
-    'replica_groups={{0,2},{1,3}}, dimensions={0}'
-    """
-    return _MESH_GROUPS.sub(_listed, line)
-
-
-def _listed(found: re.Match[str]) -> str:
-    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found.group(1))}
-    devices = _device_order(found.group(2), int(np.prod(list(sizes.values()))))
-    # An axis may take part with a factor of its own only: `'x':(2)4` is the middle of 2 x 4 x rest.
-    parts: list[tuple[int, bool]] = []
-    moving = {name: (int(before or 1), int(size or 0)) for name, before, size in _GROUP_AXIS.findall(found.group(3))}
-    for name, size in sizes.items():
-        if name not in moving:
-            parts.append((size, False))
-            continue
-        before, own = moving[name]
-        own = own or size
-        parts += [(before, False), (own, True), (size // (before * own), False)]
-    grid = devices.reshape([size for size, _ in parts])
-    last = [axis for axis, (_, moves) in enumerate(parts) if moves]
-    groups = np.moveaxis(grid, last, range(grid.ndim - len(last), grid.ndim))
-    members = int(np.prod([parts[axis][0] for axis in last]))
-    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups.reshape(-1, members).tolist())
-    return f"replica_groups={{{listed}}}"
-
-
-def _device_order(text: str | None, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Devices in the order of the compiler's mesh: `[4,2]T(1,0)` is a grid of 4 x 2 numbers, transposed."""
-    numbers = np.arange(count)
-    if not text:
-        return numbers
-    dims, _, order = text.partition("T")
-    grid = numbers.reshape([int(n) for n in re.findall(r"\d+", dims)])
-    axes = [int(n) for n in re.findall(r"\d+", order)]
-    return (grid.transpose(axes) if axes else grid).reshape(-1)
 
 
 def _labelled(line: str, cause: str) -> str:

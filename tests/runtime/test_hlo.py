@@ -7,7 +7,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from aliquot.runtime import add_up, find_collectives
-from aliquot.runtime._hlo import device_groups, num_bytes
+from aliquot.runtime._device_groups import device_groups
+from aliquot.runtime._hlo import num_bytes
 
 
 def entry(*lines: str) -> str:
@@ -118,3 +119,19 @@ def test_a_compiled_loop_over_a_mesh(mesh):
     assert [(c.axes, c.count, c.num_bytes) for c in reduces] == [(("y",), 5, 5 * 16 * 4)]
     (total,) = add_up(reduces)
     assert (total.count, total.dtype) == (5, "f32")
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("mesh['a'=1,'b'=2,'c'=2] {'c'}", [[0, 1], [2, 3]]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
+        ("mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("[2,2]<=[4]", [[0, 1], [2, 3]]),
+    ],
+)
+def test_groups_in_every_form(groups, expected):
+    assert device_groups(f"replica_groups={groups}, x=1", 4) == expected

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aliquot.verify._text import compiled_collectives, estimated_cycles, listed_groups
+from aliquot.verify._text import compiled_collectives, estimated_cycles
 
 TABLES = """HloModule step, is_scheduled=true
 
@@ -59,22 +59,6 @@ MARKED = (
 )
 def test_the_cause_is_the_operator_that_makes_what_moves(lines, expected):
     assert label(*lines) == expected
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        ("mesh['a'=2,'b'=2] {'a'}", "{{0,2},{1,3}}"),
-        ("mesh['a'=2,'b'=2] {'a','b'}", "{{0,1,2,3}}"),
-        ("mesh['a'=1,'b'=2,'c'=2] {'c'}", "{{0,1},{2,3}}"),
-        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", "{{0,1},{2,3}}"),
-        ("mesh['a'=4] {'a':(2)2}", "{{0,1},{2,3}}"),
-        ("mesh['a'=4] {'a':(1)2}", "{{0,2},{1,3}}"),
-        ("[2,2]<=[4]", "[2,2]<=[4]"),
-    ],
-)
-def test_groups_as_axes_of_the_compilers_mesh(groups, expected):
-    assert listed_groups(f"replica_groups={groups}, x=1") == f"replica_groups={expected}, x=1"
 
 
 def test_loops_count_by_their_trips():
