@@ -107,7 +107,9 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
             arrays[phase].append((num_bytes, split_by))
             kernels[phase] += len(members) * trips
         for phase in naming.read_phases.get(slot, ()):
-            arrays[phase].append((num_bytes, split_by))
+            # The update of an array is one kernel, which still holds what it has just written.
+            if not (made is not None and phase is cuts.first[made[0]].phase is Phase.UPDATE):
+                arrays[phase].append((num_bytes, split_by))
         if members[0] in naming.batch_values:
             # Every device receives its part of the batch: less, where it is split.
             arrays[Phase.FORWARD].append((num_bytes, split_by))

@@ -11,7 +11,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import evaluate, price
-from aliquot.graph import Role
+from aliquot.graph import Phase, Role
 from aliquot.sharding import build_nodes
 
 ROWS, SEQ, WIDTH, HEADS, VOCAB = 8, 32, 64, 4, 128
@@ -215,3 +215,17 @@ def test_steps_with_loops_and_branches(name):
     for node in nodes.nodes:
         labels = [f.label for f in node.factors]
         assert len(set(labels)) == len(labels)
+
+
+def test_an_update_reads_nothing_that_it_writes():
+    """Weights, moments and gradients are read, weights and moments written: five arrays, whatever the update computes."""
+
+    def train_step(state, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(state["w"])
+        moment = 0.9 * state["m"] + gradient
+        return {"w": state["w"] - 0.1 * moment / (1 + jnp.sqrt(jnp.abs(moment))), "m": moment}, loss
+
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    nodes = build_nodes(aq.capture(train_step, {"w": square, "m": square}, jax.ShapeDtypeStruct((8, 64), jnp.float32)))
+    update = [work for node in nodes.nodes for work in node.work if work.phase is Phase.UPDATE]
+    assert sum(num_bytes for work in update for num_bytes, _ in work.arrays) == 5 * 64 * 64 * 4
