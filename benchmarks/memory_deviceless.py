@@ -188,7 +188,7 @@ def _known(case: dict[str, Any], plans: str, journal: dict[str, dict[str, Any]])
     found = {}
     if any(entry["case"] == case for entry in journal.values()):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        found, _, _ = _predicted(case, plans)
+        found, _, _ = predicted_now(case, plans)
     if found.get("key") not in journal:
         return {"predicted MiB": None, "compiled MiB": None}
     return _compared(found | {"compiled MiB": journal[found["key"]]["compiled MiB"]})
@@ -227,7 +227,7 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
 
     data = next(iter(nvidia.cuda_nvcc.__path__))
     os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={data} {os.environ.get('ALIQUOT_DUMP', '')}"
-    found, work, plan = _predicted(case, plans)
+    found, work, plan = predicted_now(case, plans)
     if found["key"] in known:
         found["compiled MiB"] = known[found["key"]]["compiled MiB"]
     print(json.dumps(found), flush=True)
@@ -235,7 +235,7 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
         _compile(work, plan, case["gpu"])
 
 
-def _predicted(case: dict[str, Any], plans: str) -> tuple[dict[str, Any], Any, Any]:
+def predicted_now(case: dict[str, Any], plans: str) -> tuple[dict[str, Any], Any, Any]:
     """What is predicted for one combination, its step and its plan."""
     import aliquot as aq
 

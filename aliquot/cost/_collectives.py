@@ -15,9 +15,12 @@ from ..cluster import LogicalMesh, Target
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
 
-def widening(dtype: str, target: Target) -> float:
-    """By how much a backend inflates the bytes of a collective on this dtype."""
-    return _WIDE_ITEMSIZE.get(dtype, 1.0) if target.widened_dtypes else 1.0
+def widening(dtype: str, target: Target, *, total: bool = False) -> float:
+    """By how much the bytes of a collective on this dtype grow: in backends that widen it, or in a running `total`.
+
+    Totals over micro-batches are kept in single precision at least.
+    """
+    return _WIDE_ITEMSIZE.get(dtype, 1.0) if total or target.widened_dtypes else 1.0
 
 
 def collective_line(

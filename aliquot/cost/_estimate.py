@@ -103,7 +103,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         source, target = table.sources[s], table.targets[t]
         once = edge.gradient and 0 < len(_partial_axes(source)) and _partial_axes(source) <= priced.data_axes
         count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
-        whole = edge.num_bytes * widening(edge.dtype, priced.target)
+        whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once and priced.repeats > 1)
         for move in reshard(source, target, sizes, priced.target.reduce_scatter) or ():
             leaving = result_fraction(move, sizes) * whole
             note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, move.group)
@@ -115,7 +115,8 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
                 continue
             once = c.gradient and set(axes) <= priced.data_axes
             count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
-            local = c.num_bytes * widening(c.dtype, priced.target) / shards_of(choice, c.split_by, sizes)
+            wide = widening(c.dtype, priced.target, total=once and priced.repeats > 1)
+            local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
             grown = math.prod(sizes[a] for a in axes) if c.kind == "all-gather" else 1
             note(c.kind, axes, c.label, count, local, local * float(grown))
     names = priced.mesh.axis_names

@@ -139,7 +139,6 @@ class _Pricer:
         """Seconds of a node's own collective under each choice."""
         joined = np.isin(choices, np.array(collective.factors))
         local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
-        local = local * widening(collective.dtype, self.target)
         seconds = np.zeros(len(choices))
         for pattern in np.unique(joined, axis=0):
             axes = tuple(int(a) for a in np.flatnonzero(pattern))
@@ -149,15 +148,18 @@ class _Pricer:
             latency, per_byte = collective_line(collective.kind, axes, self.mesh, self.target)
             once = collective.gradient and set(axes) <= self.data_axes
             times = collective.count * (1 if once else self.times(collective.phase))
-            seconds[rows] = times * (latency + per_byte * local[rows])
+            wide = widening(collective.dtype, self.target, total=once and self.repeats > 1)
+            seconds[rows] = times * (latency + per_byte * local[rows] * wide)
         return seconds
 
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
         latency, per_byte = self.lines(sources, targets)
-        seconds = latency + per_byte * (edge.num_bytes * widening(edge.dtype, self.target))
-        times = np.array([edge.count * self.conversions(edge, source) for source in sources])
+        once = np.array([self.waits(edge, source) for source in sources])
+        times = edge.count * np.where(once, 1, self.times(edge.phase))
+        wide = np.array([widening(edge.dtype, self.target, total=bool(w) and self.repeats > 1) for w in once])
+        seconds = latency + per_byte * (edge.num_bytes * wide[:, None])
         return PricedEdge(
             sources=sources,
             targets=targets,
@@ -205,15 +207,10 @@ class _Pricer:
             self.cache.collectives[key] = known
         return known
 
-    def conversions(self, edge: Edge, source: Spec) -> int:
-        """How often a step repeats an edge.
-
-        Gradients that are partial over data axes alone wait for the last micro-batch.
-        """
+    def waits(self, edge: Edge, source: Spec) -> bool:
+        """Whether a gradient is partial over data axes alone, so that it waits for the last micro-batch."""
         partial = {a for a, placement in enumerate(source) if placement <= PARTIAL}
-        if edge.gradient and partial and partial <= self.data_axes:
-            return 1
-        return self.times(edge.phase)
+        return edge.gradient and bool(partial) and partial <= self.data_axes
 
     def times(self, phase: Phase) -> int:
         """How often a step runs a phase."""

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Phase, Role, wildcard
+from ._naming import MOVES, PASSES, SUMS
 from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
     from ._naming import Naming
-
-_SUMS = frozenset({"add", "add_any"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,14 +28,10 @@ class EdgeBuilder:
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
     _parameter_of: dict[int, str] = field(default_factory=dict)
-    _readers_of: dict[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.naming.cuts
         graph = cuts.graph
-        for op_class in self.naming.order:
-            for _, value_class, _ in cuts.operands(op_class):
-                self._readers_of.setdefault(value_class, set()).add(op_class)
         for item in graph.inputs:
             if item.role is Role.PARAMETER and item.output is not None:
                 node = self.naming.operand_port(graph.outputs[item.output].value).node
@@ -85,6 +80,7 @@ class EdgeBuilder:
     def add_crossings(self) -> None:
         """Edges into slots other than an array's own: behind products, parameters among activations, gradients."""
         cuts = self.naming.cuts
+        gradients = {key[1] for key in cuts.slots.by_key if not isinstance(key, int) and key[0] == "gradient"}  # type: ignore[index]
         for key, slot in cuts.slots.by_key.items():
             if isinstance(key, int):
                 continue
@@ -97,7 +93,9 @@ class EdgeBuilder:
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
-            gradient = update and kind != "parameter"
+            # What only serves to sum up a gradient waits with it: a parameter's that is used twice.
+            waits = kind == "landed" and self.naming.serves(value_class, SUMS | PASSES) in gradients
+            gradient = waits or (update and kind != "parameter")
             parameter = self._parameter_of.get(target.node)
             self._add(
                 value_class,
@@ -119,13 +117,8 @@ class EdgeBuilder:
 
         The sum itself may be converted again; its name must not be that of its array.
         """
-        cuts, term = self.naming.cuts, value_class
-        while self.merges_partial_sums and len(readers := self._readers_of.get(value_class, set())) == 1:
-            op = cuts.first[next(iter(readers))]
-            if op.name not in _SUMS or op.outputs[0] < 0:
-                break
-            value_class = int(cuts.folding.value_class[op.outputs[0]])
-        return ("sum", value_class) if value_class != term else None
+        total = self.naming.serves(value_class, SUMS | MOVES, ending=SUMS)
+        return ("sum", total) if self.merges_partial_sums and total != value_class else None
 
     def add_aliases(self) -> None:
         """Edges from what the update makes to the input that it replaces: both are one buffer."""
@@ -180,7 +173,13 @@ class EdgeBuilder:
         value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
         # Barriers around a remat region keep its conversions apart from those outside.
         share = self._shares.setdefault(
-            (value_class if shared_as is None else shared_as, region > 0, float(count), gradient, phase is Phase.UPDATE),
+            (
+                value_class if shared_as is None else shared_as,
+                region > 0,
+                float(count),
+                gradient,
+                phase is Phase.UPDATE,
+            ),
             len(self._shares),
         )
         identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")

@@ -10,6 +10,11 @@ from ._materialised import Storage, find_storage
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
 
+SUMS = frozenset({"add", "add_any"})
+MOVES = frozenset({"transpose", "convert_element_type"})
+PASSES = MOVES | {"reshape", "squeeze"}
+"""What a term may pass through on its way into a sum: it is as partial behind it as before."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Naming:
@@ -28,6 +33,7 @@ class Naming:
     op_group: dict[int, int] = field(default_factory=dict)
     read_phases: dict[int, set[Phase]] = field(default_factory=dict)
     value_read_phases: list[set[Phase]] = field(default_factory=list)
+    readers: dict[int, set[int]] = field(default_factory=dict)
     storage: Storage = field(init=False)
     batch_values: frozenset[int] = field(init=False)
 
@@ -56,6 +62,7 @@ class Naming:
         touched = []
         for _, value_class, _ in cuts.operands(op_class):
             self.value_read_phases[value_class].add(op.phase)
+            self.readers.setdefault(value_class, set()).add(op_class)
             if cuts.rules[op_class].contracts:
                 continue
             slot = cuts.operand_slot(op_class, value_class)
@@ -145,8 +152,25 @@ class Naming:
         return True
 
     def enters_update(self, value: int) -> bool:
-        """Whether the update reads a value."""
-        return Phase.UPDATE in self.value_read_phases[int(self.cuts.folding.value_class[value])]
+        """Whether the update reads a value, or what it only serves to make."""
+        value_class = self.serves(int(self.cuts.folding.value_class[value]), SUMS | PASSES)
+        return Phase.UPDATE in self.value_read_phases[value_class]
+
+    def serves(self, value_class: int, through: frozenset[str], ending: frozenset[str] | None = None) -> int:
+        """The last value that a value only serves to make, or the value itself.
+
+        Args:
+            through: names of the operators on the way.
+            ending: names of those that may make the last value; by default all of them.
+        """
+        cuts, last = self.cuts, value_class
+        while len(readers := self.readers.get(value_class, set())) == 1:
+            op = cuts.first[next(iter(readers))]
+            if op.name not in through or op.outputs[0] < 0:
+                break
+            value_class = int(cuts.folding.value_class[op.outputs[0]])
+            last = value_class if ending is None or op.name in ending else last
+        return last
 
     def label_of_value(self, value_class: int) -> str:
         """A name for a value class: an input's path, or its producer."""

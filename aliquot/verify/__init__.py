@@ -5,6 +5,8 @@ from ._choose import compiled_figures as compiled_figures
 from ._choose import first_that_fits as first_that_fits
 from ._compare import CollectiveComparison as CollectiveComparison
 from ._compare import UnintendedCollective as UnintendedCollective
+from ._compare import compare_collectives as compare_collectives
+from ._compare import unintended_collectives as unintended_collectives
 from ._compile import CompiledProgram as CompiledProgram
 from ._compile import CompileError as CompileError
 from ._compile import compile_program as compile_program
@@ -15,6 +17,7 @@ from ._targets import TPU_DIMS as TPU_DIMS
 from ._targets import CompileTarget as CompileTarget
 from ._targets import GPUDescription as GPUDescription
 from ._targets import resolve_target as resolve_target
+from ._text import compiled_collectives as compiled_collectives
 from ._verify import StageVerification as StageVerification
 from ._verify import Verification as Verification
 from ._verify import verify_plan as verify_plan

@@ -94,7 +94,7 @@ def compare_collectives(
     return tuple(sorted(found, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)))
 
 
-def unintended(
+def unintended_collectives(
     predicted: Sequence[CollectiveUse], compiled: Sequence[CompiledCollective], paths: Sequence[str]
 ) -> tuple[UnintendedCollective, ...]:
     """Compiled collectives that no predicted one explains.

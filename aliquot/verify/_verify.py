@@ -12,7 +12,7 @@ from ..core import InputError, format_bytes, format_seconds
 from ..graph import Graph
 from ..plans import Plan, StagePlan, grouped_arrays
 from ..sharding import Choice, NodeGraph
-from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended
+from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended_collectives
 from ._compile import CompiledProgram, Progress, compile_program
 from ._program import portable_program
 from ._targets import CompileTarget, resolve_target
@@ -181,7 +181,7 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
         argument_bytes=sum(group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)),
         compiled=compiled,
         collectives=compare_collectives(uses, found) if not compiled.refusal else (),
-        unintended=unintended(uses, found, paths),
+        unintended=unintended_collectives(uses, found, paths),
     )
 
 

@@ -1,11 +1,13 @@
 """The judge: sums of what tables say, and refusals of plans for something else."""
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 from planners.small_steps import mlp
 
 import aliquot as aq
+from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import PlanMismatchError
 from aliquot.cost import (
@@ -98,3 +100,23 @@ def test_a_plan_of_another_step_is_refused(problem):
     empty = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], interior=()),))
     with pytest.raises(PlanMismatchError, match="0 operators"):
         estimate(problem, empty)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "micro_batches", "wider"), [("float32", 1, 1), ("float32", 4, 1), ("bf16", 1, 0.5), ("bf16", 4, 1)]
+)
+def test_a_gradient_is_synchronised_once(dtype, micro_batches, wider):
+    """A tied embedding's two terms as one sum; behind micro-batches as a total in single precision."""
+    config = zoo.configure("gpt-125m", num_layers=2, hidden_size=256, num_heads=4, seq_len=32, vocab_size=2048)
+    work = zoo.build(config, 32, dtype=dtype)
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=Cluster.preset("8xH100"),
+        method=DataParallel(),
+        num_micro_batches=micro_batches,
+    )
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(work.state["params"]))
+    moved = sum(use.num_bytes for use in plan.prediction.collectives)
+    assert moved == pytest.approx(wider * weights, rel=0.02)

@@ -4,7 +4,7 @@ import pytest
 
 from aliquot.plans import CollectiveUse
 from aliquot.runtime import CompiledCollective
-from aliquot.verify._compare import compare_collectives, unintended
+from aliquot.verify._compare import compare_collectives, unintended_collectives
 
 
 def use(kind, axes, count, num_bytes):
@@ -54,7 +54,7 @@ REDUCED = use("all-reduce", "x", 10, 10_000)
     ],
 )
 def test_what_no_prediction_explains(predicted, compiled, expected):
-    listed = unintended(predicted, compiled, ["state.w", "batch.tokens"])
+    listed = unintended_collectives(predicted, compiled, ["state.w", "batch.tokens"])
     assert [(each.kind, each.axes, each.num_bytes, each.cause) for each in listed] == expected
 
 
