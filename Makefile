@@ -16,7 +16,7 @@ help:
 	@echo "make test-all     every test, full tables of combinations included"
 	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once)"
 	@echo "make lint         formatting, lint and types"
-	@echo "make bench        every benchmark script, each writing a dated result"
+	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make clean        remove .venv, caches and build products"
 
@@ -61,8 +61,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Not those that need a folder of figures or the compiler for GPUs; each says how to run it.
+BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/calibrate_gpu.py,$(wildcard benchmarks/[a-z]*.py))
+
 bench: $(INSTALLED)
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/mkdocs build --strict

@@ -10,6 +10,7 @@ from ._hosts import shutdown as shutdown
 from ._lazy import LazyStep as LazyStep
 from ._lowering import AbstractLowering as AbstractLowering
 from ._lowering import ConstraintLowering as ConstraintLowering
+from ._plan_program import build_plan_program as build_plan_program
 from ._spmd import Program as Program
 from ._spmd import build_program as build_program
 from ._state import gather as gather

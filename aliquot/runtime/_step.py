@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ..cluster import Cluster, target_for
 from ..core import PlanMismatchError
 from ..graph import FlatCall, Graph
 from ..plans import Plan
-from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
+from ..sharding import Choice, NodeGraph
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
-from ._spmd import Program, build_program
+from ._plan_program import build_plan_program
+from ._spmd import Program
 from ._state import local_part, place
 from ._stats import Stats, compiled_stats
 
@@ -68,19 +68,7 @@ class ParallelStep:
         """
         (stage,) = plan.stages
         mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
-        target = target_for(Cluster.from_dict(plan.cluster).device)
-        pins = make_pins(graph, nodes, choices, stage.mesh_shape, reduce_scatter=target.reduce_scatter)
-        micro_batches = None
-        if plan.num_micro_batches > 1:
-            sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
-            micro_batches = plan_micro_batches(
-                graph,
-                plan.num_micro_batches,
-                num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
-                semantics=plan.micro_batch_semantics,
-                on_missing_rule="replicate",
-            )
-        program = build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
+        program = build_plan_program(graph, nodes, choices, plan, mesh)
         return cls(graph=graph, plan=plan, mesh=mesh, program=program)
 
     @property

@@ -80,7 +80,6 @@ class EdgeBuilder:
     def add_crossings(self) -> None:
         """Edges into slots other than an array's own: behind products, parameters among activations, gradients."""
         cuts = self.naming.cuts
-        gradients = {key[1] for key in cuts.slots.by_key if not isinstance(key, int) and key[0] == "gradient"}  # type: ignore[index]
         for key, slot in cuts.slots.by_key.items():
             if isinstance(key, int):
                 continue
@@ -94,7 +93,8 @@ class EdgeBuilder:
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
             # What only serves to sum up a gradient waits with it: a parameter's that is used twice.
-            waits = kind == "landed" and self.naming.serves(value_class, SUMS | PASSES) in gradients
+            total = self.naming.serves(value_class, SUMS | PASSES)
+            waits = kind == "landed" and ("gradient", total) in cuts.slots.by_key
             gradient = waits or (update and kind != "parameter")
             parameter = self._parameter_of.get(target.node)
             self._add(

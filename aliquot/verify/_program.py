@@ -16,11 +16,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from ..cluster import Cluster, target_for
 from ..graph import Graph
 from ..plans import Plan
-from ..runtime import Program, build_program
-from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
+from ..runtime import Program, build_plan_program
+from ..sharding import Choice, NodeGraph
 
 _FOR_OTHERS = "jax_export_ignore_forward_compatibility"
 _CUSTOM_CALL = re.compile(r'custom_call @"?([\w.$]+)')
@@ -86,7 +85,7 @@ def portable_program(
     mesh: Any = AbstractMesh(
         tuple(stage.mesh_shape), tuple(stage.axis_names), axis_types=(AxisType.Auto,) * len(stage.mesh_shape)
     )
-    program = _build(graph, nodes, choices, plan, mesh)
+    program = build_plan_program(graph, nodes, choices, plan, mesh)
     structs = [
         _struct(leaf, sharding) for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
     ]
@@ -100,24 +99,6 @@ def portable_program(
         donated=program.donated,
         x64=bool(jax.dtypes.canonicalize_dtype("int64") == "int64"),
     )
-
-
-def _build(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan, mesh: Any) -> Program:
-    """The same steps as `ParallelStep.build`, which needs devices; a test compares what both lower."""
-    (stage,) = plan.stages
-    target = target_for(Cluster.from_dict(plan.cluster).device)
-    pins = make_pins(graph, nodes, choices, stage.mesh_shape, reduce_scatter=target.reduce_scatter)
-    micro_batches = None
-    if plan.num_micro_batches > 1:
-        sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
-        micro_batches = plan_micro_batches(
-            graph,
-            plan.num_micro_batches,
-            num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
-            semantics=plan.micro_batch_semantics,
-            on_missing_rule="replicate",
-        )
-    return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
 
 
 def _exported(program: Program, structs: Sequence[Any], platform: str) -> Any:

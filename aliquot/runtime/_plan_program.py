@@ -1,0 +1,42 @@
+"""From a plan to the program that runs it: pins from its decisions, and its cut into micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..cluster import Cluster, target_for
+from ..graph import Graph
+from ..plans import Plan
+from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
+from ._spmd import Program, build_program
+
+
+def build_plan_program(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan, mesh: Any) -> Program:
+    """The program of a plan of one stage, on its mesh; one without devices serves to lower it.
+
+    Args:
+        graph: the step on its whole batch.
+        nodes: its decisions, of the whole batch or of a micro-batch.
+        choices: what the plan decided, one for each node.
+        plan: micro-batches and data axes are read from it.
+        mesh: a `Mesh`, or an `AbstractMesh`.
+
+    Raises:
+        CaptureError: the step does not decompose into the plan's micro-batches.
+    """
+    (stage,) = plan.stages
+    target = target_for(Cluster.from_dict(plan.cluster).device)
+    pins = make_pins(graph, nodes, choices, stage.mesh_shape, reduce_scatter=target.reduce_scatter)
+    micro_batches = None
+    if plan.num_micro_batches > 1:
+        sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+        micro_batches = plan_micro_batches(
+            graph,
+            plan.num_micro_batches,
+            num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
+            semantics=plan.micro_batch_semantics,
+            on_missing_rule="replicate",
+        )
+    return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
