@@ -21,6 +21,10 @@ from ._memory import MemoryModel as MemoryModel
 from ._memory import converted as converted
 from ._memory import memory_model as memory_model
 from ._memory import timeline as timeline
+from ._pipeline import PipelineTimes as PipelineTimes
+from ._pipeline import StageCosts as StageCosts
+from ._pipeline import closed_form_s as closed_form_s
+from ._pipeline import simulate as simulate
 from ._priced import Priced as Priced
 from ._priced import PricedEdge as PricedEdge
 from ._priced import PricedNode as PricedNode

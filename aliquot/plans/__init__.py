@@ -29,6 +29,12 @@ from ._plan import Plan as Plan
 from ._plan import Prediction as Prediction
 from ._plan import Provenance as Provenance
 from ._plan import StagePlan as StagePlan
+from ._schedules import SCHEDULES as SCHEDULES
+from ._schedules import Schedule as Schedule
+from ._schedules import Task as Task
+from ._schedules import TaskKind as TaskKind
+from ._schedules import dependencies as dependencies
+from ._schedules import make_schedule as make_schedule
 from ._validate import plan_devices as plan_devices
 from ._validate import require_match as require_match
 from ._validate import violations as violations

@@ -1,0 +1,331 @@
+"""What a schedule costs: step time, idle time and memory of a pipeline, event by event, and the textbook's formulas.
+
+The simulation is exact for given times of tasks and transfers, and slow next to a formula: planners search with
+`closed_form_s` and have their few best answers simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import InputError, nearest
+from ..plans import Schedule, Task, TaskKind
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageCosts:
+    """What each stage of a pipeline takes: arrays with one entry for each stage, or what NumPy reads as such.
+
+    Attributes:
+        forward_s: seconds of a forward task, for one micro-batch.
+        backward_input_s, backward_weight_s: those of the halves of a backward task; a whole one takes their sum.
+        update_s: seconds once a step, after the last task of the stage's submesh: synchronising gradients, the update.
+        transfer_s: shape `[num_stages - 1]`, seconds to bring an activation from stage s to stage s + 1. What takes
+            no time, or stays on one submesh, is there at once.
+        cotangent_transfer_s: the same for the gradient that goes back from stage s + 1 to stage s; by default equal.
+        overlaps_transfers: whether transfers run beside tasks. If so, one delays only what waits for it, and those
+            from one submesh to another queue up in the order of their tasks, each direction by itself. If not, a
+            result is sent before its submesh goes on, as soon as the receiver is between two tasks, and both are busy.
+        state_bytes: held all the time, per device: parameters, gradients, optimizer state.
+        in_flight_bytes: residuals of one micro-batch, held from its forward to its backward task.
+        working_bytes: held while a task of the stage runs.
+        deferred_bytes: what the second half of a split backward task still needs of one micro-batch after the first;
+            by default all of `in_flight_bytes`.
+
+    Raises:
+        InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; says all that is wrong.
+    """
+
+    forward_s: Floats
+    backward_input_s: Floats
+    backward_weight_s: Floats
+    update_s: Floats
+    transfer_s: Floats
+    state_bytes: Floats
+    in_flight_bytes: Floats
+    working_bytes: Floats
+    overlaps_transfers: bool = True
+    cotangent_transfer_s: Floats | None = None
+    deferred_bytes: Floats | None = None
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in fields(self) if f.name != "overlaps_transfers" and getattr(self, f.name) is not None]
+        for name in names:
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+        faults = []
+        for name in names:
+            array = getattr(self, name)
+            wanted = (self.forward_s.size - name.endswith("transfer_s"),)
+            if array.shape != wanted:
+                faults.append(f"{name} has shape {array.shape} where forward_s calls for {wanted}")
+            if not (np.isfinite(array).all() and (array >= 0).all()):
+                faults.append(f"{name} has entries below zero or not finite")
+        if faults:
+            raise InputError(f"these costs of stages cannot be used: {'; '.join(faults)}")
+
+    def seconds(self, kind: TaskKind) -> Floats:
+        """Seconds of a task of this kind in each stage."""
+        match kind:
+            case TaskKind.FORWARD:
+                return self.forward_s
+            case TaskKind.BACKWARD_INPUT:
+                return self.backward_input_s
+            case TaskKind.BACKWARD_WEIGHT:
+                return self.backward_weight_s
+        return self.backward_input_s + self.backward_weight_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineTimes:
+    """One training step of a pipeline.
+
+    Attributes:
+        step_time_s: until the last submesh has made its update.
+        start_s, end_s: for each submesh one array along its list of tasks.
+        busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
+        peak_bytes: shape `[num_submeshes]`, the most that a device of the submesh holds at once, all its stages added.
+        in_flight: shape `[num_stages]`, the most micro-batches whose residuals are held at once (`Schedule.in_flight`).
+    """
+
+    step_time_s: float
+    start_s: tuple[Floats, ...]
+    end_s: tuple[Floats, ...]
+    busy_s: Floats
+    peak_bytes: Floats
+    in_flight: NDArray[np.int64]
+
+    @property
+    def bubble_share(self) -> Floats:
+        """Share of the step in which each submesh is idle."""
+        return 1.0 - self.busy_s / self.step_time_s if self.step_time_s else np.zeros_like(self.busy_s)
+
+
+def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
+    """Run a schedule on paper. A submesh starts a task when it is idle and all that the task reads has arrived.
+
+    Raises:
+        InputError: Costs of another number of stages, or lists whose tasks wait for one another.
+    """
+    if costs.forward_s.size != schedule.num_stages:
+        raise InputError(f"costs of {costs.forward_s.size} stages for a schedule of {schedule.num_stages}")
+    run = _Run(schedule, costs)
+    run.to_the_end()
+    updates = np.zeros(schedule.num_submeshes)
+    np.add.at(updates, np.arange(schedule.num_stages) % schedule.num_submeshes, costs.update_s)
+    return PipelineTimes(
+        step_time_s=float((np.array(run.idle_since) + updates).max()),
+        start_s=tuple(np.array(starts) for starts in run.starts),
+        end_s=tuple(np.array(ends) for ends in run.ends),
+        busy_s=np.array(run.busy) + updates,
+        peak_bytes=np.array([_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]),
+        in_flight=np.array([schedule.in_flight(stage) for stage in range(schedule.num_stages)]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    sender: int
+    receiver: int
+    seconds: float
+    stage: int
+    micro_batch: int
+    kind: TaskKind
+
+
+# What ends at one time is seen to in this order: transfers, then tasks, by submesh. The number tells equal ones apart.
+_Event = tuple[float, int, int, int, "_Transfer | Task"]
+
+
+class _Run:
+    """One step in progress. Everything that ends at one time is seen to before anything starts at that time."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.schedule, self.overlaps = schedule, costs.overlaps_transfers
+        stages, submeshes = schedule.num_stages, schedule.num_submeshes
+        back = costs.transfer_s if costs.cotangent_transfer_s is None else costs.cotangent_transfer_s
+        self.ahead_s, self.back_s = [*costs.transfer_s.tolist(), 0.0], [0.0, *back.tolist()]
+        self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
+        # By stage the micro-batches that are through forward and backward there, and whose inputs have arrived there.
+        self.through_forward: list[set[int]] = [set() for _ in range(stages)]
+        self.through_backward: list[set[int]] = [set() for _ in range(stages)]
+        self.activations = [set(range(schedule.num_micro_batches)), *(set[int]() for _ in range(stages - 1))]
+        self.cotangents = [*(set[int]() for _ in range(stages - 1)), set(range(schedule.num_micro_batches))]
+        self.idle = [True] * submeshes
+        self.idle_since = [0.0] * submeshes
+        self.busy = [0.0] * submeshes
+        self.starts: list[list[float]] = [[] for _ in range(submeshes)]
+        self.ends: list[list[float]] = [[] for _ in range(submeshes)]
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.unsent: list[_Transfer] = []
+        self.events: list[_Event] = []
+        self.num_events = 0
+
+    def to_the_end(self) -> None:
+        touched = set(range(self.schedule.num_submeshes))
+        now = 0.0
+        while True:
+            self._start_transfers(now)
+            self._start_tasks(now, sorted(touched))
+            if not self.events:
+                break
+            now = self.events[0][0]
+            touched = set()
+            while self.events and self.events[0][0] == now:
+                ended = heapq.heappop(self.events)[-1]
+                touched.update(self._arrive(ended) if isinstance(ended, _Transfer) else self._finish(ended, now))
+        if any(len(ends) < len(tasks) for ends, tasks in zip(self.ends, self.schedule.lists)):
+            self.schedule.order()  # Says which tasks wait for one another.
+            raise AssertionError("a schedule that can be run got stuck in simulation")
+
+    def _push(self, time: float, kind: int, submesh: int, what: _Transfer | Task) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (time, kind, submesh, self.num_events, what))
+
+    def _ready(self, task: Task) -> bool:
+        stage, micro_batch = task.stage, task.micro_batch
+        if task.kind is TaskKind.FORWARD:
+            return micro_batch in self.activations[stage]
+        if task.kind is TaskKind.BACKWARD_WEIGHT:
+            return micro_batch in self.through_backward[stage]
+        return micro_batch in self.through_forward[stage] and micro_batch in self.cotangents[stage]
+
+    def _start_tasks(self, now: float, submeshes: list[int]) -> None:
+        senders = {transfer.sender for transfer in self.unsent}
+        for submesh in submeshes:
+            tasks, place = self.schedule.lists[submesh], len(self.starts[submesh])
+            if self.idle[submesh] and submesh not in senders and place < len(tasks) and self._ready(tasks[place]):
+                task = tasks[place]
+                seconds = self.seconds[task.kind][task.stage]
+                self.starts[submesh].append(now)
+                self._occupy(submesh, now, seconds)
+                self._push(now + seconds, 1, submesh, task)
+
+    def _occupy(self, submesh: int, now: float, seconds: float) -> None:
+        self.idle[submesh] = False
+        self.idle_since[submesh] = now + seconds
+        self.busy[submesh] += seconds
+
+    def _finish(self, task: Task, now: float) -> Iterator[int]:
+        """Note a task's end and send what it made; yields the submeshes that may have something to do now."""
+        submesh = self.schedule.submesh_of(task.stage)
+        self.idle[submesh] = True
+        self.ends[submesh].append(now)
+        yield submesh
+        if task.kind is TaskKind.FORWARD:
+            self.through_forward[task.stage].add(task.micro_batch)
+            target, seconds = task.stage + 1, self.ahead_s[task.stage]
+        elif task.kind is TaskKind.BACKWARD_WEIGHT:
+            return
+        else:
+            self.through_backward[task.stage].add(task.micro_batch)
+            target, seconds = task.stage - 1, self.back_s[task.stage]
+        if not 0 <= target < self.schedule.num_stages:
+            return
+        receiver = self.schedule.submesh_of(target)
+        transfer = _Transfer(submesh, receiver, seconds, target, task.micro_batch, task.kind)
+        if not seconds or receiver == submesh:
+            self._deliver(transfer)
+            yield receiver
+        elif self.overlaps:
+            end = max(now, self.link_free.get((submesh, receiver), 0.0)) + seconds
+            self.link_free[submesh, receiver] = end
+            self._push(end, 0, submesh, transfer)
+        else:
+            self.unsent.append(transfer)
+
+    def _start_transfers(self, now: float) -> None:
+        """Without overlap: start those whose two ends are idle, the longest waiting first."""
+        still = []
+        for transfer in self.unsent:
+            if self.idle[transfer.sender] and self.idle[transfer.receiver]:
+                for submesh in (transfer.sender, transfer.receiver):
+                    self._occupy(submesh, now, transfer.seconds)
+                self._push(now + transfer.seconds, 0, transfer.sender, transfer)
+            else:
+                still.append(transfer)
+        self.unsent = still
+
+    def _arrive(self, transfer: _Transfer) -> Iterator[int]:
+        """Hand over what has arrived; yields the submeshes that may have something to do now."""
+        self._deliver(transfer)
+        yield transfer.receiver
+        if not self.overlaps:
+            self.idle[transfer.sender] = self.idle[transfer.receiver] = True
+            yield transfer.sender
+
+    def _deliver(self, transfer: _Transfer) -> None:
+        arrived = self.activations if transfer.kind is TaskKind.FORWARD else self.cotangents
+        arrived[transfer.stage].add(transfer.micro_batch)
+
+
+def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
+    """The most that a submesh holds. Only the order of its tasks matters: between two of them nothing grows."""
+    tasks = schedule.lists[submesh]
+    residuals = costs.in_flight_bytes.tolist()
+    deferred = residuals if costs.deferred_bytes is None else costs.deferred_bytes.tolist()
+    working = costs.working_bytes.tolist()
+    state = float(costs.state_bytes[submesh :: schedule.num_submeshes].sum())
+    keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
+    held = [[0, 0] for _ in residuals]  # By stage the micro-batches before, and between, the halves of backward.
+    stages = range(submesh, schedule.num_stages, schedule.num_submeshes)
+    most = 0.0
+    for task in tasks:
+        counts = held[task.stage]
+        if task.kind is TaskKind.FORWARD:
+            counts[0] += 1
+        # Added up anew each time: sums that are carried along would drift.
+        alive = sum(held[stage][0] * residuals[stage] + held[stage][1] * deferred[stage] for stage in stages)
+        most = max(most, alive + working[task.stage])
+        if task.kind is TaskKind.BACKWARD_WEIGHT:
+            counts[1] -= 1
+        elif task.kind is not TaskKind.FORWARD or not keeps:
+            counts[0] -= 1
+            counts[1] += task.kind is TaskKind.BACKWARD_INPUT
+    return state + most
+
+
+def closed_form_s(
+    name: str, forward_s: Floats, backward_s: Floats, num_micro_batches: int | NDArray[np.int64]
+) -> Floats:
+    """Step time by the textbook, without transfers and updates, for any number of candidates at once.
+
+    With M micro-batches and the times f and b of each stage, `gpipe` takes sum (f + b) + (M - 1) (max f + max b),
+    `1f1b` sum (f + b) + (M - 1) max (f + b), and `inference` sum f + (M - 1) max f. The formulas of `gpipe` and
+    `inference` are what a simulation yields. That of `1f1b` is exact for equal stages, and a simulation may exceed it
+    where backward does not take the same multiple of forward in all stages: a stage that is slow at forward holds up
+    the first backward tasks of those after it.
+
+    Args:
+        name: A schedule that has such a formula, with a submesh for each stage.
+        forward_s, backward_s: Shape `[..., num_stages]`, seconds of a task for one micro-batch.
+        num_micro_batches: Broadcasts with the leading dims.
+
+    Returns:
+        Seconds, of the leading dims' shape.
+
+    Raises:
+        InputError: The schedule has no such formula.
+
+    Reference: Y. Huang et al., "GPipe", 2019, section 2.3; L. Zheng et al., "Alpa: Automating Inter- and
+    Intra-Operator Parallelism for Distributed Deep Learning", 2022, section 5.1, equation 2.
+    """
+    forward, backward = np.asarray(forward_s, dtype=np.float64), np.asarray(backward_s, dtype=np.float64)
+    match name:
+        case "gpipe":
+            first, slowest = (forward + backward).sum(-1), forward.max(-1) + backward.max(-1)
+        case "1f1b":
+            first, slowest = (forward + backward).sum(-1), (forward + backward).max(-1)
+        case "inference":
+            first, slowest = forward.sum(-1), forward.max(-1)
+        case _:
+            known = ("gpipe", "1f1b", "inference")
+            raise InputError(f"there is no formula for the time of schedule {name!r}: {nearest(name, known)}")
+    total: Floats = first + (np.asarray(num_micro_batches) - 1) * slowest
+    return total
