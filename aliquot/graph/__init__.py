@@ -15,6 +15,11 @@ from ._segments import Run as Run
 from ._segments import fold as fold
 from ._segments import wildcard as wildcard
 from ._source import source_line as source_line
+from ._split_reach import LayerScan as LayerScan
+from ._split_reach import scans_over_layers as scans_over_layers
+from ._split_scan import Piece as Piece
+from ._split_scan import SplitGraph as SplitGraph
+from ._split_scan import split_scans as split_scans
 from ._types import Block as Block
 from ._types import Call as Call
 from ._types import Graph as Graph

@@ -1,0 +1,212 @@
+"""Scans over layers, and which arrays must come in pieces when these scans do.
+
+Only operators that run once are looked at: those of the step itself and of remat regions and branches in it. What
+happens inside a loop's body is the same for every range of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..core import InputError
+from ._split_rules import local_rule
+from ._types import Block, Call, Graph, Op, Operand, Phase, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerScan:
+    """A forward loop over `length` layers: `Graph.ops[start:stop]` are its operators, links included."""
+
+    length: int
+    start: int
+    stop: int
+
+
+def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
+    """The forward scans over stacked parameters, in program order; empty if there is none that can be cut.
+
+    A scan is one over layers if it takes a slice of a parameter, or of something made of a parameter layer by layer (a
+    cast to another dtype), in each step. Scans inside other loops do not count: `split_scans` refuses them.
+    """
+    links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
+    found = []
+    for call in _forward_scans(graph):
+        bound = call.blocks[0].inputs[call.eqn.params["num_consts"] :]
+        ends = [links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
+        found.append(LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1))
+    return tuple(found)
+
+
+def stacked_values(graph: Graph, length: int) -> frozenset[int]:
+    """All values that come in pieces when the scans over `length` layers are cut.
+
+    These are what the scans take and stack, and what is tied to that row by row: gradients, moments, the update.
+
+    Raises:
+        InputError: nothing can be cut at that length.
+    """
+    seeds = [
+        v
+        for call in _forward_scans(graph)
+        if call.eqn.params["length"] == length
+        for v in _stacked_operands(call)
+        if isinstance(v, int)
+    ]
+    _check(graph, length, found=bool(seeds))
+    neighbours: dict[int, list[tuple[int, ...]]] = {}
+    for group in _groups(graph, length):
+        for value in group:
+            neighbours.setdefault(value, []).append(group)
+    reached, pending = set(seeds), seeds
+    while pending:
+        for group in neighbours.pop(pending.pop(), ()):
+            fresh = [v for v in group if v not in reached]
+            reached.update(fresh)
+            pending += fresh
+    return frozenset(reached)
+
+
+def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
+    """Whether a scan is one of those that are cut."""
+    return call.eqn.params["length"] == length and any(v in stacked for v in _stacked_operands(call))
+
+
+# ---- what is tied to what --------------------------------------------------------------------------------------------
+
+
+def _num_unstacked(call: Call) -> int:
+    params = call.eqn.params
+    return int(params["num_consts"] + params["num_carry"])
+
+
+def _stacked_operands(call: Call) -> list[Operand]:
+    """What a scan takes a slice of in each step, and what it stacks."""
+    return [*call.inputs[_num_unstacked(call) :], *call.outputs[call.eqn.params["num_carry"] :]]
+
+
+def opens(call: Call) -> bool:
+    """Whether the bodies of a call run once and can be looked into."""
+    # Of branches for platforms only one exists for the compiler; they run as one operator.
+    return call.kind == "remat" or (call.kind == "cond" and call.eqn.params.get("branches_platforms") is None)
+
+
+def _flat(graph: Graph, block: Block) -> Iterator[Op | Call]:
+    """Operators and calls that run once."""
+    for item in block.items:
+        if not isinstance(item, Call):
+            yield graph.ops[item]
+            continue
+        yield item
+        if opens(item):
+            for inner in item.blocks:
+                yield from _flat(graph, inner)
+
+
+def _groups(graph: Graph, length: int) -> Iterator[tuple[int, ...]]:
+    """Values whose rows belong together."""
+    values = graph.values
+    for item in _flat(graph, graph.body):
+        if isinstance(item, Op):
+            rule = local_rule(item, values, length)
+            if rule is not None:
+                both = [*zip(item.inputs, rule.operands, strict=True), *zip(item.outputs, rule.results, strict=True)]
+                yield _indices(operand for operand, has_rows in both if has_rows)
+        elif item.kind == "scan":
+            if item.eqn.params["length"] == length:
+                yield _indices(_stacked_operands(item))
+        elif opens(item):
+            for position, result in enumerate(item.outputs):
+                group = _indices([result, *(block.outputs[position] for block in item.blocks)])
+                if all(values[v].shape[:1] == (length,) for v in group):
+                    yield group
+    for state in graph.inputs:
+        if state.output is not None:
+            group = _indices([state.value, graph.outputs[state.output].value])
+            if all(values[v].shape[:1] == (length,) for v in group):
+                yield group
+
+
+def _indices(operands: Iterable[Operand]) -> tuple[int, ...]:
+    return tuple([v for v in operands if isinstance(v, int) and v >= 0])
+
+
+# ---- which scans -----------------------------------------------------------------------------------------------------
+
+
+def _of_parameters(graph: Graph, length: int) -> set[int]:
+    """Values that hold, in each of `length` rows, something made of that row of a parameter."""
+    marked = {i.value for i in graph.inputs if i.role is Role.PARAMETER and _rows(graph, i.value) == length}
+    for op in graph.ops:
+        if op.phase is Phase.UPDATE or not any(isinstance(i, int) and i in marked for i in op.inputs):
+            continue
+        rule = local_rule(op, graph.values, length)
+        if rule and any(has and i in marked for i, has in zip(op.inputs, rule.operands, strict=True)):
+            marked.update(o for o, has in zip(op.outputs, rule.results, strict=True) if has and o >= 0)
+    return marked
+
+
+def _rows(graph: Graph, value: int) -> int | None:
+    shape = graph.values[value].shape
+    return shape[0] if shape else None
+
+
+def _forward_scans(graph: Graph) -> list[Call]:
+    calls = [c for c in _flat(graph, graph.body) if isinstance(c, Call) and c.kind == "scan"]
+    return [c for c in _over_parameters(graph, calls) if not _holds_backward(graph, c)]
+
+
+def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
+    lengths = {call.eqn.params["length"] for call in calls}
+    marked = {length: _of_parameters(graph, length) for length in lengths}
+    return [
+        call
+        for call in calls
+        if any(v in marked[call.eqn.params["length"]] for v in call.inputs[_num_unstacked(call) :])
+    ]
+
+
+def _holds_backward(graph: Graph, call: Call) -> bool:
+    return any(op.phase in (Phase.BACKWARD, Phase.UPDATE) for op in _inside(graph, call))
+
+
+def _inside(graph: Graph, call: Call) -> Iterator[Op]:
+    for block in call.blocks:
+        for item in block.items:
+            if isinstance(item, Call):
+                yield from _inside(graph, item)
+            else:
+                yield graph.ops[item]
+
+
+def _nested_scans(graph: Graph, block: Block, in_loop: bool) -> Iterator[Call]:
+    """Scans inside the bodies of other loops."""
+    for item in block.items:
+        if isinstance(item, Call):
+            if in_loop and item.kind == "scan":
+                yield item
+            for inner in item.blocks:
+                yield from _nested_scans(graph, inner, in_loop or not opens(item))
+
+
+def _check(graph: Graph, length: int, *, found: bool) -> None:
+    nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
+    if any(call.eqn.params["length"] == length for call in nested):
+        raise InputError(
+            f"{graph.name} runs its scan over {length} layers inside another loop (its own accumulation over "
+            "micro-batches, perhaps), and a loop cannot pass from one stage to the next and back. "
+            "Write the step for the whole batch and let num_micro_batches cut it."
+        )
+    if found:
+        return
+    lengths = sorted({scan.length for scan in scans_over_layers(graph)})
+    if lengths:
+        raise InputError(
+            f"Ranges of {length} layers were asked for, but {graph.name} scans over {' and '.join(map(str, lengths))} "
+            f"layers: ranges must cover all of them. Let bounds end at {lengths[0]}."
+        )
+    raise InputError(
+        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length} layers: no "
+        "jax.lax.scan of the step takes stacked parameters as its xs. Write the layers as such a scan, or cut the "
+        "unrolled step as it is."
+    )

@@ -1,0 +1,154 @@
+"""Cut a step whose layers are a scan into ranges of layers, without writing the layers out.
+
+Every scan over layers becomes one scan for each range, with the carry handed on, and every array that is stacked over
+layers becomes one array for each range: parameters, gradients, moments, and what the update makes of them. A stage of a
+pipeline then holds its own pieces and nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..core import InputError
+from ._split_emit import Emitter
+from ._split_reach import stacked_values
+from ._split_values import Pieces, index_of
+from ._types import Graph, Output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows `[start, stop)` of an input or output, at `position` in the split graph; all of it if `stop` is None."""
+
+    position: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitGraph:
+    """A step in ranges of layers.
+
+    Attributes:
+        graph: the step on pieces. A stacked input `params.w` is the inputs `params.w[0:5]`, `params.w[5:8]`, each with
+            its own successor. `calling` is still that of the original.
+        bounds: where the ranges begin, and where the last one ends.
+        inputs: for each input of the original its pieces, in order.
+        outputs: for each output of the original its pieces, in order.
+        joined: positions in the original's `ops` of operators that mix layers: their operands are put together first.
+            For a loop these are one of its links and what reads them inside.
+        recut: positions of operators that make a stacked array as a whole: their results are cut afterwards.
+    """
+
+    graph: Graph
+    bounds: tuple[int, ...]
+    inputs: tuple[tuple[Piece, ...], ...]
+    outputs: tuple[tuple[Piece, ...], ...]
+    joined: tuple[int, ...]
+    recut: tuple[int, ...]
+
+    def cut(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays for the inputs of the original to those for the inputs of `graph`."""
+        pairs = zip(arrays, self.inputs, strict=True)
+        return [a if p.stop is None else a[p.start : p.stop] for a, pieces in pairs for p in pieces]
+
+    def join(self, arrays: Sequence[Any]) -> list[Any]:
+        """Results of `graph` to those of the original."""
+        found = [[arrays[piece.position] for piece in pieces] for pieces in self.outputs]
+        return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in found]
+
+
+def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
+    """Cut the scans over layers of a step, and all stacked arrays, at `bounds`.
+
+    The result computes what the step computes, to the last bit but for sums over all layers (the norm of all
+    gradients), which become sums of the ranges' sums. It depends on the structure of the step alone, not on the size
+    of its batch: the same step on another batch splits operator by operator alike.
+
+    Args:
+        graph: a captured step.
+        bounds: where ranges begin, and the number of layers: `(0, 5, 8)` for five layers and three. All scans over
+            `bounds[-1]` layers are cut; scans of other lengths stay as they are.
+
+    Raises:
+        InputError: the bounds are not increasing from 0 to a number of layers that some scan has, the step has no scan
+            over layers, or it stands inside another loop.
+    """
+    edges = _edges(graph, bounds)
+    arrays = Pieces(
+        graph=graph,
+        stacked=stacked_values(graph, edges[-1]),
+        ranges=tuple(zip(edges[:-1], edges[1:], strict=True)),
+    )
+    emitter = Emitter(arrays=arrays)
+    body = emitter.run()
+    inputs = _pieces(arrays, [item.value for item in graph.inputs])
+    outputs = _pieces(arrays, [output.value for output in graph.outputs])
+    split = Graph(
+        name=graph.name,
+        values=tuple(arrays.values),
+        ops=tuple(emitter.ops),
+        body=body,
+        inputs=tuple(
+            [
+                replace(
+                    item,
+                    path=item.path + _suffix(piece),
+                    value=index_of(body.inputs[piece.position]),
+                    output=None if item.output is None else outputs[item.output][k].position,
+                )
+                for item, pieces in zip(graph.inputs, inputs, strict=True)
+                for k, piece in enumerate(pieces)
+            ]
+        ),
+        constants=arrays.constants,
+        outputs=tuple(
+            [
+                Output(path=output.path + _suffix(piece), value=body.outputs[piece.position])
+                for output, pieces in zip(graph.outputs, outputs, strict=True)
+                for piece in pieces
+            ]
+        ),
+        calling=graph.calling,
+    )
+    return SplitGraph(
+        graph=split,
+        bounds=edges,
+        inputs=inputs,
+        outputs=outputs,
+        joined=tuple(sorted(emitter.joined)),
+        recut=tuple(sorted(emitter.recut)),
+    )
+
+
+def _edges(graph: Graph, bounds: Sequence[int]) -> tuple[int, ...]:
+    try:
+        edges = tuple([operator.index(bound) for bound in bounds])
+    except TypeError:
+        edges = ()
+    if len(edges) < 2 or edges[0] != 0 or any(a >= b for a, b in zip(edges[:-1], edges[1:], strict=True)):
+        raise InputError(
+            f"bounds={tuple(bounds)} are no ranges of the layers of {graph.name}: they must increase from 0 to the "
+            "number of layers, so that each layer is in one range. For eight layers in two halves write (0, 4, 8)."
+        )
+    return edges
+
+
+def _pieces(arrays: Pieces, values: Sequence[Any]) -> tuple[tuple[Piece, ...], ...]:
+    found = []
+    position = 0
+    for value in values:
+        stacked = isinstance(value, int) and value in arrays.stacked
+        ranges: Sequence[tuple[int, int | None]] = arrays.ranges if stacked else ((0, None),)
+        found.append(tuple([Piece(position=position + k, start=a, stop=b) for k, (a, b) in enumerate(ranges)]))
+        position += len(ranges)
+    return tuple(found)
+
+
+def _suffix(piece: Piece) -> str:
+    return "" if piece.stop is None else f"[{piece.start}:{piece.stop}]"

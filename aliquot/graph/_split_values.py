@@ -1,0 +1,93 @@
+"""The values of a split graph: which of them stand for a value of the graph as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._types import Graph, Literal, Operand, Value
+
+
+@dataclass(slots=True, kw_only=True)
+class Pieces:
+    """Old values and what stands for them now: one new value, or, for a stacked one, one for each range of rows.
+
+    Attributes:
+        graph: the graph as it was.
+        stacked: its values that come in pieces.
+        ranges: the rows of each piece.
+        values: the new values.
+        constants: arrays that the step's closure holds, by new value.
+        whole: the new value of an old one.
+        whole_here: stacked values that exist as a whole too, where operators are written now.
+    """
+
+    graph: Graph
+    stacked: frozenset[int]
+    ranges: tuple[tuple[int, int], ...]
+    values: list[Value] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+    whole: dict[int, int] = field(default_factory=dict)
+    whole_here: dict[int, int] = field(default_factory=dict)
+    _pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all pieces together."""
+        return self.ranges[-1][1]
+
+    def new(self, old: int, rows: int | None = None) -> int:
+        """A new value like an old one, with another number of rows if told."""
+        like = self.graph.values[old]
+        shape = like.shape if rows is None else (rows, *like.shape[1:])
+        self.values.append(Value(index=len(self.values), shape=shape, dtype=like.dtype, itemsize=like.itemsize))
+        return len(self.values) - 1
+
+    def declare(self, old: int) -> tuple[int, ...]:
+        """New values for an old one."""
+        if old in self.stacked:
+            self._pieces[old] = tuple([self.new(old, stop - start) for start, stop in self.ranges])
+            return self._pieces[old]
+        self.whole[old] = self.new(old)
+        return (self.whole[old],)
+
+    def declare_whole(self, formal: Sequence[Operand]) -> list[int]:
+        """Fresh values for what a loop's body gets anew in each round."""
+        for old in formal:
+            self.whole[index_of(old)] = self.new(index_of(old))
+        return [self.whole[index_of(old)] for old in formal]
+
+    def parts(self, operand: Operand) -> tuple[Operand, ...]:
+        """What stands for an operand outside of loops: itself, or its pieces."""
+        if isinstance(operand, Literal) or operand not in self.stacked:
+            return (self.known(operand),)
+        if operand not in self._pieces:
+            constant = self.graph.constants[operand]
+            for index, (start, stop) in zip(self.declare(operand), self.ranges, strict=True):
+                self.constants[index] = constant[start:stop]
+        return self._pieces[operand]
+
+    def known(self, operand: Operand) -> Operand:
+        """The whole of an operand that is not stacked, or that exists as a whole too."""
+        if isinstance(operand, Literal):
+            return operand
+        if operand in self.whole_here:
+            return self.whole_here[operand]
+        if operand not in self.whole:
+            # Constants have no operator that makes them; each is declared where it is first read.
+            self.whole[operand] = self.new(operand)
+            self.constants[self.whole[operand]] = self.graph.constants[operand]
+        return self.whole[operand]
+
+    def needs_join(self, operand: Operand) -> bool:
+        """Whether an operand exists in pieces only."""
+        if isinstance(operand, Literal) or operand in self.graph.constants:
+            return False
+        return operand in self.stacked and operand not in self.whole_here
+
+
+def index_of(operand: Operand) -> int:
+    """An operand that is known to be a value."""
+    assert isinstance(operand, int)
+    return operand

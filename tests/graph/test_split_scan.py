@@ -1,0 +1,260 @@
+"""A step whose layers are a scan, cut into ranges of layers, computes what it computed, on pieces."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from graph.layer_scans import LAYERS, SCANS, batch, block, params, plain, training
+
+from aliquot.core import InputError
+from aliquot.graph import Call, Literal, Phase, capture, evaluate, fold, scans_over_layers, split_scans
+from aliquot.zoo import build
+
+BOUNDS = (0, 2, LAYERS)
+
+# How often pieces are put together, and how often a whole is cut, in `SCANS`. Keys are drawn for all layers at once.
+JOINTS = {"more_than_parameters": (0, 1), "layers_mixed": (1, 1), "searched": (2, 0)}
+# Sums over all layers become sums of sums: the last bits may differ where such a sum is used.
+ROUNDED = {"summed_auxiliary"}
+
+
+def small(graph):
+    """Random arrays for a graph's inputs, without running anything."""
+    numbers = np.random.default_rng(0)
+    leaves = graph.calling.call.leaves
+    drawn = [numbers.integers(0, 16, x.shape) if x.dtype == "int32" else numbers.random(x.shape) for x in leaves]
+    return [a.astype(x.dtype) for a, x in zip(drawn, leaves, strict=True)]
+
+
+def run(graph, arrays):
+    """Outputs of a graph, compiled quickly rather than well."""
+    lowered = jax.jit(lambda flat: evaluate(graph, flat)).lower(arrays)
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(arrays)
+
+
+def assert_splits(graph, bounds, arrays, rounded=False):
+    split = split_scans(graph, bounds)
+    check_consistent(split.graph)
+    got, want = split.join(run(split.graph, split.cut(arrays))), run(graph, arrays)
+    for output, a, b in zip(graph.outputs, got, want, strict=True):
+        assert a.dtype == b.dtype
+        if rounded:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=output.path)
+        else:
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=output.path)
+    return split
+
+
+def check_consistent(graph):
+    """Both views of a graph tell the same, and every value has one origin and the shape that its equation says."""
+    assert [op.index for op in graph.ops] == list(range(len(graph.ops)))
+    assert [v.index for v in graph.values] == list(range(len(graph.values)))
+    known = {item.value for item in graph.inputs} | set(graph.constants)
+    for op in graph.ops:
+        for out in op.outputs:
+            assert out < 0 or out not in known, "a value has two origins"
+            known.add(out)
+        if op.is_link:
+            continue
+        for operand, var in zip(op.inputs, op.eqn.invars, strict=True):
+            shape = operand.shape if isinstance(operand, Literal) else graph.values[operand].shape
+            assert shape == var.aval.shape or op.name == "add" and shape == ()
+        for out, var in zip(op.outputs, op.eqn.outvars, strict=True):
+            assert out < 0 or graph.values[out].shape == var.aval.shape
+    assert known - {-1} == set(range(len(graph.values)))
+    listed = list(items_of(graph.body, set(graph.constants) | {item.value for item in graph.inputs}))
+    assert listed == [op.index for op in graph.ops if not op.is_link]
+    assert [item.value for item in graph.inputs] == list(graph.body.inputs)
+    assert [output.value for output in graph.outputs] == list(graph.body.outputs)
+
+
+def items_of(block_of_items, known):
+    for item in block_of_items.items:
+        if not isinstance(item, Call):
+            yield item
+            continue
+        for inner in item.blocks:
+            yield from items_of(inner, known)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_same_numbers(name):
+    step, state = SCANS[name]()
+    graph = capture(step, state, batch())
+    arrays = list(graph.calling.flatten((state, batch()), {}).leaves)
+    split = assert_splits(graph, BOUNDS, arrays, rounded=name in ROUNDED)
+    names = Counter(op.name for op in split.graph.ops)
+    before = Counter(op.name for op in graph.ops)
+    assert (len(split.joined), len(split.recut)) == JOINTS.get(name, (0, 0))
+    assert (names["concatenate"] > before["concatenate"]) == bool(split.joined)
+
+
+def zoo(model, dtype="float32", recompute="none", layers=3, global_batch=4, **settings):
+    sizes = {"num_layers": layers, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "seq_len": 4, "vocab_size": 16}
+    work = build(
+        model, global_batch, overrides=sizes, dtype=dtype, recompute=recompute, scan=True, optimizer="adamw", **settings
+    )
+    return capture(work.train_step, work.state, work.batch)
+
+
+@pytest.fixture
+def clipped(monkeypatch):
+    """AdamW under a clipped global norm in place of AdamW."""
+    from aliquot.zoo import _update
+
+    chain = optax.chain(optax.clip_by_global_norm(1e6), optax.adamw(1e-3))
+    monkeypatch.setitem(_update.OPTIMIZERS, "adamw", lambda learning_rate: chain)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "recompute"), [("gpt-125m", "float32", "block"), ("llama-7b", "bf16", "none")]
+)
+def test_zoo_same_numbers(clipped, model, dtype, recompute):
+    graph = zoo(model, dtype, recompute)
+    assert_splits(graph, (0, 1, 3), small(graph))
+
+
+@pytest.mark.parametrize("model", ["gpt-125m", "llama-7b"])
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_zoo_needs_no_joints(clipped, model, dtype, recompute):
+    graph = zoo(model, dtype, recompute, layers=8)
+    split = split_scans(graph, (0, 3, 8))
+    check_consistent(split.graph)
+    assert split.joined == split.recut == ()
+    names = Counter(op.name for op in split.graph.ops if op.trips == 1)
+    assert names["concatenate"] == names["slice"] == names["dynamic_slice"] == 0
+    # Two scans forward and two backward, all else only where arrays are stacked.
+    assert [op.trips for op in split.graph.ops if op.name == "scan_slice"][0] == 3
+    assert {op.trips for op in split.graph.ops} == {1, 3, 5}
+    layers = [item for item in graph.inputs if ".layers." in item.path]
+    assert len(split.graph.inputs) == len(graph.inputs) + len(layers)
+
+
+def test_pieces_are_named_and_linked():
+    graph = zoo("gpt-125m", layers=3)
+    split = split_scans(graph, (0, 2, 3))
+    paths = [item.path for item in split.graph.inputs]
+    assert "state.params.layers.attn.q.kernel[0:2]" in paths and "state.params.layers.attn.q.kernel[2:3]" in paths
+    for old, pieces in zip(graph.inputs, split.inputs, strict=True):
+        for piece in pieces:
+            item = split.graph.inputs[piece.position]
+            assert item.role == old.role and item.path.startswith(old.path)
+            rows = split.graph.values[item.value].shape[:1]
+            assert piece.stop is None or rows == (piece.stop - piece.start,)
+            if old.output is not None:
+                assert split.graph.outputs[item.output].path.endswith(item.path[len(old.path) :])
+    assert [piece.position for pieces in split.outputs for piece in pieces] == list(range(len(split.graph.outputs)))
+
+
+def test_phases_are_kept():
+    graph = zoo("gpt-125m", layers=4)
+    split = split_scans(graph, (0, 2, 4))
+    before = Counter((op.name, op.phase) for op in graph.ops if op.trips > 1)
+    after = Counter((op.name, op.phase) for op in split.graph.ops if op.trips > 1)
+    assert after == Counter({key: 2 * count for key, count in before.items()})
+    assert {op.phase for op in split.graph.ops if op.name == "sqrt"} <= {Phase.UPDATE}
+
+
+def test_equal_pieces_fold():
+    """Cutting eight layers into four ranges leaves hardly more classes than two ranges have."""
+    graph = zoo("gpt-125m", layers=8)
+    classes = {n: len(fold(split_scans(graph, range(0, 9, 8 // n)).graph).members) for n in (1, 2, 4)}
+    assert classes[4] < 1.1 * classes[2] < 1.3 * classes[1]
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_batch_size_changes_nothing(name):
+    """Another batch splits operator by operator alike, even one of as many examples as there are layers."""
+    step, state = SCANS[name]()
+    whole, part = (split_scans(capture(step, state, batch(rows)), BOUNDS).graph for rows in (2 * LAYERS, LAYERS))
+    assert len(whole.values) == len(part.values)
+    for a, b in zip(whole.ops, part.ops, strict=True):
+        assert (a.name, a.trips, a.outputs, a.phase) == (b.name, b.trips, b.outputs, b.phase)
+        assert [i for i in a.inputs if isinstance(i, int)] == [i for i in b.inputs if isinstance(i, int)]
+
+
+def test_one_range_changes_only_names():
+    step, state = SCANS["plain"]()
+    graph = capture(step, state, batch())
+    split = split_scans(graph, (0, LAYERS))
+    assert [op.name for op in split.graph.ops] == [op.name for op in graph.ops]
+    assert [op.phase for op in split.graph.ops] == [op.phase for op in graph.ops]
+
+
+def accumulating(state, data):
+    """The user's own micro-batches."""
+
+    def one(total, part):
+        grads = jax.grad(plain)(state["params"], part)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    halves = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), data)
+    total, _ = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state["params"]), halves)
+    return {"params": jax.tree.map(lambda a, g: a - 0.1 * g, state["params"], total)}
+
+
+def encoder_decoder():
+    step, state = training(lambda p, data: two_scans(p, data), lambda p, g: jax.tree.map(lambda a, b: a - b, p, g))
+    state["params"]["encoder"] = params()["w"][:2]
+    return capture(step, state, batch())
+
+
+def two_scans(p, data):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), data["x"], p["encoder"])
+    return plain(p, {**data, "x": x})
+
+
+def test_scans_over_layers():
+    graph = encoder_decoder()
+    found = scans_over_layers(graph)
+    assert [scan.length for scan in found] == [2, LAYERS]
+    for scan in found:
+        inside = graph.ops[scan.start : scan.stop]
+        assert {op.trips for op in inside} == {1, scan.length} and "dot_general" in [op.name for op in inside]
+        assert all(op.phase is not Phase.BACKWARD for op in inside)
+        assert graph.ops[scan.start].name == "tie" and graph.ops[scan.stop - 1].name in ("tie", "scan_stack")
+    assert found[0].stop <= found[1].start
+
+
+def test_other_lengths_stay():
+    graph = encoder_decoder()
+    split = split_scans(graph, BOUNDS)
+    check_consistent(split.graph)
+    assert {op.trips for op in split.graph.ops} == {1, 2, 3}
+    assert "state.params.encoder" in [item.path for item in split.graph.inputs]
+    # Both lengths, one after the other: what is left of the first cut is no scan over as many layers.
+    assert [scan.length for scan in scans_over_layers(split.graph)] == [2, 2, 3]
+
+
+def no_scan(p, data):
+    for k in range(LAYERS):
+        data = {**data, "x": block(data["x"], {"w": p["w"][k], "b": p["b"][k]})[0]}
+    return jnp.mean(data["x"])
+
+
+@pytest.mark.parametrize(
+    ("make", "bounds", "message"),
+    [
+        (
+            SCANS["plain"],
+            (0, 3),
+            r"Ranges of 3 layers were asked for, but train_step scans over 5 .* Let bounds end at 5",
+        ),
+        (SCANS["plain"], (1, 5), r"bounds=\(1, 5\) are no ranges .* increase from 0"),
+        (SCANS["plain"], (0, 3, 3, 5), "must increase"),
+        (SCANS["plain"], (0, 2.5, 5), "must increase"),
+        (SCANS["plain"], (5,), "must increase"),
+        (lambda: training(no_scan), (0, 2, 5), "has no scan over layers.* jax.lax.scan"),
+        (lambda: (accumulating, {"params": params()}), (0, 2, 5), "inside another loop.* num_micro_batches"),
+    ],
+)
+def test_refusals(make, bounds, message):
+    step, state = make()
+    with pytest.raises(InputError, match=message):
+        split_scans(capture(step, state, batch()), bounds)
