@@ -4,10 +4,14 @@ from ._calling import FlatCall as FlatCall
 from ._calling import calling_of as calling_of
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
+from ._dataflow import Item as Item
+from ._dataflow import items_of as items_of
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._layers import Layers as Layers
+from ._layers import cut_layers as cut_layers
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text
 from ._segments import Folding as Folding
@@ -20,6 +24,10 @@ from ._split_reach import scans_over_layers as scans_over_layers
 from ._split_scan import Piece as Piece
 from ._split_scan import SplitGraph as SplitGraph
 from ._split_scan import split_scans as split_scans
+from ._stages import SHARED as SHARED
+from ._stages import Staging as Staging
+from ._stages import place_update as place_update
+from ._stages import stage_layers as stage_layers
 from ._types import Block as Block
 from ._types import Call as Call
 from ._types import Graph as Graph

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
@@ -18,7 +18,6 @@ def init_state(
     fn: Callable[..., Any],
     plan: Plan,
     shardings: Mapping[str, NamedSharding],
-    mesh: Mesh,
     init_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -52,9 +51,19 @@ def init_state(
     arrays = [leaves[position] for position in dynamic]
     shapes = jax.eval_shape(run, *arrays)
     wanted = _shardings(fn, plan, shardings, kept, shapes)
-    whole = NamedSharding(mesh, PartitionSpec())
-    replicated = [_replicate(array, whole) for array in arrays]
-    made = jax.jit(run, out_shardings=wanted)(*replicated)
+    made: list[Any] = [None] * len(wanted)
+    for mesh in dict.fromkeys(sharding.mesh for sharding in wanted):
+        own = [position for position, sharding in enumerate(wanted) if sharding.mesh == mesh]
+
+        def part(*dynamic: Any, own: Sequence[int] = own) -> list[Any]:
+            results = run(*dynamic)
+            return [results[position] for position in own]
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        replicated = [_replicate(array, whole) for array in arrays]
+        found = jax.jit(part, out_shardings=[wanted[position] for position in own])(*replicated)
+        for position, array in zip(own, found, strict=True):
+            made[position] = array
     return _rebuild(kept, made)
 
 

@@ -79,7 +79,7 @@ class LazyStep:
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make the state, each part on the devices that hold it; see `ParallelStep.init`."""
-        return init_state(self._fn, self.plan, self.shardings, self.mesh, init_fn, args, kwargs)
+        return init_state(self._fn, self.plan, self.shardings, init_fn, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
         """Compare one step with the plain step; see `ParallelStep.check`."""

@@ -27,7 +27,7 @@ class Parts:
         body: takes the step's inputs with `sliced` values cut, `early_values`, the numbers of the group and of the
             micro-batch; returns `crossing` values.
         late: takes the step's inputs, `early_values` and combined `crossing` values; returns the step's outputs.
-        early_values: computed once, on the whole batch.
+        early_values: computed once, on the whole batch; `inside` are their names in the body.
         sliced: inputs, constants and early values of which each part gets its slice, with the dim.
         crossing: what the late graph needs of the parts.
         group, micro_batch: the values that hold a part's numbers.
@@ -37,6 +37,7 @@ class Parts:
     body: Graph
     late: Graph
     early_values: tuple[int, ...]
+    inside: tuple[int, ...]
     sliced: tuple[tuple[int, int], ...]
     crossing: tuple[int, ...]
     group: int
@@ -56,15 +57,16 @@ def cut_graph(plan: MicroBatchPlan, layout: Layout) -> Parts:
     numbers = [rewriter.group, rewriter.micro_batch]
     inside = [rewriter.early_alias.get(v, v) for v in early_values]
     body_inputs = [*(i.value for i in whole.inputs), *whole.constants, *inside, *numbers]
-    body = _graph(replace(plan.part, ops=ops, values=values), body_inputs, items, crossing)
+    body = subgraph(replace(plan.part, ops=ops, values=values), body_inputs, items, crossing)
     late_inputs = [*(i.value for i in whole.inputs), *early_values, *crossing]
-    late = _graph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
-    early = _graph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
+    late = subgraph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
+    early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
     return Parts(
         early=early,
         body=replace(body, constants={}),
         late=late,
         early_values=early_values,
+        inside=tuple(inside),
         sliced=_sliced(plan, early_values),
         crossing=crossing,
         group=rewriter.group,
@@ -79,7 +81,8 @@ def _sliced(plan: MicroBatchPlan, early_values: Iterable[int]) -> tuple[tuple[in
     return tuple(sorted(found.items()))
 
 
-def _graph(base: Graph, inputs: Sequence[int], items: Sequence[int | Call], outputs: Sequence[Operand]) -> Graph:
+def subgraph(base: Graph, inputs: Sequence[int], items: Sequence[int | Call], outputs: Sequence[Operand]) -> Graph:
+    """Some items of a graph under the same indices, with inputs and outputs of their own."""
     named = {item.value: item for item in base.inputs}
     return replace(
         base,

@@ -15,18 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ..graph import Graph, Role
-from ..sharding import MicroBatchPlan, Pins, Spec, TimeKind, dims_of
+from ..sharding import MicroBatchPlan, Pins, dims_of
 from ._layout import Layout, sizes_of
 from ._lowering import AbstractLowering, ConstraintLowering, partition
 from ._parts import cut_graph
-
-_REDUCE: dict[TimeKind, Callable[..., Any]] = {
-    TimeKind.MAX: jnp.max,
-    TimeKind.MIN: jnp.min,
-    TimeKind.PROD: jnp.prod,
-    TimeKind.AND: jnp.all,
-    TimeKind.OR: jnp.any,
-}
+from ._totals import Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,13 +104,13 @@ class _Loop:
     def __init__(
         self, plan: MicroBatchPlan, lowering: AbstractLowering, mesh: Mesh, pins: Pins, data_axes: tuple[str, ...]
     ) -> None:
-        self._plan, self._lowering, self._pins = plan, lowering, pins
+        self._plan, self._lowering = plan, lowering
         self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
         self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
         self._layout = _layout(plan, pins, mesh, self._without)
         self._parts = cut_graph(plan, self._layout)
         self._specs = {item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)}
-        self._landing = _landings(plan.whole, pins)
+        self._totals = Totals(plan=plan, lowering=lowering, layout=self._layout, pins=pins, without=self._without)
         self.__name__ = plan.whole.name
 
     def __call__(self, *flat: Any) -> list[Any]:
@@ -127,19 +120,20 @@ class _Loop:
         known |= self._plan.whole.constants
         known |= dict(zip(parts.early_values, early, strict=True))
         slices = [self._cut(known[value], value, dim) for value, dim in parts.sliced]
-        summed = [v for v in parts.crossing if self._is_summed(v)]
-        stacked = [v for v in parts.crossing if not self._is_summed(v)]
+        whole = self._totals
+        summed = [v for v in parts.crossing if whole.is_summed(v)]
+        stacked = [v for v in parts.crossing if not whole.is_summed(v)]
 
         def step(totals: list[Any], part: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             results = dict(zip(parts.crossing, self._part(known, *part), strict=True))
             added = [total + results[v].astype(total.dtype) for v, total in zip(summed, totals, strict=True)]
-            return [self._spread(v, a) for v, a in zip(summed, added, strict=True)], [results[v] for v in stacked]
+            return [whole.spread(v, a) for v, a in zip(summed, added, strict=True)], [results[v] for v in stacked]
 
-        zeros = [self._spread(v, jnp.zeros(*self._total(v))) for v in summed]
+        zeros = [whole.zeros(v) for v in summed]
         numbers = jnp.arange(layout.micro_batches, dtype=jnp.int32)
         totals, stacks = jax.lax.scan(step, zeros, (numbers, slices))
-        combined = {v: self._add_up(v, total) for v, total in zip(summed, totals, strict=True)}
-        combined |= {v: self._combine(v, stack) for v, stack in zip(stacked, stacks, strict=True)}
+        combined = {v: whole.add_up(v, total) for v, total in zip(summed, totals, strict=True)}
+        combined |= {v: whole.combine(v, stack) for v, stack in zip(stacked, stacks, strict=True)}
         crossing = [combined[v] for v in parts.crossing]
         return self._lowering.replay(parts.late, [*flat, *early, *crossing])
 
@@ -168,46 +162,6 @@ class _Loop:
             return cut
         return self._lowering.constrain(cut, spec, without=self._without, leading=leading)
 
-    def _is_summed(self, value: int) -> bool:
-        """Whether the parts' values are added up as they come: sums, and what is averaged."""
-        kind, dtype = self._plan.specs[value].kind, self._plan.whole.values[value].dtype
-        return kind is TimeKind.SUM or (kind is TimeKind.OWN and dtype.startswith(("float", "bfloat", "complex")))
-
-    def _total(self, value: int) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype of a running total: at least single precision."""
-        what = self._plan.part.values[value]
-        dtype = jnp.dtype(what.dtype)
-        if jnp.issubdtype(dtype, jnp.inexact):
-            dtype = jnp.promote_types(dtype, jnp.float32)
-        lead = (self._layout.groups,) if self._layout.groups > 1 else ()
-        return (*lead, *what.shape), dtype
-
-    def _spread(self, value: int, total: Any) -> Any:
-        """Keep each group's running total on the group."""
-        if self._layout.groups == 1:
-            return total
-        whole: Spec = (-1,) * len(self._pins.inputs[0]) if self._pins.inputs else ()
-        return self._lowering.constrain(total, self._landing.get(value, whole), without=self._without, leading=1)
-
-    def _add_up(self, value: int, total: Any) -> Any:
-        if self._layout.groups > 1:
-            total = total.sum(0)
-        if self._plan.specs[value].kind is TimeKind.OWN:
-            total = total / self._plan.num_parts
-        total = total.astype(self._plan.whole.values[value].dtype)
-        spec = self._landing.get(value)
-        return total if spec is None else self._lowering.constrain(total, spec)
-
-    def _combine(self, value: int, stack: Any) -> Any:
-        """What is no sum: stacked by micro-batch, and by group where there are any."""
-        spec = self._plan.specs[value]
-        lead = (0, 1) if self._layout.groups > 1 else (0,)
-        if spec.kind is TimeKind.SPLIT:
-            return self._layout.join(stack, spec.dim)
-        if spec.kind in _REDUCE:
-            return _REDUCE[spec.kind](stack, axis=lead)
-        return stack[(-1,) * len(lead)]
-
 
 def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str]) -> Layout:
     """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in that order."""
@@ -225,15 +179,3 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
             shards = max(shards, count)
     even = all(plan.part.values[i.value].shape[0] % shards == 0 for i in plan.whole.inputs if i.role is Role.BATCH)
     return Layout(groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches)
-
-
-def _landings(graph: Graph, pins: Pins) -> dict[int, Spec]:
-    """Where results of pinned operators end up."""
-    found: dict[int, Spec] = {}
-    for op in graph.ops:
-        pin = pins.of(op)
-        if pin is not None:
-            for out, chain in zip(op.outputs, pin.results, strict=True):
-                if out >= 0 and chain:
-                    found[out] = chain[-1]
-    return found

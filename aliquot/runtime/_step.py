@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..core import PlanMismatchError
-from ..graph import FlatCall, Graph
+from ..graph import Graph
 from ..plans import Plan
 from ..sharding import Choice, NodeGraph
+from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
 from ._plan_program import build_plan_program
@@ -37,10 +37,8 @@ class ParallelStep:
         self._compiled: Any = None
         self._stats: Stats | None = None
         self._lower_s = self._compile_s = 0.0
-        self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
+        self._arguments = Arguments(graph)
         self._donated = frozenset(program.donated)
-        self._expected = graph.calling.call.skeleton()
-        self._types = [_type_of(leaf) for leaf in graph.calling.call.leaves]
         self.__name__ = graph.name
         self.__doc__ = graph.calling.fn.__doc__
 
@@ -95,7 +93,7 @@ class ParallelStep:
             PlanMismatchError: the arguments are not those that were planned for; lists every difference.
             CaptureError: other arguments are passed.
         """
-        outputs = self._program_on(self._leaves(args, kwargs), keep=False)
+        outputs = self._program_on(self._arguments.leaves(args, kwargs), keep=False)
         return self._graph.calling.finish(outputs, args, kwargs)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,15 +106,14 @@ class ParallelStep:
         Raises:
             PlanMismatchError: what it returns is not what the step takes; names the paths that differ.
         """
-        return init_state(self._graph.calling.fn, self._plan, self.shardings, self._mesh, init_fn, args, kwargs)
+        return init_state(self._graph.calling.fn, self._plan, self.shardings, init_fn, args, kwargs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments with every array where the step wants it, for loops that prepare their next batch early.
 
         Positional arguments come back in order, then keyword arguments. Raises as a call does.
         """
-        call = self._graph.calling.flatten(args, kwargs)
-        self._check_call(call)
+        call = self._arguments.call(args, kwargs)
         by_leaf = {id(leaf): self._place(position, leaf, keep=False) for position, leaf in enumerate(call.leaves)}
         return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
 
@@ -156,8 +153,7 @@ class ParallelStep:
 
         The plain step must fit on one device. With several processes, pass whole arrays, the same in all.
         """
-        call = self._graph.calling.flatten(args, kwargs)
-        self._check_call(call)
+        call = self._arguments.call(args, kwargs)
         found = self._program_on(call.leaves, keep=True)
         wanted = plain_results(self._graph, call.leaves)
         return compare([o.path for o in self._graph.outputs], found, wanted)
@@ -169,7 +165,7 @@ class ParallelStep:
 
     def lower(self) -> Any:
         """The program before the compiler's optimizations, as `jax.jit(...).lower(...)` returns it."""
-        structs = [_struct(t, s) for t, s in zip(self._types, self._program.in_shardings, strict=True)]
+        structs = [_struct(t, s) for t, s in zip(self._arguments.types, self._program.in_shardings, strict=True)]
         return self._program.jitted.lower(*structs)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -192,57 +188,13 @@ class ParallelStep:
         return list(self._compile()(*placed))
 
     def _place(self, position: int, leaf: Any, *, keep: bool) -> jax.Array:
-        shape = self._types[position][0]
+        shape = self._arguments.types[position][0]
         sharding = self._program.in_shardings[position]
         donated = position in self._donated
         moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         path = self._graph.inputs[position].path
         # What had to be moved here is still the caller's where it came from.
         return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
-
-    def _leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """The arrays of a call, in the order of the step's inputs."""
-        names = tuple(kwargs)
-        flat, tree = jax.tree.flatten((tuple(args), tuple(kwargs.values())))
-        known = self._seen
-        if known is not None and known[0] == (names, tree) and all(flat[k] is static for k, static in known[1]):
-            skipped = {k for k, _ in known[1]}
-            leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped]
-            if all(hasattr(leaf, "dtype") for leaf in leaves):
-                self._check_types(leaves)
-                return leaves
-        call: FlatCall = self._graph.calling.flatten(args, kwargs)
-        self._check_call(call)
-        statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
-        arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
-        # Naming every path again is slow; a call that looks the same needs it once, unless objects hide their arrays.
-        if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
-            self._seen = ((names, tree), statics)
-        return call.leaves
-
-    def _check_call(self, call: FlatCall) -> None:
-        if call.skeleton() != self._expected:
-            problems = self._graph.calling.call.differences(call) or ("its structure differs",)
-            self._refuse(problems)
-        self._check_types(call.leaves)
-
-    def _check_types(self, leaves: Sequence[Any]) -> None:
-        wrong = []
-        for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self._types, strict=True):
-            path = item.path
-            if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
-                wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
-            if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
-                wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
-        if wrong:
-            self._refuse(wrong)
-
-    def _refuse(self, problems: Sequence[str]) -> None:
-        raise PlanMismatchError(
-            problems,
-            asked=f"{self._graph.name} is called with other arguments than it was planned for",
-            advice="Plan it again for these arguments.",
-        )
 
 
 def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[Any] | None = None) -> Mesh:
@@ -264,26 +216,6 @@ def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(shape)))
 
 
-def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(leaf.shape), _canonical(leaf.dtype)
-
-
-def _canonical(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return dtype
-    return jax.dtypes.canonicalize_dtype(dtype)
-
-
 def _struct(kind: tuple[tuple[int, ...], Any], sharding: NamedSharding) -> Any:
     make: Any = jax.ShapeDtypeStruct
     return make(kind[0], kind[1], sharding=sharding)
-
-
-def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a host array may be one process's part of an array."""
-    return (
-        jax.process_count() > 1
-        and len(leaf.shape) == len(shape)
-        and all(mine <= whole for mine, whole in zip(leaf.shape, shape, strict=True))
-        and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable)
-    )

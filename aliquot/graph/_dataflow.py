@@ -1,0 +1,116 @@
+"""A step as a list of items: its operators, and its loops and remat regions as one thing each.
+
+What a pipeline cuts. An item is *shared* if every stage that wants its results may work them out again: it is cheap, and
+sees the parameters or the batch, but not both (masks, position tables, casts of parameters).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._types import Call, Graph, Op, Phase, Role
+
+# A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the last ten years.
+_FLOPS_PER_BYTE = 150.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Item:
+    """An operator or a call at the top of a step.
+
+    Attributes:
+        what: the operator's index, or the call.
+        inputs, outputs: values, without literals and unnamed results.
+        ops: indices of the operators in it.
+        phase: forward or backward (prologue counts as forward), or update.
+        shared: see the module.
+        cost: rough weight: floating point operations, and bytes moved in their terms.
+    """
+
+    what: int | Call
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: tuple[int, ...]
+    phase: Phase
+    shared: bool
+    cost: float
+
+
+def items_of(graph: Graph) -> tuple[Item, ...]:
+    """All items of a step, in program order."""
+    parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+    # For each value whether it sees parameters (1), the batch (2), or anything that only one stage works out (4).
+    sees = np.zeros(len(graph.values), np.int8)
+    for item in graph.inputs:
+        sees[item.value] = 1 if item.value in parameter else 2 if item.role is Role.BATCH else 0
+    return tuple([_item(graph, what, sees) for what in graph.body.items])
+
+
+def _item(graph: Graph, what: int | Call, sees: NDArray[np.int8]) -> Item:
+    inside = tuple(ops_inside(what))
+    inputs = reads_of(graph, what)
+    outputs = tuple(o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0)
+    reads = int(np.bitwise_or.reduce(sees[list(inputs)])) if inputs else 0
+    heavy = isinstance(what, Call) or graph.ops[what].name in ("dot_general", "conv_general_dilated")
+    shared = not heavy and reads in (0, 1, 2)
+    sees[list(outputs)] = reads if shared else reads | 4
+    return Item(
+        what=what,
+        inputs=inputs,
+        outputs=outputs,
+        ops=inside,
+        phase=_phase(graph, inside),
+        shared=shared,
+        cost=sum(_cost(graph, graph.ops[k]) for k in inside),
+    )
+
+
+def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
+    """The values that an item needs from outside of it, those that its bodies read directly included."""
+    if not isinstance(what, Call):
+        return tuple(dict.fromkeys(i for i in graph.ops[what].inputs if isinstance(i, int)))
+    read = [i for i in what.inputs if isinstance(i, int)]
+    for block in what.blocks:
+        own = {i for i in block.inputs if isinstance(i, int)}
+        for item in block.items:
+            read += [i for i in reads_of(graph, item) if i not in own]
+            own.update(item.outputs if isinstance(item, Call) else graph.ops[item].outputs)
+        read += [i for i in block.outputs if isinstance(i, int) and i not in own]
+    return tuple(dict.fromkeys(read))
+
+
+def ops_inside(what: int | Call) -> Iterator[int]:
+    """Indices of the operators that an item runs, without links."""
+    if not isinstance(what, Call):
+        yield what
+        return
+    for block in what.blocks:
+        for item in block.items:
+            yield from ops_inside(item)
+
+
+def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
+    phases = {graph.ops[k].phase for k in ops} or {Phase.UPDATE}
+    if Phase.BACKWARD in phases:
+        return Phase.BACKWARD
+    return Phase.FORWARD if phases & {Phase.FORWARD, Phase.PROLOGUE} else Phase.UPDATE
+
+
+def _cost(graph: Graph, op: Op) -> float:
+    moved = sum(graph.values[i].num_bytes for i in op.inputs if isinstance(i, int))
+    moved += sum(graph.values[o].num_bytes for o in op.outputs if o >= 0)
+    flops = 0.0
+    if op.name == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        left = op.eqn.invars[0].aval.shape
+        flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
+    elif op.name == "conv_general_dilated":
+        kernel = op.eqn.invars[1].aval.shape
+        features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
+        flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(kernel) / features
+    return op.trips * (flops + _FLOPS_PER_BYTE * moved)

@@ -1,0 +1,266 @@
+"""Where a step can be cut into layers: places in its forward pass where few bytes cross and work divides well.
+
+Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie where the bytes that cross are fewest for some
+way around. A wanted number of layers is then chosen among these places by a dynamic program.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import InputError, nearest
+from ._dataflow import Item, items_of
+from ._segments import Run, fold
+from ._types import Graph, Phase, Role
+
+# A layer that weighs less than this share of an average one joins its neighbour.
+_SMALL = 0.1
+# No cut where so many times more bytes cross than at the narrowest place.
+_WIDE = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layers:
+    """A forward pass cut into layers.
+
+    Attributes:
+        items: all items of the step.
+        forward: positions in `items` of what is cut: forward and not shared.
+        starts: for each layer, where it begins in `forward`; the first is 0.
+        names: of the layers, from the parameters that they use first.
+        boundary_bytes: bytes that cross behind each layer; 0 behind the last.
+        costs: rough weight of each layer's forward pass; see `Item.cost`.
+    """
+
+    items: tuple[Item, ...]
+    forward: tuple[int, ...]
+    starts: tuple[int, ...]
+    names: tuple[str, ...]
+    boundary_bytes: tuple[float, ...]
+    costs: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
+    """Cut a step's forward pass into layers.
+
+    Args:
+        graph: the step.
+        layers: a number; a pattern of parameter paths such as `params.layers[*]`, every match of which begins a layer;
+            or None for every good place.
+
+    Raises:
+        InputError: the pattern matches no parameter, or there are not so many places to cut.
+    """
+    items = items_of(graph)
+    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    crossing = crossing_bytes(graph, items, forward)
+    costs = np.array([items[k].cost for k in forward])
+    users = _parameters_of(graph, items, forward)
+    if isinstance(layers, str):
+        starts = _by_pattern(graph, layers, users, crossing)
+    else:
+        places = _places(graph, items, forward, crossing, users)
+        starts = _merge_small([0, *places], costs, crossing)
+        if layers is not None:
+            starts = _choose(starts, layers, costs, crossing, graph.name)
+    ends = [*starts[1:], len(forward)]
+    return Layers(
+        items=items,
+        forward=forward,
+        starts=tuple(starts),
+        names=_names(starts, ends, users),
+        boundary_bytes=tuple(float(crossing[e]) if e < len(forward) else 0.0 for e in ends),
+        costs=tuple(float(costs[a:b].sum()) for a, b in zip(starts, ends, strict=True)),
+    )
+
+
+def crossing_bytes(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> NDArray[np.float64]:
+    """For each place between two forward items, and both ends, the bytes made before it and used in the forward after it."""
+    made: dict[int, int] = {}
+    change = np.zeros(len(forward) + 2)
+    last: dict[int, int] = {}
+    for place, k in enumerate(forward):
+        for i in items[k].inputs:
+            if i in made:
+                last[i] = place
+        for o in items[k].outputs:
+            made[o] = place
+    for value, place in last.items():
+        change[made[value] + 1] += graph.values[value].num_bytes
+        change[place + 1] -= graph.values[value].num_bytes
+    return np.cumsum(change)[: len(forward) + 1]
+
+
+def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> list[list[str]]:
+    """The parameters that each forward item uses, directly or through shared items, by path."""
+    carries: dict[int, list[str]] = {i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER}
+    for item in items:
+        if item.shared:
+            paths = [p for i in item.inputs for p in carries.get(i, [])]
+            if paths:
+                carries |= dict.fromkeys(item.outputs, paths)
+    return [list(dict.fromkeys(p for i in items[k].inputs for p in carries.get(i, []))) for k in forward]
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def _places(
+    graph: Graph,
+    items: Sequence[Item],
+    forward: Sequence[int],
+    crossing: NDArray[np.float64],
+    users: Sequence[Sequence[str]],
+) -> list[int]:
+    """Good places to cut, in order, without both ends."""
+    place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    found: set[int] = set()
+    covered = np.zeros(len(forward) + 1, bool)
+    for run in fold(graph).runs:
+        ops = range(run.start, run.start + run.period * run.count)
+        inside = [place_of[k] for k in ops if k in place_of]
+        if not inside or graph.ops[run.start].trips > 1:
+            continue
+        covered[min(inside) + 1 : max(inside) + 1] = True
+        found.update(_places_in_run(run, place_of, crossing, users))
+    for place in np.flatnonzero(~covered & (crossing > 0)):
+        if _is_narrow(crossing, int(place)):
+            found.add(int(place))
+    places = sorted(place for place in found if 0 < place < len(forward))
+    # Scalars cross beside the loss: no measure for the rest.
+    done = np.cumsum([0.0, *(items[k].cost for k in forward)]) / sum(items[k].cost for k in forward)
+    inner = [crossing[place] for place in places if _SMALL / 2 < done[place] < 1 - _SMALL / 2]
+    return [place for place in places if crossing[place] <= _WIDE * min(inner, default=0.0)]
+
+
+def _places_in_run(
+    run: Run, place_of: dict[int, int], crossing: NDArray[np.float64], users: Sequence[Sequence[str]]
+) -> list[int]:
+    """The same place in every copy: where least crosses, then where parameters of one number stay together."""
+    best: tuple[float, int, list[int]] | None = None
+    for offset in range(run.period):
+        ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
+        places = [place_of[k] for k in ops if k in place_of]
+        if len(places) < run.count:
+            continue
+        inner = crossing[places[1:-1]] if len(places) > 2 else crossing[places]
+        ends = [*places[1:], min(places[-1] + places[1] - places[0], len(users))]
+        mixed = sum(len({_numbers(p) for u in users[a:b] for p in u} - {()}) for a, b in zip(places, ends, strict=True))
+        key = (float(inner.max()), mixed)
+        if best is None or key < best[:2]:
+            best = (*key, places)
+    return best[2] if best else []
+
+
+def _numbers(path: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", path))
+
+
+def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
+    """Whether the bytes that cross are fewer than on both sides, ignoring places with the same number of them."""
+    here = crossing[place]
+    before, after = place - 1, place + 1
+    if before >= 0 and crossing[before] == here:
+        return False  # only the first place of a plateau
+    while after < len(crossing) and crossing[after] == here:
+        after += 1
+    return bool(before >= 0 and crossing[before] > here and after < len(crossing) and crossing[after] > here)
+
+
+def _merge_small(starts: Sequence[int], costs: NDArray[np.float64], crossing: NDArray[np.float64]) -> list[int]:
+    """Leave out cuts beside a layer that is hardly any work, the wider one of its two first."""
+    kept = list(starts)
+    total = np.concatenate(([0.0], np.cumsum(costs)))
+    while len(kept) > 1:
+        ends = [*kept[1:], len(costs)]
+        weights = [float(total[b] - total[a]) for a, b in zip(kept, ends, strict=True)]
+        small = min(range(len(kept)), key=weights.__getitem__)
+        if weights[small] >= _SMALL * total[-1] / len(kept):
+            break
+        sides = [s for s in (small, small + 1) if 0 < s < len(kept)]
+        del kept[max(sides, key=lambda s: crossing[kept[s]])]
+    return kept
+
+
+def _choose(
+    starts: Sequence[int], count: int, costs: NDArray[np.float64], crossing: NDArray[np.float64], name: str
+) -> list[int]:
+    """`count` layers out of the finer ones: squares of their weights, and bytes that cross, are least together.
+
+    The dynamic program of "Alpa" (Zheng et al., OSDI 2022), section 6, with a sum of squares in place of its bound on the
+    heaviest layer, which needs a tolerance.
+    """
+    if not 1 <= count <= len(starts):
+        raise InputError(
+            f"{name} has places for at most {len(starts)} layers, and layers={count} were asked for. Ask for fewer, or "
+            'name them by a path pattern such as layers="params.layers[*]".'
+        )
+    bounds = [*starts, len(costs)]
+    total = np.concatenate(([0.0], np.cumsum(costs)))[bounds]
+    weight = total / max(total[-1], 1e-30) * count
+    bytes_at = np.array([crossing[s] for s in starts]) / max(1.0, float(crossing.max()))
+    size = len(starts)
+    best = np.full((count + 1, size + 1), np.inf)
+    came = np.zeros((count + 1, size + 1), np.int64)
+    best[0, 0] = 0.0
+    for k in range(1, count + 1):
+        for end in range(k, size + 1):
+            begin = np.arange(end)
+            tried = best[k - 1, :end] + (weight[end] - weight[begin]) ** 2 + np.where(begin > 0, bytes_at[begin], 0.0)
+            came[k, end] = int(tried.argmin())
+            best[k, end] = tried[came[k, end]]
+    chosen = []
+    end = size
+    for k in range(count, 0, -1):
+        end = int(came[k, end])
+        chosen.append(starts[end])
+    return chosen[::-1]
+
+
+def _by_pattern(graph: Graph, pattern: str, users: Sequence[Sequence[str]], crossing: NDArray[np.float64]) -> list[int]:
+    """A layer begins with the first use of each match's parameters, where least crosses since the last use of others."""
+    paths = [i.path for i in graph.inputs if i.role is Role.PARAMETER]
+    glob = fnmatch.translate(pattern.replace("[*]", "\0").replace("[", "[[]").replace("\0", "[[]*]")).removesuffix(
+        r"\Z"
+    )
+    match = re.compile("(?:.*[.])?(" + glob.replace(r"(?s:", "(?:").replace(".*", r"[^.\[\]]*") + ")(?=[.\\[]|$)")
+    first: dict[str, int] = {}
+    owner: list[str | None] = []
+    for place, used in enumerate(users):
+        names = [m.group(1) for m in map(match.match, used) if m]
+        owner.append(names[0] if names else ("" if used else None))
+        for name in names:
+            first.setdefault(name, place)
+    if not first:
+        short = pattern.replace("[*]", "[0]")
+        raise InputError(f"layers={pattern!r} matches no parameter of {graph.name}: {nearest(short, paths)}")
+    starts = {0}
+    for name, place in first.items():
+        before = max((k for k in range(place) if owner[k] not in (None, name)), default=-1)
+        if before >= 0:
+            starts.add(before + 1 + int(crossing[before + 1 : place + 1].argmin()))
+    return sorted(starts)
+
+
+def _names(starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Layers by the parameters that they use first: the numbered module with most of them, or what all have in common."""
+    seen: set[str] = set()
+    names = []
+    for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        own = [p for used in users[a:b] for p in used if p not in seen]
+        seen.update(own)
+        numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in own) if m)
+        common = numbered.most_common(1)[0][0] if numbered else os.path.commonprefix(own).rstrip(".[")
+        names.append(common or f"layer {number}")
+    return tuple(names)

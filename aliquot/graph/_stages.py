@@ -1,0 +1,165 @@
+"""Which stage of a pipeline everything in a step runs on, given the stages of its forward pass.
+
+No markers and no names: a backward operator runs where the latest of what it reads is at home, so it meets its forward
+twin's residuals and its weights, and one cotangent crosses each cut. An update runs where its parameters are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ._dataflow import Item
+from ._layers import Layers
+from ._types import Graph, Phase, Role
+
+SHARED = -1
+"""In place of a stage: every stage that wants the result works it out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staging:
+    """Stages of a step's items.
+
+    Attributes:
+        num_stages: how many there are.
+        items: of the step, in program order.
+        stage: of each item; `SHARED` for those that run wherever they are wanted.
+        home: for each input that is no batch the stage that keeps it; scalars have none.
+        users: for each input the stages whose forward or backward pass reads it.
+    """
+
+    num_stages: int
+    items: tuple[Item, ...]
+    stage: tuple[int, ...]
+    home: dict[int, int]
+    users: dict[int, frozenset[int]]
+
+
+def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> Staging:
+    """Stages of a step from those of its layers; `first_layers` is where each stage begins, the first at 0."""
+    bounds = [layers.starts[k] for k in first_layers]
+    stage_of: dict[int, int] = {}
+    for place, k in enumerate(layers.forward):
+        stage_of[k] = sum(place >= b for b in bounds) - 1
+    return assign_stages(graph, layers.items, stage_of, len(first_layers))
+
+
+def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[int, int], num_stages: int) -> Staging:
+    """Stages of all items of a step.
+
+    Args:
+        items: of the step.
+        forward_stage: for each forward item that is not shared its stage, which never falls along the program.
+        num_stages: how many there are.
+    """
+    stages = [SHARED] * len(items)
+    users: dict[int, set[int]] = {}
+    origins = _origins(graph, items)
+    latest: dict[int, int] = {}  # the last stage at which a value is at hand
+    made: dict[int, int] = {}  # stage of what a backward item makes
+    parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    for k, item in enumerate(items):
+        if item.phase is Phase.UPDATE or item.shared:
+            continue
+        if item.phase is Phase.FORWARD:
+            stages[k] = forward_stage[k]
+        else:
+            known = [made.get(i, latest.get(i)) for i in item.inputs]
+            known += [latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters]
+            stages[k] = min((s for s in known if s is not None), default=num_stages - 1)
+        for i in item.inputs:
+            for origin in origins.get(i, ()):
+                users.setdefault(origin, set()).add(stages[k])
+                if item.phase is Phase.FORWARD:
+                    latest[origin] = max(latest.get(origin, 0), stages[k])
+            if item.phase is Phase.FORWARD and i in latest:
+                latest[i] = max(latest[i], stages[k])
+        place = made if item.phase is Phase.BACKWARD else latest
+        place.update(dict.fromkeys(item.outputs, stages[k]))
+    update = [k for k, item in enumerate(items) if item.phase is Phase.UPDATE]
+    crossing = made | {o: stages[k] for k, i in enumerate(items) if i.phase is Phase.FORWARD for o in i.outputs}
+    homes = {v: min(s) for v, s in users.items()}
+    home = place_update(graph, items, update, stages, crossing, homes)
+    return Staging(
+        num_stages=num_stages,
+        items=tuple(items),
+        stage=tuple(stages),
+        home=home,
+        users={v: frozenset(s) for v, s in users.items()},
+    )
+
+
+def _origins(graph: Graph, items: Sequence[Item]) -> dict[int, tuple[int, ...]]:
+    """For inputs, and for shared values made from them, the inputs."""
+    found: dict[int, tuple[int, ...]] = {i.value: (i.value,) for i in graph.inputs}
+    for item in items:
+        if item.shared and item.phase is not Phase.UPDATE:
+            known = tuple(dict.fromkeys(o for i in item.inputs for o in found.get(i, ())))
+            found |= dict.fromkeys(item.outputs, known)
+    return found
+
+
+def place_update(
+    graph: Graph,
+    items: Sequence[Item],
+    update: Sequence[int],
+    stages: list[int],
+    made: Mapping[int, int],
+    homes: Mapping[int, int],
+) -> dict[int, int]:
+    """Stages of update items, written into `stages`, and homes of inputs.
+
+    Arrays that update items join belong together, and to the stage that uses their parameter first. Items between scalars
+    alone are shared.
+
+    Args:
+        update: positions of the items to place.
+        made: for each value that they get from forward and backward items its stage, or `SHARED`.
+        homes: for inputs that forward and backward items read the first stage that does.
+    """
+    groups = _Groups()
+    scalar = [math.prod(v.shape) <= 1 for v in graph.values]
+    arrays: dict[int, list[int]] = {}
+    for k in update:
+        arrays[k] = [v for v in (*items[k].inputs, *items[k].outputs) if not scalar[v] and v not in graph.constants]
+        for v in arrays[k][1:]:
+            groups.join(arrays[k][0], v)
+    kept = {i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]}
+    votes: dict[int, tuple[int, int]] = {}
+
+    def vote(value: int, rank: int, stage: int) -> None:
+        group = groups.find(value)
+        votes[group] = min(votes.get(group, (9, 0)), (rank, stage))
+
+    for value, stage in homes.items():
+        if value in kept:
+            vote(value, 0 if kept[value] is Role.PARAMETER else 1, stage)
+    for value, stage in made.items():
+        if stage != SHARED:
+            vote(value, 2, stage)
+    for k in update:
+        if arrays[k] and any(not scalar[i] for i in items[k].inputs):
+            stages[k] = votes.get(groups.find(arrays[k][0]), (0, 0))[1]
+    return {value: votes.get(groups.find(value), (0, 0))[1] for value in kept}
+
+
+class _Groups:
+    """Union-find."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def find(self, x: int) -> int:
+        root = x
+        while (up := self._parent.get(root, root)) != root:
+            root = up
+        while x != root:
+            self._parent[x], x = root, self._parent.get(x, x)
+        return root
+
+    def join(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parent[max(a, b)] = min(a, b)

@@ -1,0 +1,91 @@
+"""The arguments of a call, checked against those that were planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import PlanMismatchError
+from ..graph import FlatCall, Graph
+
+
+class Arguments:
+    """How calls of one step are taken apart. `types` are shape and dtype of each input."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
+        self._expected = graph.calling.call.skeleton()
+        self.types = [_type_of(leaf) for leaf in graph.calling.call.leaves]
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
+        """A call taken apart. Raises `PlanMismatchError` listing every difference, `CaptureError` for other arguments."""
+        call: FlatCall = self._graph.calling.flatten(args, kwargs)
+        self._check_call(call)
+        return call
+
+    def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """The arrays of a call, in the order of the step's inputs."""
+        names = tuple(kwargs)
+        flat, tree = jax.tree.flatten((tuple(args), tuple(kwargs.values())))
+        known = self._seen
+        if known is not None and known[0] == (names, tree) and all(flat[k] is static for k, static in known[1]):
+            skipped = {k for k, _ in known[1]}
+            leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped]
+            if all(hasattr(leaf, "dtype") for leaf in leaves):
+                self._check_types(leaves)
+                return leaves
+        call: FlatCall = self.call(args, kwargs)
+        statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
+        arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
+        # Naming every path again is slow; a call that looks the same needs it once, unless objects hide their arrays.
+        if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
+            self._seen = ((names, tree), statics)
+        return call.leaves
+
+    def _check_call(self, call: FlatCall) -> None:
+        if call.skeleton() != self._expected:
+            problems = self._graph.calling.call.differences(call) or ("its structure differs",)
+            self._refuse(problems)
+        self._check_types(call.leaves)
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        wrong = []
+        for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self.types, strict=True):
+            path = item.path
+            if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
+                wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
+            if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
+                wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
+        if wrong:
+            self._refuse(wrong)
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        raise PlanMismatchError(
+            problems,
+            asked=f"{self._graph.name} is called with other arguments than it was planned for",
+            advice="Plan it again for these arguments.",
+        )
+
+
+def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), _canonical(leaf.dtype)
+
+
+def _canonical(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a host array may be one process's part of an array."""
+    return (
+        jax.process_count() > 1
+        and len(leaf.shape) == len(shape)
+        and all(mine <= whole for mine, whole in zip(leaf.shape, shape, strict=True))
+        and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable)
+    )

@@ -1,0 +1,198 @@
+"""A step under a plan with several stages, called as the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..graph import Graph, Literal, Role, Staging
+from ..plans import Plan, Schedule
+from ..sharding import MicroBatchPlan, Pins, plan_micro_batches
+from ._arguments import Arguments
+from ._check import StepCheck, compare, plain_results
+from ._init import init_state
+from ._layout import Layout
+from ._parts import Parts, cut_graph
+from ._phase_parts import phase_parts
+from ._pipeline import Pipeline
+from ._pipeline_stats import PipelineStats, pipeline_stats
+from ._split import StagePrograms, split_stages
+from ._stage_functions import StageContext
+from ._state import place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageSetup:
+    """Where a stage runs and how it is split.
+
+    Attributes:
+        mesh: its devices.
+        pins: its splits, for the operators of the whole step.
+        data_axes: mesh axes that split nothing but the batch.
+        given_specs: how inputs of the step are split, by value.
+        sent_specs: how values that it exchanges with other stages are split, by value.
+    """
+
+    mesh: Mesh
+    pins: Pins
+    data_axes: tuple[str, ...]
+    given_specs: Mapping[int, PartitionSpec]
+    sent_specs: Mapping[int, PartitionSpec]
+
+
+def build_pipeline(
+    graph: Graph,
+    staging: Staging,
+    setups: Sequence[StageSetup],
+    schedule: Schedule,
+    *,
+    semantics: str = "exact",
+) -> Pipeline:
+    """The pipeline of a step.
+
+    Args:
+        graph: the step on its whole batch.
+        staging: which stage everything runs on.
+        setups: of each stage.
+        schedule: order of tasks; its number of micro-batches is into how many parts the batch is cut.
+        semantics: see `plan_micro_batches`.
+
+    Raises:
+        CaptureError: the step does not decompose into so many micro-batches.
+        InputError: the batch does not divide.
+    """
+    count = schedule.num_micro_batches
+    groups = [math.prod(s.mesh.shape[a] for a in s.data_axes) if count > 1 else 1 for s in setups]
+    shards = math.lcm(*groups)
+    split = any(task.kind == "backward-weight" for tasks in schedule.lists for task in tasks)
+    cut: dict[int, tuple[Parts, MicroBatchPlan | None, StagePrograms, Layout]] = {}
+    for number in sorted(set(groups)):
+        plan = None
+        layout = Layout()
+        if count > 1:
+            plan = plan_micro_batches(graph, count, num_groups=number, semantics=semantics, on_missing_rule="replicate")
+            layout = Layout(groups=number, shards=shards // number, micro_batches=count)
+        parts = cut_graph(plan, layout) if plan else phase_parts(graph)
+        cut[number] = (parts, plan, split_stages(parts, plan, staging, split_backward=split), layout)
+    contexts = [
+        StageContext(
+            mesh=s.mesh,
+            pins=s.pins,
+            data_axes=s.data_axes if number > 1 else (),
+            parts=cut[number][0],
+            plan=cut[number][1],
+            layout=cut[number][3],
+            given_specs=s.given_specs,
+            sent_specs=s.sent_specs,
+        )
+        for s, number in zip(setups, groups, strict=True)
+    ]
+    return Pipeline(graph, _mixed([cut[n][2] for n in groups]), contexts, schedule)
+
+
+def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
+    """Each stage's programs from the cut for its own number of groups."""
+    first = by_stage[0]
+    own = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
+    programs = tuple(own[p.stage, p.part, p.round] for p in first.programs)
+    return StagePrograms(programs=programs, made_by=first.made_by, outputs=first.outputs, home=first.home)
+
+
+class PipelineStep:
+    """A training step that runs as a pipeline with the user's signature; see `ParallelStep`, whose interface it has."""
+
+    def __init__(self, *, graph: Graph, plan: Plan, pipeline: Pipeline) -> None:
+        self._graph, self._plan, self._pipeline = graph, plan, pipeline
+        self._arguments = Arguments(graph)
+        self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
+        self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values())
+        self._stats: PipelineStats | None = None
+        self.__name__ = graph.name
+        self.__doc__ = graph.calling.fn.__doc__
+
+    @property
+    def plan(self) -> Plan:
+        """What it runs."""
+        return self._plan
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The devices of each stage."""
+        return tuple(context.mesh for context in self._pipeline.contexts)
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """Where each input lies, by path; a batch that several stages read on the first of them."""
+        return {
+            item.path: next(iter(places.values()))[1] if places else self._anywhere()
+            for item, places in zip(self._graph.inputs, self._places, strict=True)
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step. Returns at once with arrays that are still being computed, as JAX does.
+
+        Raises:
+            PlanMismatchError: the arguments are not those that were planned for; lists every difference.
+            CaptureError: other arguments are passed.
+        """
+        outputs = self._run(self._arguments.leaves(args, kwargs), keep=False)
+        return self._graph.calling.finish(outputs, args, kwargs)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make the state, each part on the stage that keeps it; see `ParallelStep.init`."""
+        return init_state(self._graph.calling.fn, self._plan, self.shardings, init_fn, args, kwargs)
+
+    def check(self, *args: Any, **kwargs: Any) -> StepCheck:
+        """Run one step here and plainly on one device, and compare every output. The arguments stay as they are."""
+        call = self._arguments.call(args, kwargs)
+        found = self._run(call.leaves, keep=True)
+        return compare([o.path for o in self._graph.outputs], found, plain_results(self._graph, call.leaves))
+
+    def stats(self) -> PipelineStats:
+        """Memory, collectives and compile times of the compiled programs, stage by stage. Compiles if need be."""
+        if self._stats is None:
+            self._stats = pipeline_stats(self._pipeline)
+        return self._stats
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _anywhere(self) -> NamedSharding:
+        return NamedSharding(self.meshes[0], PartitionSpec())
+
+    def _run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+        self._pipeline.compile()
+        shared = Counter(id(leaf) for leaf in leaves)
+        given: dict[int, Any] = {}
+        first: list[Any] = []
+        for position, (leaf, places) in enumerate(zip(leaves, self._places, strict=True)):
+            donated = position in self._donated
+            mine = keep or (donated and shared[id(leaf)] > 1)
+            arrays = []
+            for slot, sharding in places.values():
+                moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+                item = self._graph.inputs[position]
+                shape = self._arguments.types[position][0]
+                arrays.append(place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path))
+                given[slot] = arrays[-1]
+            first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
+        results = self._pipeline.run(given)
+        by_value = {item.value: array for item, array in zip(self._graph.inputs, first, strict=True)}
+        found = []
+        for output, result in zip(self._graph.outputs, results, strict=True):
+            if result is None:
+                value = output.value
+                result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]
+            found.append(result)
+        return found
+
+
+def batch_values(graph: Graph) -> frozenset[int]:
+    """The values of a step's batch."""
+    return frozenset(i.value for i in graph.inputs if i.role is Role.BATCH)

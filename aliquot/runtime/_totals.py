@@ -1,0 +1,110 @@
+"""What the parts of a batch leave for the update: running totals, and results kept part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph import Graph
+from ..sharding import MicroBatchPlan, Pins, Spec, TimeKind
+from ._layout import Layout
+from ._lowering import AbstractLowering
+
+_REDUCE: dict[TimeKind, Callable[..., Any]] = {
+    TimeKind.MAX: jnp.max,
+    TimeKind.MIN: jnp.min,
+    TimeKind.PROD: jnp.prod,
+    TimeKind.AND: jnp.all,
+    TimeKind.OR: jnp.any,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Totals:
+    """How values of parts become those of the batch. Arrays carry a leading dim for groups where there are several.
+
+    Attributes:
+        plan: how the step is cut.
+        lowering, pins: how arrays are split.
+        layout: groups and micro-batches.
+        without: mesh axes that the groups lie along.
+    """
+
+    plan: MicroBatchPlan
+    lowering: AbstractLowering
+    layout: Layout
+    pins: Pins
+    without: frozenset[str]
+    landing: dict[int, Spec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "landing", _landings(self.plan.whole, self.pins))
+
+    def is_summed(self, value: int) -> bool:
+        """Whether the parts' values are added up as they come: sums, and what is averaged."""
+        return is_summed(value, self.plan)
+
+    def look(self, value: int) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype of a running total: at least single precision."""
+        what = self.plan.part.values[value]
+        dtype = jnp.dtype(what.dtype)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            dtype = jnp.promote_types(dtype, jnp.float32)
+        lead = (self.layout.groups,) if self.layout.groups > 1 else ()
+        return (*lead, *what.shape), dtype
+
+    def zeros(self, value: int) -> Any:
+        """A total before the first part."""
+        return self.spread(value, jnp.zeros(*self.look(value)))
+
+    def spread(self, value: int, total: Any) -> Any:
+        """Keep each group's running total on the group."""
+        if self.layout.groups == 1:
+            return total
+        return self.lowering.constrain(total, self.total_spec(value), without=self.without, leading=1)
+
+    def total_spec(self, value: int) -> Spec:
+        """How the dims of a running total are split, that of the groups apart."""
+        whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
+        return self.landing.get(value, whole)
+
+    def add_up(self, value: int, total: Any) -> Any:
+        """The batch's value from a running total."""
+        if self.layout.groups > 1:
+            total = total.sum(0)
+        if self.plan.specs[value].kind is TimeKind.OWN:
+            total = total / self.plan.num_parts
+        total = total.astype(self.plan.whole.values[value].dtype)
+        spec = self.landing.get(value)
+        return total if spec is None else self.lowering.constrain(total, spec)
+
+    def combine(self, value: int, stack: Any) -> Any:
+        """The batch's value of what is no sum, stacked by micro-batch, and by group where there are any."""
+        spec = self.plan.specs[value]
+        lead = (0, 1) if self.layout.groups > 1 else (0,)
+        if spec.kind is TimeKind.SPLIT:
+            return self.layout.join(stack, spec.dim)
+        if spec.kind in _REDUCE:
+            return _REDUCE[spec.kind](stack, axis=lead)
+        return stack[(-1,) * len(lead)]
+
+
+def is_summed(value: int, plan: MicroBatchPlan) -> bool:
+    """Whether the parts' values are added up as they come: sums, and what is averaged."""
+    kind, dtype = plan.specs[value].kind, plan.whole.values[value].dtype
+    return kind is TimeKind.SUM or (kind is TimeKind.OWN and dtype.startswith(("float", "bfloat", "complex")))
+
+
+def _landings(graph: Graph, pins: Pins) -> dict[int, Spec]:
+    """Where results of pinned operators end up."""
+    found: dict[int, Spec] = {}
+    for op in graph.ops:
+        pin = pins.of(op)
+        if pin is not None:
+            for out, chain in zip(op.outputs, pin.results, strict=True):
+                if out >= 0 and chain:
+                    found[out] = chain[-1]
+    return found
