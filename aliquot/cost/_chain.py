@@ -1,0 +1,262 @@
+"""What an inter planner sees of a step: units in order, the ways to run each, and what these cost.
+
+A `Chain` holds figures of single units; `Stretches` answers for any run of units in constant time. Neither knows about
+graphs, so that a chain can just as well be made of measurements or of another system's tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..cluster import Link
+from ..core import InputError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_UNIT_FIGURES = (
+    "forward_s",
+    "backward_s",
+    "weight_gradient_s",
+    "once_s",
+    "state_bytes",
+    "in_flight_bytes",
+    "working_bytes",
+)
+_SUMMED = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s", "state_bytes", "in_flight_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOption:
+    """One way to run a stage: on how many devices, arranged how, split by what.
+
+    Attributes:
+        name: for people, such as "shard on 2x4, recompute".
+        submesh: hosts, and devices used in each. A submesh of several hosts uses all devices of each.
+        mesh_shape: of the logical mesh that these devices form.
+        index: into what the maker of the chain keeps about it.
+        recompute: what the backward pass computes again: "none", or a policy's name.
+        dp, tp, zero: degrees of data and of tensor parallelism and the stage of ZeRO, where the option is a regular one;
+            a planner that lays all stages out alike looks for these.
+    """
+
+    name: str
+    submesh: tuple[int, int]
+    mesh_shape: tuple[int, ...]
+    index: int
+    recompute: str = "none"
+    dp: int | None = None
+    tp: int | None = None
+    zero: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        """Of the submesh."""
+        return self.submesh[0] * self.submesh[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """Units in order, each with what every option makes of it, for one number of micro-batches.
+
+    Arrays of shape [U, O] hold a figure for each unit and option, per device where they are bytes. An option that cannot
+    run a unit has infinite entries there.
+
+    Attributes:
+        unit_names: U names, such as "layers[3]".
+        options: O options.
+        num_micro_batches: that a step is cut into.
+        forward_s, backward_s: one micro-batch's passes.
+        weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
+        once_s: once in a step: gradient synchronisation that is not hidden, and the update.
+        state_bytes: parameters, gradients, optimizer state.
+        in_flight_bytes: what one micro-batch keeps from its forward to its backward pass.
+        working_bytes: needed only while the unit runs; of a stage's units the largest counts.
+        boundary_bytes: [U], the whole micro-batch's values that cross a cut behind the unit (the last is not used).
+        memory_limit_bytes: what each device may use.
+        num_hosts, devices_per_host: of the cluster.
+        intra, inter: links of a device inside its host, and of a whole host to the others.
+        overlaps_transfers: whether stages compute while arrays travel between them. If not, a stage's pace includes the
+            transfers over the edge in front of it, both ways.
+    """
+
+    unit_names: tuple[str, ...]
+    options: tuple[StageOption, ...]
+    num_micro_batches: int
+    forward_s: Floats
+    backward_s: Floats
+    weight_gradient_s: Floats
+    once_s: Floats
+    state_bytes: Floats
+    in_flight_bytes: Floats
+    working_bytes: Floats
+    boundary_bytes: Floats
+    memory_limit_bytes: float
+    num_hosts: int
+    devices_per_host: int
+    intra: Link
+    inter: Link
+    overlaps_transfers: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [*_faulty_arrays(self), *_faulty_options(self)]
+        if faults:
+            raise InputError("This chain cannot be planned:" + "".join(f"\n  - {fault}" for fault in faults))
+
+    @property
+    def num_units(self) -> int:
+        """U."""
+        return len(self.unit_names)
+
+    @property
+    def num_devices(self) -> int:
+        """Of the cluster."""
+        return self.num_hosts * self.devices_per_host
+
+    def device_counts(self) -> Ints:
+        """[O], the number of devices of each option."""
+        return np.array([option.num_devices for option in self.options], np.int64)
+
+    def fits_at(self, first_device: int, num_devices: int) -> bool:
+        """Whether a submesh may begin at a device: within one host, or of whole hosts from the first device of one."""
+        start = first_device % self.devices_per_host
+        if first_device < 0 or first_device + num_devices > self.num_devices:
+            return False
+        return start == 0 if num_devices > self.devices_per_host else start + num_devices <= self.devices_per_host
+
+    def transfer_s(
+        self, num_bytes: ArrayLike, sender_devices: ArrayLike, receiver_devices: ArrayLike, crosses_hosts: ArrayLike
+    ) -> Floats:
+        """Time to bring a micro-batch's values from one submesh to the next, in one direction.
+
+        Every device of the smaller side moves its part over its own link. Between hosts, the devices of a host share its
+        network. Nothing takes nothing.
+
+        Args:
+            num_bytes: of the whole micro-batch.
+            sender_devices, receiver_devices: sizes of the two submeshes.
+            crosses_hosts: whether they lie in different hosts.
+        """
+        smaller = np.minimum(sender_devices, receiver_devices)
+        inside = smaller * self.intra.bandwidth_bytes_per_s
+        hosts = np.maximum(smaller // self.devices_per_host, 1)
+        between = np.minimum(inside, hosts * self.inter.bandwidth_bytes_per_s)
+        latency = np.where(crosses_hosts, self.inter.latency_s, self.intra.latency_s)
+        sizes = np.asarray(num_bytes, np.float64)
+        return np.asarray(np.where(sizes > 0, sizes / np.where(crosses_hosts, between, inside) + latency, 0.0))
+
+
+def _faulty_arrays(chain: Chain) -> list[str]:
+    shape = (len(chain.unit_names), len(chain.options))
+    faults = []
+    if 0 in shape:
+        faults.append(f"it has {shape[0]} units and {shape[1]} options; at least one of each is needed")
+    for name in (*_UNIT_FIGURES, "boundary_bytes"):
+        array = getattr(chain, name)
+        wanted = shape[:1] if name == "boundary_bytes" else shape
+        if array.shape != wanted:
+            faults.append(f"`{name}` has shape {array.shape}, expected {wanted}")
+        elif np.isnan(array).any() or (array < 0).any():
+            faults.append(f"`{name}` has entries that are negative or no numbers")
+    if not faults and (chain.weight_gradient_s > chain.backward_s * (1 + 1e-9)).any():
+        faults.append("`weight_gradient_s` is a part of `backward_s` and exceeds it")
+    if not faults and not np.isfinite(chain.boundary_bytes).all():
+        faults.append("`boundary_bytes` has infinite entries")
+    return faults
+
+
+def _faulty_options(chain: Chain) -> list[str]:
+    faults = [
+        f"`{name}` is {getattr(chain, name)}, expected at least 1"
+        for name in ("num_micro_batches", "num_hosts", "devices_per_host")
+        if getattr(chain, name) < 1
+    ]
+    for option in chain.options:
+        hosts, per_host = option.submesh
+        if not (1 <= hosts <= chain.num_hosts and 1 <= per_host <= chain.devices_per_host):
+            faults.append(
+                f"option {option.name!r} wants {hosts}x{per_host} of {chain.num_hosts}x{chain.devices_per_host}"
+            )
+        elif hosts > 1 and per_host < chain.devices_per_host:
+            faults.append(
+                f"option {option.name!r} uses {per_host} of {chain.devices_per_host} devices in each of {hosts} hosts; "
+                "a submesh of several hosts uses all of each"
+            )
+    return faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stretches:
+    """What any run of units [i, j) costs under any option, by lookup.
+
+    Sums are differences of prefix sums of shape [O, U + 1]. `exposed_s` sums the part of the passes that a zero-bubble
+    schedule cannot fill while a pipeline fills and drains: forward and backward, less as much of the weight gradients
+    twice over as leaves the longer of forward and input gradient, unit by unit.
+
+    Attributes:
+        last_end: [O, U], the largest j for which the option can run all of [i, j); i if it cannot run unit i.
+        working_tables: [K, O, U], the largest `working_bytes` of the 2**k units from each.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weight_gradient_s: Floats
+    exposed_s: Floats
+    once_s: Floats
+    state_bytes: Floats
+    in_flight_bytes: Floats
+    last_end: Ints
+    working_tables: Floats
+
+    @classmethod
+    def of(cls, chain: Chain) -> Stretches:
+        """All tables of a chain, in O(U log U) for each option."""
+        runs = np.isfinite(np.stack([getattr(chain, name).T for name in _UNIT_FIGURES])).all(axis=0)
+        figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in _UNIT_FIGURES}
+        forward, weights = figures["forward_s"], figures["weight_gradient_s"]
+        inputs = figures["backward_s"] - weights
+        figures["exposed_s"] = forward + inputs - np.minimum(weights, np.minimum(forward, inputs))
+        units = chain.num_units
+        stops = np.where(runs, units, np.arange(units))
+        return cls(
+            **{name: _prefix(figures[name]) for name in _SUMMED},
+            last_end=np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1].astype(np.int64),
+            working_tables=_running_maxima(figures["working_bytes"]),
+        )
+
+    def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:
+        """The largest working memory of the units [first, last), none of which is empty; arguments broadcast."""
+        level = np.frexp(np.asarray(last) - first)[1] - 1
+        found = np.maximum(
+            self.working_tables[level, options, first], self.working_tables[level, options, last - (1 << level)]
+        )
+        return np.asarray(found)
+
+    def stage_bytes(self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1) -> Floats:
+        """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep, working memory.
+
+        Each of several chunks on a device has an equal share of its memory: the figure is that of a device whose chunks
+        are all like this one, so that chunks of which each fits by itself also fit together.
+        """
+        state = self.state_bytes[options, last] - self.state_bytes[options, first]
+        kept = self.in_flight_bytes[options, last] - self.in_flight_bytes[options, first]
+        return np.asarray(chunks * (state + in_flight * kept + self.working_bytes(options, first, last)))
+
+
+def _prefix(figures: Floats) -> Floats:
+    return np.concatenate([np.zeros((len(figures), 1)), np.cumsum(figures, axis=1)], axis=1)
+
+
+def _running_maxima(figures: Floats) -> Floats:
+    """[K, O, U]: entry k holds the largest of 2**k entries from each; runs past the end are cut short there."""
+    tables = [figures]
+    while 1 << len(tables) <= figures.shape[1]:
+        step = 1 << (len(tables) - 1)
+        wider = tables[-1].copy()
+        np.maximum(wider[:, :-step], tables[-1][:, step:], out=wider[:, :-step])
+        tables.append(wider)
+    return np.stack(tables)

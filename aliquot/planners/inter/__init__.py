@@ -1,0 +1,6 @@
+"""Which stretch of a step goes to which devices, with which option, and under which schedule."""
+
+from ._base import AbstractInter as AbstractInter
+from .grid import Grid as Grid
+from .manual import ManualStages as ManualStages
+from .stages import StageDP as StageDP

@@ -1,0 +1,3 @@
+"""Stages as a user gives them."""
+
+from ._manual import ManualStages as ManualStages

@@ -1,0 +1,117 @@
+"""`ManualStages`: the cuts and options that a user gives, checked and priced like any other plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....core import InfeasibleError, InputError, PlanMismatchError, nearest
+from ....cost import CHAIN_SCHEDULES, Chain, ChainPlan, StageChoice, find_stage_faults, judge_stages, simulate_stages
+from .._base import AbstractInter, check_chains
+
+_ASKED = "these stages cannot be used"
+_ADVICE = (
+    "Stages take [first, last) units in order, every device once, and a submesh lies in one host or is whole hosts."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManualStages(AbstractInter):
+    """Stages as given: for each its units and its option, and, if wanted, where its submesh begins.
+
+    Attributes:
+        boundaries: for each stage its units [first, last).
+        options: for each stage the name of an option, or its position among the chain's.
+        first_devices: for each stage; None puts submeshes one behind the other.
+        schedule: of the pipeline.
+        num_submeshes: fewer than stages where these are interleaved.
+        num_micro_batches: which of the chains to take; None: the fastest.
+    """
+
+    boundaries: tuple[tuple[int, int], ...]
+    options: tuple[str | int, ...]
+    first_devices: tuple[int, ...] | None = None
+    schedule: str = "1f1b"
+    num_submeshes: int | None = None
+    num_micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.schedule not in CHAIN_SCHEDULES:
+            faults.append(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, CHAIN_SCHEDULES)}")
+        for name in ("options", "first_devices"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.boundaries):
+                faults.append(f"{len(self.boundaries)} stages have {len(given)} {name.replace('_', ' ')}")
+        if self.num_submeshes is not None and self.num_submeshes < 1:
+            faults.append(f"{self.num_submeshes} submeshes were asked for; there is at least 1")
+        if self.num_submeshes not in (None, len(self.boundaries)) and self.schedule != "interleaved-1f1b":
+            faults.append(f"schedule {self.schedule!r} runs each stage on a submesh of its own; try interleaved-1f1b")
+        if faults:
+            raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
+
+    def solve(self, chains: Sequence[Chain]) -> ChainPlan:
+        """See `AbstractInter.solve`.
+
+        Raises:
+            PlanMismatchError: Units left out or in two stages, devices used twice or beyond the cluster, unknown options.
+            InfeasibleError: Nothing but memory is wrong; names each stage that has too little.
+        """
+        check_chains(chains)
+        wanted = [c for c in chains if self.num_micro_batches in (None, c.num_micro_batches)]
+        if not wanted:
+            known = ", ".join(str(c.num_micro_batches) for c in chains)
+            raise InputError(f"{self.num_micro_batches} micro-batches were asked for; there are chains for {known}.")
+        plans: list[ChainPlan] = []
+        short: list[tuple[float, Chain, tuple[str, ...]]] = []
+        for chain in wanted:
+            stages = self._stages(chain)
+            if faults := find_stage_faults(
+                chain, stages, self.schedule, num_submeshes=self.num_submeshes, check_memory=False
+            ):
+                raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
+            plan = judge_stages(chain, stages, self.schedule, num_submeshes=self.num_submeshes)
+            faults = find_stage_faults(chain, stages, self.schedule, num_submeshes=self.num_submeshes)
+            if faults:
+                short.append((plan.peak_bytes, chain, faults))
+            else:
+                plans.append(simulate_stages(chain, plan)[0])
+        if not plans:
+            raise _too_large(min(short, key=lambda entry: entry[0]))
+        return min(plans, key=lambda plan: plan.step_time_s)
+
+    def _stages(self, chain: Chain) -> list[StageChoice]:
+        names = [option.name for option in chain.options]
+        faults = [
+            f"stage {k} has an unknown option {o!r}: {nearest(o, names)}"
+            for k, o in enumerate(self.options)
+            if isinstance(o, str) and o not in names
+        ]
+        faults += [
+            f"stage {k} has option {o}, but there are {len(names)}, from 0 on"
+            for k, o in enumerate(self.options)
+            if not isinstance(o, str) and not 0 <= o < len(names)
+        ]
+        if faults:
+            raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
+        options = [names.index(o) if isinstance(o, str) else o for o in self.options]
+        firsts = self.first_devices or self._one_behind_the_other([chain.options[o].num_devices for o in options])
+        return [
+            StageChoice(first_unit=i, last_unit=j, option=o, first_device=d)
+            for (i, j), o, d in zip(self.boundaries, options, firsts)
+        ]
+
+    def _one_behind_the_other(self, sizes: list[int]) -> list[int]:
+        submeshes = self.num_submeshes or len(sizes)
+        return [sum(sizes[: k % submeshes]) for k in range(len(sizes))]
+
+
+def _too_large(shortage: tuple[float, Chain, tuple[str, ...]]) -> InfeasibleError:
+    peak_bytes, chain, faults = shortage
+    listed = "".join(f"\n  - {fault}" for fault in faults)
+    return InfeasibleError(
+        f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n"
+        "  Move units to stages with room, or choose options that recompute or split more, or more micro-batches.",
+        required_bytes=int(peak_bytes),
+        available_bytes=int(chain.memory_limit_bytes),
+    )

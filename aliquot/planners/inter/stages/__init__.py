@@ -1,0 +1,3 @@
+"""The best stages by dynamic programming, with a bound."""
+
+from ._solve import StageDP as StageDP

@@ -1,0 +1,138 @@
+"""Minimise a sum plus weighted maxima, given a way to minimise the sum while every maximum keeps within a limit.
+
+Branch and bound over boxes of limits: the least sum at a box's upper limits, plus the weighted lower limits, bounds
+everything inside. The solution found at the upper limits settles what lies above its own maxima; what lies below is cut
+in two. For one maximum, this finds the same optimum as Alpa's enumeration of all stage times as limits, without visiting
+all of them.
+
+Reference: Zheng et al., Alpa, 2022, section 5.2 (the enumeration).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ....cost import StageChoice
+
+_CLOSE = 1e-2
+_JUST_BELOW = 1e-10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Stages with the sum of their closed form and its maxima."""
+
+    stages: tuple[StageChoice, ...]
+    sum_s: float
+    maxima_s: tuple[float, ...]
+
+    def total_s(self, weights: Sequence[float]) -> float:
+        """The closed form."""
+        return self.sum_s + _dot(weights, self.maxima_s)
+
+
+Solver = Callable[[tuple[float, ...]], Found | None]
+"""The least sum whose maxima keep within limits; None if nothing does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Everything good that was found, best first; no solution is better than `bound_s` (or the caller's cutoff).
+
+    `complete` is false where the limit on the number of solves ended the search.
+    """
+
+    found: tuple[Found, ...]
+    bound_s: float
+    complete: bool
+    solves: int
+
+
+def minimise(
+    solve: Solver,
+    weights: Sequence[float],
+    lows: Sequence[float],
+    *,
+    sum_low: float,
+    cutoff_s: float,
+    relative_gap: float,
+    solve_limit: int,
+) -> Outcome:
+    """The least sum plus weighted maxima below a cutoff.
+
+    Args:
+        lows: no solution has smaller maxima.
+        sum_low: none has a smaller sum.
+        relative_gap: what is better by less is not looked for.
+    """
+    floor = sum_low + _dot(weights, lows)
+    best, found, solves, ties, pruned = cutoff_s, list[Found](), 0, 0, math.inf
+    # (bound, tie, lower limits, upper limits, what was found at these); the tie keeps the order of equal bounds.
+    boxes: list[tuple[float, int, tuple[float, ...], tuple[float, ...], Found]] = []
+    if floor >= _aim(best, relative_gap):
+        return Outcome(found=(), bound_s=floor, complete=True, solves=0)
+
+    def keep(lower: tuple[float, ...], upper: tuple[float, ...], answer: Found) -> None:
+        nonlocal pruned, ties
+        bound = answer.sum_s + _dot(weights, lower)
+        if bound >= _aim(best, relative_gap):
+            pruned = min(pruned, bound)
+        else:
+            ties += 1
+            heapq.heappush(boxes, (bound, ties, lower, upper, answer))
+
+    def visit(lower: tuple[float, ...], upper: tuple[float, ...]) -> None:
+        nonlocal best, solves
+        solves += 1
+        answer = solve(upper)
+        if answer is not None:
+            found.append(answer)
+            best = min(best, answer.total_s(weights))
+            keep(lower, upper, answer)
+
+    visit(tuple(lows), (math.inf,) * len(weights))
+    while boxes and boxes[0][0] < _aim(best, relative_gap) and solves < solve_limit:
+        bound, _, lower, upper, answer = heapq.heappop(boxes)
+        widths = [w * (high - low) for w, high, low in zip(weights, answer.maxima_s, lower)]
+        k = widths.index(max(widths))
+        # Above the second, the box holds nothing better than the best.
+        middle = min(_middle(lower[k], answer.maxima_s[k]), lower[k] + (best - bound) / weights[k])
+        if lower[k] < middle < answer.maxima_s[k]:
+            visit(lower, _replaced(upper, k, middle))
+            keep(_replaced(lower, k, middle), upper, answer)
+        else:
+            pruned = min(pruned, bound)
+    found.sort(key=lambda f: f.total_s(weights))
+    floors = [pruned, *(box[0] for box in boxes), *(f.total_s(weights) for f in found[:1])]
+    return Outcome(
+        found=tuple(found),
+        bound_s=max(min(floors), floor),
+        complete=not boxes or boxes[0][0] >= _aim(best, relative_gap),
+        solves=solves,
+    )
+
+
+def _aim(best_s: float, relative_gap: float) -> float:
+    """What is not better than this is not looked for."""
+    return best_s / (1 + relative_gap)
+
+
+def _middle(low: float, high: float) -> float:
+    """Halfway; by ratio where the limits lie far apart, and just below the upper one where they are close.
+
+    The last settles in one step whether less is possible, as maxima are few values and no continuum.
+    """
+    if high - low < _CLOSE * high:
+        return high * (1 - _JUST_BELOW)
+    return math.sqrt(low * high) if 0 < 4 * low < high else (low + high) / 2
+
+
+def _replaced(values: tuple[float, ...], k: int, value: float) -> tuple[float, ...]:
+    return (*values[:k], value, *values[k + 1 :])
+
+
+def _dot(weights: Sequence[float], values: Sequence[float]) -> float:
+    return sum(w * v for w, v in zip(weights, values) if w)

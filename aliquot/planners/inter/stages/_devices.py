@@ -1,0 +1,218 @@
+"""Stages on consecutive submeshes: the dynamic program over first units and first devices.
+
+Alpa's recursion with two additions: what a stage receives depends on how many devices its predecessor has, and how many
+micro-batches it keeps depends on how many stages there are. The second is counted only as far as it matters: first as if
+no stage kept more than one micro-batch, and further while the stages found would not fit.
+
+Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep learning, OSDI 2022,
+    section 5.2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....cost import Chain, StageChoice, Stretches, chain_in_flight, measure_form, schedule_form
+from ._boxes import Found
+from ._limits import Reach, memory_ends, reach_within, simple_lows
+from ._tables import Floats, Ints, RangeMinimum
+
+Stages = tuple[StageChoice, ...]
+
+
+class DeviceProgram:
+    """The least sum of a closed form over all stages, submeshes and options, with limits on its maxima.
+
+    Args:
+        num_stages: wanted, or None for any number.
+        limit_bytes: for each device.
+    """
+
+    def __init__(
+        self, chain: Chain, tables: Stretches, schedule: str, *, num_stages: int | None, limit_bytes: float
+    ) -> None:
+        self.chain, self.tables, self.schedule = chain, tables, schedule
+        self.form = schedule_form(schedule, tables, chain.num_micro_batches)
+        self.num_stages, self._limit_bytes = num_stages, limit_bytes
+        self._counts = chain.device_counts()
+        self._sizes, self._size_of = np.unique(self._counts, return_inverse=True)
+        self._options_at = _usable_options(chain, self._counts)
+        most = min(chain.num_units, chain.num_devices // int(self._counts.min()))
+        self._deepest = num_stages or (1 if schedule == "gpipe" else min(chain.num_micro_batches, most))
+        self._shares_bound = schedule == "zero-bubble" and num_stages is None
+        # How many following stages are told apart; grows when the stages found do not fit.
+        self._depth = num_stages or 1
+        self._memory: dict[float, Ints] = {}
+        self._transfers_s = self._transfer_tables()
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the form's maxima."""
+        return [term.weight for term in self.form.maxima]
+
+    def lows(self) -> tuple[float, list[float]]:
+        """Bounds of the sum and the maxima that need no search."""
+        return simple_lows(self.chain, self.tables, self.form, self.chain.num_devices)
+
+    def solve(self, limits_s: tuple[float, ...]) -> Found | None:
+        """The least sum whose maxima keep within limits; None if there are no such stages."""
+        reach = reach_within(
+            self.chain, self.tables, self.form, limits_s, self._transfers_s.reshape(-1, self.chain.num_units)
+        )
+        stages = self._shared_search(reach) if self._shares_bound else self._deepening_search(reach)
+        if stages is None:
+            return None
+        sum_s, maxima_s = measure_form(self.chain, self.form, stages)
+        return Found(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
+
+    def _deepening_search(self, reach: Reach) -> Stages | None:
+        """Where a stage keeps what the stages behind it ask for, or where their number is given."""
+        while True:
+            run = self._run(reach, self._kept(self._depth, self.num_stages), self.num_stages)
+            if run is None or self._depth >= self._deepest or self._fits(run[1]):
+                return run[1] if run else None
+            self._depth = min(2 * self._depth, self._deepest)
+
+    def _shared_search(self, reach: Reach) -> Stages | None:
+        """Where every stage keeps as much as there are stages: each number by itself, while more could be better.
+
+        If no stage keeps more than k micro-batches, the least sum bounds all pipelines of k stages or more; if what
+        attains it fits with all that it keeps, none of these is better.
+        """
+        best: tuple[float, Stages] | None = None
+        for count in range(1, self._deepest + 1):
+            bound = self._run(reach, self._kept(count, count)[-1:], None)
+            if bound is None or (best and bound[0] >= best[0]):
+                break
+            if self._fits(bound[1]):
+                return bound[1]
+            run = self._run(reach, self._kept(count, count), count)
+            best = run if run and (best is None or run[0] < best[0]) else best
+        return best[1] if best else None
+
+    def _kept(self, depth: int, num_stages: int | None) -> tuple[float, ...]:
+        """Micro-batches kept by stages with 0, 1, ... stages behind them."""
+        total = num_stages or depth
+        kept = chain_in_flight(self.schedule, self.chain.num_micro_batches, total, total)
+        return tuple(kept[::-1][:depth].tolist())
+
+    def _fits(self, stages: Stages) -> bool:
+        count = len(stages)
+        kept = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, count)
+        option, first, last = (np.array([getattr(s, n) for s in stages]) for n in ("option", "first_unit", "last_unit"))
+        needed = self.tables.stage_bytes(option, first, last, kept)
+        return bool((needed <= self._limit_bytes).all())
+
+    def _transfer_tables(self) -> Floats:
+        """[2, sizes + 1, U]: one way in front of each unit, inside and between hosts, by the smaller side's size.
+
+        The last entry of the sizes stands for the first stage, which receives nothing.
+        """
+        chain = self.chain
+        table = np.zeros((2, len(self._sizes) + 1, chain.num_units))
+        for crosses in (0, 1):
+            for k, size in enumerate(self._sizes):
+                table[crosses, k, 1:] = chain.transfer_s(chain.boundary_bytes[:-1], size, size, bool(crosses))
+        return table
+
+    def _memory_ends(self, kept: tuple[float, ...]) -> Ints:
+        """[O, depth, U]."""
+        for count in kept:
+            if count not in self._memory:
+                every = np.arange(len(self._counts))
+                self._memory[count] = memory_ends(self.chain, self.tables, every, count, self._limit_bytes)
+        return np.stack([self._memory[count] for count in kept], axis=1)
+
+    def _run(self, reach: Reach, kept: tuple[float, ...], num_stages: int | None) -> tuple[float, Stages] | None:
+        """The recursion from the last device to the first: the least sum, and its stages.
+
+        Args:
+            kept: micro-batches kept by the last stage, the one before it, and so on; where the number of stages is not
+                given, the last entry is for all before.
+        """
+        chain, units, depth = self.chain, self.chain.num_units, len(kept)
+        memory = self._memory_ends(kept)
+        # least[d, p, k, i]: of units i and later on devices d and later, in k stages (`depth` or more for the last),
+        # behind a stage of size p.
+        least = np.full((chain.num_devices + 1, len(self._sizes) + 1, depth + 1, units + 1), np.inf)
+        least[-1, :, 0, units] = 0
+        for d in sorted(self._options_at, reverse=True):
+            options = self._options_at[d]
+            ahead = self._ahead(least, d, options, num_stages) + self.form.sums[options, None, :]
+            sizes = self._sizes_before(d)
+            ends, extra = self._edge(reach, d, sizes, options)
+            ends = np.minimum(ends[:, :, None, :], memory[options])
+            found = RangeMinimum(ahead).of(np.arange(1, units + 1), ends)
+            found = found + (extra - self.form.sums[options, :-1])[:, :, None, :]
+            least[d, sizes, 1:, :units] = found.min(axis=1)
+        first = least[0, -1, 1:, 0]
+        count = num_stages or int(first.argmin()) + 1
+        if not np.isfinite(first[count - 1]):
+            return None
+        return float(first[count - 1]), self._walk(least, reach, memory, count, num_stages)
+
+    def _ahead(self, least: Floats, device: int, options: Ints, num_stages: int | None) -> Floats:
+        """[options, depth, U + 1]: what follows a stage on these devices, which then is one of 1, 2, ... stages."""
+        after = least[device + self._counts[options], self._size_of[options]]
+        ahead = after[:, :-1]
+        if num_stages is None:
+            ahead = ahead.copy()
+            np.minimum(ahead[:, -1], after[:, -1], out=ahead[:, -1])
+        return np.asarray(ahead)
+
+    def _sizes_before(self, device: int) -> Ints:
+        """Sizes that a stage ending in front of a device can have; the last entry for the first stage."""
+        if device == 0:
+            return np.array([len(self._sizes)])
+        return np.array([k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))])
+
+    def _edge(self, reach: Reach, device: int, sizes: Ints, options: Ints) -> tuple[Ints, Floats]:
+        """For each size before and option: ends of stages, and what the edge adds to the sum, [sizes, options, U]."""
+        crosses = int(self.chain.num_hosts > 1 and device % self.chain.devices_per_host == 0)
+        # The first stage's entry comes after all sizes, so it must not be taken for a large one.
+        smaller = np.where(
+            sizes[:, None] == len(self._sizes), sizes[:, None], np.minimum(sizes[:, None], self._size_of[options])
+        )
+        row = crosses * (len(self._sizes) + 1) + smaller
+        ends = reach.ends[row if len(reach.ends) > 1 else np.zeros((1, 1), np.int64), options]
+        return ends, self.form.transfers * self._transfers_s[crosses, smaller] + reach.blocked[row]
+
+    def _walk(self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None) -> Stages:
+        """The stages of the least value, found again from the front."""
+        stages: list[StageChoice] = []
+        device, unit, size = 0, 0, len(self._sizes)
+        sums, steps = self.form.sums, np.arange(self.chain.num_units + 1)
+        while unit < self.chain.num_units:
+            options = self._options_at[device]
+            ends, extra = self._edge(reach, device, np.array([size]), options)
+            end = np.minimum(ends[0, :, unit], memory[options, count - 1, unit])[:, None]
+            values = (
+                self._ahead(least, device, options, num_stages)[:, count - 1]
+                + sums[options]
+                + (extra[0, :, unit] - sums[options, unit])[:, None]
+            )
+            values = np.where((steps > unit) & (steps <= end), values, np.inf)
+            o, last = np.unravel_index(values.argmin(), values.shape)
+            stages.append(
+                StageChoice(first_unit=unit, last_unit=int(last), option=int(options[o]), first_device=device)
+            )
+            device, unit, size = device + int(self._counts[options[o]]), int(last), int(self._size_of[options[o]])
+            after = least[device, size, :, unit]
+            count -= not (num_stages is None and count == least.shape[2] - 1 and after[count] <= after[count - 1])
+        return tuple(stages)
+
+
+def _usable_options(chain: Chain, counts: Ints) -> dict[int, Ints]:
+    """By first device, the options that fit there and leave devices that others can fill exactly."""
+    filled = {chain.num_devices}
+    usable: dict[int, Ints] = {}
+    for d in range(chain.num_devices - 1, -1, -1):
+        fitting = [o for o, n in enumerate(counts) if chain.fits_at(d, int(n)) and d + int(n) in filled]
+        if fitting:
+            usable[d] = np.array(fitting)
+            filled.add(d)
+    reached = {0}
+    for d in sorted(usable):
+        if d in reached:
+            reached |= {d + int(n) for n in counts[usable[d]]}
+    return {d: options for d, options in usable.items() if d in reached}

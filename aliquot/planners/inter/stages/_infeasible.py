@@ -1,0 +1,125 @@
+"""The answer when no stages fit: the smallest that there are, the parts of their memory, and what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ....core import InfeasibleError, format_bytes
+from ....cost import Chain, ChainPlan, Stretches, judge_stages
+from ._devices import DeviceProgram
+from ._rounds import RoundsProgram, round_counts
+
+_PRECISION = 1e-3
+
+
+def nothing_fits(chains: Sequence[Chain], schedules: Sequence[str], num_stages: int | None) -> InfeasibleError:
+    """The error to raise, with the smallest need over all chains and schedules, to within 0.1 %."""
+    plans = [(plan, chain) for chain in chains for name in schedules if (plan := _smallest(chain, name, num_stages))]
+    wanted = "" if num_stages is None else f" of {num_stages} stages"
+    if not plans:
+        return InfeasibleError(_no_layout(chains[0], num_stages))
+    plan, chain = min(plans, key=lambda found: found[0].peak_bytes)
+    k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)
+    figures, stage = plan.figures[k], plan.stages[k]
+    chunks = len(plan.stages) // plan.num_submeshes
+    parts = {
+        "state": chunks * figures.state_bytes,
+        "activations in flight": chunks * figures.held_bytes,
+        "working memory": chunks * figures.working_bytes,
+    }
+    listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
+    limit = chain.memory_limit_bytes
+    names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
+    return InfeasibleError(
+        f"No pipeline{wanted} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(limit)} usable on "
+        f"each).\n"
+        f"  The smallest found, {plan.schedule} with {len(plan.stages)} stages and {plan.num_micro_batches} micro-batches, "
+        f"needs {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]}, "
+        f"{chain.options[stage.option].name}): {listed}.\n"
+        f"  {_remedy(chains, plan, parts, limit, num_stages)}",
+        required_bytes=int(figures.peak_bytes),
+        available_bytes=int(limit),
+        parts=parts,
+    )
+
+
+def _smallest(chain: Chain, schedule: str, num_stages: int | None) -> ChainPlan | None:
+    """Stages whose fullest device needs least; None if there are none at all."""
+    tables = Stretches.of(chain)
+    if schedule != "interleaved-1f1b":
+        return _bisect(
+            chain,
+            schedule,
+            lambda limit: DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit),
+        )
+    # Two chunks stand for more, which keep more in flight.
+    rounds = round_counts(chain, num_stages, 2 if num_stages is None else chain.num_units)
+    plans = [
+        _bisect(
+            chain,
+            schedule,
+            lambda limit, n=n, v=v: RoundsProgram(  # type: ignore[misc]
+                chain, tables, num_submeshes=n, chunks=v, limit_bytes=limit
+            ),
+        )
+        for n, v in rounds
+    ]
+    return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
+
+
+def _bisect(chain: Chain, schedule: str, make: Callable[[float], DeviceProgram | RoundsProgram]) -> ChainPlan | None:
+    """The stages of the least limit under which there are any."""
+
+    def under(limit_bytes: float) -> ChainPlan | None:
+        program = make(limit_bytes)
+        found = program.solve((math.inf,) * len(program.weights))
+        if found is None:
+            return None
+        submeshes = program.num_submeshes if isinstance(program, RoundsProgram) else None
+        return judge_stages(chain, found.stages, schedule, num_submeshes=submeshes)
+
+    best = under(math.inf)
+    low = 0.0
+    while best is not None and low < best.peak_bytes * (1 - _PRECISION):
+        middle = (low + best.peak_bytes) / 2
+        smaller = under(middle)
+        if smaller is None:
+            low = middle
+        else:
+            best = smaller
+    return best
+
+
+def _no_layout(chain: Chain, num_stages: int | None) -> str:
+    """Why there are no stages at all, whatever the memory."""
+    sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
+    wanted = "no stages use" if num_stages is None else f"no {num_stages} stages use"
+    return (
+        f"With the submeshes offered ({sizes}), {wanted} all of {chain.num_hosts}x{chain.devices_per_host} devices and "
+        f"run all {chain.num_units} units.\n"
+        "  Offer submeshes that fill the cluster, such as one of all devices, or another number of stages."
+    )
+
+
+def _remedy(
+    chains: Sequence[Chain], plan: ChainPlan, parts: dict[str, float], limit: float, num_stages: int | None
+) -> str:
+    """What would make it fit."""
+    chain = chains[0]
+    moving = parts["activations in flight"] + parts["working memory"]
+    fixed = parts["state"]
+    advice = []
+    if plan.schedule != "gpipe" and fixed < limit:
+        factor = 2
+        while fixed + moving / factor > limit and factor < 1024:
+            factor *= 2
+        most = max(c.num_micro_batches for c in chains)
+        advice.append(f"{plan.num_micro_batches * factor} micro-batches (now at most {most})")
+    if all(option.recompute == "none" for option in chain.options) and fixed < limit:
+        advice.append("options that recompute in the backward pass")
+    if num_stages is not None:
+        advice.append("another number of stages")
+    needed = math.ceil(chain.num_devices * sum(parts.values()) / limit)
+    advice.append(f"about {max(needed, chain.num_devices + 1)} such devices (now {chain.num_devices})")
+    return "It could fit with " + ", or ".join(advice) + "."

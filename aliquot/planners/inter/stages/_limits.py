@@ -1,0 +1,80 @@
+"""How far a stage may reach under limits on time and memory, and simple bounds that need no search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....cost import Chain, ScheduleForm, Stretches
+from ._tables import Floats, Ints, last_true, last_within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reach:
+    """Ends of stages under limits on a closed form's maxima.
+
+    Attributes:
+        ends: [T, O, U], the largest end of a stage for each of T transfer tables in front of it; T is 1 where transfers
+            do not count towards a stage's pace.
+        blocked: [T', U], infinite where the transfer itself takes longer than a limit, else 0.
+    """
+
+    ends: Ints
+    blocked: Floats
+
+
+def reach_within(
+    chain: Chain, tables: Stretches, form: ScheduleForm, limits_s: Sequence[float], transfers_s: Floats
+) -> Reach:
+    """Ends of stages whose figures keep within limits, one for each maximum of the form.
+
+    Args:
+        transfers_s: [T, U], the transfer over the edge in front of a stage that begins at a unit, one way.
+    """
+    ends = tables.last_end[None]
+    blocked = np.zeros(transfers_s.shape)
+    for term, limit in zip(form.maxima, limits_s):
+        if np.isinf(limit):
+            continue
+        left = np.full((1, 1, 1), limit)
+        if chain.overlaps_transfers:
+            blocked[term.link * transfers_s > limit * (1 + 1e-12)] = np.inf
+        elif term.transfers:
+            left = limit - term.transfers * transfers_s[:, None, :]
+        shape = (left.shape[0], *tables.last_end.shape)
+        ends = np.minimum(ends, last_within(term.sums, np.broadcast_to(left, shape)))
+    return Reach(ends=ends, blocked=blocked)
+
+
+def memory_ends(
+    chain: Chain, tables: Stretches, options: Ints, in_flight: float, limit_bytes: float, chunks: int = 1
+) -> Ints:
+    """[len(options), U], the largest end of a stage that fits into memory while it keeps `in_flight` micro-batches."""
+    rows = options[:, None]
+    starts = np.arange(chain.num_units)[None, :]
+
+    def fits(ends: Ints) -> NDArray[np.bool_]:
+        return tables.stage_bytes(rows, starts, ends, in_flight, chunks) <= limit_bytes
+
+    return last_true((len(options), chain.num_units), chain.num_units, fits)
+
+
+def simple_lows(chain: Chain, tables: Stretches, form: ScheduleForm, num_places: float) -> tuple[float, list[float]]:
+    """Bounds of a form's sum and of each maximum that hold for any stages.
+
+    A stage's device-seconds are at least those of its units' cheapest options, and the stage that exceeds the average
+    of all devices is there in every plan.
+
+    Args:
+        num_places: devices, counted once for each stage that runs on them.
+    """
+    runs = tables.last_end > np.arange(chain.num_units)
+    counts = chain.device_counts()[:, None]
+
+    def least(sums: Floats, times: Ints | int) -> float:
+        return float(np.where(runs, np.diff(sums, axis=1) * times, np.inf).min(axis=0).sum())
+
+    return least(form.sums, 1), [least(term.sums, counts) / num_places for term in form.maxima]

@@ -1,0 +1,156 @@
+"""`StageDP`: the best stages over schedules and numbers of micro-batches, with a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ....core import InputError, nearest
+from ....cost import CHAIN_SCHEDULES, Chain, ChainPlan, Stretches, judge_stages
+from .._base import AbstractInter, check_chains
+from .._simulated import fastest_simulated
+from ._boxes import Outcome, minimise
+from ._devices import DeviceProgram
+from ._infeasible import nothing_fits
+from ._rounds import RoundsProgram, round_counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDP(AbstractInter):
+    """Alpa's dynamic program over stages, exact for the closed forms of `schedule_form`.
+
+    Searched are all cuts between units, all options for each stage, all submeshes that take consecutive devices and
+    together use all of them, the schedules named here, and the given chains' numbers of micro-batches. With interleaved
+    schedules, submeshes are equal and each chunk fits into an equal share of its device's memory.
+
+    Attributes:
+        schedules: to choose from. gpipe is never faster than 1f1b in closed form and keeps more; it is there to compare.
+        num_stages: wanted (chunks counted), or None for any number.
+        most_chunks: on one submesh.
+        simulated: how many of the best plans by closed form are simulated; the fastest of them is the answer.
+        relative_gap: improvements below it are not looked for; the bound accounts for them.
+        solve_limit: dynamic programs for each chain and schedule; after it the bound is less tight.
+
+    Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep learning, OSDI
+        2022, section 5.2.
+    """
+
+    schedules: tuple[str, ...] = ("1f1b", "zero-bubble", "interleaved-1f1b")
+    num_stages: int | None = None
+    most_chunks: int = 4
+    simulated: int = 6
+    relative_gap: float = 1e-4
+    solve_limit: int = 2000
+
+    def __post_init__(self) -> None:
+        if not self.schedules:
+            raise InputError(f"No schedule to choose from. Known: {', '.join(CHAIN_SCHEDULES)}.")
+        for name in self.schedules:
+            if name not in CHAIN_SCHEDULES:
+                raise InputError(f"Unknown schedule {name!r}: {nearest(name, CHAIN_SCHEDULES)}")
+        if self.simulated < 1:
+            raise InputError(f"{self.simulated} plans are to be simulated; the answer is one of them, so at least 1.")
+        if self.num_stages is not None and self.num_stages < 1:
+            raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
+
+    def solve(self, chains: Sequence[Chain]) -> ChainPlan:
+        """See `AbstractInter.solve`.
+
+        The bound is one of closed forms and holds for everything that this planner may choose; so does the status, which
+        says how well the least closed form is known. The answer's own closed form may lie above that where simulation
+        prefers it.
+        """
+        check_chains(chains)
+        _check_count(chains[0], self.num_stages)
+        searched = self._search(chains)
+        if not searched.plans:
+            raise nothing_fits(chains, self.schedules, self.num_stages)
+        fastest = fastest_simulated(searched.plans, self.simulated)
+        assert fastest is not None, "what fits by the bounds on micro-batches in flight fits when simulated"
+        best_s = searched.plans[0][0].closed_form_s
+        bound_s = min(best_s, searched.bound_s)
+        proved = "optimal" if best_s - bound_s <= 1e-9 * bound_s else "optimal within the gap"
+        return replace(
+            fastest,
+            lower_bound_s=bound_s,
+            bound_holds_for="closed forms of all stages on consecutive submeshes with the given options",
+            status=proved if searched.complete else "solve limit",
+        )
+
+    def _search(self, chains: Sequence[Chain]) -> _Searched:
+        """All runs, those with the smallest bounds searched."""
+        runs = [
+            _Run(program=program, schedule=schedule)
+            for chain in chains
+            for schedule in self.schedules
+            for program in self._programs(chain, schedule)
+        ]
+        best_s, bound_s, complete = math.inf, math.inf, True
+        plans: list[tuple[ChainPlan, Chain]] = []
+        for run in sorted(runs, key=lambda run: run.floor_s):
+            outcome = run.search(best_s, self)
+            bound_s, complete = min(bound_s, outcome.bound_s), complete and outcome.complete
+            for found in outcome.found[: self.simulated]:
+                plan = judge_stages(run.program.chain, found.stages, run.schedule, num_submeshes=run.num_submeshes)
+                plans.append((plan, run.program.chain))
+                best_s = min(best_s, plan.closed_form_s)
+        plans.sort(key=lambda entry: entry[0].closed_form_s)
+        return _Searched(plans=tuple(plans), bound_s=bound_s, complete=complete)
+
+    def _programs(self, chain: Chain, schedule: str) -> list[DeviceProgram | RoundsProgram]:
+        tables, limit = Stretches.of(chain), chain.memory_limit_bytes
+        if schedule != "interleaved-1f1b":
+            return [DeviceProgram(chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit)]
+        return [
+            RoundsProgram(chain, tables, num_submeshes=n, chunks=v, limit_bytes=limit)
+            for n, v in round_counts(chain, self.num_stages, self.most_chunks)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Searched:
+    """Plans that were found, best first, each with its chain."""
+
+    plans: tuple[tuple[ChainPlan, Chain], ...]
+    bound_s: float
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """One program to search: a chain under a schedule."""
+
+    program: DeviceProgram | RoundsProgram
+    schedule: str
+
+    @property
+    def num_submeshes(self) -> int | None:
+        return self.program.num_submeshes if isinstance(self.program, RoundsProgram) else None
+
+    @property
+    def floor_s(self) -> float:
+        sum_low, lows = self.program.lows()
+        return sum_low + sum(w * low for w, low in zip(self.program.weights, lows))
+
+    def search(self, cutoff_s: float, planner: StageDP) -> Outcome:
+        sum_low, lows = self.program.lows()
+        return minimise(
+            self.program.solve,
+            self.program.weights,
+            lows,
+            sum_low=sum_low,
+            cutoff_s=cutoff_s,
+            relative_gap=planner.relative_gap,
+            solve_limit=planner.solve_limit,
+        )
+
+
+def _check_count(chain: Chain, num_stages: int | None) -> None:
+    if num_stages is None:
+        return
+    if num_stages > chain.num_units:
+        raise InputError(
+            f"{num_stages} stages were asked for, but the step has {chain.num_units} units to cut between.\n"
+            f"  Ask for at most {chain.num_units} stages, or cut the step into more layers."
+        )

@@ -1,0 +1,151 @@
+"""StageDP against all ways to cut small chains, and what it says when nothing fits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planners.inter.chains import GEOMETRIES, compare, even_chain, random_chain
+
+from aliquot.core import InfeasibleError, InputError
+from aliquot.cost import find_stage_faults, judge_stages
+from aliquot.planners.inter import Grid, StageDP
+
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("part", range(4))
+def test_equals_trying_all(schedule, part):
+    """Without a memory limit, at limits that bind, and below the smallest peak; see benchmarks/inter_brute_force.py."""
+    first = 1000 * SCHEDULES.index(schedule) + part
+    found = [c for seed in range(first, first + 56, 4) for c in compare(seed, schedule)]
+    assert len({c.seed for c in found}) == 14
+    assert [c for c in found if c.difference > 1e-9 or c.bound_exceeds] == []
+    assert sum(c.best_s is None for c in found) >= 5
+    assert sum(c.binds for c in found) >= 1
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_number_of_stages_is_honoured(schedule, num_stages):
+    found = [c for seed in range(6) for c in compare(seed, schedule, num_stages=num_stages)]
+    assert found and [c for c in found if c.difference > 1e-9] == []
+
+
+def test_more_stages_than_units():
+    chain = even_chain(4, devices=8)
+    with pytest.raises(InputError, match="5 stages were asked for, but the step has 4 units"):
+        StageDP(num_stages=5).solve([chain])
+    with pytest.raises(InfeasibleError, match="no 4 stages use all of 1x2 devices"):
+        StageDP(num_stages=4, schedules=("1f1b",)).solve([even_chain(4, devices=2)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"schedules": ()}, "No schedule"),
+        ({"schedules": ("1b1f",)}, "did you mean '1f1b'"),
+        ({"num_stages": 0}, "at least 1"),
+        ({"simulated": 0}, "at least 1"),
+    ],
+)
+def test_wrong_settings(wrong, message):
+    with pytest.raises(InputError, match=message):
+        StageDP(**wrong)
+
+
+def test_chains_must_belong_together():
+    chain = even_chain(4, devices=2)
+    for chains, message in (
+        ([], "No chain"),
+        ([chain, chain], "same number"),
+        ([chain, replace(even_chain(5, devices=2), num_micro_batches=9)], "different steps"),
+    ):
+        with pytest.raises(InputError, match=message):
+            StageDP().solve(chains)
+
+
+def test_the_best_number_of_micro_batches_is_chosen():
+    """Twice the micro-batches of half the time each: less bubble, until each costs something by itself."""
+    chains = []
+    for count in (2, 4, 8, 16, 32):
+        chain = even_chain(8, devices=4, micro_batches=count)
+        chains.append(replace(chain, forward_s=chain.forward_s * 32 / count + 0.4, memory_limit_bytes=20.0))
+    alone = [StageDP(schedules=("1f1b",), simulated=1).solve([c]) for c in chains]
+    plan = StageDP(schedules=("1f1b",), simulated=1).solve(chains)
+    assert plan.closed_form_s == pytest.approx(min(p.closed_form_s for p in alone), rel=1e-3)
+    assert plan.num_micro_batches not in (2, 32)
+    assert plan.lower_bound_s <= min(p.closed_form_s for p in alone)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_grid_is_better(seed):
+    rng = np.random.default_rng(seed)
+    chain = random_chain(rng, num_units=int(rng.integers(4, 12)), geometry=GEOMETRIES[seed % len(GEOMETRIES)])
+    options = tuple(replace(o, dp=o.num_devices, tp=1) for o in chain.options)
+    chain = replace(chain, options=options)
+    try:
+        grid = Grid().solve([chain])
+    except InputError:
+        return
+    best = StageDP(schedules=("1f1b",), simulated=1, relative_gap=0.0).solve([chain])
+    assert best.closed_form_s <= grid.closed_form_s * (1 + 1e-9)
+    assert best.lower_bound_s <= grid.closed_form_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_answers_pass_the_judge(schedule):
+    """A middle-sized chain with a limit that binds: usable, priced as the judge does, simulated."""
+    chain = random_chain(np.random.default_rng(3), num_units=24, geometry=(2, 4), most_options=8)
+    free = StageDP(schedules=(schedule,)).solve([chain])
+    chain = replace(chain, memory_limit_bytes=free.peak_bytes * 0.9)
+    plan = StageDP(schedules=(schedule,)).solve([chain])
+    submeshes = plan.num_submeshes
+    assert find_stage_faults(chain, plan.stages, schedule, num_submeshes=submeshes) == ()
+    judged = judge_stages(chain, plan.stages, schedule, num_submeshes=submeshes)
+    assert judged.closed_form_s == plan.closed_form_s >= free.lower_bound_s
+    assert plan.lower_bound_s <= plan.closed_form_s
+    assert plan.status in ("optimal", "optimal within the gap") and "consecutive" in plan.bound_holds_for
+    assert plan.step_time_s == pytest.approx(plan.closed_form_s, rel=0.5)
+
+
+@pytest.mark.parametrize("num_units", [40, 96])
+def test_long_chains_are_cut_exactly(num_units):
+    """Equal units: what the dynamic program finds is what all cuts into 1, 2, 4 and 8 stages of equal options give."""
+    chain = even_chain(num_units, devices=4, micro_batches=8)
+    plan = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, num_stages=4).solve([chain])
+    assert [s.last_unit - s.first_unit for s in plan.stages] == [num_units // 4] * 4
+    uneven = replace(chain, memory_limit_bytes=float(num_units // 4 * 4 + num_units // 4 * 3 + 2))
+    plan = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, num_stages=4).solve([uneven])
+    sizes = [s.last_unit - s.first_unit for s in plan.stages]
+    assert sizes[0] < num_units // 4 < max(sizes) and plan.peak_bytes <= uneven.memory_limit_bytes
+
+
+def test_a_solve_limit_keeps_the_bound_honest():
+    chain = random_chain(np.random.default_rng(5), num_units=12, geometry=(2, 2))
+    exact = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9).solve([chain])
+    hasty = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, solve_limit=1).solve([chain])
+    assert hasty.lower_bound_s <= exact.closed_form_s <= hasty.closed_form_s * (1 + 1e-9)
+    assert hasty.status == "solve limit" or hasty.gap < 1e-6
+
+
+@pytest.mark.parametrize("limit", [9.0, 13.0])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_infeasible_says_the_smallest_need(schedule, limit):
+    chain = replace(even_chain(8, devices=4, micro_batches=8), memory_limit_bytes=limit)
+    with pytest.raises(InfeasibleError) as caught:
+        StageDP(schedules=(schedule,)).solve([chain])
+    error = caught.value
+    assert error.required_bytes > error.available_bytes == int(limit)
+    assert sum(error.parts.values()) == pytest.approx(error.required_bytes, abs=1)
+    assert set(error.parts) == {"state", "activations in flight", "working memory"}
+    for said in ("The smallest found", "on stage", "It could fit with", "such devices (now 4)"):
+        assert said in str(error)
+    assert ("options that recompute" in str(error)) == (limit > error.parts["state"])
+
+
+def test_submeshes_that_cannot_fill_the_cluster():
+    chain = even_chain(4, devices=4)
+    three = tuple(replace(option, submesh=(1, 3), mesh_shape=(3,)) for option in chain.options)
+    with pytest.raises(InfeasibleError, match=r"submeshes offered \(1x3\), no stages use all of 1x4"):
+        StageDP().solve([replace(chain, options=three)])
