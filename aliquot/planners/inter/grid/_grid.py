@@ -26,7 +26,7 @@ class Grid(AbstractInter):
     Reference: Narayanan et al., Efficient large-scale language model training on GPU clusters using Megatron-LM, 2021.
     """
 
-    simulated: int = 6
+    simulated: int = 3
 
     def solve(self, chains: Sequence[Chain]) -> ChainPlan:
         """See `AbstractInter.solve`."""

@@ -28,7 +28,7 @@ class StageDP(AbstractInter):
         schedules: to choose from. gpipe is never faster than 1f1b in closed form and keeps more; it is there to compare.
         num_stages: wanted (chunks counted), or None for any number.
         most_chunks: on one submesh.
-        simulated: how many of the best plans by closed form are simulated; the fastest of them is the answer.
+        simulated: how many of each schedule's best plans by closed form are simulated; the fastest is the answer.
         relative_gap: improvements below it are not looked for; the bound accounts for them.
         solve_limit: dynamic programs for each chain and schedule; after it the bound is less tight.
 
@@ -39,7 +39,7 @@ class StageDP(AbstractInter):
     schedules: tuple[str, ...] = ("1f1b", "zero-bubble", "interleaved-1f1b")
     num_stages: int | None = None
     most_chunks: int = 4
-    simulated: int = 6
+    simulated: int = 3
     relative_gap: float = 1e-4
     solve_limit: int = 2000
 
@@ -79,22 +79,24 @@ class StageDP(AbstractInter):
         )
 
     def _search(self, chains: Sequence[Chain]) -> _Searched:
-        """All runs, those with the smallest bounds searched."""
+        """All runs, those with the smallest bounds first."""
         runs = [
             _Run(program=program, schedule=schedule)
             for chain in chains
             for schedule in self.schedules
             for program in self._programs(chain, schedule)
         ]
-        best_s, bound_s, complete = math.inf, math.inf, True
+        # A cutoff for each schedule: closed forms are not equally far from the simulation that has the last word.
+        best_s = dict.fromkeys(self.schedules, math.inf)
+        bound_s, complete = math.inf, True
         plans: list[tuple[ChainPlan, Chain]] = []
         for run in sorted(runs, key=lambda run: run.floor_s):
-            outcome = run.search(best_s, self)
+            outcome = run.search(best_s[run.schedule], self)
             bound_s, complete = min(bound_s, outcome.bound_s), complete and outcome.complete
             for found in outcome.found[: self.simulated]:
                 plan = judge_stages(run.program.chain, found.stages, run.schedule, num_submeshes=run.num_submeshes)
                 plans.append((plan, run.program.chain))
-                best_s = min(best_s, plan.closed_form_s)
+                best_s[run.schedule] = min(best_s[run.schedule], plan.closed_form_s)
         plans.sort(key=lambda entry: entry[0].closed_form_s)
         return _Searched(plans=tuple(plans), bound_s=bound_s, complete=complete)
 
