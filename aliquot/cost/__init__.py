@@ -35,6 +35,8 @@ from ._memory import MemoryModel as MemoryModel
 from ._memory import converted as converted
 from ._memory import memory_model as memory_model
 from ._memory import timeline as timeline
+from ._phases import PhaseCosts as PhaseCosts
+from ._phases import phase_costs as phase_costs
 from ._pipeline import PipelineTimes as PipelineTimes
 from ._pipeline import StageCosts as StageCosts
 from ._pipeline import closed_form_s as closed_form_s

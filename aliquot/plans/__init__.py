@@ -29,6 +29,7 @@ from ._plan import Plan as Plan
 from ._plan import Prediction as Prediction
 from ._plan import Provenance as Provenance
 from ._plan import StagePlan as StagePlan
+from ._plan import StagePrediction as StagePrediction
 from ._schedules import SCHEDULES as SCHEDULES
 from ._schedules import Schedule as Schedule
 from ._schedules import Task as Task

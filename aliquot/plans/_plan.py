@@ -62,6 +62,32 @@ class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     label: str = ""
 
 
+class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one stage of a pipeline is estimated to cost on each of its devices.
+
+    Attributes:
+        forward_s, backward_s, weight_gradient_s: for one micro-batch; the last is the part of the backward pass that
+            nothing waits for until the update.
+        update_s: once a step, gradient synchronisation included.
+        transfer_s: to the next stage, for one micro-batch, in one direction.
+        bubble: the share of the step in which the stage's devices wait.
+        in_flight: the most micro-batches whose residuals it keeps.
+        peak_memory_bytes: `memory_bytes` by part add up to it.
+        collectives: those of a step.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_gradient_s: float
+    update_s: float
+    transfer_s: float
+    bubble: float
+    in_flight: int
+    peak_memory_bytes: float
+    memory_bytes: dict[str, float]
+    collectives: tuple[CollectiveUse, ...]
+
+
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of the pipeline; a plan without a pipeline has one.
 
@@ -71,6 +97,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         outputs: the same for each output path.
         interior: the decisions inside, once for each distinct segment.
         data_axes: axes that split nothing but the batch.
+        first_device: where its submesh begins in the cluster; it takes consecutive devices.
+        first_layer, layer_names: the layers that it runs; none without a pipeline.
+        recompute: whether the backward pass works everything out again from what enters the stage.
+        prediction: what it costs; None without a pipeline, where the plan's own says it all.
     """
 
     mesh_shape: tuple[int, ...]
@@ -79,13 +109,19 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     outputs: dict[str, tuple[tuple[str, ...], ...]]
     interior: tuple[OpSharding, ...]
     data_axes: tuple[str, ...] = ()
+    first_device: int = 0
+    first_layer: int = 0
+    layer_names: tuple[str, ...] = ()
+    recompute: bool = False
+    prediction: StagePrediction | None = None
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the plan is estimated to cost on each device.
 
-    The step takes `compute_s + communication_s + gradient_s - hidden_s`. `memory_bytes` are the parts alive at the
-    worst moment and add up to `peak_memory_bytes`.
+    The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline these are figures of
+    its busiest stage, and `bubble_s` is what it waits for the others; memory is that of the fullest stage.
+    `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`.
     """
 
     step_time_s: float
@@ -98,6 +134,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory_bytes: dict[str, float]
     peak_moment: str
     collectives: tuple[CollectiveUse, ...]
+    bubble_s: float = 0.0
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +184,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         num_micro_batches: into how many parts a step's batch is cut.
         micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch alone.
         combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal"); empty for one.
-        schedule: order of stages and micro-batches; "none" without a pipeline.
+        schedule: order of stages and micro-batches, see `SCHEDULES`; "none" without a pipeline.
+        num_submeshes: stage `k` runs on submesh `k % num_submeshes`; fewer than stages where these are interleaved.
+        layers: how the step was cut into layers: a path pattern, a number, or nothing for every good place.
+        scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay whole.
         stages: see `StagePlan`.
         notes: remarks for the reader, such as dims that could not be split.
         prediction, provenance: see there.
@@ -166,6 +206,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     micro_batch_semantics: str = "exact"
     combine: dict[str, str] = {}
     schedule: str = "none"
+    num_submeshes: int = 1
+    layers: str = ""
+    scan_bounds: tuple[int, ...] = ()
     stages: tuple[StagePlan, ...]
     notes: tuple[str, ...] = ()
     prediction: Prediction

@@ -207,6 +207,7 @@ def _sums(plan: Plan) -> Iterator[str]:
         "communication_s": p.communication_s,
         "gradient_s": p.gradient_s,
         "hidden_s": p.hidden_s,
+        "bubble_s": p.bubble_s,
         "peak_memory_bytes": p.peak_memory_bytes,
         "memory_limit_bytes": p.memory_limit_bytes,
         **{f"memory_bytes.{part}": value for part, value in p.memory_bytes.items()},
@@ -217,7 +218,7 @@ def _sums(plan: Plan) -> Iterator[str]:
     parts_bytes = sum(p.memory_bytes.values())
     if not math.isclose(parts_bytes, p.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
         yield f"the parts of memory add up to {parts_bytes:.0f} bytes, not to the peak of {p.peak_memory_bytes:.0f}"
-    parts_s = p.compute_s + p.communication_s + p.gradient_s - p.hidden_s
+    parts_s = p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s
     if not math.isclose(parts_s, p.step_time_s, rel_tol=_TOLERANCE, abs_tol=1e-12):
         yield f"the parts of the step time add up to {parts_s:.6g} s, not to {p.step_time_s:.6g} s"
 

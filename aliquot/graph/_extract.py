@@ -1,0 +1,170 @@
+"""Some layers of a step as a step of their own: forward, backward and update, with what crosses as inputs and outputs.
+
+Planners split the operators of a stage as they split those of a whole step; this is the step that they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ._dataflow import Item
+from ._stages import SHARED, Staging
+from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extract:
+    """A part of a graph.
+
+    Attributes:
+        graph: the part, its operators and values numbered anew.
+        ops: for each of its operators the index in the whole graph.
+        values: for each of its values the index in the whole graph.
+    """
+
+    graph: Graph
+    ops: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def extract_stage(graph: Graph, staging: Staging, stages: Collection[int], batch_dims: Mapping[int, int]) -> Extract:
+    """Everything that some neighbouring stages run.
+
+    Args:
+        graph: the step, at any size of its batch.
+        staging: its stages.
+        stages: those to take.
+        batch_dims: for each value that is cut with the batch the dim in which it is. What crosses with the batch in its
+            first dim counts as a batch, so that it is split as one.
+    """
+    own = [k for k, stage in enumerate(staging.stage) if stage in stages]
+    chosen = _with_shared(staging.items, staging.stage, own)
+    made = {o for k in chosen for o in staging.items[k].outputs}
+    read_elsewhere = {
+        i
+        for k, item in enumerate(staging.items)
+        if staging.stage[k] not in stages and staging.stage[k] != SHARED
+        for i in item.inputs
+    }
+    mine = {o for k in own for o in staging.items[k].outputs}
+    builder = _Builder(graph)
+    reads = dict.fromkeys(i for k in chosen for i in staging.items[k].inputs if i not in made)
+    named = {item.value: item for item in graph.inputs}
+    kept = [v for v in reads if v not in graph.constants]
+    inputs = []
+    for v in kept:
+        role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
+        known = named.get(v)
+        inputs.append(known if known is not None else Input(path=f"value {v}", value=v, role=role))
+    outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made]
+    results = {o.value for o in outputs}
+    outputs += [Output(path=f"value {v}", value=v) for v in sorted(mine & read_elsewhere - results)]
+    return builder.build([staging.items[k] for k in sorted(chosen)], inputs, outputs)
+
+
+def _with_shared(items: Sequence[Item], stage: Sequence[int], own: Iterable[int]) -> set[int]:
+    """Items, and the shared ones that they need."""
+    maker = {o: k for k, item in enumerate(items) for o in item.outputs if stage[k] == SHARED}
+    chosen = set(own)
+    waiting = list(chosen)
+    while waiting:
+        for i in items[waiting.pop()].inputs:
+            k = maker.get(i)
+            if k is not None and k not in chosen:
+                chosen.add(k)
+                waiting.append(k)
+    return chosen
+
+
+class _Builder:
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._link_of = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
+        self._op_number: dict[int, int] = {}
+        self._value_number: dict[int, int] = {}
+        self._values: list[int] = []
+
+    def build(self, items: Sequence[Item], inputs: Sequence[Input], outputs: Sequence[Output]) -> Extract:
+        graph = self._graph
+        indices = {k for item in items for k in item.ops}
+        for item in items:
+            if isinstance(item.what, Call):
+                indices |= self._links(item.what)
+        ops = sorted(indices)
+        self._op_number = {k: n for n, k in enumerate(ops)}
+        positions = {graph.outputs.index(o): n for n, o in enumerate(outputs) if o in graph.outputs}
+        new_inputs = tuple(
+            replace(i, value=self._value(i.value), output=positions.get(i.output) if i.output is not None else None)
+            for i in inputs
+        )
+        new_ops = tuple(self._op(graph.ops[k]) for k in ops)
+        block = Block(
+            inputs=tuple(i.value for i in new_inputs),
+            items=tuple(self._what(item.what) for item in items),
+            outputs=tuple(self._operand(o.value) for o in outputs),
+        )
+        new_outputs = tuple(Output(path=o.path, value=self._operand(o.value)) for o in outputs)
+        constants = {self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number}
+        values = tuple(
+            Value(index=n, shape=old.shape, dtype=old.dtype, itemsize=old.itemsize)
+            for n, old in enumerate(graph.values[v] for v in self._values)
+        )
+        part = replace(
+            graph,
+            values=values,
+            ops=new_ops,
+            body=block,
+            inputs=new_inputs,
+            constants=constants,
+            outputs=new_outputs,
+        )
+        return Extract(graph=part, ops=tuple(ops), values=tuple(self._values))
+
+    def _links(self, call: Call) -> set[int]:
+        """Links that tie a call's bodies to what is around them."""
+        ends = set(call.outputs)
+        found: set[int] = set()
+        for block in call.blocks:
+            ends.update(i for i in block.inputs if isinstance(i, int))
+            for item in block.items:
+                if isinstance(item, Call):
+                    found |= self._links(item)
+        return found | {self._link_of[o] for o in ends if o in self._link_of}
+
+    def _value(self, index: int) -> int:
+        if index < 0:
+            return index
+        number = self._value_number.get(index)
+        if number is None:
+            number = self._value_number[index] = len(self._values)
+            self._values.append(index)
+        return number
+
+    def _operand(self, operand: Operand) -> Operand:
+        return operand if isinstance(operand, Literal) else self._value(operand)
+
+    def _op(self, op: Op) -> Op:
+        return replace(
+            op,
+            index=self._op_number[op.index],
+            inputs=tuple([self._operand(i) for i in op.inputs]),
+            outputs=tuple([self._value(o) for o in op.outputs]),
+        )
+
+    def _what(self, what: int | Call) -> int | Call:
+        if not isinstance(what, Call):
+            return self._op_number[what]
+        return replace(
+            what,
+            inputs=tuple(self._operand(i) for i in what.inputs),
+            outputs=tuple(self._value(o) for o in what.outputs),
+            blocks=tuple(
+                Block(
+                    inputs=tuple(self._operand(i) for i in block.inputs),
+                    items=tuple(self._what(item) for item in block.items),
+                    outputs=tuple(self._operand(o) for o in block.outputs),
+                )
+                for block in what.blocks
+            ),
+        )

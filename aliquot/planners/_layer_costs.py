@@ -1,0 +1,223 @@
+"""Layers of a step -> chains: what every distinct layer costs on every submesh, each solved once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
+from ..cost import Chain, PhaseCosts, Problem, StageOption, make_problem, phase_costs, price
+from ..graph import Graph, Layers, Phase, Role, Staging, extract_stage, fold
+from ._base import Progress
+from .intra import fixed
+from .intra.ilp import Search
+
+Floats = NDArray[np.float64]
+# For what only the first layer of a stage keeps; stages are judged by themselves once they are known.
+_LAYERS_PER_STAGE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayeredStep:
+    """A step at the size of one micro-batch, with a stage for each layer.
+
+    Attributes:
+        graph: the step.
+        layers: its layers.
+        staging: the same as stages, one for each.
+        batch_dims: for each value that is cut with the batch the dim in which it is.
+        num_micro_batches: how many make up a batch.
+    """
+
+    graph: Graph
+    layers: Layers
+    staging: Staging
+    batch_dims: Mapping[int, int]
+    num_micro_batches: int
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Examples in a micro-batch; 1 for a step without a batch."""
+        sizes = [self.graph.values[i.value].shape[0] for i in self.graph.inputs if i.role is Role.BATCH]
+        return sizes[0] if sizes else 1
+
+
+def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption]:
+    """Submeshes and their meshes (dp, tp): any part of a host that the batch or the host is a multiple of, or whole hosts.
+
+    The first axis splits the batch alone, so that gradients wait for the last micro-batch; the second splits whatever is
+    best. Tensor parallelism stays inside a host.
+    """
+    per_host, hosts = cluster.devices_per_host, cluster.num_hosts
+    shapes = [(1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0]
+    shapes += [(h, per_host) for h in range(2, hosts + 1) if hosts % h == 0 or micro_batch_size % (h * per_host) == 0]
+    found = []
+    for shape in shapes:
+        size = math.prod(shape)
+        for tp in range(1, per_host + 1):
+            dp = size // tp
+            if size % tp or micro_batch_size % dp or (shape[0] > 1 and per_host % tp):
+                continue
+            for recompute in ("none", "stage"):
+                again = ", recompute" if recompute == "stage" else ""
+                found.append(
+                    StageOption(
+                        name=f"dp{dp} tp{tp}{again}",
+                        submesh=shape,
+                        mesh_shape=(dp, tp),
+                        index=len(found),
+                        recompute=recompute,
+                        dp=dp,
+                        tp=tp,
+                    )
+                )
+    return found
+
+
+def subcluster(cluster: Cluster, submesh: tuple[int, int]) -> Cluster:
+    """A part of a cluster as a cluster of its own."""
+    hosts, per_host = submesh
+    if submesh == (cluster.num_hosts, cluster.devices_per_host):
+        return cluster
+    wires = tuple(row[:per_host] for row in cluster.wires[:per_host])
+    name = f"{hosts}x{per_host} of {cluster.name}" if hosts > 1 else f"{per_host} of {cluster.name}"
+    return replace(cluster, name=name, num_hosts=hosts, devices_per_host=per_host, wires=wires)
+
+
+def build_chains(
+    step: LayeredStep,
+    cluster: Cluster,
+    *,
+    counts: Sequence[int],
+    memory_limit_bytes: float,
+    on_missing_rule: str = "error",
+    progress: Progress | None = None,
+) -> list[Chain]:
+    """Chains of a step, one for each number of micro-batches.
+
+    Costs are worked out for the step's own number; passes, activations and what crosses scale with the size of a
+    micro-batch for the others.
+
+    Args:
+        counts: numbers of micro-batches.
+        memory_limit_bytes: on each device.
+    """
+    options = submesh_options(cluster, step.micro_batch_size)
+    classes, members = _classes(step)
+    costs: list[list[PhaseCosts | None]] = []
+    shares = []
+    meshes = {(o.submesh, o.mesh_shape) for o in options}
+    for number, unit in enumerate(members):
+        extract = extract_stage(step.graph, step.staging, [unit], step.batch_dims)
+        problem = make_problem(
+            extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
+        )
+        solved = {}
+        for k, (submesh, shape) in enumerate(sorted(meshes)):
+            if progress:
+                progress(f"layer {step.layers.names[unit]}", number * len(meshes) + k, len(members) * len(meshes))
+            solved[submesh, shape] = _solve(problem, subcluster(cluster, submesh), shape)
+        costs.append([solved[o.submesh, o.mesh_shape] for o in options])
+        shares.append(_weight_share(extract.graph))
+    table = [costs[c] for c in classes]
+    share = np.array([shares[c] for c in classes])
+    return [_chain(step, cluster, options, table, share, count, memory_limit_bytes) for count in dict.fromkeys(counts)]
+
+
+def _classes(step: LayeredStep) -> tuple[list[int], list[int]]:
+    """For each layer the number of its kind, and the first layer of each kind. Layers of one kind cost the same."""
+    op_class = fold(step.graph).op_class
+    ops: list[list[int]] = [[] for _ in range(len(step.layers))]
+    for item, stage in zip(step.staging.items, step.staging.stage, strict=True):
+        if stage >= 0 and item.phase is not Phase.UPDATE:
+            ops[stage] += [int(op_class[k]) for k in item.ops]
+    known: dict[tuple[int, ...], int] = {}
+    classes = [known.setdefault(tuple(own), len(known)) for own in ops]
+    return classes, [classes.index(c) for c in range(len(known))]
+
+
+def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseCosts | None:
+    """Costs of the best splits on a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
+    names = AXIS_NAMES[: len(shape)]
+    kept = [k for k, n in enumerate(shape) if n > 1] or [0]
+    mesh = LogicalMesh(shape=tuple(shape[k] for k in kept), axis_names=tuple(names[k] for k in kept), cluster=cluster)
+    data_axes = frozenset(p for p, k in enumerate(kept) if k == 0 and shape[0] > 1)
+    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
+    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    masks = fixed.data_axes_restriction(priced, kinds, data_axes)
+    if masks is None:
+        return None
+    search = Search(priced, masks, limit_bytes=np.inf, relative_gap=1e-2, node_limit=20)
+    if search.relax() is None:
+        return None
+    solution = search.rounded()
+    return phase_costs(priced, solution.picks, problem.graph) if solution else None
+
+
+def _weight_share(graph: Graph) -> float:
+    """The part of the backward pass that no other layer waits for."""
+    wanted = {o.value for o in graph.outputs if o.path.startswith("value ") and isinstance(o.value, int)}
+    needed = set(wanted)
+    total = waited = 0.0
+    for op in reversed(graph.ops):
+        if op.phase is not Phase.BACKWARD or op.is_link:
+            continue
+        cost = op.trips * sum(graph.values[o].num_bytes for o in op.outputs if o >= 0)
+        if op.name == "dot_general":
+            (contracted, _), _ = op.params["dimension_numbers"]
+            cost *= math.prod(op.eqn.invars[0].aval.shape[d] for d in contracted)
+        total += cost
+        if any(o in needed for o in op.outputs):
+            waited += cost
+            needed.update(i for i in op.inputs if isinstance(i, int))
+    return 1.0 - waited / total if total else 0.0
+
+
+def _chain(
+    step: LayeredStep,
+    cluster: Cluster,
+    options: Sequence[StageOption],
+    table: Sequence[Sequence[PhaseCosts | None]],
+    share: Floats,
+    count: int,
+    limit_bytes: float,
+) -> Chain:
+    scale = step.num_micro_batches / count
+
+    def figures(name: str) -> Floats:
+        return np.array([[getattr(c, name) if c is not None else np.inf for c in row] for row in table], np.float64)
+
+    again = np.array([o.recompute == "stage" for o in options])
+    forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
+    kept = figures("in_flight_bytes") * scale
+    entering = np.concatenate(([0.0], np.array(step.layers.boundary_bytes[:-1]))) * scale
+    dp = np.array([o.dp or 1 for o in options])
+    state = figures("state_bytes")
+    # What a stage works out again is all there at once, for one micro-batch; only what enters the stage is kept. A layer
+    # does not know whether a stage begins with it.
+    state = np.where(again, state + kept, state)
+    kept = np.where(again, entering[:, None] / dp / _LAYERS_PER_STAGE, kept)
+    backward = np.where(again, backward + forward, backward)
+    weights = np.minimum(share[:, None] * figures("backward_s") * scale, backward)
+    return Chain(
+        unit_names=step.layers.names,
+        options=tuple(options),
+        num_micro_batches=count,
+        forward_s=forward,
+        backward_s=backward,
+        weight_gradient_s=weights,
+        once_s=figures("once_s"),
+        state_bytes=state,
+        in_flight_bytes=kept,
+        working_bytes=figures("working_bytes") * scale,
+        boundary_bytes=np.array(step.layers.boundary_bytes) * scale,
+        memory_limit_bytes=limit_bytes,
+        num_hosts=cluster.num_hosts,
+        devices_per_host=cluster.devices_per_host,
+        intra=cluster.intra,
+        inter=cluster.inter,
+    )
