@@ -42,10 +42,10 @@ def demo(
             raise InputError(f"--steps must be at least 2, so that the loss can fall; got {steps}.")
         check_destination(out)
         use_virtual_devices(_DEVICES)
-        from ..zoo import MODELS, ByteData, build
+        from ..zoo import build, text_for
 
-        text = ByteData(paths=tuple(data) if data else None, seq_len=MODELS[_MODEL].seq_len, batch=_BATCH, seed=_SEED)
         workload = build(_MODEL, _BATCH, dtype="float32", recompute="none", learning_rate=_LEARNING_RATE)
+        text = text_for(workload, paths=tuple(data) if data else None, seed=_SEED)
         say.show(
             f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of {text.seq_len} bytes "
             f"a step, from {format_count(len(text.text))} bytes of {_source(data)}\n"

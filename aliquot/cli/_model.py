@@ -16,7 +16,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..core import AliquotError, InputError, nearest
 from ..plans import ModelReference
-from ..zoo import MODELS, Workload, build
+from ..zoo import MODELS, AbstractConfig, Workload, build
 from ._devices import use_precision
 
 
@@ -42,10 +42,11 @@ class ZooOptions:
     scan: bool = False
     overrides: Mapping[str, Any]
 
-    def dtype_for(self, cluster: Cluster) -> str:
-        """bf16, or float16 on devices whose float16 units are faster than their bfloat16 ones."""
-        if self.dtype is not None:
-            return self.dtype
+    def dtype_for(self, config: AbstractConfig, cluster: Cluster) -> str:
+        """The model's usual one, else bf16, or float16 on devices whose float16 units are faster than their bfloat16 ones."""
+        chosen = self.dtype or config.usual_dtype
+        if chosen is not None:
+            return chosen
         return "float16" if cluster.device.peak("float16") > cluster.device.peak("bfloat16") else "bf16"
 
 
@@ -63,8 +64,9 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
             f"there is no model {name!r}: {nearest(name, MODELS)} Or give a factory as package.module:function."
         )
     if options.global_batch is None:
-        raise InputError(f"{name} needs --global-batch: the number of sequences in a step, over all devices.")
-    dtype = options.dtype_for(cluster)
+        examples = MODELS[name].examples
+        raise InputError(f"{name} needs --global-batch: the number of {examples} in a step, over all devices.")
+    dtype = options.dtype_for(MODELS[name], cluster)
     use_precision(dtype)
     workload = build(
         name,

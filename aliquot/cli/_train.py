@@ -38,12 +38,9 @@ def train(
             use_virtual_devices(devices)
         _check_devices(plan, devices)
         workload = _workload(model, plan)
-        from ..zoo import ByteData
+        from ..zoo import text_for
 
-        text = ByteData(
-            paths=tuple(data), seq_len=workload.config.seq_len, batch=workload.settings["global_batch"], seed=seed
-        )
-        _check_vocabulary(workload)
+        text = text_for(workload, paths=tuple(data), seed=seed)
         if model != plan.model.name:
             _check_interface(workload, plan)
         done = _run(workload, plan, text, steps, seed)
@@ -87,17 +84,6 @@ def _workload(name: str, plan: Plan) -> Workload:
         return build(**settings)
     except TypeError as error:
         raise InputError(f"the plan's settings of {name} are not those of the zoo: {error}.") from None
-
-
-def _check_vocabulary(workload: Workload) -> None:
-    from ..zoo import BYTE_VOCABULARY
-
-    found = workload.config.vocab_size
-    if found < BYTE_VOCABULARY:
-        raise InputError(
-            f"{workload.config.name} knows {found} tokens, and text as bytes has {BYTE_VOCABULARY}. "
-            f"Plan it with --set vocab_size={BYTE_VOCABULARY} or more."
-        )
 
 
 def _check_interface(workload: Workload, plan: Plan) -> None:

@@ -1,12 +1,17 @@
-"""Models to plan, train and measure: GPT and Llama of the usual sizes in Flax NNX, and text to train them on.
+"""Models to plan, train and measure: GPT, Llama, MoE and Wide-ResNet of the usual sizes in Flax NNX, and text to train on.
 
 Importing this needs neither Flax nor JAX; `build` does.
 """
 
-from ._config import MODELS as MODELS
+from ._config import AbstractConfig as AbstractConfig
+from ._config import AbstractTextConfig as AbstractTextConfig
 from ._config import ModelConfig as ModelConfig
-from ._config import configure as configure
+from ._config import MoEConfig as MoEConfig
 from ._data import BYTE_VOCABULARY as BYTE_VOCABULARY
 from ._data import ByteData as ByteData
+from ._data import text_for as text_for
+from ._image_config import WideResNetConfig as WideResNetConfig
+from ._sizes import MODELS as MODELS
+from ._sizes import configure as configure
 from ._step import Workload as Workload
 from ._step import build as build

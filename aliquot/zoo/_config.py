@@ -1,26 +1,83 @@
-"""Sizes of the language models: what a name such as `gpt-1.3b` stands for, and how to change it.
+"""Shapes of models: what a configuration says, checks, and knows about the work of one example.
 
-Nothing here imports JAX or Flax, so that a command line can list and check names for free. `_gpt.py` and `_llama.py`
-turn a `ModelConfig` into modules; `_step.py` turns those into a training step.
+Nothing here imports JAX or Flax, so that a command line can list and check names for free. `_sizes.py` names the usual
+sizes, `_image_config.py` has the models of images, and the networks turn a configuration into functions.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import abc
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from ..core import InputError, nearest
+from ..core import InputError
 
-_FAMILIES = ("gpt", "llama")
+_DECODERS = ("gpt", "llama")
 _POSITIVE = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "seq_len")
-_FIXED = ("name", "family")
-_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class AbstractConfig(abc.ABC):
+    """What every model's configuration has: frozen fields, checked when it is made, and these few answers.
+
+    `name` is the model's, `family` decides the operators. `examples` is what a batch counts; `loops` says whether the
+    layers can be stacked and looped over; `usual_dtype` is what the model is computed in unless somebody asks for
+    another, None where the device decides.
+    """
+
+    __slots__ = ()
+
+    name: str
+    family: str
+    num_layers: int
+    examples: ClassVar[str]
+    loops: ClassVar[bool]
+    usual_dtype: ClassVar[str | None]
+
+    @property
+    @abc.abstractmethod
+    def flops_per_example(self) -> int:
+        """Floating point operations to train on one example: forward and backward, without recomputation."""
+
+    @abc.abstractmethod
+    def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every array of a batch of that many examples."""
+
+    @abc.abstractmethod
+    def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """What else changes with these fields unless it is given too."""
+
+
+class AbstractTextConfig(AbstractConfig):
+    """A model of sequences of tokens: `inputs` and `targets` of shape `(global_batch, seq_len)`."""
+
+    __slots__ = ()
+
+    seq_len: int
+    vocab_size: int
+    examples: ClassVar[str] = "sequences"
+    loops: ClassVar[bool] = True
+    usual_dtype: ClassVar[str | None] = None
+
+    @property
+    @abc.abstractmethod
+    def flops_per_token(self) -> int:
+        """Floating point operations to train on one token: forward and backward, without recomputation."""
+
+    @property
+    def flops_per_example(self) -> int:
+        """The same for a whole sequence."""
+        return self.flops_per_token * self.seq_len
+
+    def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Token ids."""
+        tokens = ((global_batch, self.seq_len), "int32")
+        return {"inputs": tokens, "targets": tokens}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The shape of a decoder-only language model.
+class ModelConfig(AbstractTextConfig):
+    """The shape of a decoder-only language model whose layers are all alike.
 
     `family` decides the operators: `"gpt"` has LayerNorm, biases, learned positions and GELU; `"llama"` has RMSNorm,
     rotary positions, SwiGLU and no biases. Sizes are counts of elements; `seq_len` counts tokens. With
@@ -45,19 +102,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         faults = []
-        if self.family not in _FAMILIES:
-            faults.append(f"family={self.family!r} is not one of {', '.join(_FAMILIES)}")
-        small = [field for field in _POSITIVE if getattr(self, field) < 1]
-        faults += [f"{field}={getattr(self, field)} must be at least 1" for field in small]
+        if self.family not in _DECODERS:
+            faults.append(f"family={self.family!r} is not one of {', '.join(_DECODERS)}")
+        small = too_small(self, _POSITIVE)
+        faults += small
         if not small:
             faults += self._indivisible()
-        faults += [
-            f"{field}={getattr(self, field)} must be positive"
-            for field in ("norm_epsilon", "rope_theta")
-            if not getattr(self, field) > 0
-        ]
-        if faults:
-            raise InputError(f"Model {self.name!r} cannot be built: {'; '.join(faults)}.")
+        faults += not_positive(self, ("norm_epsilon", "rope_theta"))
+        refuse(self.name, faults)
 
     def _indivisible(self) -> list[str]:
         faults = []
@@ -89,119 +141,132 @@ class ModelConfig:
         weights = self.num_layers * (heads + ffn) + self.hidden_size * self.vocab_size
         return 6 * weights + 12 * self.num_layers * self.seq_len * self.hidden_size
 
-
-def _gpt(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        family="gpt",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        ffn_size=4 * hidden,
-        vocab_size=vocab,
-        seq_len=seq_len,
-        tied_embedding=True,
-    )
+    def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """`ffn_size` follows `hidden_size`, `num_kv_heads` follows `num_heads`."""
+        follow: dict[str, Any] = {}
+        if "hidden_size" in changes:
+            follow["ffn_size"] = scaled_ffn(self.ffn_size, self.hidden_size, changes["hidden_size"])
+        if "num_heads" in changes:
+            follow["num_kv_heads"] = max(1, changes["num_heads"] * self.num_kv_heads // self.num_heads)
+        return follow
 
 
-def _llama(
-    name: str, layers: int, hidden: int, heads: int, *, kv_heads: int, ffn: int, seq_len: int, epsilon: float = 1e-5
-) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        family="llama",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        ffn_size=ffn,
-        vocab_size=32000,
-        seq_len=seq_len,
-        tied_embedding=False,
-        norm_epsilon=epsilon,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(AbstractTextConfig):
+    """The shape of a GPT in which every other layer, the first among them, has experts for a feed-forward network.
 
-
-# Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B: the benchmark suite of Alpa (Zheng et al., OSDI 2022). 13B and 175B:
-# Brown et al., "Language Models are Few-Shot Learners", 2020, table 2.1, 13B with 40 heads of 128 as its width, and the
-# vocabulary padded as in the suite. Llama 7B and 13B: Touvron et al., "LLaMA", 2023, table 2; 70B: "Llama 2", 2023.
-_ALL = (
-    _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
-    _gpt("gpt-125m", 12, 768, 12),
-    _gpt("gpt-350m", 24, 1024, 16),
-    _gpt("gpt-760m", 24, 1536, 16),
-    _gpt("gpt-1.3b", 24, 2048, 32),
-    _gpt("gpt-2.6b", 32, 2560, 32),
-    _gpt("gpt-6.7b", 32, 4096, 32),
-    _gpt("gpt-13b", 40, 5120, 40, seq_len=2048),
-    _gpt("gpt-15b", 48, 5120, 40),
-    _gpt("gpt-39b", 48, 8192, 64),
-    _gpt("gpt-76b", 60, 10240, 80),
-    _gpt("gpt-175b", 96, 12288, 96, seq_len=2048),
-    _llama("llama-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=2048, epsilon=1e-6),
-    _llama("llama-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=2048, epsilon=1e-6),
-    _llama("llama-70b", 80, 8192, 64, kv_heads=8, ffn=28672, seq_len=4096),
-)
-
-MODELS: dict[str, ModelConfig] = {config.name: config for config in _ALL}
-"""Every named size, smallest first within a family; `gpt-10m` reads bytes and trains on a laptop."""
-
-
-def configure(name: str, **overrides: Any) -> ModelConfig:
-    """The configuration of a named model with some fields changed.
-
-    Values may be text, as a command line gives them; they take the type of their field. What follows from a changed
-    field changes with it unless it is given too: `ffn_size` keeps its ratio to `hidden_size` (rounded up to a multiple
-    of 8), and `num_kv_heads` its ratio to `num_heads`.
-
-        >>> configure("gpt-125m", hidden_size="64", num_heads=4).ffn_size
-        256
+    Tokens choose their experts in groups of `group_size`, a whole part of one sequence: what becomes of a sequence then
+    depends on no other, and cutting a batch changes no number. An expert takes up to
+    `capacity_factor * group_size / num_experts` tokens of a group, and each token goes to at most two experts.
+    `balance_weight` is that of the loss that rewards equal use of the experts.
 
     Raises:
-        InputError: no such model, no such field, or a value its field cannot take; all bad fields are listed.
+        InputError: some sizes are not positive, or do not divide each other; every such fault is listed.
     """
-    if name not in MODELS:
-        raise InputError(f"There is no model {name!r}: {nearest(name, MODELS)}")
-    base = MODELS[name]
-    fields = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base) if f.name not in _FIXED}
-    changes: dict[str, Any] = {}
-    faults = []
-    for key, value in overrides.items():
-        if key not in fields:
-            faults.append(f"it has no field {key!r}: {nearest(key, fields)}")
-            continue
-        try:
-            changes[key] = _parse(fields[key], value)
-        except ValueError:
-            faults.append(f"{key}={value!r} is not {_KINDS[fields[key]]}")
+
+    name: str
+    family: str = "moe"
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    vocab_size: int
+    seq_len: int
+    num_experts: int
+    group_size: int
+    tied_embedding: bool = True
+    norm_epsilon: float = 1e-5
+    capacity_factor: float = 2.0
+    balance_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        faults = [] if self.family == "moe" else [f"family={self.family!r} is not moe"]
+        sizes = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_len", "group_size")
+        small = too_small(self, sizes)
+        faults += small
+        if self.num_experts < 2:
+            faults.append(f"num_experts={self.num_experts} must be at least 2, as each token goes to two")
+        if not small:
+            faults += self._indivisible()
+        faults += not_positive(self, ("norm_epsilon", "capacity_factor"))
+        if not self.balance_weight >= 0:
+            faults.append(f"balance_weight={self.balance_weight} must not be negative")
+        refuse(self.name, faults)
+
+    def _indivisible(self) -> list[str]:
+        faults = []
+        if self.hidden_size % self.num_heads:
+            faults.append(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+        if self.num_layers % 2:
+            faults.append(f"num_layers={self.num_layers} must be even, as every other layer has experts")
+        if self.seq_len % self.group_size:
+            faults.append(f"seq_len={self.seq_len} is not a multiple of group_size={self.group_size}")
+        return faults
+
+    @property
+    def dense(self) -> ModelConfig:
+        """The GPT that is left when experts are taken for ordinary feed-forward networks."""
+        return ModelConfig(
+            name=self.name,
+            family="gpt",
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            ffn_size=self.ffn_size,
+            vocab_size=self.vocab_size,
+            seq_len=self.seq_len,
+            tied_embedding=self.tied_embedding,
+            norm_epsilon=self.norm_epsilon,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one group that an expert takes."""
+        return max(1, int(self.capacity_factor * self.group_size / self.num_experts))
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating point operations to train on one token, as for `ModelConfig`, each token seen by two experts.
+
+        The choice of experts counts. Carrying tokens to experts and back is done by products with masks here, and free
+        here as a lookup is; neither are the places counted that stay empty.
+        """
+        expert = 2 * self.hidden_size * self.ffn_size
+        gate = self.hidden_size * self.num_experts
+        return self.dense.flops_per_token + 6 * self.num_layers // 2 * (expert + gate)
+
+    def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """`ffn_size` follows `hidden_size`, `group_size` follows `seq_len`."""
+        follow: dict[str, Any] = {}
+        if "hidden_size" in changes:
+            follow["ffn_size"] = scaled_ffn(self.ffn_size, self.hidden_size, changes["hidden_size"])
+        if "seq_len" in changes:
+            follow["group_size"] = max(1, changes["seq_len"] * self.group_size // self.seq_len)
+        return follow
+
+
+def too_small(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
+    """Faults of fields that count something and are not at least one."""
+    return [f"{field}={getattr(config, field)} must be at least 1" for field in fields if getattr(config, field) < 1]
+
+
+def not_positive(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
+    """Faults of fields that measure something and are zero, negative or no number."""
+    return [f"{field}={getattr(config, field)} must be positive" for field in fields if not getattr(config, field) > 0]
+
+
+def refuse(name: str, faults: list[str]) -> None:
+    """Say no to a configuration that has faults.
+
+    Raises:
+        InputError: there are any; all of them are listed.
+    """
     if faults:
-        raise InputError(f"Model {name!r} cannot be changed as asked: {'; '.join(faults)}")
-    return dataclasses.replace(base, **(_consequences(base, changes) | changes))
+        raise InputError(f"Model {name!r} cannot be built: {'; '.join(faults)}.")
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def _parse(kind: type, value: Any) -> Any:
-    if kind is bool:
-        text = str(value).lower()
-        if text not in _YES + _NO:
-            raise ValueError(value)
-        return text in _YES
-    if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
-        raise ValueError(value)
-    try:
-        return kind(value)
-    except TypeError as error:
-        raise ValueError(value) from error
-
-
-def _consequences(base: ModelConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    follow: dict[str, Any] = {}
-    if "hidden_size" in changes:
-        exact = -(-base.ffn_size * changes["hidden_size"] // base.hidden_size)
-        follow["ffn_size"] = -(-exact // 8) * 8
-    if "num_heads" in changes:
-        follow["num_kv_heads"] = max(1, changes["num_heads"] * base.num_kv_heads // base.num_heads)
-    return follow
+def scaled_ffn(ffn_size: int, hidden_size: int, new_hidden_size: int) -> int:
+    """The feed-forward size with the old ratio to the hidden size, rounded up to a multiple of 8."""
+    exact = -(-ffn_size * new_hidden_size // hidden_size)
+    return -(-exact // 8) * 8

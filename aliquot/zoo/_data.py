@@ -9,11 +9,16 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core import InputError
+from ._config import AbstractTextConfig
+
+if TYPE_CHECKING:
+    from ._step import Workload
 
 BYTE_VOCABULARY = 256
 """Number of token ids `ByteData` may give."""
@@ -76,6 +81,26 @@ class ByteData:
         while True:
             yield self.batch_at(step)
             step += 1
+
+
+def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None, seed: int = 0) -> ByteData:
+    """Text in batches as a workload takes them.
+
+    Raises:
+        InputError: it takes no text or knows fewer tokens than there are bytes, or as for `ByteData`.
+    """
+    config = workload.config
+    if not isinstance(config, AbstractTextConfig):
+        raise InputError(
+            f"{config.name} reads {config.examples}, and the data here are text. Train it from Python on batches of your "
+            f"own ({', '.join(workload.batch)}): step = aliquot.parallelize(workload.train_step, plan)."
+        )
+    if config.vocab_size < BYTE_VOCABULARY:
+        raise InputError(
+            f"{config.name} knows {config.vocab_size} tokens, and text as bytes has {BYTE_VOCABULARY}. "
+            f"Plan it with --set vocab_size={BYTE_VOCABULARY} or more."
+        )
+    return ByteData(paths=paths, seq_len=config.seq_len, batch=workload.settings["global_batch"], seed=seed)
 
 
 def _standard_library() -> bytes:

@@ -51,9 +51,9 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its normalised input's origin."""
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.norm1 = _norm(config, precision, rngs)
+        self.norm1 = norm(config, precision, rngs)
         self.attn = Attention(config, precision, rngs=rngs)
-        self.norm2 = _norm(config, precision, rngs)
+        self.norm2 = norm(config, precision, rngs)
         self.mlp = FeedForward(config, precision, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ class Ends(nnx.Module):
             rngs=rngs,
         )
         self.position = nnx.Param(_NORMAL(rngs.params(), (config.seq_len, config.hidden_size), precision.params))
-        self.norm = _norm(config, precision, rngs)
+        self.norm = norm(config, precision, rngs)
         if not self.tied:
             self.head = _linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
 
@@ -106,7 +106,7 @@ def _linear(
     )
 
 
-def _norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(
         config.hidden_size,
         epsilon=config.norm_epsilon,

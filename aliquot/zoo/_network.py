@@ -1,76 +1,155 @@
-"""A whole model as pure functions of a plain tree of parameters: shapes, initial values, loss.
+"""Models as pure functions of plain trees: shapes, initial values, loss. Here what all have, and the models of text.
 
-All blocks of a model are alike, so one is described, initialised and traced, and the rest repeat it: what costs tens of
-seconds for 96 blocks costs the same as for one. The families supply `Ends` and `Block` (`_gpt.py`, `_llama.py`).
+Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it: what costs tens of
+seconds for 96 layers costs the same as for one. The families supply what stands around the layers and the kinds of
+layers (`_gpt.py`, `_llama.py`, `_moe.py`); `_image_network.py` has the models of images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import _gpt, _llama
-from ._config import ModelConfig
+from . import _gpt, _llama, _moe
+from ._config import AbstractTextConfig, MoEConfig
 from ._precision import Precision, abstract
 
-_FAMILIES: dict[str, Any] = {"gpt": _gpt, "llama": _llama}
+Tree = Any
+
+# What stands around the layers, and the kinds of layers in the order in which they take turns.
+_FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt": (_gpt.Ends, {"block": _gpt.Block}),
+    "llama": (_llama.Ends, {"block": _llama.Block}),
+    "moe": (_moe.Ends, {"experts": _moe.ExpertBlock, "dense": _moe.DenseBlock}),
+}
 
 
-class Network:
+class AbstractNetwork(abc.ABC):
     """The functions of one model.
 
-    Parameters are nested dicts: `embed`, `norm`, ... and `layers`, which is a list with one dict for each block, or,
-    with `scan`, a single dict whose arrays have a leading layer dim.
+    Its part of a training state is a dict: `params`, which are trained, and whatever else the model keeps from step to
+    step. Both are nested dicts with what stands around the layers, and `layers`.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, recompute: str, scan: bool) -> None:
-        family = _FAMILIES[config.family]
+    @abc.abstractmethod
+    def shapes(self) -> dict[str, Tree]:
+        """The model's part of a state as `jax.ShapeDtypeStruct`s; no array is made."""
+
+    @abc.abstractmethod
+    def init(self, key: jax.Array) -> dict[str, Tree]:
+        """Its initial values."""
+
+    @abc.abstractmethod
+    def loss(
+        self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
+        """What training makes small, in nats and at least float32; other figures to report; what it keeps, new."""
+
+
+class Network(AbstractNetwork):
+    """A model of text.
+
+    `layers` is a list with one dict for each layer, or, with `scan`, a dict whose arrays have a leading layer dim: one
+    such dict, or one for each kind of layer.
+    """
+
+    def __init__(self, config: AbstractTextConfig, precision: Precision, *, recompute: str, scan: bool) -> None:
+        ends, kinds = _FAMILIES[config.family]
         self.num_layers, self.scan = config.num_layers, scan
-        self._ends_def, self._ends_shapes, self._init_ends = _module(lambda k: _make(family.Ends, config, precision, k))
-        self._block_def, self._block_shapes, self._init_block = _module(
-            lambda k: _make(family.Block, config, precision, k)
-        )
-        self._block = _once(self._apply_block, recompute=recompute, scan=scan)
+        self.balance_weight = config.balance_weight if isinstance(config, MoEConfig) else 0.0
+        self._ends_def, self._ends_shapes, self._init_ends = _module(lambda k: _make(ends, config, precision, k))
+        self._kinds = [
+            _Kind(functools.partial(_make, cls, config, precision), recompute=recompute, scan=scan)
+            for cls in kinds.values()
+        ]
+        self._names = list(kinds)
 
-    def shapes(self) -> dict[str, Any]:
-        """The tree of parameters as `jax.ShapeDtypeStruct`s; no array is made."""
+    def shapes(self) -> dict[str, Tree]:
+        """The parameters, which are all there is."""
         if self.scan:
-            layers: Any = jax.tree.map(lambda x: abstract((self.num_layers, *x.shape), x.dtype), self._block_shapes)
+            count = self.num_layers // len(self._kinds)
+            stacks = [jax.tree.map(lambda x: abstract((count, *x.shape), x.dtype), kind.shapes) for kind in self._kinds]
+            layers = self._stacked(stacks)
         else:
-            layers = [jax.tree.map(lambda x: x, self._block_shapes) for _ in range(self.num_layers)]
-        return {**self._ends_shapes, "layers": layers}
+            layers = [jax.tree.map(lambda x: x, kind.shapes) for kind in self._turns()]
+        return {"params": {**self._ends_shapes, "layers": layers}}
 
-    def init(self, key: jax.Array) -> dict[str, Any]:
+    def init(self, key: jax.Array) -> dict[str, Tree]:
         """Initial parameters. The scanned and the unrolled form draw the same numbers from the same key."""
         ends_key, layers_key = jax.random.split(key)
         if self.scan:
-            keys = jax.vmap(lambda layer: jax.random.fold_in(layers_key, layer))(jnp.arange(self.num_layers))
-            layers: Any = jax.vmap(self._init_block)(keys)
+            step = len(self._kinds)
+            layers = self._stacked(
+                [
+                    jax.vmap(kind.init)(_folded(layers_key, jnp.arange(first, self.num_layers, step)))
+                    for first, kind in enumerate(self._kinds)
+                ]
+            )
         else:
-            layers = [self._init_block(jax.random.fold_in(layers_key, i)) for i in range(self.num_layers)]
-        return {**self._init_ends(ends_key), "layers": layers}
+            layers = [kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(self._turns())]
+        return {"params": {**self._init_ends(ends_key), "layers": layers}}
 
-    def loss(self, params: dict[str, Any], inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross-entropy in nats of `targets` after `inputs`, both `(B, S)` token ids; at least float32."""
+    def loss(
+        self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
+        """Mean cross-entropy of `targets` after `inputs`, and with experts what unequal use of them costs."""
         ends = nnx.merge(self._ends_def, {name: part for name, part in params.items() if name != "layers"})
-        x = ends.embed_tokens(inputs)
-        if self.scan:
-            x, _ = jax.lax.scan(lambda carry, layer: (self._block(layer, carry), None), x, params["layers"])
-        else:
-            for layer in params["layers"]:
-                x = self._block(layer, x)
-        return _cross_entropy(ends.logits(x), targets)
+        x, balance = self._apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
+        loss = cross_entropy(ends.logits(x), batch["targets"])
+        if not balance:
+            return loss, {}, {}
+        mean = sum(balance[1:], start=balance[0]) / (self.num_layers // len(self._kinds))
+        return loss + self.balance_weight * mean, {"balance_loss": mean}, {}
 
-    def _apply_block(self, layer: dict[str, Any], x: jax.Array) -> jax.Array:
-        y: jax.Array = nnx.merge(self._block_def, layer)(x)
-        return y
+    def _apply_layers(self, layers: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """What leaves the last layer, and what the layers of experts report."""
+        reports: list[jax.Array] = []
+        if not self.scan:
+            for kind, layer in zip(self._turns(), layers, strict=True):
+                x, report = kind.apply(layer, x)
+                reports += report
+            return x, reports
+
+        def turn(x: jax.Array, layer: Tree) -> tuple[jax.Array, list[jax.Array]]:
+            reports: list[jax.Array] = []
+            for kind, one in zip(self._kinds, self._unstacked(layer), strict=True):
+                x, report = kind.apply(one, x)
+                reports += report
+            return x, reports
+
+        x, stacked = jax.lax.scan(turn, x, layers)
+        return x, [report.sum() for report in stacked]
+
+    def _turns(self) -> Iterator[_Kind]:
+        return itertools.islice(itertools.cycle(self._kinds), self.num_layers)
+
+    def _stacked(self, stacks: list[Tree]) -> Tree:
+        return stacks[0] if len(stacks) == 1 else dict(zip(self._names, stacks, strict=True))
+
+    def _unstacked(self, layers: Tree) -> list[Tree]:
+        return [layers] if len(self._kinds) == 1 else [layers[name] for name in self._names]
 
 
-def _make(cls: Any, config: ModelConfig, precision: Precision, key: jax.Array) -> nnx.Module:
+class _Kind:
+    """One kind of layer: shapes of its parameters, their initial values, and the function itself."""
+
+    def __init__(self, make: Callable[[jax.Array], nnx.Module], *, recompute: str, scan: bool) -> None:
+        self._definition, self.shapes, self.init = _module(make)
+        self.apply = _once(self._block, recompute=recompute, scan=scan)
+
+    def _block(self, layer: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        made = nnx.merge(self._definition, layer)(x)
+        return (made[0], [made[1]]) if isinstance(made, tuple) else (made, [])
+
+
+def _make(cls: Any, config: Any, precision: Precision, key: jax.Array) -> nnx.Module:
     module: nnx.Module = cls(config, precision, rngs=nnx.Rngs(params=key))
     return module
 
@@ -86,15 +165,21 @@ def _module(make: Callable[[jax.Array], nnx.Module]) -> tuple[Any, Any, Callable
     return definition, nnx.to_pure_dict(state), jax.jit(init)
 
 
-def _once(block: Callable[..., jax.Array], *, recompute: str, scan: bool) -> Callable[..., jax.Array]:
-    """The block as every layer calls it; unrolled, `jit` makes JAX trace and differentiate it once for all layers."""
+def _once(block: Callable[..., Any], *, recompute: str, scan: bool) -> Callable[..., Any]:
+    """A block as every layer calls it; unrolled, `jit` makes JAX trace and differentiate it once for all layers."""
     if recompute == "block":
         # A loop already keeps the compiler from merging the recomputation away; unrolled, only barriers do.
         block = jax.checkpoint(block, prevent_cse=not scan)
     return block if scan else jax.jit(block)
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def _folded(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    keys: jax.Array = jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
+    return keys
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over everything before the last dim of `logits`, whose indices the targets are; at least float32."""
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(wide, targets[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - chosen)

@@ -6,7 +6,6 @@ in about a second on a laptop and holds no array.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -14,13 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, MissingExtraError, nearest
-from ._config import MODELS, ModelConfig, configure
-from ._precision import PRECISIONS, abstract, precision
+from ._config import AbstractConfig, AbstractTextConfig
+from ._image_config import WideResNetConfig
+from ._precision import PRECISIONS, Precision, abstract, precision
+from ._sizes import MODELS, as_fields, configure, from_fields
 
 if TYPE_CHECKING:
     import jax
 
-    from ._network import Network
+    from ._network import AbstractNetwork
     from ._update import Update
 
 _OPTIMIZERS = ("adamw", "sgd")
@@ -32,15 +33,17 @@ _LOSS_SCALING = ("none", "dynamic")
 class Workload:
     """A training step with what it needs, as a planner and a runtime want them.
 
-    `train_step(state, batch)` returns `(new_state, {"loss": scalar})` and is pure. `state` and `batch` are trees of
-    `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step` and, under dynamic loss scaling, `loss_scale`;
-    the batch holds `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`. `init(key)` makes a real state
-    and may be jitted, so that it can be born sharded. `build(**settings)` makes this workload again, and `settings` is
-    plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts forward and backward
-    over the global batch, without recomputation and without the update; `ModelConfig.flops_per_token` says how.
+    `train_step(state, batch)` returns `(new_state, metrics)` and is pure; the metrics are scalars, `loss` and, with
+    experts, `balance_loss`. `state` and `batch` are trees of `jax.ShapeDtypeStruct`: the state holds `params`,
+    `opt_state`, `step`, under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds
+    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`. `init(key)` makes a
+    real state and may be jitted, so that it can be born sharded. `build(**settings)` makes this workload again, and
+    `settings` is plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts forward
+    and backward over the global batch, without recomputation and without the update; `flops_per_example` of the
+    configuration says how.
     """
 
-    config: ModelConfig
+    config: AbstractConfig
     train_step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     init: Callable[[jax.Array], Any]
     state: Any
@@ -51,28 +54,28 @@ class Workload:
 
 
 def build(
-    model: str | ModelConfig | Mapping[str, Any],
+    model: str | AbstractConfig | Mapping[str, Any],
     global_batch: int,
     *,
     overrides: Mapping[str, Any] | None = None,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     recompute: str = "block",
     scan: bool = False,
     optimizer: str = "adamw",
     learning_rate: float = 3e-4,
     loss_scaling: str | None = None,
 ) -> Workload:
-    """A language model's training step; no array is created.
+    """A model's training step; no array is created.
 
     Args:
         model: A name in `MODELS`, or a configuration of one's own (as such, or as a mapping of its fields).
-        global_batch: Sequences per step, over all devices.
+        global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
         dtype: What the model computes in: `"bf16"`, `"float16"` or `"float32"`, on float32 parameters; or `"float64"`
-            throughout, for comparisons.
+            throughout, for comparisons. By default bf16, and float32 for Wide-ResNet.
         recompute: `"block"` keeps only what enters each block and computes its inside again in the backward pass;
             `"none"` keeps everything.
-        scan: Whether to stack the layers and loop over them instead of writing them out.
+        scan: Whether to stack the layers and loop over them instead of writing them out; not for Wide-ResNet.
         optimizer: `"adamw"`, or `"sgd"` without momentum.
         learning_rate: Constant over the steps.
         loss_scaling: `"dynamic"` or `"none"`; by default dynamic for float16, where small gradients would vanish.
@@ -82,11 +85,15 @@ def build(
         MissingExtraError: Flax or Optax is not installed.
     """
     config = _config(model, overrides)
+    if dtype is None:
+        dtype = config.usual_dtype or "bf16"
     if loss_scaling is None:
         loss_scaling = "dynamic" if dtype == "float16" else "none"
     _check(
+        config,
         global_batch,
         learning_rate,
+        scan,
         dtype=dtype,
         recompute=recompute,
         optimizer=optimizer,
@@ -94,10 +101,9 @@ def build(
     )
     dtypes = precision(dtype)
     _require_extra()
-    from ._network import Network
     from ._update import OPTIMIZERS, Update
 
-    network = Network(config, dtypes, recompute=recompute, scan=scan)
+    network = _network(config, dtypes, recompute=recompute, scan=scan)
     update = Update(OPTIMIZERS[optimizer](learning_rate), dynamic_scale=loss_scaling == "dynamic")
     state, num_parameters = _abstract_state(network, update)
     name, changed = _named(config)
@@ -117,14 +123,14 @@ def build(
         train_step=_train_step(network, update),
         init=_init(network, update),
         state=state,
-        batch=_abstract_batch(config, global_batch),
+        batch=_abstract_batch(config, global_batch, dtypes),
         settings=settings,
         num_parameters=num_parameters,
-        flops_per_step=config.flops_per_token * config.seq_len * global_batch,
+        flops_per_step=config.flops_per_example * global_batch,
     )
 
 
-def _config(model: str | Mapping[str, Any] | ModelConfig, overrides: Mapping[str, Any] | None) -> ModelConfig:
+def _config(model: str | Mapping[str, Any] | AbstractConfig, overrides: Mapping[str, Any] | None) -> AbstractConfig:
     if isinstance(model, str):
         return configure(model, **(overrides or {}))
     if overrides:
@@ -132,17 +138,23 @@ def _config(model: str | Mapping[str, Any] | ModelConfig, overrides: Mapping[str
             f"overrides ({', '.join(overrides)}) change a named model, but a whole configuration was given: "
             "put the values into it, for example with dataclasses.replace."
         )
-    if isinstance(model, ModelConfig):
-        return model
-    try:
-        return ModelConfig(**model)
-    except TypeError as error:
-        raise InputError(f"A model's settings are not those of a ModelConfig: {error}.") from None
+    return model if isinstance(model, AbstractConfig) else from_fields(dict(model))
 
 
-def _named(config: ModelConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
+def _network(config: AbstractConfig, dtypes: Precision, *, recompute: str, scan: bool) -> AbstractNetwork:
+    if isinstance(config, WideResNetConfig):
+        from ._image_network import ImageNetwork
+
+        return ImageNetwork(config, dtypes, recompute=recompute)
+    from ._network import Network
+
+    assert isinstance(config, AbstractTextConfig)
+    return Network(config, dtypes, recompute=recompute, scan=scan)
+
+
+def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
     """The `model` and `overrides` from which `_config` makes this configuration again, as short as they can be."""
-    own = dataclasses.asdict(config)
+    own = as_fields(config)
     base = MODELS.get(config.name)
     if base is None or base.family != config.family:
         return own, {}
@@ -152,7 +164,7 @@ def _named(config: ModelConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
     return config.name, overrides
 
 
-def _check(global_batch: int, learning_rate: float, **choices: str) -> None:
+def _check(config: AbstractConfig, global_batch: int, learning_rate: float, scan: bool, **choices: str) -> None:
     known = {"recompute": _RECOMPUTE, "optimizer": _OPTIMIZERS, "loss_scaling": _LOSS_SCALING, "dtype": PRECISIONS}
     faults = [
         f"there is no {option} {value!r}: {nearest(value, known[option])}"
@@ -160,9 +172,11 @@ def _check(global_batch: int, learning_rate: float, **choices: str) -> None:
         if value not in known[option]
     ]
     if global_batch < 1:
-        faults.append(f"global_batch={global_batch} must be at least 1 sequence.")
+        faults.append(f"global_batch={global_batch} must be at least 1.")
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         faults.append(f"learning_rate={learning_rate} must be a positive number.")
+    if scan and not config.loops:
+        faults.append(f"there is no scan for {config.family}: its layers differ in shape, so they cannot be stacked.")
     if faults:
         raise InputError(f"This training step cannot be built: {' '.join(faults)}")
 
@@ -173,40 +187,39 @@ def _require_extra() -> None:
             raise MissingExtraError("zoo", package)
 
 
-def _abstract_state(network: Network, update: Update) -> tuple[dict[str, Any], int]:
+def _abstract_state(network: AbstractNetwork, update: Update) -> tuple[dict[str, Any], int]:
     import jax
 
-    params = network.shapes()
-    state = {"params": params, **jax.eval_shape(update.init, params), "step": abstract((), "int32")}
-    return state, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    model = network.shapes()
+    state = {**model, **jax.eval_shape(update.init, model["params"]), "step": abstract((), "int32")}
+    return state, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model["params"]))
 
 
-def _abstract_batch(config: ModelConfig, global_batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-    tokens = abstract((global_batch, config.seq_len), "int32")
-    return {"inputs": tokens, "targets": tokens}
+def _abstract_batch(config: AbstractConfig, global_batch: int, dtypes: Precision) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: abstract(*array) for name, array in config.batch(global_batch, dtypes.params).items()}
 
 
-def _init(network: Network, update: Update) -> Callable[[jax.Array], dict[str, Any]]:
+def _init(network: AbstractNetwork, update: Update) -> Callable[[jax.Array], dict[str, Any]]:
     import jax.numpy as jnp
 
     def init(key: jax.Array) -> dict[str, Any]:
-        params = network.init(key)
-        return {"params": params, **update.init(params), "step": jnp.zeros((), jnp.int32)}
+        model = network.init(key)
+        return {**model, **update.init(model["params"]), "step": jnp.zeros((), jnp.int32)}
 
     return init
 
 
 def _train_step(
-    network: Network, update: Update
+    network: AbstractNetwork, update: Update
 ) -> Callable[[dict[str, Any], dict[str, jax.Array]], tuple[dict[str, Any], dict[str, jax.Array]]]:
     import jax
 
     def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        def scaled_loss(params: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-            loss = network.loss(params, batch["inputs"], batch["targets"])
-            return update.scale(state, loss), loss
+        def scaled_loss(params: dict[str, Any]) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, Any]]]:
+            loss, figures, kept = network.loss(params, state, batch)
+            return update.scale(state, loss), ({"loss": loss, **figures}, kept)
 
-        grads, loss = jax.grad(scaled_loss, has_aux=True)(state["params"])
-        return {**update(state, grads), "step": state["step"] + 1}, {"loss": loss}
+        grads, (metrics, kept) = jax.grad(scaled_loss, has_aux=True)(state["params"])
+        return {**kept, **update(state, grads), "step": state["step"] + 1}, metrics
 
     return train_step

@@ -221,8 +221,10 @@ def test_all_bad_options_are_listed():
         build("gpt-10m", 1, dtype="float64")
     with pytest.raises(InputError, match="overrides"):
         build(MODELS["gpt-10m"], 1, overrides={"num_layers": 1})
-    with pytest.raises(InputError, match="not those of a ModelConfig"):
+    with pytest.raises(InputError, match="family=None is not one of gpt, llama, moe, wide-resnet"):
         build({"name": "x"}, 1)
+    with pytest.raises(InputError, match="not those of a ModelConfig"):
+        build({"name": "x", "family": "gpt"}, 1)
 
 
 def test_missing_extra_names_the_command(monkeypatch):

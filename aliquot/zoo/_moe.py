@@ -1,0 +1,116 @@
+"""MoE: a GPT in which every other layer has many feed-forward networks, of which each token sees two.
+
+Tokens are carried to their experts and back by products with masks, so that all shapes are known beforehand and
+experts may live on different devices. Shape suffixes: G groups of tokens, S tokens of a group, E experts, C places that
+an expert has for a group, M elements of a token, F elements inside an expert.
+
+Reference: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020,
+section 2 and algorithm 1; the order of layers is that of the benchmark suite of Alpa (Zheng et al., OSDI 2022).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import _gpt
+from ._config import MoEConfig
+from ._precision import Precision
+
+
+class Experts(nnx.Module):
+    """Feed-forward networks, two of which each token goes through; also says how unequally they were used."""
+
+    def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.group_size, self.capacity, self.compute = config.group_size, config.capacity, precision.compute
+        # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps its variance.
+        small = 0.02 / (2 * config.num_layers) ** 0.5
+        inside = (config.num_experts, config.hidden_size, config.ffn_size)
+        self.gate = _weight((config.hidden_size, config.num_experts), 0.02, precision, rngs)
+        self.up = _weight(inside, 0.02, precision, rngs)
+        self.down = _weight((inside[0], inside[2], inside[1]), small, precision, rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_gsm = x.reshape(-1, self.group_size, x.shape[-1])
+        # The choice is made in float32 or wider: rounding would send tokens elsewhere.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        gates_gse = jax.nn.softmax(jnp.einsum("gsm,me->gse", x_gsm.astype(wide), self.gate[...].astype(wide)))
+        combine_gsec, balance = top2_gating(gates_gse, self.capacity)
+        dispatch_gsec = (combine_gsec > 0).astype(self.compute)
+        taken_egcm = jnp.einsum("gsec,gsm->egcm", dispatch_gsec, x_gsm)
+        inner_egcf = jax.nn.relu(jnp.einsum("egcm,emf->egcf", taken_egcm, self.up[...].astype(self.compute)))
+        made_egcm = jnp.einsum("egcf,efm->egcm", inner_egcf, self.down[...].astype(self.compute))
+        y_gsm = jnp.einsum("gsec,egcm->gsm", combine_gsec.astype(self.compute), made_egcm)
+        return y_gsm.reshape(x.shape), balance
+
+
+class ExpertBlock(nnx.Module):
+    """One layer: attention, then experts, each added to its normalised input's origin."""
+
+    def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        self.norm1 = _gpt.norm(config.dense, precision, rngs)
+        self.attn = _gpt.Attention(config.dense, precision, rngs=rngs)
+        self.norm2 = _gpt.norm(config.dense, precision, rngs)
+        self.moe = Experts(config, precision, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = x + self.attn(self.norm1(x).astype(x.dtype))
+        y, balance = self.moe(self.norm2(x).astype(x.dtype))
+        return x + y, balance
+
+
+class DenseBlock(_gpt.Block):
+    """GPT's layer."""
+
+    def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.dense, precision, rngs=rngs)
+
+
+class Ends(_gpt.Ends):
+    """GPT's embeddings, last norm and output head."""
+
+    def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.dense, precision, rngs=rngs)
+
+
+def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Which place of which expert a token takes and with what weight, `(G, S, E, C)`, and the cost of imbalance.
+
+    The best expert of each token and the second have weights that sum to one. All best experts take their tokens in
+    order, then all second ones; a token that finds no place is dropped, and is not weighed elsewhere. Unlike in the
+    reference the second expert is always asked, so nothing is random.
+
+    The cost is the mean over groups of `E * sum_e (share of tokens whose best is e) * (mean gate of e)`: one if all are
+    used alike, E if one is used alone.
+
+    Reference: GShard, algorithm 1, whose cost is this one divided by `E ** 2`.
+    """
+    num_experts = gates_gse.shape[-1]
+    first_gse = jax.nn.one_hot(jnp.argmax(gates_gse, axis=-1), num_experts, dtype=jnp.int32)
+    others_gse = jnp.where(first_gse > 0, -1.0, gates_gse)
+    second_gse = jax.nn.one_hot(jnp.argmax(others_gse, axis=-1), num_experts, dtype=jnp.int32)
+
+    share_ge = jnp.mean(first_gse.astype(gates_gse.dtype), axis=1)
+    balance = num_experts * jnp.mean(jnp.sum(share_ge * jnp.mean(gates_gse, axis=1), axis=-1))
+
+    weight1_gs = jnp.sum(gates_gse * first_gse, axis=-1)
+    weight2_gs = jnp.sum(gates_gse * second_gse, axis=-1)
+    total_gs = weight1_gs + weight2_gs
+    before1_gse = jnp.cumsum(first_gse, axis=1) - first_gse
+    before2_gse = jnp.cumsum(second_gse, axis=1) - second_gse + jnp.sum(first_gse, axis=1, keepdims=True)
+    combine_gsec = _placed(first_gse, before1_gse, weight1_gs / total_gs, capacity)
+    return combine_gsec + _placed(second_gse, before2_gse, weight2_gs / total_gs, capacity), balance
+
+
+def _placed(chosen_gse: jax.Array, before_gse: jax.Array, weight_gs: jax.Array, capacity: int) -> jax.Array:
+    """The weight at the place that is free when `before_gse` tokens have come; nowhere if there is none any more."""
+    place_gs = jnp.sum(before_gse * chosen_gse, axis=-1)
+    # What lies beyond the last place is all zeros.
+    place_gsc = jax.nn.one_hot(place_gs, capacity, dtype=weight_gs.dtype)
+    weight_gse = weight_gs[..., None] * chosen_gse.astype(weight_gs.dtype)
+    return weight_gse[..., None] * place_gsc[:, :, None, :]
+
+
+def _weight(shape: tuple[int, ...], scale: float, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+    return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shape, precision.params))

@@ -1,0 +1,180 @@
+"""The usual sizes of models: what a name such as `gpt-1.3b` stands for, and how to change it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..core import InputError, nearest
+from ._config import AbstractConfig, ModelConfig, MoEConfig
+from ._image_config import WideResNetConfig
+
+FAMILIES: dict[str, type[AbstractConfig]] = {
+    "gpt": ModelConfig,
+    "llama": ModelConfig,
+    "moe": MoEConfig,
+    "wide-resnet": WideResNetConfig,
+}
+"""Every family, and the class of its configurations."""
+
+_FIXED = ("name", "family")
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        family="gpt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        ffn_size=4 * hidden,
+        vocab_size=vocab,
+        seq_len=seq_len,
+        tied_embedding=True,
+    )
+
+
+def _llama(
+    name: str, layers: int, hidden: int, heads: int, *, kv_heads: int, ffn: int, seq_len: int, epsilon: float = 1e-5
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        family="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_size=ffn,
+        vocab_size=32000,
+        seq_len=seq_len,
+        tied_embedding=False,
+        norm_epsilon=epsilon,
+    )
+
+
+def _moe(name: str, layers: int, hidden: int, experts: int) -> MoEConfig:
+    return MoEConfig(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=16,
+        ffn_size=8 * hidden,
+        vocab_size=32000,
+        seq_len=1024,
+        num_experts=experts,
+        group_size=1024,
+    )
+
+
+def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResNetConfig:
+    return WideResNetConfig(name=name, num_layers=layers, num_channels=channels, width_factor=factor)
+
+
+# Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE and Wide-ResNet: the benchmark suite of Alpa (Zheng et al., OSDI
+# 2022); its experts choose among groups of two sequences, ours of one. GPT 13B and 175B: Brown et al., "Language Models
+# are Few-Shot Learners", 2020, table 2.1, 13B with 40 heads of 128 as its width, and the vocabulary padded as in the
+# suite. Llama 7B and 13B: Touvron et al., "LLaMA", 2023, table 2; 70B: "Llama 2", 2023.
+_ALL: tuple[AbstractConfig, ...] = (
+    _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
+    _gpt("gpt-125m", 12, 768, 12),
+    _gpt("gpt-350m", 24, 1024, 16),
+    _gpt("gpt-760m", 24, 1536, 16),
+    _gpt("gpt-1.3b", 24, 2048, 32),
+    _gpt("gpt-2.6b", 32, 2560, 32),
+    _gpt("gpt-6.7b", 32, 4096, 32),
+    _gpt("gpt-13b", 40, 5120, 40, seq_len=2048),
+    _gpt("gpt-15b", 48, 5120, 40),
+    _gpt("gpt-39b", 48, 8192, 64),
+    _gpt("gpt-76b", 60, 10240, 80),
+    _gpt("gpt-175b", 96, 12288, 96, seq_len=2048),
+    _llama("llama-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=2048, epsilon=1e-6),
+    _llama("llama-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=2048, epsilon=1e-6),
+    _llama("llama-70b", 80, 8192, 64, kv_heads=8, ffn=28672, seq_len=4096),
+    _moe("moe-380m", 8, 768, 8),
+    _moe("moe-690m", 8, 768, 16),
+    _moe("moe-1.3b", 16, 768, 16),
+    _moe("moe-2.4b", 16, 1024, 16),
+    _moe("moe-7.1b", 16, 1280, 32),
+    _moe("moe-10b", 16, 1536, 32),
+    _moe("moe-27b", 16, 2048, 48),
+    _moe("moe-70b", 32, 2048, 64),
+    _wide_resnet("wide-resnet-250m", 50, 160, 2),
+    _wide_resnet("wide-resnet-500m", 50, 224, 2),
+    _wide_resnet("wide-resnet-1b", 50, 320, 2),
+    _wide_resnet("wide-resnet-2b", 50, 448, 2),
+    _wide_resnet("wide-resnet-4b", 50, 640, 2),
+    _wide_resnet("wide-resnet-6.8b", 50, 320, 16),
+    _wide_resnet("wide-resnet-13b", 101, 320, 16),
+)
+
+MODELS: dict[str, AbstractConfig] = {config.name: config for config in _ALL}
+"""Every named size, smallest first within a family; `gpt-10m` reads bytes and trains on a laptop."""
+
+
+def configure(name: str, **overrides: Any) -> AbstractConfig:
+    """The configuration of a named model with some fields changed.
+
+    Values may be text, as a command line gives them; they take the type of their field. What follows from a changed
+    field changes with it unless it is given too: `ffn_size` keeps its ratio to `hidden_size` (rounded up to a multiple
+    of 8), `num_kv_heads` its ratio to `num_heads`, and `group_size` its ratio to `seq_len`.
+
+        >>> configure("gpt-125m", hidden_size="64", num_heads=4).ffn_size
+        256
+
+    Raises:
+        InputError: no such model, no such field, or a value its field cannot take; all bad fields are listed.
+    """
+    if name not in MODELS:
+        raise InputError(f"There is no model {name!r}: {nearest(name, MODELS)}")
+    base = MODELS[name]
+    fields = {field: type(value) for field, value in as_fields(base).items() if field not in _FIXED}
+    changes: dict[str, Any] = {}
+    faults = []
+    for key, value in overrides.items():
+        if key not in fields:
+            faults.append(f"it has no field {key!r}: {nearest(key, fields)}")
+            continue
+        try:
+            changes[key] = _parse(fields[key], value)
+        except ValueError:
+            faults.append(f"{key}={value!r} is not {_KINDS[fields[key]]}")
+    if faults:
+        raise InputError(f"Model {name!r} cannot be changed as asked: {'; '.join(faults)}")
+    return type(base)(**(as_fields(base) | base.consequences(changes) | changes))
+
+
+def as_fields(config: AbstractConfig) -> dict[str, Any]:
+    """A configuration as plain data, from which `from_fields` makes it again."""
+    return dataclasses.asdict(config)  # type: ignore[call-overload,no-any-return]
+
+
+def from_fields(fields: dict[str, Any]) -> AbstractConfig:
+    """A configuration from plain data, of the class that its `family` names.
+
+    Raises:
+        InputError: no such family, or fields that it does not have.
+    """
+    family = fields.get("family")
+    if family not in FAMILIES:
+        raise InputError(f"A model's settings name no family: family={family!r} is not one of {', '.join(FAMILIES)}.")
+    try:
+        return FAMILIES[family](**fields)
+    except TypeError as error:
+        raise InputError(f"A model's settings are not those of a {FAMILIES[family].__name__}: {error}.") from None
+
+
+def _parse(kind: type, value: Any) -> Any:
+    if kind is bool:
+        text = str(value).lower()
+        if text not in _YES + _NO:
+            raise ValueError(value)
+        return text in _YES
+    if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
+    try:
+        return kind(value)
+    except TypeError as error:
+        raise ValueError(value) from error

@@ -1,0 +1,222 @@
+"""What the training steps of MoE and Wide-ResNet have in common with the others, and the plans that are found for them."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot.core import CaptureError, InputError
+from aliquot.planners import DataParallel, ShardParallel, Zero3Parallel
+from aliquot.zoo import MODELS, MoEConfig, WideResNetConfig, build, configure, text_for
+
+MOE = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "ffn_size": 24,
+    "vocab_size": 40,
+    "seq_len": 8,
+    "num_experts": 8,
+    "group_size": 4,
+}
+RESNET = {"num_layers": 14, "num_channels": 8, "image_size": 16, "num_classes": 16}
+TINY = {"moe-380m": MOE, "wide-resnet-250m": RESNET}
+ROWS = 16
+
+
+def tiny(name, rows=ROWS, **options):
+    return build(name, rows, overrides=TINY[name], **({"dtype": "float32", "optimizer": "sgd"} | options))
+
+
+def batch_of(workload, seed=0):
+    random = np.random.default_rng(seed)
+    return {
+        key: random.integers(0, 16, leaf.shape, np.int32)
+        if leaf.dtype == np.int32
+        else random.standard_normal(leaf.shape).astype(leaf.dtype)
+        for key, leaf in workload.batch.items()
+    }
+
+
+def start_of(workload):
+    """A state of random numbers, which is quicker to have than an initial one."""
+    random = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: (0.2 * random.standard_normal(x.shape)).astype(x.dtype) if x.shape else np.zeros((), x.dtype),
+        workload.state,
+    )
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def stacked(layers):
+    """The layers of an unrolled MoE as those of a scanned one."""
+    kinds = {"experts": layers[::2], "dense": layers[1::2]}
+    return {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *some) for name, some in kinds.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
+@pytest.mark.parametrize(("name", "scan"), [("moe-380m", False), ("moe-380m", True), ("wide-resnet-250m", False)])
+def test_abstract_state_is_what_init_and_step_give(name, scan, dtype):
+    workload = tiny(name, dtype=dtype, scan=scan, optimizer="adamw")
+    assert shapes(jax.eval_shape(workload.init, jax.random.key(0))) == shapes(workload.state)
+    state, metrics = jax.eval_shape(workload.train_step, workload.state, workload.batch)
+    assert shapes(state) == shapes(workload.state)
+    figures = {"loss", "balance_loss"} if name.startswith("moe") else {"loss"}
+    assert shapes(metrics) == dict.fromkeys(figures, ((), jnp.float32))
+
+
+def test_settings_rebuild_the_workload():
+    own = MoEConfig(**{"name": "mine", **MOE})
+    for workload in (tiny("moe-380m", scan=True), tiny("wide-resnet-250m"), build(own, 4), build("moe-70b", 8)):
+        again = build(**json.loads(json.dumps(workload.settings)))
+        assert again.config == workload.config
+        assert again.settings == workload.settings
+        assert shapes(again.state) == shapes(workload.state)
+
+
+def test_experts_and_dense_layers_take_turns_in_both_forms():
+    layers = tiny("moe-380m").state["params"]["layers"]
+    assert ["moe" in layer for layer in layers] == [True, False]
+    assert layers[0]["moe"]["up"].shape == (8, 16, 24)
+    four = {"num_layers": 4}
+    scanned = build("moe-380m", 2, overrides=MOE | four, scan=True).state["params"]["layers"]
+    assert scanned["experts"]["moe"]["up"].shape == (2, 8, 16, 24)
+    assert scanned["dense"]["mlp"]["up"]["kernel"].shape == (2, 16, 24)
+
+
+def four_layers(**options):
+    return build("moe-380m", 4, overrides=MOE | {"num_layers": 4}, **options)
+
+
+def test_scanned_and_unrolled_experts_start_equal():
+    def gates(scan):
+        layers = jax.jit(lambda key: four_layers(scan=scan).init(key)["params"]["layers"])(jax.random.key(0))
+        return (layers if scan else stacked(layers))["experts"]["moe"]["gate"]
+
+    np.testing.assert_allclose(gates(scan=True), gates(scan=False), rtol=1e-6)
+
+
+def test_scanned_and_unrolled_experts_agree(x64):
+    work, loop = (four_layers(dtype="float64", optimizer="sgd", scan=scan) for scan in (False, True))
+    state, batch = start_of(work), batch_of(work)
+    same = state | {"params": state["params"] | {"layers": stacked(state["params"]["layers"])}}
+    figures, others = (
+        jax.jit(lambda state, batch, form=form: form.train_step(state, batch)[1])(start, batch)
+        for form, start in ((work, state), (loop, same))
+    )
+    assert {k: float(v) for k, v in figures.items()} == pytest.approx(
+        {k: float(v) for k, v in others.items()}, rel=1e-9
+    )
+
+
+def test_no_scan_where_layers_differ():
+    with pytest.raises(InputError, match="no scan for wide-resnet: its layers differ in shape"):
+        tiny("wide-resnet-250m", scan=True)
+
+
+def test_bad_sizes_are_all_listed():
+    with pytest.raises(InputError) as error:
+        configure("moe-380m", num_layers=3, num_experts=1, seq_len=100, group_size=64, capacity_factor=0)
+    for part in (
+        "num_layers=3 must be even",
+        "num_experts=1 must be",
+        "seq_len=100 is not a multiple of group_size=64",
+    ):
+        assert part in str(error.value)
+    assert "capacity_factor=0.0 must be positive" in str(error.value)
+    with pytest.raises(InputError, match=r"num_layers=7 is not one of 14, 26, 50.*width_factor=0 must be at least 1"):
+        configure("wide-resnet-1b", num_layers=7, width_factor=0)
+    with pytest.raises(InputError, match="family='gpt' is not wide-resnet"):
+        WideResNetConfig(name="x", family="gpt", num_layers=50, num_channels=8, width_factor=1)
+
+
+def test_sizes_that_follow():
+    assert configure("moe-380m", hidden_size=64, num_heads=4).ffn_size == 512
+    assert configure("moe-380m", seq_len="256").group_size == 256
+    assert configure("moe-27b").capacity == 42
+
+
+def test_text_is_not_given_to_models_of_images():
+    with pytest.raises(InputError, match=r"wide-resnet-250m reads images.*\(images, labels\).*aliquot\.parallelize"):
+        text_for(tiny("wide-resnet-250m"))
+    with pytest.raises(InputError, match=r"knows 40 tokens.*--set vocab_size=256"):
+        text_for(tiny("moe-380m"))
+    text = text_for(build("moe-380m", 4, overrides=MOE | {"vocab_size": 256}), seed=3)
+    assert (text.seq_len, text.batch, text.seed) == (8, 4, 3)
+
+
+@functools.cache
+def plain(name):
+    """A workload with its first state, a batch, and what the plain step makes of them. Called in double precision."""
+    work = tiny(name, dtype="float64", learning_rate=1.0)
+    state, batch = start_of(work), batch_of(work)
+    return work, state, batch, jax.device_get(jax.jit(work.train_step)(state, batch))
+
+
+def planned(work, method, **options):
+    cluster = aq.Cluster.preset("8xcpu")
+    return aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method, **options)
+
+
+def assert_same(got, want, start):
+    """Every leaf, relative to the largest change of the whole tree."""
+    changes = jax.tree.map(lambda a, b: np.abs(np.asarray(a, float) - np.asarray(b, float)).max(), want, start)
+    scale = max(jax.tree.leaves(changes))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * scale)
+
+
+METHODS = {
+    "dp": DataParallel(),
+    "zero3": Zero3Parallel(),
+    "shard 4x2": ShardParallel(mesh_shape=(4, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "micro_batches"),
+    [
+        ("moe-380m", "dp", 1),
+        ("moe-380m", "zero3", 2),
+        ("moe-380m", "shard 4x2", 4),
+        ("wide-resnet-250m", "zero3", 1),
+        ("wide-resnet-250m", "shard 4x2", 1),
+    ],
+)
+def test_a_plan_computes_the_numbers_of_the_plain_step(name, method, micro_batches, x64):
+    work, start, batch, (wanted, metrics) = plain(name)
+    plan = planned(work, METHODS[method], num_micro_batches=micro_batches)
+    state, found = aq.parallelize(work.train_step, plan)(start, batch)
+    assert {k: float(v) for k, v in found.items()} == pytest.approx({k: float(v) for k, v in metrics.items()}, rel=1e-9)
+    assert_same(jax.device_get(state), wanted, start)
+
+
+def test_statistics_of_a_batch_do_not_decompose_unless_that_is_asked_for(x64):
+    work, start, batch, _ = plain("wide-resnet-250m")
+    with pytest.raises(CaptureError, match='micro_batch_semantics="independent"'):
+        planned(work, DataParallel(), num_micro_batches=2)
+    plan = planned(work, ShardParallel(mesh_shape=(8,)), num_micro_batches=2, micro_batch_semantics="independent")
+    assert plan.micro_batch_semantics == "independent"
+    _, metrics = aq.parallelize(work.train_step, plan)(start, batch)
+    half = tiny("wide-resnet-250m", rows=ROWS // 2, dtype="float64")
+    loss = jax.jit(lambda state, batch: half.train_step(state, batch)[1]["loss"])
+    halves = [loss(start, {key: leaf[rows] for key, leaf in batch.items()}) for rows in (slice(0, 8), slice(8, 16))]
+    assert float(metrics["loss"]) == pytest.approx(float(sum(halves)) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["moe-70b", "wide-resnet-13b"])
+def test_flops_are_six_per_weight_used(name):
+    workload = build(name, 4)
+    config = MODELS[name]
+    assert workload.flops_per_step == 4 * config.flops_per_example
+    if name.startswith("moe"):
+        unused = 16 * (config.num_experts - 2) * 2 * config.hidden_size * config.ffn_size
+        attention = 12 * config.num_layers * config.seq_len * config.hidden_size
+        assert config.flops_per_token - attention == pytest.approx(6 * (workload.num_parameters - unused), rel=0.01)
