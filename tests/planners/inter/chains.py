@@ -244,9 +244,9 @@ def compare(seed: int, schedule: str, num_stages: int | None = None, most_units:
                 schedule=schedule,
                 num_tried=len(tried),
                 best_s=best,
-                difference=difference,
-                bound_exceeds=exceeds,
-                binds=best is not None and best > least * (1 + 1e-9),
+                difference=float(difference),
+                bound_exceeds=bool(exceeds),
+                binds=bool(best is not None and best > least * (1 + 1e-9)),
             )
         )
     return compared
