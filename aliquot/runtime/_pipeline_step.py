@@ -54,6 +54,7 @@ def build_pipeline(
     schedule: Schedule,
     *,
     semantics: str = "exact",
+    recompute: frozenset[int] = frozenset(),
 ) -> Pipeline:
     """The pipeline of a step.
 
@@ -63,6 +64,7 @@ def build_pipeline(
         setups: of each stage.
         schedule: order of tasks; its number of micro-batches is into how many parts the batch is cut.
         semantics: see `plan_micro_batches`.
+        recompute: stages whose backward programs work everything out again.
 
     Raises:
         CaptureError: the step does not decompose into so many micro-batches.
@@ -80,7 +82,12 @@ def build_pipeline(
             plan = plan_micro_batches(graph, count, num_groups=number, semantics=semantics, on_missing_rule="replicate")
             layout = Layout(groups=number, shards=shards // number, micro_batches=count)
         parts = cut_graph(plan, layout) if plan else phase_parts(graph)
-        cut[number] = (parts, plan, split_stages(parts, plan, staging, split_backward=split), layout)
+        cut[number] = (
+            parts,
+            plan,
+            split_stages(parts, plan, staging, split_backward=split, recompute=recompute),
+            layout,
+        )
     contexts = [
         StageContext(
             mesh=s.mesh,

@@ -53,6 +53,7 @@ def what_to_keep(
     *,
     free: Collection[int],
     read_anyway: Collection[int],
+    everything: bool = False,
 ) -> frozenset[int]:
     """The values to keep so that all that is wanted can be worked out from them.
 
@@ -63,13 +64,15 @@ def what_to_keep(
         values: of the graph, by index.
         free: values at hand in both programs: the step's inputs, and what anybody can work out.
         read_anyway: values from elsewhere that the backward program reads whatever is decided.
+        everything: work everything out again, products too.
     """
+    costly = [not everything and _is_costly(item, name) for item, name in zip(items, names, strict=True)]
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
     needed: dict[int, None] = dict.fromkeys(wanted)
     waiting = list(needed)
     while waiting:
         k = maker.get(waiting.pop())
-        if k is None or _is_costly(items[k], names[k]):
+        if k is None or costly[k]:
             continue
         new = [i for i in items[k].inputs if i not in needed and i not in free]
         needed |= dict.fromkeys(new)
@@ -84,7 +87,7 @@ def what_to_keep(
         cost = 0 if v in read_anyway else (values[v].num_bytes + _BYTES_PER_ARRAY) // unit + 1
         edges.append((2 * n, 2 * n + 1, cost))
         k = maker.get(v)
-        if k is None or _is_costly(items[k], names[k]):
+        if k is None or costly[k]:
             edges.append((source, 2 * n, _LARGEST))
         else:
             edges += [(2 * number[i] + 1, 2 * n, _LARGEST) for i in items[k].inputs if i in number]

@@ -85,7 +85,12 @@ class StagePrograms:
 
 
 def split_stages(
-    parts: Parts, plan: MicroBatchPlan | None, staging: Staging, *, split_backward: bool = False
+    parts: Parts,
+    plan: MicroBatchPlan | None,
+    staging: Staging,
+    *,
+    split_backward: bool = False,
+    recompute: frozenset[int] = frozenset(),
 ) -> StagePrograms:
     """Programs of all stages.
 
@@ -94,9 +99,10 @@ def split_stages(
         plan: how it was cut; None for a step that runs on its whole batch at once.
         staging: stages of the whole step's items.
         split_backward: make two programs of a backward pass: what the stage before waits for, and the rest.
+        recompute: stages whose backward programs work everything out again from what enters the stage.
     """
     parts, moved = _push_out(parts, plan, staging)
-    body = _Body(parts, staging, split_backward, plan)
+    body = _Body(parts, staging, split_backward, plan, recompute)
     update = _Update(parts, staging, body.made, moved)
     early = _early_programs(parts, [*body.programs.values(), *update.programs])
     wanted = update.wanted_totals
@@ -182,7 +188,14 @@ class _Draft:
 class _Body:
     """Programs that run for each micro-batch."""
 
-    def __init__(self, parts: Parts, staging: Staging, split: bool, plan: MicroBatchPlan | None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        staging: Staging,
+        split: bool,
+        plan: MicroBatchPlan | None,
+        recompute: frozenset[int],
+    ) -> None:
         self._parts, self._staging, self._split = parts, staging, split
         self._items = items_of(parts.body)
         self._order = {id(item): k for k, item in enumerate(self._items)}
@@ -196,7 +209,7 @@ class _Body:
         self._add_shared_crossing(drafts)
         for draft in drafts.values():
             self._close(draft)
-        self._keep_less(drafts)
+        self._keep_less(drafts, recompute)
         self._drafts_by = drafts
         self.programs = {key: self._program(draft, drafts, ()) for key, draft in drafts.items()}
 
@@ -280,7 +293,7 @@ class _Body:
         known = inside | self._parts.body.constants.keys()
         draft.reads = list(dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known))
 
-    def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
+    def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft], recompute: frozenset[int]) -> None:
         """Work out again, in a backward program, what is cheaper to work out than to keep from the forward program."""
         graph = self._parts.body
         anybody = {o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs}
@@ -295,7 +308,15 @@ class _Body:
                 draft = drafts[stage, part]
                 wanted = [i for i in draft.reads if i in inside]
                 read_anyway = {i for i in draft.reads if i not in inside}
-                kept = what_to_keep(mine, names, wanted, graph.values, free=free, read_anyway=read_anyway)
+                kept = what_to_keep(
+                    mine,
+                    names,
+                    wanted,
+                    graph.values,
+                    free=free,
+                    read_anyway=read_anyway,
+                    everything=stage in recompute,
+                )
                 self._close(draft, _needed(mine, wanted, kept))
 
     def finished(self, wanted: Iterable[int], plan: MicroBatchPlan | None) -> list[StageProgram]:
@@ -430,15 +451,12 @@ class _Update:
                 own.setdefault(where, set())
                 if output.value in self._maker:
                     own[where].add(self._maker[output.value])
-        # Rounds of one stage's totals that another stage reads.
         closed = {key: self._closure(key[0], chosen) for key, chosen in own.items()}
         reads = {key: self._reads(chosen) for key, chosen in closed.items()}
-        for (stage, _), values in list(reads.items()):
-            for v in values:
-                if v in self._crossing and self._crossing[v] != stage:
-                    key = (self._crossing[v], 0)
-                    closed.setdefault(key, set())
-                    reads.setdefault(key, [])
+        # Totals are combined in the first round, also where only later rounds or other stages read them.
+        for v in {v for values in reads.values() for v in values if v in self._crossing}:
+            closed.setdefault((self._crossing[v], 0), set())
+            reads.setdefault((self._crossing[v], 0), [])
         self.wanted_totals = {v for values in reads.values() for v in values if v in self._crossing}
         self.wanted_totals |= {v for found in results.values() for v in found if v in self._crossing}
         combined_in = {v: (self._crossing[v], 0) for v in self.wanted_totals}
