@@ -12,6 +12,7 @@ from ._extract import Extract as Extract
 from ._extract import extract_stage as extract_stage
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._jax_compat import coordination_client as coordination_client
 from ._layers import Layers as Layers
 from ._layers import cut_layers as cut_layers
 from ._render import to_dot as to_dot
@@ -23,7 +24,6 @@ from ._segments import wildcard as wildcard
 from ._source import source_line as source_line
 from ._split_reach import LayerScan as LayerScan
 from ._split_reach import scans_over_layers as scans_over_layers
-from ._split_scan import Piece as Piece
 from ._split_scan import SplitGraph as SplitGraph
 from ._split_scan import split_scans as split_scans
 from ._stages import SHARED as SHARED
@@ -39,5 +39,7 @@ from ._types import Op as Op
 from ._types import Operand as Operand
 from ._types import Output as Output
 from ._types import Phase as Phase
+from ._types import Piece as Piece
 from ._types import Role as Role
+from ._types import Split as Split
 from ._types import Value as Value

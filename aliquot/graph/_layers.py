@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from ..core import InputError, nearest
 from ._dataflow import Item, items_of
 from ._segments import Run, fold
-from ._types import Graph, Phase, Role
+from ._types import Call, Graph, Phase, Role
 
 # A layer that weighs less than this share of an average one joins its neighbour.
 _SMALL = 0.1
 # No cut where so many times more bytes cross than at the narrowest place.
 _WIDE = 8.0
+# Rows of a stacked parameter, as `split_scans` names them.
+_RANGE = re.compile(r"(.*?)(\[\d+:\d+\])$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,6 +139,7 @@ def _places(
     for place in np.flatnonzero(~covered & (crossing > 0)):
         if _is_narrow(crossing, int(place)):
             found.add(int(place))
+    found.update(_places_between_scans(items, forward))
     places = sorted(place for place in found if 0 < place < len(forward))
     # Scalars cross beside the loss: no measure for the rest.
     done = np.cumsum([0.0, *(items[k].cost for k in forward)]) / sum(items[k].cost for k in forward)
@@ -161,6 +164,19 @@ def _places_in_run(
         if best is None or key < best[:2]:
             best = (*key, places)
     return best[2] if best else []
+
+
+def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:
+    """Before every scan that reads what another one has made: between ranges of one scan over layers."""
+    places = []
+    made: set[int] = set()
+    for place, k in enumerate(forward):
+        what = items[k].what
+        if isinstance(what, Call) and what.kind == "scan":
+            if made.intersection(items[k].inputs):
+                places.append(place)
+            made.update(items[k].outputs)
+    return places
 
 
 def _numbers(path: str) -> tuple[str, ...]:
@@ -254,13 +270,24 @@ def _by_pattern(graph: Graph, pattern: str, users: Sequence[Sequence[str]], cros
 
 
 def _names(starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Layers by the parameters that they use first: the numbered module with most of them, or what all have in common."""
+    """Layers by the parameters that they use first.
+
+    That is the rows of stacked ones, the numbered module with most of them, or what all have in common.
+    """
     seen: set[str] = set()
     names = []
     for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
         own = [p for used in users[a:b] for p in used if p not in seen]
         seen.update(own)
+        stacked: dict[str, list[str]] = {}
+        for m in map(_RANGE.match, own):
+            if m:
+                stacked.setdefault(m.group(2), []).append(m.group(1))
         numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in own) if m)
-        common = numbered.most_common(1)[0][0] if numbered else os.path.commonprefix(own).rstrip(".[")
+        if stacked:
+            rows = max(stacked, key=lambda r: len(stacked[r]))
+            common = os.path.commonprefix(stacked[rows]).rstrip(".[") + rows
+        else:
+            common = numbered.most_common(1)[0][0] if numbered else os.path.commonprefix(own).rstrip(".[")
         names.append(common or f"layer {number}")
     return tuple(names)

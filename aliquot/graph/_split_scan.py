@@ -18,16 +18,7 @@ from ..core import InputError
 from ._split_emit import Emitter
 from ._split_reach import stacked_values
 from ._split_values import Pieces, index_of
-from ._types import Graph, Output
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Rows `[start, stop)` of an input or output, at `position` in the split graph; all of it if `stop` is None."""
-
-    position: int
-    start: int = 0
-    stop: int | None = None
+from ._types import Graph, Output, Piece, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,29 +28,25 @@ class SplitGraph:
     Attributes:
         graph: the step on pieces. A stacked input `params.w` is the inputs `params.w[0:5]`, `params.w[5:8]`, each with
             its own successor. `calling` is still that of the original.
-        bounds: where the ranges begin, and where the last one ends.
-        inputs: for each input of the original its pieces, in order.
-        outputs: for each output of the original its pieces, in order.
+        split: where it was cut, and the pieces of each input and output; also `graph.split`.
         joined: positions in the original's `ops` of operators that mix layers: their operands are put together first.
             For a loop these are one of its links and what reads them inside.
         recut: positions of operators that make a stacked array as a whole: their results are cut afterwards.
     """
 
     graph: Graph
-    bounds: tuple[int, ...]
-    inputs: tuple[tuple[Piece, ...], ...]
-    outputs: tuple[tuple[Piece, ...], ...]
+    split: Split
     joined: tuple[int, ...]
     recut: tuple[int, ...]
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
         """Arrays for the inputs of the original to those for the inputs of `graph`."""
-        pairs = zip(arrays, self.inputs, strict=True)
+        pairs = zip(arrays, self.split.inputs, strict=True)
         return [a if p.stop is None else a[p.start : p.stop] for a, pieces in pairs for p in pieces]
 
     def join(self, arrays: Sequence[Any]) -> list[Any]:
         """Results of `graph` to those of the original."""
-        found = [[arrays[piece.position] for piece in pieces] for pieces in self.outputs]
+        found = [[arrays[piece.position] for piece in pieces] for pieces in self.split.outputs]
         return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in found]
 
 
@@ -89,7 +76,8 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
     body = emitter.run()
     inputs = _pieces(arrays, [item.value for item in graph.inputs])
     outputs = _pieces(arrays, [output.value for output in graph.outputs])
-    split = Graph(
+    split = Split(original=graph, bounds=edges, inputs=inputs, outputs=outputs)
+    pieces = Graph(
         name=graph.name,
         values=tuple(arrays.values),
         ops=tuple(emitter.ops),
@@ -115,12 +103,11 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
             ]
         ),
         calling=graph.calling,
+        split=split,
     )
     return SplitGraph(
-        graph=split,
-        bounds=edges,
-        inputs=inputs,
-        outputs=outputs,
+        graph=pieces,
+        split=split,
         joined=tuple(sorted(emitter.joined)),
         recut=tuple(sorted(emitter.recut)),
     )

@@ -152,6 +152,32 @@ class Output:
     value: Operand
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows `[start, stop)` of an input or output, at `position` in the split graph; all of it if `stop` is None."""
+
+    position: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Split:
+    """How a graph was made from another by cutting its scans over layers into ranges.
+
+    Attributes:
+        original: the graph as it was.
+        bounds: where the ranges begin, and where the last one ends.
+        inputs: for each input of the original its pieces, in order.
+        outputs: for each output of the original its pieces, in order.
+    """
+
+    original: Graph
+    bounds: tuple[int, ...]
+    inputs: tuple[tuple[Piece, ...], ...]
+    outputs: tuple[tuple[Piece, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Graph:
     """A captured step. See the module's description for its two views.
@@ -164,7 +190,9 @@ class Graph:
         inputs: arrays that the caller passes, in the order of the flat call.
         constants: arrays that the step's closure holds, by value index.
         outputs: arrays that it returns, in flat order.
-        calling: how arguments become `inputs` and `outputs` become the user's result.
+        calling: how arguments become `inputs` and `outputs` become the user's result; of a split graph those of the
+            original.
+        split: how it was made from another graph, if it was.
     """
 
     name: str
@@ -175,6 +203,7 @@ class Graph:
     constants: Mapping[int, Any]
     outputs: tuple[Output, ...]
     calling: Any = field(repr=False)
+    split: Split | None = field(default=None, repr=False)
 
     def input_by_path(self) -> dict[str, Input]:
         """Inputs by their path."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core import CaptureError, InputError
-from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, source_line
+from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, source_line, split_scans
 from ._micro_walk import Walk
 from ._one_example import one_example
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
@@ -167,7 +167,9 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
 
 
 def _trace(graph: Graph, size: int) -> Graph:
-    """The step traced on so many examples."""
+    """The step traced on so many examples, and cut as the graph is if its layers are cut into ranges."""
+    if graph.split is not None:
+        return split_scans(_trace(graph.split.original, size), graph.split.bounds).graph
     leaves = []
     for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True):
         shape = graph.values[item.value].shape

@@ -13,7 +13,7 @@ from flax import nnx
 from graph.layer_scans import LAYERS, SCANS, batch, block, params, plain, training
 
 from aliquot.core import InputError
-from aliquot.graph import Call, Literal, Phase, capture, evaluate, fold, scans_over_layers, split_scans
+from aliquot.graph import Call, Literal, Phase, capture, cut_layers, evaluate, fold, scans_over_layers, split_scans
 from aliquot.zoo import build
 
 BOUNDS = (0, 2, LAYERS)
@@ -178,7 +178,7 @@ def test_pieces_are_named_and_linked():
     split = split_scans(graph, (0, 2, 3))
     paths = [item.path for item in split.graph.inputs]
     assert "state.params.layers.attn.q.kernel[0:2]" in paths and "state.params.layers.attn.q.kernel[2:3]" in paths
-    for old, pieces in zip(graph.inputs, split.inputs, strict=True):
+    for old, pieces in zip(graph.inputs, split.split.inputs, strict=True):
         for piece in pieces:
             item = split.graph.inputs[piece.position]
             assert item.role == old.role and item.path.startswith(old.path)
@@ -186,7 +186,9 @@ def test_pieces_are_named_and_linked():
             assert piece.stop is None or rows == (piece.stop - piece.start,)
             if old.output is not None:
                 assert split.graph.outputs[item.output].path.endswith(item.path[len(old.path) :])
-    assert [piece.position for pieces in split.outputs for piece in pieces] == list(range(len(split.graph.outputs)))
+    assert [piece.position for pieces in split.split.outputs for piece in pieces] == list(
+        range(len(split.graph.outputs))
+    )
 
 
 def test_phases_are_kept():
@@ -196,6 +198,16 @@ def test_phases_are_kept():
     after = Counter((op.name, op.phase) for op in split.graph.ops if op.trips > 1)
     assert after == Counter({key: 2 * count for key, count in before.items()})
     assert {op.phase for op in split.graph.ops if op.name == "sqrt"} <= {Phase.UPDATE}
+
+
+@pytest.mark.parametrize("model", ["gpt-125m", "llama-7b"])
+def test_layers_begin_between_pieces(model):
+    """Every range can be a layer of its own, named by its rows."""
+    bounds = (0, 3, 4, 6, 8)
+    layers = cut_layers(split_scans(zoo(model, layers=8), bounds).graph)
+    names = [f"state.params.layers[{a}:{b}]" for a, b in zip(bounds, bounds[1:])]
+    assert list(layers.names[:4]) == names
+    assert len(set(layers.boundary_bytes[:3])) == 1
 
 
 def test_equal_pieces_fold():
