@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
     sees = np.zeros(len(graph.values), np.int8)
     for item in graph.inputs:
         sees[item.value] = 1 if item.value in parameter else 2 if item.role is Role.BATCH else 0
-    return tuple([_item(graph, what, sees) for what in graph.body.items])
+    return _in_phases([_item(graph, what, sees) for what in graph.body.items])
 
 
 def _item(graph: Graph, what: int | Call, sees: NDArray[np.int8]) -> Item:
@@ -68,6 +68,38 @@ def _item(graph: Graph, what: int | Call, sees: NDArray[np.int8]) -> Item:
         shared=shared,
         cost=sum(_cost(graph, graph.ops[k]) for k in inside),
     )
+
+
+def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Items with phases that follow one another: none reads what a later phase makes."""
+    late: set[int] = set()  # made by, or behind, an update that sees the forward or backward pass
+    seen: set[int] = set()  # made by, or behind, the forward or backward pass
+    backward: set[int] = set()
+    ordered: list[Item] = []
+    for item in items:
+        behind = item.phase is not Phase.UPDATE or not seen.isdisjoint(item.inputs)
+        if not late.isdisjoint(item.inputs):
+            # A second training, of another set of parameters: it comes whole with the first one's update.
+            item = replace(item, phase=Phase.UPDATE)
+        elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
+            # A loop that holds both passes counts as backward: its loss is at hand only then.
+            item = replace(item, phase=Phase.BACKWARD)
+        if behind and not item.shared:
+            seen.update(item.outputs)
+        if item.phase is Phase.BACKWARD and not item.shared:
+            backward.update(item.outputs)
+        if item.phase is Phase.UPDATE and not seen.isdisjoint(item.inputs):
+            seen.update(item.outputs)
+            late.update(item.outputs)
+        ordered.append(item)
+    wanted: set[int] = set()
+    for k in range(len(ordered) - 1, -1, -1):
+        item = ordered[k]
+        if item.phase is Phase.UPDATE and not wanted.isdisjoint(item.outputs):
+            ordered[k] = item = replace(item, phase=Phase.FORWARD)
+        if item.phase is not Phase.UPDATE:
+            wanted.update(item.inputs)
+    return tuple(ordered)
 
 
 def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..graph import SHARED, Call, Graph, Item, Operand, Phase, Staging, items_of, place_update
-from ..sharding import MicroBatchPlan, TimeKind
+from ..sharding import MicroBatchPlan
 from ._parts import Parts, subgraph
+from ._push_out import push_out
 from ._recompute import what_to_keep
 from ._totals import is_summed
 
@@ -101,9 +102,9 @@ def split_stages(
         split_backward: make two programs of a backward pass: what the stage before waits for, and the rest.
         recompute: stages whose backward programs work everything out again from what enters the stage.
     """
-    parts, moved = _push_out(parts, plan, staging)
+    parts = push_out(parts, plan, staging)
     body = _Body(parts, staging, split_backward, plan, recompute)
-    update = _Update(parts, staging, body.made, moved)
+    update = _Update(parts, staging, body.made)
     early = _early_programs(parts, [*body.programs.values(), *update.programs])
     wanted = update.wanted_totals
     programs = [*early, *body.finished(wanted, plan), *update.programs]
@@ -113,62 +114,6 @@ def split_stages(
         outputs=tuple(update.outputs),
         home=update.home,
     )
-
-
-# ---- gradients used twice --------------------------------------------------------------------------------------------
-
-_SUMS = frozenset({"add_any", "add"})
-_PASSES = frozenset({"convert_element_type", "reshape", "transpose", "neg", "copy"})
-
-
-def _push_out(parts: Parts, plan: MicroBatchPlan | None, staging: Staging) -> tuple[Parts, list[int]]:
-    """Leave sums over stages for the update: the gradient of a parameter that two stages use crosses once a step.
-
-    Returns the parts, and the operators that moved from the body into the late graph.
-    """
-    ops = parts.body.ops
-    maker = {o: k for k in parts.body.body.items if isinstance(k, int) for o in ops[k].outputs}
-    stage_of = {o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs}
-    crossing = list(parts.crossing)
-    moved: list[int] = []
-
-    def sources(value: int) -> set[int]:
-        op = ops[maker[value]] if value in maker else None
-        if op is None or op.name not in _SUMS | _PASSES or not _is_sum(value, plan):
-            return {stage_of.get(value, SHARED)}
-        if op.name in _PASSES:
-            return sources(op.inputs[0]) if isinstance(op.inputs[0], int) else {SHARED}
-        return {s for i in op.inputs if isinstance(i, int) for s in sources(i)}
-
-    waiting = list(crossing)
-    while waiting:
-        value = waiting.pop()
-        if len(sources(value) - {SHARED}) < 2:
-            continue
-        op = ops[maker[value]]
-        if any(not isinstance(i, int) for i in op.inputs):
-            continue
-        crossing.remove(value)
-        moved.append(op.index)
-        for i in op.inputs:
-            if isinstance(i, int) and i not in crossing:
-                crossing.append(i)
-                waiting.append(i)
-    if not moved:
-        return parts, []
-    gone = set(moved)
-    body_items = [k for k in parts.body.body.items if not (isinstance(k, int) and k in gone)]
-    kept = set(crossing)
-    body = subgraph(parts.body, [i.value for i in parts.body.inputs], body_items, sorted(kept))
-    taken = set(parts.crossing)
-    late_inputs = [i.value for i in parts.late.inputs if i.value not in taken] + sorted(kept)
-    late_items = [*sorted(moved), *parts.late.body.items]
-    late = subgraph(parts.late, late_inputs, late_items, [o.value for o in parts.late.outputs])
-    return replace(parts, body=body, late=late, crossing=tuple(sorted(kept))), moved
-
-
-def _is_sum(value: int, plan: MicroBatchPlan | None) -> bool:
-    return plan is None or plan.specs[value].kind is TimeKind.SUM
 
 
 # ---- forward and backward --------------------------------------------------------------------------------------------
@@ -384,7 +329,7 @@ def _needed(items: Sequence[Item], wanted: Sequence[int], kept: frozenset[int]) 
 class _Update:
     """Programs that run once a step, behind the last micro-batch."""
 
-    def __init__(self, parts: Parts, staging: Staging, made: Mapping[int, int], moved: Sequence[int]) -> None:
+    def __init__(self, parts: Parts, staging: Staging, made: Mapping[int, int]) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
         self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}
@@ -453,6 +398,9 @@ class _Update:
                     own[where].add(self._maker[output.value])
         closed = {key: self._closure(key[0], chosen) for key, chosen in own.items()}
         reads = {key: self._reads(chosen) for key, chosen in closed.items()}
+        # What is worked out early and nothing but a result is read by nobody.
+        for key, values in results.items():
+            reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
         # Totals are combined in the first round, also where only later rounds or other stages read them.
         for v in {v for values in reads.values() for v in values if v in self._crossing}:
             closed.setdefault((self._crossing[v], 0), set())
