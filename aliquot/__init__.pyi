@@ -25,8 +25,12 @@ from .core import PlanMismatchError as PlanMismatchError
 from .planners import ILP as ILP
 from .planners import Auto as Auto
 from .planners import DataParallel as DataParallel
+from .planners import Grid as Grid
 from .planners import ManualParallel as ManualParallel
+from .planners import ManualStages as ManualStages
+from .planners import PipeshardParallel as PipeshardParallel
 from .planners import ShardParallel as ShardParallel
+from .planners import StageDP as StageDP
 from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
 from .plans import Plan as Plan

@@ -16,11 +16,23 @@ from .core import InputError
 from .cost import Problem, decode_interior, make_problem
 from .graph import Graph, graph_fingerprint
 from .graph import capture as capture
-from .planners import AbstractMethod, Auto, Decision, Interrupted, Progress, find_alternatives, follow, write_plan
+from .planners import (
+    AbstractMethod,
+    Auto,
+    Decision,
+    Interrupted,
+    PipeshardParallel,
+    Progress,
+    find_alternatives,
+    follow,
+    solve_pipeline,
+    write_pipeline,
+    write_plan,
+)
 from .plans import ArrayInterface, ModelReference, Plan, require_match
 from .report import Alternative
-from .runtime import LazyStep, ParallelStep
-from .sharding import plan_micro_batches
+from .runtime import LazyStep, ParallelStep, PipelineStep, build_plan_pipeline
+from .sharding import layer_step, plan_micro_batches, stage_step
 from .verify import Verification, first_that_fits, require_compiler, resolve_target, verify_plan
 
 
@@ -28,7 +40,7 @@ def plan(
     step: Callable[..., Any],
     *args: Any,
     cluster: Cluster | None = None,
-    method: AbstractMethod | None = None,
+    method: AbstractMethod | PipeshardParallel | None = None,
     num_micro_batches: int = 1,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
@@ -61,6 +73,17 @@ def plan(
     """
     cluster = cluster or Cluster.detect()
     method = method or Auto()
+    if isinstance(method, PipeshardParallel):
+        return _plan_pipeline(
+            capture(step, *args, **kwargs),
+            cluster,
+            method if num_micro_batches == 1 else replace(method, num_micro_batches=num_micro_batches),
+            micro_batch_semantics,
+            memory_limit_bytes,
+            on_missing_rule,
+            model,
+            progress,
+        )
     if verify:
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
@@ -99,11 +122,46 @@ def plan(
     return first_that_fits(propose, check) if verify else propose()
 
 
+def _plan_pipeline(
+    full: Graph,
+    cluster: Cluster,
+    method: PipeshardParallel,
+    semantics: str,
+    memory_limit_bytes: float | None,
+    on_missing_rule: str,
+    model: ModelReference | None,
+    progress: Progress | None,
+) -> Plan:
+    """A plan with stages."""
+    started = time.perf_counter()
+    found = solve_pipeline(
+        method,
+        full,
+        cluster,
+        semantics=semantics,
+        on_missing_rule=on_missing_rule,
+        memory_limit_bytes=memory_limit_bytes,
+        progress=progress,
+    )
+    return write_pipeline(
+        found,
+        full,
+        cluster,
+        model=model or ModelReference(kind="closure", name=full.name),
+        version=version("aliquot"),
+        trace_s=0.0,
+        search_s=time.perf_counter() - started,
+        memory_limit_bytes=found.chain.memory_limit_bytes,
+        semantics=semantics,
+        layers=method.layers,
+    )
+
+
 def parallelize(
     step: Callable[..., Any] | None = None,
     plan: Plan | None = None,
     *,
-    method: AbstractMethod | None = None,
+    method: AbstractMethod | PipeshardParallel | None = None,
     cluster: Cluster | None = None,
     devices: Sequence[Any] | None = None,
     on_missing_rule: str = "error",
@@ -133,7 +191,7 @@ def parallelize(
     if plan is not None and (method is not None or options):
         raise InputError("parallelize takes a plan, or a method to plan with, not both.")
 
-    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelStep:
+    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelStep | PipelineStep:
         chosen = plan
         if chosen is None:
             chosen = _plan(
@@ -233,12 +291,7 @@ def _problem(
 
 def _problem_of(plan: Plan, graph: Graph, on_missing_rule: str) -> Problem:
     """The problem that a plan solves, for a step that must have the plan's interface."""
-    require_match(
-        plan,
-        inputs=tuple(_interface(graph, i.path, i.value, i.role.value) for i in graph.inputs),
-        outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
-        asked=f"the plan was made for another step than {graph.name}",
-    )
+    _require_interface(plan, graph)
     problem, _ = _problem(
         graph,
         Cluster.from_dict(plan.cluster),
@@ -248,6 +301,15 @@ def _problem_of(plan: Plan, graph: Graph, on_missing_rule: str) -> Problem:
         plan.prediction.memory_limit_bytes,
     )
     return problem
+
+
+def _require_interface(plan: Plan, graph: Graph) -> None:
+    require_match(
+        plan,
+        inputs=tuple(_interface(graph, i.path, i.value, i.role.value) for i in graph.inputs),
+        outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
+        asked=f"the plan was made for another step than {graph.name}",
+    )
 
 
 def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
@@ -267,6 +329,30 @@ def _choices(plan: Plan, graph: Graph, problem: Problem) -> Any:
     return follow(problem, plan.stages[0])
 
 
-def _prepare(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> ParallelStep:
+def _prepare(
+    plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str
+) -> ParallelStep | PipelineStep:
+    if plan.schedule != "none":
+        return _prepare_pipeline(plan, graph, devices, on_missing_rule)
     problem = _problem_of(plan, graph, on_missing_rule)
     return ParallelStep.build(graph, problem.nodes, _choices(plan, graph, problem), plan, devices)
+
+
+def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> PipelineStep:
+    _require_interface(plan, graph)
+    layers: str | int | None = int(plan.layers) if plan.layers.isdigit() else plan.layers or None
+    layered = layer_step(
+        graph,
+        plan.num_micro_batches,
+        layers=layers,
+        semantics=plan.micro_batch_semantics,
+        on_missing_rule=on_missing_rule,
+    )
+    staged = stage_step(layered, [stage.first_layer for stage in plan.stages])
+    cluster = Cluster.from_dict(plan.cluster)
+    nodes = [
+        make_problem(e.graph, cluster, num_micro_batches=plan.num_micro_batches, on_missing_rule=on_missing_rule).nodes
+        for e in staged.extracts
+    ]
+    pipeline = build_plan_pipeline(staged, nodes, plan, devices)
+    return PipelineStep(graph=graph, plan=plan, pipeline=pipeline)

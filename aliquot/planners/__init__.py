@@ -15,6 +15,14 @@ from ._methods import ManualParallel as ManualParallel
 from ._methods import ShardParallel as ShardParallel
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
+from ._pipeshard import PipelineDecision as PipelineDecision
+from ._pipeshard import PipeshardParallel as PipeshardParallel
+from ._pipeshard import solve_pipeline as solve_pipeline
 from ._registry import METHODS as METHODS
 from ._registry import method_by_name as method_by_name
 from ._write import write_plan as write_plan
+from ._write_pipeline import write_pipeline as write_pipeline
+from .inter import AbstractInter as AbstractInter
+from .inter import Grid as Grid
+from .inter import ManualStages as ManualStages
+from .inter import StageDP as StageDP

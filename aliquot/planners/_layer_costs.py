@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
 from ..cost import Chain, PhaseCosts, Problem, StageOption, make_problem, phase_costs, price
-from ..graph import Graph, Layers, Phase, Role, Staging, extract_stage, fold
+from ..graph import Graph, Phase, Staging, extract_stage, fold, stage_layers
+from ..sharding import LayeredStep
 from ._base import Progress
 from .intra import fixed
 from .intra.ilp import Search
@@ -19,31 +20,6 @@ from .intra.ilp import Search
 Floats = NDArray[np.float64]
 # For what only the first layer of a stage keeps; stages are judged by themselves once they are known.
 _LAYERS_PER_STAGE = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayeredStep:
-    """A step at the size of one micro-batch, with a stage for each layer.
-
-    Attributes:
-        graph: the step.
-        layers: its layers.
-        staging: the same as stages, one for each.
-        batch_dims: for each value that is cut with the batch the dim in which it is.
-        num_micro_batches: how many make up a batch.
-    """
-
-    graph: Graph
-    layers: Layers
-    staging: Staging
-    batch_dims: Mapping[int, int]
-    num_micro_batches: int
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Examples in a micro-batch; 1 for a step without a batch."""
-        sizes = [self.graph.values[i.value].shape[0] for i in self.graph.inputs if i.role is Role.BATCH]
-        return sizes[0] if sizes else 1
 
 
 def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption]:
@@ -55,7 +31,7 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
     per_host, hosts = cluster.devices_per_host, cluster.num_hosts
     shapes = [(1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0]
     shapes += [(h, per_host) for h in range(2, hosts + 1) if hosts % h == 0 or micro_batch_size % (h * per_host) == 0]
-    found = []
+    found: list[StageOption] = []
     for shape in shapes:
         size = math.prod(shape)
         for tp in range(1, per_host + 1):
@@ -107,12 +83,13 @@ def build_chains(
         memory_limit_bytes: on each device.
     """
     options = submesh_options(cluster, step.micro_batch_size)
-    classes, members = _classes(step)
+    staged = stage_layers(step.part, step.layers, range(len(step.layers)))
+    classes, members = _classes(step.part, staged)
     costs: list[list[PhaseCosts | None]] = []
     shares = []
     meshes = {(o.submesh, o.mesh_shape) for o in options}
     for number, unit in enumerate(members):
-        extract = extract_stage(step.graph, step.staging, [unit], step.batch_dims)
+        extract = extract_stage(step.part, staged, [unit], step.batch_dims)
         problem = make_problem(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )
@@ -128,11 +105,11 @@ def build_chains(
     return [_chain(step, cluster, options, table, share, count, memory_limit_bytes) for count in dict.fromkeys(counts)]
 
 
-def _classes(step: LayeredStep) -> tuple[list[int], list[int]]:
+def _classes(graph: Graph, staging: Staging) -> tuple[list[int], list[int]]:
     """For each layer the number of its kind, and the first layer of each kind. Layers of one kind cost the same."""
-    op_class = fold(step.graph).op_class
-    ops: list[list[int]] = [[] for _ in range(len(step.layers))]
-    for item, stage in zip(step.staging.items, step.staging.stage, strict=True):
+    op_class = fold(graph).op_class
+    ops: list[list[int]] = [[] for _ in range(staging.num_stages)]
+    for item, stage in zip(staging.items, staging.stage, strict=True):
         if stage >= 0 and item.phase is not Phase.UPDATE:
             ops[stage] += [int(op_class[k]) for k in item.ops]
     known: dict[tuple[int, ...], int] = {}

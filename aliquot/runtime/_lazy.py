@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import InputError
 from ..plans import Plan
 from ._check import StepCheck
 from ._init import init_state
+from ._pipeline_stats import PipelineStats
+from ._pipeline_step import PipelineStep
 from ._stats import Stats
 from ._step import ParallelStep, make_mesh
 
@@ -24,14 +27,14 @@ class LazyStep:
     def __init__(
         self,
         fn: Callable[..., Any],
-        prepare: Callable[[tuple[Any, ...], dict[str, Any]], ParallelStep],
+        prepare: Callable[[tuple[Any, ...], dict[str, Any]], ParallelStep | PipelineStep],
         *,
         plan: Plan | None,
         devices: Sequence[Any] | None,
     ) -> None:
         self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
-        self._step: ParallelStep | None = None
-        self._mesh: Mesh | None = None
+        self._step: ParallelStep | PipelineStep | None = None
+        self._meshes: tuple[Mesh, ...] | None = None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -47,27 +50,36 @@ class LazyStep:
         return plan
 
     @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The devices of each stage; a plan without a pipeline has one."""
+        if self._meshes is None:
+            devices = list(jax.devices() if self._devices is None else self._devices)
+            self._meshes = tuple(
+                make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :])
+                for stage in self.plan.stages
+            )
+        return self._meshes
+
+    @property
     def mesh(self) -> Mesh:
-        """The devices it runs on."""
-        if self._step:
-            return self._step.mesh
-        if self._mesh is None:
-            (stage,) = self.plan.stages
-            self._mesh = make_mesh(stage.mesh_shape, stage.axis_names, self._devices)
-        return self._mesh
+        """The devices it runs on. Raises `InputError` for a pipeline, which has `meshes`."""
+        meshes = self.meshes
+        if len(meshes) > 1:
+            raise InputError(f"{self.__name__} runs as {len(meshes)} stages, each on a mesh of its own: see .meshes.")
+        return meshes[0]
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        """Where each input lies, by path."""
+        """Where each input lies, by path; what several stages read on the first of them."""
         if self._step:
             return self._step.shardings
-        specs = self.plan.stages[0].shardings
         return {
-            path: NamedSharding(self.mesh, PartitionSpec(*[axes or None for axes in dims]))
-            for path, dims in specs.items()
+            path: NamedSharding(mesh, PartitionSpec(*[axes or None for axes in dims]))
+            for stage, mesh in reversed(list(zip(self.plan.stages, self.meshes, strict=True)))
+            for path, dims in stage.shardings.items()
         }
 
-    def prepare(self, *args: Any, **kwargs: Any) -> ParallelStep:
+    def prepare(self, *args: Any, **kwargs: Any) -> ParallelStep | PipelineStep:
         """Trace the step for these arguments (arrays or shapes) without running it; a call does so by itself."""
         if self._step is None:
             self._step = self._prepare(args, kwargs)
@@ -87,25 +99,32 @@ class LazyStep:
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments where the step wants them; see `ParallelStep.place`."""
-        return self.prepare(*args, **kwargs).place(*args, **kwargs)
+        self.prepare(*args, **kwargs)
+        return self._whole("place()").place(*args, **kwargs)
 
-    def stats(self) -> Stats:
+    def stats(self) -> Stats | PipelineStats:
         """Figures of the compiled program. Raises `InputError` before the first call or `prepare`."""
         return self._ready("stats()").stats()
 
     def local_part(self, batch: Any, argument: str | None = None) -> Any:
         """This process's part of a batch; see `ParallelStep.local_part`."""
-        return self._ready("local_part()").local_part(batch, argument)
+        return self._whole("local_part()").local_part(batch, argument)
 
     def as_text(self) -> str:
         """The optimized program, as the compiler prints it."""
-        return self._ready("as_text()").as_text()
+        return self._whole("as_text()").as_text()
 
     def lower(self) -> Any:
         """The program before optimization; see `ParallelStep.lower`."""
-        return self._ready("lower()").lower()
+        return self._whole("lower()").lower()
 
-    def _ready(self, what: str) -> ParallelStep:
+    def _whole(self, what: str) -> ParallelStep:
+        step = self._ready(what)
+        if not isinstance(step, ParallelStep):
+            raise InputError(f"{self.__name__}.{what} is not there for a pipeline, which has several programs.")
+        return step
+
+    def _ready(self, what: str) -> ParallelStep | PipelineStep:
         if self._step is None:
             raise InputError(
                 f"{self.__name__}.{what} needs the traced step. Call the step once, or step.prepare(...) with arrays or "

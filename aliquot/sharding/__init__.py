@@ -40,6 +40,10 @@ from ._spec import format_spec as format_spec
 from ._spec import num_shards as num_shards
 from ._spec import spec_from_dims as spec_from_dims
 from ._spec import without_partial as without_partial
+from ._staged_step import LayeredStep as LayeredStep
+from ._staged_step import StagedStep as StagedStep
+from ._staged_step import layer_step as layer_step
+from ._staged_step import stage_step as stage_step
 from ._time_specs import Action as Action
 from ._time_specs import Conversion as Conversion
 from ._time_specs import TimeKind as TimeKind

@@ -1,0 +1,300 @@
+"""`PipeshardParallel`: stages by an inter planner, splits inside each by an intra planner, judged by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, target_for
+from ..core import InfeasibleError, InputError, nearest
+from ..cost import (
+    Chain,
+    ChainPlan,
+    PhaseCosts,
+    PipelineTimes,
+    Problem,
+    StageCosts,
+    StageOption,
+    make_problem,
+    phase_costs,
+    price,
+    simulate,
+)
+from ..graph import Graph, Role
+from ..plans import SCHEDULES, Schedule, make_schedule
+from ..sharding import LayeredStep, StagedStep, layer_step, stage_step
+from ._base import Decision, Progress
+from ._layer_costs import build_chains, subcluster
+from ._methods import ILP
+from ._race import Entry, Limits, race
+from .inter import AbstractInter, StageDP
+from .intra import fixed
+
+_ROUNDS = 4
+_MOST_MICRO_BATCHES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipeshardParallel:
+    """Cut the step into stages, give each a submesh, split its operators, and run micro-batches through them.
+
+    Attributes:
+        inter: how stages are found.
+        intra: how splits inside a stage are found.
+        num_stages: None searches; one stage is a possible outcome.
+        num_micro_batches: None searches among divisors of the batch.
+        schedule: a name of `SCHEDULES`; None searches.
+        layers: where stages may be cut: a number of layers, a pattern of parameter paths such as `params.layers[*]`, or
+            None for every good place.
+    """
+
+    inter: AbstractInter = field(default_factory=StageDP)
+    intra: ILP = field(default_factory=ILP)
+    num_stages: int | None = None
+    num_micro_batches: int | None = None
+    schedule: str | None = None
+    layers: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise InputError(f"There is no schedule {self.schedule!r}: {nearest(self.schedule, SCHEDULES)}")
+        if (self.num_stages or self.schedule) and not isinstance(self.inter, StageDP):
+            raise InputError(
+                f"num_stages and schedule are searched by StageDP; {type(self.inter).__name__} has its own. Leave them out."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageDecision:
+    """One stage: the problem that was solved, its solution, and what it costs.
+
+    `first_layer` and `last_layer` (exclusive) are its layers.
+    """
+
+    problem: Problem
+    decision: Decision
+    costs: PhaseCosts
+    option: StageOption
+    first_layer: int
+    last_layer: int
+    first_device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineDecision:
+    """A pipeline with what is known about it."""
+
+    layered: LayeredStep
+    staged: StagedStep
+    stages: tuple[StageDecision, ...]
+    chain: Chain
+    chain_plan: ChainPlan
+    schedule: Schedule
+    times: PipelineTimes
+    stage_costs: StageCosts
+    transfer_s: tuple[float, ...]
+    planner: str
+
+    @property
+    def step_time_s(self) -> float:
+        """By simulation."""
+        return self.times.step_time_s
+
+
+def solve_pipeline(
+    method: PipeshardParallel,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    semantics: str = "exact",
+    on_missing_rule: str = "error",
+    memory_limit_bytes: float | None = None,
+    progress: Progress | None = None,
+) -> PipelineDecision:
+    """The best pipeline for a step on a cluster.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        InputError: what is wanted cannot be done, such as more stages than layers.
+        CaptureError: the step does not decompose into micro-batches.
+    """
+    limit = (
+        target_for(cluster.device).usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
+    )
+    counts = _counts(method, graph, cluster)
+    first = counts[len(counts) // 2]
+
+    def layered_for(count: int) -> LayeredStep:
+        return layer_step(graph, count, layers=method.layers, semantics=semantics, on_missing_rule=on_missing_rule)
+
+    layered = layered_for(first)
+    chains = build_chains(
+        layered, cluster, counts=counts, memory_limit_bytes=limit, on_missing_rule=on_missing_rule, progress=progress
+    )
+    inter = method.inter
+    if isinstance(inter, StageDP):
+        inter = replace(
+            inter,
+            num_stages=method.num_stages or inter.num_stages,
+            schedules=(method.schedule,) if method.schedule else inter.schedules,
+        )
+    shrink, needed = 1.0, 0.0
+    for _ in range(_ROUNDS):
+        found = inter.solve([replace(chain, memory_limit_bytes=limit * shrink) for chain in chains])
+        if found.num_micro_batches != layered.num_micro_batches:
+            layered = layered_for(found.num_micro_batches)
+        (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
+        result = _solve_stages(method, layered, chain, found, cluster, limit, on_missing_rule, progress)
+        if isinstance(result, PipelineDecision):
+            return result
+        needed = result
+        shrink *= min(0.97, limit / needed)
+    raise InfeasibleError(
+        f"No pipeline was found that fits {cluster.name}: the stages that the search proposed need "
+        f"{needed / limit:.2f} times the memory of a device when they are looked at closely.\n"
+        "  It could fit with more micro-batches, a smaller batch, or more devices.",
+        required_bytes=int(needed),
+        available_bytes=int(limit),
+        parts={},
+    )
+
+
+def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[int]:
+    """Numbers of micro-batches to try."""
+    sizes = [
+        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
+    ]
+    if method.num_micro_batches is not None:
+        return [method.num_micro_batches]
+    if not sizes:
+        return [1]
+    size = math.gcd(*sizes)
+    fitting = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0 and n & (n - 1) == 0]
+    # Fewer cannot keep stages busy, and a micro-batch should be worth splitting over a host.
+    most = max(1, size // cluster.devices_per_host)
+    useful = [n for n in fitting if n <= most] or [1]
+    return useful[-6:]
+
+
+def _solve_stages(
+    method: PipeshardParallel,
+    layered: LayeredStep,
+    chain: Chain,
+    found: ChainPlan,
+    cluster: Cluster,
+    limit: float,
+    on_missing_rule: str,
+    progress: Progress | None,
+) -> PipelineDecision | float:
+    """Each stage solved as a whole; what the fullest device needs if that is too much."""
+    staged = stage_step(layered, [s.first_unit for s in found.stages])
+    schedule = make_schedule(found.schedule, len(found.stages), found.num_micro_batches, found.num_submeshes)
+    solved: dict[object, tuple[Problem, Decision, PhaseCosts]] = {}
+    stages = []
+    for k, (choice, figures) in enumerate(zip(found.stages, found.figures, strict=True)):
+        option = chain.options[choice.option]
+        extract = staged.extracts[k]
+        room = limit - max(0.0, figures.held_bytes - figures.held_bytes / max(1.0, figures.in_flight))
+        key = (_kind(extract.graph), option.submesh, option.mesh_shape, option.recompute, round(room))
+        if progress:
+            progress(f"stage {k} on {option.name}", k, len(found.stages))
+        if key not in solved:
+            problem = make_problem(
+                extract.graph,
+                subcluster(cluster, option.submesh),
+                num_micro_batches=layered.num_micro_batches,
+                memory_limit_bytes=room,
+                on_missing_rule=on_missing_rule,
+            )
+            try:
+                solved[key] = (problem, *_solve_stage(method, problem, option))
+            except InfeasibleError as error:
+                return float(limit + max((error.required_bytes or 0) - room, 0.03 * limit))
+        problem, decision, phases = solved[key]
+        stages.append(
+            StageDecision(
+                problem=problem,
+                decision=decision,
+                costs=phases,
+                option=option,
+                first_layer=choice.first_unit,
+                last_layer=choice.last_unit,
+                first_device=choice.first_device,
+            )
+        )
+    transfer = [f.transfer_s for f in found.figures[1:]]
+    costs = _stage_costs(stages, found, transfer, chain.overlaps_transfers)
+    times = simulate(schedule, costs)
+    peak = float(times.peak_bytes.max())
+    if peak > limit:
+        return peak
+    return PipelineDecision(
+        layered=layered,
+        staged=staged,
+        stages=tuple(stages),
+        chain=chain,
+        chain_plan=found,
+        schedule=schedule,
+        times=times,
+        stage_costs=costs,
+        transfer_s=tuple(transfer),
+        planner=f"{type(method.inter).__name__} over ilp",
+    )
+
+
+def _kind(graph: Graph) -> object:
+    """Equal for stages that are the same operators on the same shapes."""
+    return tuple((op.name, op.phase, op.inputs, op.outputs, op.trips) for op in graph.ops if not op.is_link), tuple(
+        (v.shape, v.dtype) for v in graph.values
+    )
+
+
+def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> tuple[Decision, PhaseCosts]:
+    kept = [k for k, n in enumerate(option.mesh_shape) if n > 1] or [0]
+    mesh = LogicalMesh(
+        shape=tuple(option.mesh_shape[k] for k in kept),
+        axis_names=tuple(AXIS_NAMES[k] for k in kept),
+        cluster=problem.cluster,
+    )
+    data_axes = frozenset(p for p, k in enumerate(kept) if k == 0 and option.mesh_shape[0] > 1)
+    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
+    masks = fixed.data_axes_restriction(priced, fixed.kinds_of(problem.graph, problem.nodes), data_axes)
+    if masks is None:
+        raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
+    decision = race(
+        problem,
+        [Entry(name=option.name, priced=priced, allowed=masks)],
+        method="pipeshard",
+        planner="ilp",
+        limits=Limits(relative_gap=max(method.intra.relative_gap, 1e-2), node_limit=min(method.intra.node_limit, 50)),
+        exact_space=False,
+    )
+    return decision, phase_costs(priced, decision.picks, problem.graph)
+
+
+def _stage_costs(
+    stages: Sequence[StageDecision], found: ChainPlan, transfer: Sequence[float], overlaps: bool
+) -> StageCosts:
+    again = np.array([s.option.recompute == "stage" for s in stages])
+    forward = np.array([s.costs.forward_s for s in stages])
+    backward = np.array([s.costs.backward_s for s in stages])
+    shares = np.array([f.weight_gradient_s / f.backward_s if f.backward_s else 0.0 for f in found.figures])
+    weights = np.where(again, 0.0, shares * backward)
+    backward = np.where(again, backward + forward, backward)
+    state = np.array([s.costs.state_bytes for s in stages])
+    kept = np.array([s.costs.in_flight_bytes for s in stages])
+    entering = np.array([f.held_bytes / max(1.0, f.in_flight) for f in found.figures])
+    return StageCosts(
+        forward_s=forward,
+        backward_input_s=backward - weights,
+        backward_weight_s=weights,
+        update_s=np.array([s.costs.once_s for s in stages]),
+        transfer_s=np.array(transfer),
+        state_bytes=np.where(again, state + kept, state),
+        in_flight_bytes=np.where(again, entering, kept),
+        working_bytes=np.array([s.costs.working_bytes for s in stages]),
+        overlaps_transfers=overlaps,
+    )

@@ -1,0 +1,108 @@
+"""From a plan with several stages to the pipeline that runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from ..cluster import Cluster, target_for
+from ..core import PlanMismatchError
+from ..cost import decode_interior
+from ..graph import Extract, Graph
+from ..plans import Plan, StagePlan, make_schedule
+from ..sharding import Choice, NodeGraph, Pin, Pins, Spec, StagedStep, make_pins
+from ._lowering import partition
+from ._pipeline import Pipeline
+from ._pipeline_step import StageSetup, build_pipeline
+from ._step import make_mesh
+
+
+def build_plan_pipeline(
+    step: StagedStep, nodes: Sequence[NodeGraph], plan: Plan, devices: Sequence[Any] | None = None
+) -> Pipeline:
+    """The pipeline of a plan.
+
+    Args:
+        step: the step cut into the plan's stages.
+        nodes: for each stage its decisions.
+        devices: in the cluster's order; by default `jax.devices()`.
+
+    Raises:
+        PlanMismatchError: there are too few devices, or a stage's decisions are not those of its operators.
+    """
+    devices = jax.devices() if devices is None else devices
+    needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
+    if len(devices) < needed:
+        raise PlanMismatchError(
+            f"the plan is for {needed} devices in {len(plan.stages)} stages, and there are {len(devices)}",
+            asked="the plan does not fit these devices",
+            advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
+        )
+    target = target_for(Cluster.from_dict(plan.cluster).device)
+    setups = []
+    for number, (stage, graph) in enumerate(zip(plan.stages, nodes, strict=True)):
+        mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :])
+        extract = step.extracts[number]
+        choices = decode_interior(stage, graph)
+        setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target.reduce_scatter))
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
+    return build_pipeline(
+        step.graph,
+        step.staging,
+        setups,
+        schedule,
+        semantics=plan.micro_batch_semantics,
+        recompute=frozenset(k for k, stage in enumerate(plan.stages) if stage.recompute),
+    )
+
+
+def _setup(
+    graph: Graph,
+    extract: Extract,
+    nodes: NodeGraph,
+    choices: Sequence[Choice],
+    stage: StagePlan,
+    mesh: Mesh,
+    reduce_scatter: bool,
+) -> StageSetup:
+    own = make_pins(extract.graph, nodes, choices, stage.mesh_shape, reduce_scatter=reduce_scatter)
+    taken = {i.value for i in graph.inputs}
+    given: dict[int, PartitionSpec] = {}
+    sent: dict[int, PartitionSpec] = {}
+    for item, spec in zip(extract.graph.inputs, own.inputs, strict=True):
+        value = extract.values[item.value]
+        shape = extract.graph.values[item.value].shape
+        (given if value in taken else sent)[value] = partition(mesh, spec, shape)
+    for output, spec in zip(extract.graph.outputs, own.outputs, strict=True):
+        if isinstance(output.value, int):
+            value = extract.values[output.value]
+            sent.setdefault(value, partition(mesh, spec, extract.graph.values[output.value].shape))
+    return StageSetup(
+        mesh=mesh,
+        pins=_for_whole(graph, extract, own, len(stage.mesh_shape)),
+        data_axes=stage.data_axes,
+        given_specs=given,
+        sent_specs=sent,
+    )
+
+
+def _for_whole(graph: Graph, extract: Extract, own: Pins, num_axes: int) -> Pins:
+    """Pins of a part, by the operators of the whole step."""
+    op_class = [-1] * len(graph.ops)
+    for number, index in enumerate(extract.ops):
+        op_class[index] = own.op_class[number]
+    whole: Spec = (-1,) * num_axes
+    by_value = {extract.values[i.value]: s for i, s in zip(extract.graph.inputs, own.inputs, strict=True)}
+    pins: dict[int, Pin] = {number: pin for number, pin in own.by_class.items() if number >= 0}
+    return Pins(
+        by_class=pins,
+        op_class=op_class,
+        inputs=tuple(by_value.get(i.value, whole) for i in graph.inputs),
+        outputs=tuple(whole for _ in graph.outputs),
+        values={extract.values[v]: s for v, s in own.values.items()},
+    )

@@ -1,0 +1,92 @@
+"""A step cut into the stages of a pipeline, at the size of one micro-batch: what planners split and the runtime runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..graph import Extract, Graph, Layers, Role, Staging, cut_layers, extract_stage, stage_layers
+from ._micro_batches import plan_micro_batches
+from ._time_specs import TimeKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayeredStep:
+    """A step and its layers.
+
+    Attributes:
+        graph: the step on its whole batch.
+        part: the same operators on one micro-batch.
+        layers: of `part`.
+        batch_dims: for each value that is cut with the batch the dim in which it is.
+        num_micro_batches: how many make up a batch.
+        combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
+    """
+
+    graph: Graph
+    part: Graph
+    layers: Layers
+    batch_dims: Mapping[int, int] = field(repr=False)
+    num_micro_batches: int
+    combine: Mapping[str, str]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Examples in a micro-batch; 1 for a step without a batch."""
+        sizes = [self.part.values[i.value].shape[0] for i in self.part.inputs if i.role is Role.BATCH]
+        return sizes[0] if sizes else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagedStep:
+    """A step and its stages.
+
+    Attributes:
+        graph: the step on its whole batch.
+        staging: which stage everything runs on.
+        extracts: each stage as a step of its own, at the size of a micro-batch.
+    """
+
+    graph: Graph
+    staging: Staging
+    extracts: tuple[Extract, ...]
+
+
+def layer_step(
+    graph: Graph,
+    num_micro_batches: int,
+    *,
+    layers: str | int | None = None,
+    semantics: str = "exact",
+    on_missing_rule: str = "error",
+) -> LayeredStep:
+    """A step cut into micro-batches and layers. Raises as `plan_micro_batches` and `cut_layers` do."""
+    part, combine = graph, dict[str, str]()
+    dims = _batch_dims_by_shape(graph)
+    if num_micro_batches > 1:
+        plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
+        part, combine = plan.part, plan.combine
+        dims = {v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.SPLIT}
+    return LayeredStep(
+        graph=graph,
+        part=part,
+        layers=cut_layers(part, layers=layers),
+        batch_dims=dims,
+        num_micro_batches=num_micro_batches,
+        combine=combine,
+    )
+
+
+def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
+    """A step cut into stages; `first_layers` is where each begins."""
+    staging = stage_layers(step.part, step.layers, first_layers)
+    extracts = tuple(extract_stage(step.part, staging, [k], step.batch_dims) for k in range(len(first_layers)))
+    return StagedStep(graph=step.graph, staging=staging, extracts=extracts)
+
+
+def _batch_dims_by_shape(graph: Graph) -> dict[int, int]:
+    """Without micro-batches: arrays whose first dim is as long as the batch."""
+    sizes = {
+        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
+    }
+    return {v.index: 0 for v in graph.values if v.shape and v.shape[0] in sizes}
