@@ -12,6 +12,7 @@ from ._extract import Extract as Extract
 from ._extract import extract_stage as extract_stage
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._jax_compat import coordination_client as coordination_client
 from ._layers import Layers as Layers
 from ._layers import cut_layers as cut_layers
 from ._render import to_dot as to_dot

@@ -1,4 +1,4 @@
-"""Every touch of JAX that depends on its version. Nothing here is private JAX; what is fragile is named beside it."""
+"""Every touch of JAX that depends on its version. What is fragile or private is named beside it."""
 
 from __future__ import annotations
 
@@ -150,3 +150,18 @@ def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[
         jaxpr = opened
     params = {**eqn.params, "jaxpr": jaxpr}
     return list(eqn.primitive.bind(*closed.consts, *operands, **params))
+
+
+def coordination_client() -> tuple[Any, str, int, int] | None:
+    """What `jax.distributed.initialize` has connected: a client of the service for all processes, the service's address
+    `host:port`, which process this is, and how many there are.
+
+    None before that. The service keeps small values for all processes and has barriers. The one thing here that is private
+    to JAX: nothing public exchanges bytes without touching a device.
+    """
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.client is None:
+        return None
+    return state.client, str(state.coordinator_address), int(state.process_id), int(state.num_processes)

@@ -120,7 +120,7 @@ class _Writer:
                     readers.append(f.program.stage)
 
     def slot(self, stage: int, key: Key, micro_batch: int) -> int:
-        if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE):
+        if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE, Form.PACKED):
             micro_batch = -1
         elif key.micro_batch >= 0:
             micro_batch, key = key.micro_batch, Key(key.form, key.value)
@@ -168,7 +168,7 @@ class _Writer:
         source = f.program.stage
         targets: dict[int, list[Key]] = {}
         for key in f.gives:
-            if key.form in (Form.SENT, Form.LATE):
+            if key.form in (Form.SENT, Form.LATE, Form.PACKED):
                 for stage in self._readers.get((key.form, key.value), []):
                     if stage != source:
                         targets.setdefault(stage, []).append(key)

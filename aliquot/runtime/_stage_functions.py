@@ -23,7 +23,16 @@ from ._parts import Parts
 from ._split import Part, StageProgram
 from ._totals import Totals
 
-_REDUCE = {TimeKind.MAX: jnp.max, TimeKind.MIN: jnp.min, TimeKind.AND: jnp.all, TimeKind.OR: jnp.any}
+_REDUCE = {
+    TimeKind.SUM: jnp.sum,
+    TimeKind.PROD: jnp.prod,
+    TimeKind.MAX: jnp.max,
+    TimeKind.MIN: jnp.min,
+    TimeKind.AND: jnp.all,
+    TimeKind.OR: jnp.any,
+}
+# What a group adds to what another one has already counted.
+_NEUTRAL = {TimeKind.SUM: jnp.zeros, TimeKind.PROD: jnp.ones}
 
 
 class Form(enum.StrEnum):
@@ -36,6 +45,7 @@ class Form(enum.StrEnum):
     TOTAL = "total"  # added up over micro-batches so far
     STACKED = "stacked"  # of one micro-batch, kept for the update
     LATE = "late"  # of the whole batch, in the update
+    PACKED = "packed"  # a vector of scalars of the update, on its way to other stages
     NUMBER = "number"  # the number of the micro-batch
 
 
@@ -90,7 +100,10 @@ class StageContext:
     def sent_sharding(self, value: int, shape: Sequence[int]) -> NamedSharding:
         """Where a value of a micro-batch lies that comes from another stage, or goes to one."""
         spec = self.sent_specs.get(value)
-        if spec is None:
+        if len(shape) > len(self.parts.body.values[value].shape):
+            # Each group's own, with a leading dim that may count another stage's groups.
+            spec = PartitionSpec(self.data_axes) if shape[0] == self.layout.groups else PartitionSpec()
+        elif spec is None:
             dims: list[Any] = [None] * len(shape)
             kind = self.plan.specs[value] if self.plan else None
             size = 1
@@ -217,7 +230,8 @@ def _replay_part(
         elif key.form is Form.LOCAL:
             mapped[value] = array
         elif key.form is Form.SENT and layout.groups == 1:
-            plain[value] = array
+            own = array.ndim > len(parts.body.values[value].shape)
+            plain[value] = _for_groups(array, 1)[0] if own else array
         elif key.form is Form.SENT:
             _take_apart(context, value, array, plain, mapped)
     order = [item.value for item in program.graph.inputs]
@@ -246,32 +260,42 @@ def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any)
 
 
 def _joined(context: StageContext, value: int, array: Any) -> Any:
-    """What other stages see of a value that each group has for itself."""
+    """What other stages see of a value that each group has for itself; a leading dim for groups stays where all differ."""
     assert context.plan is not None
     spec = context.plan.specs[value]
     if spec.kind is TimeKind.SPLIT:
         front = jnp.moveaxis(array, 0, spec.dim)
         shape = front.shape
         return front.reshape(*shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :])
-    if spec.kind is TimeKind.SUM:
-        return array.sum(0)
     if spec.kind is TimeKind.OWN:
-        return array.mean(0).astype(array.dtype)
+        return array
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
 
 def _take_apart(context: StageContext, value: int, array: Any, plain: dict[int, Any], mapped: dict[int, Any]) -> None:
-    """The reverse of `_joined`: a sum counts once, in the first group."""
+    """The reverse of `_joined`: a sum or product counts once, in the first group."""
     assert context.plan is not None
     spec, groups = context.plan.specs[value], context.layout.groups
     if spec.kind is TimeKind.SPLIT:
         shape, dim = array.shape, spec.dim
         apart = array.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
         mapped[value] = jnp.moveaxis(apart, dim, 0)
-    elif spec.kind is TimeKind.SUM:
-        mapped[value] = jnp.zeros((groups, *array.shape), array.dtype).at[0].set(array)
+    elif spec.kind in _NEUTRAL:
+        mapped[value] = _NEUTRAL[spec.kind]((groups, *array.shape), array.dtype).at[0].set(array)
+    elif spec.kind is TimeKind.OWN and array.ndim > len(context.parts.body.values[value].shape):
+        mapped[value] = _for_groups(array, groups)
     else:
         plain[value] = array
+
+
+def _for_groups(array: Any, groups: int) -> Any:
+    """Groups' own values for another number of groups: those of the group with the same examples, or their mean."""
+    count = array.shape[0]
+    if groups % count == 0:
+        return jnp.repeat(array, groups // count, axis=0)
+    if count % groups:
+        return jnp.repeat(_for_groups(array, 1), groups, axis=0)
+    return array.reshape(groups, count // groups, *array.shape[1:]).mean(1).astype(array.dtype)
 
 
 # ---- once a step -----------------------------------------------------------------------------------------------------

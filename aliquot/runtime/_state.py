@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ..core import InputError
+from ._transfer import lies_elsewhere, share_with_all, stub, words
 
 
 def place(
@@ -28,9 +29,15 @@ def place(
         keep: the result will be donated, but `leaf` must stay usable: never share its buffers.
         path: how messages call it.
 
+    Returns:
+        The array; without data where this process has no device of `sharding`.
+
     Raises:
         InputError: a process's part has a shape that fits nowhere.
     """
+    if not sharding.addressable_devices:
+        same = isinstance(leaf, jax.Array) and leaf.sharding == sharding
+        return leaf if same else stub(shape, sharding, leaf.dtype)
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return leaf.copy() if keep else leaf
     if sharding.is_fully_addressable:
@@ -73,11 +80,12 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
 def gather(array: Any) -> Any:
     """All of an array as a NumPy array, in every process. Random keys come back as their words.
 
-    Waits for the array; with several processes all must call it.
+    Waits for the array; with several processes all must call it, in the same order. An array that has a mesh of some
+    processes only, such as a leaf of a pipeline's state, is taken to be known to all; one without a mesh is this process's.
     """
-    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    if isinstance(array, jax.Array):
+        array = share_with_all(words(array)) if lies_elsewhere(array) else words(array)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,83 @@
+"""Scalars that stages tell each other in the update, packed into one vector for each dtype.
+
+The norm of all gradients takes a number from every parameter; as arrays of their own they would cost more than the rest of
+the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ._split import Part
+from ._stage_functions import Form, Key, StageFunction
+
+
+def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...]:
+    """The functions with scalars that cross between stages in vectors, where two or more cross together.
+
+    A vector's value number lies behind all others.
+    """
+    packs: dict[int, dict[Key, list[int]]] = {}
+    found: dict[tuple[int, int], tuple[Key, int]] = {}
+    number = 1 + max((key.value for f in functions for key in (*f.takes, *f.gives)), default=0)
+    for k, f in enumerate(functions):
+        by_dtype: dict[str, list[int]] = {}
+        for value in _scalars_read_elsewhere(f, functions):
+            by_dtype.setdefault(f.program.graph.values[value].dtype, []).append(value)
+        for values in by_dtype.values():
+            if len(values) > 1:
+                key, number = Key(Form.PACKED, number), number + 1
+                packs.setdefault(k, {})[key] = values
+                for position, value in enumerate(values):
+                    found[f.program.stage, value] = key, position
+    made_at = {value: stage for stage, value in found}
+    return tuple(_unpacking(_packing(f, packs.get(k, {})), found, made_at) for k, f in enumerate(functions))
+
+
+def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[int]:
+    if f.program.part is not Part.UPDATE:
+        return []
+    others = [g for g in functions if g.program.part is Part.UPDATE and g.program.stage != f.program.stage]
+    read = {key.value for g in others for key in g.takes if key.form is Form.LATE}
+    read -= {key.value for g in others for key in g.gives}
+    values = f.program.graph.values
+    found = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
+    return [v for v in found if values[v].shape == () and not values[v].dtype.startswith("key<")]
+
+
+def _packing(f: StageFunction, packs: Mapping[Key, Sequence[int]]) -> StageFunction:
+    """The function with vectors behind its results."""
+    if not packs:
+        return f
+    places = [[f.gives.index(Key(Form.LATE, v)) for v in values] for values in packs.values()]
+
+    def run(*arrays: Any) -> list[Any]:
+        results = f.run(*arrays)
+        return [*results, *(jnp.stack([results[p] for p in group]) for group in places)]
+
+    return replace(f, gives=(*f.gives, *packs), run=run)
+
+
+def _unpacking(
+    f: StageFunction, found: Mapping[tuple[int, int], tuple[Key, int]], made_at: Mapping[int, int]
+) -> StageFunction:
+    """The function with vectors in place of arguments from other stages."""
+    stage = f.program.stage
+    packed = {
+        key: found[made_at[key.value], key.value]
+        for key in f.takes
+        if key.form is Form.LATE and key.value in made_at and made_at[key.value] != stage
+    }
+    if not packed:
+        return f
+    takes = tuple(dict.fromkeys(packed[key][0] if key in packed else key for key in f.takes))
+
+    def run(*arrays: Any) -> list[Any]:
+        known = dict(zip(takes, arrays, strict=True))
+        return f.run(*(known[packed[k][0]][packed[k][1]] if k in packed else known[k] for k in f.takes))
+
+    return replace(f, takes=takes, run=run)
