@@ -39,6 +39,7 @@ from ._phases import PhaseCosts as PhaseCosts
 from ._phases import phase_costs as phase_costs
 from ._pipeline import PipelineTimes as PipelineTimes
 from ._pipeline import StageCosts as StageCosts
+from ._pipeline import TransferTime as TransferTime
 from ._pipeline import closed_form_s as closed_form_s
 from ._pipeline import simulate as simulate
 from ._priced import Priced as Priced

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..graph import Graph, Phase
-from ..sharding import NodeGraph
+from ..sharding import PARTIAL
 from ._estimate import peak_memory
-from ._evaluate import evaluate
-from ._memory import memory_model
-from ._priced import Ints, Priced, price
+from ._evaluate import conversions
+from ._memory import MemoryModel, memory_model
+from ._priced import Ints, Priced
 
 _STATE = frozenset({"parameters", "optimizer state", "gradients", "other state"})
 
@@ -50,33 +50,36 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph) -> PhaseCosts:
         picks: the choices.
         graph: what the node graph is of.
     """
-    chosen = [table.choices[[pick]] for table, pick in zip(priced.nodes, picks.tolist(), strict=True)]
-    zeros = np.zeros(len(chosen), np.int64)
-    seconds: dict[Phase, float] = {}
-    compute = communication = gradient = 0.0
-    for phases in ((Phase.PROLOGUE, Phase.FORWARD), (Phase.BACKWARD,), (Phase.UPDATE,)):
-        part = price(
-            _only(priced.graph, phases),
-            priced.mesh,
-            repeats=priced.repeats,
-            data_axes=priced.data_axes,
-            choices=chosen,
-        )
-        time = evaluate(part, zeros)
-        seconds[phases[-1]] = time.compute_s + time.communication_s
-        compute += time.compute_s
-        communication += time.communication_s
-        gradient += time.gradient_s
+    compute, communication = np.zeros((2, len(Phase)))
+    # Gradients wait for the last micro-batch over data axes alone; other sums happen in every backward pass.
+    waits = bool(priced.data_axes) or priced.repeats == 1
+    gradient = 0.0
+    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
+        compute += node.compute[:, pick]
+        communication += node.communication[:, pick]
+        if waits:
+            gradient += float(node.gradient_s[pick])
+        else:
+            communication[Phase.BACKWARD] += float(node.gradient_s[pick])
+    for (index, source, _), paid in conversions(priced, picks).items():
+        edge = priced.graph.edges[index]
+        partial = {a for a, placement in enumerate(priced.edges[index].sources[source]) if placement <= PARTIAL}
+        if edge.gradient and (priced.repeats == 1 or (partial and partial <= priced.data_axes)):
+            gradient += paid
+        else:
+            phase = Phase.BACKWARD if edge.gradient and partial else edge.phase
+            communication[phase] += paid
+    seconds = compute + communication
     model = memory_model(priced)
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
-    kept = _in_flight_bytes(priced, picks, graph)
+    kept = _in_flight_bytes(model, picks, graph)
     return PhaseCosts(
-        forward_s=seconds[Phase.FORWARD] / priced.repeats,
-        backward_s=seconds[Phase.BACKWARD] / priced.repeats,
-        once_s=seconds[Phase.UPDATE] + gradient,
-        compute_s=compute,
-        communication_s=communication,
+        forward_s=float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD]) / priced.repeats,
+        backward_s=float(seconds[Phase.BACKWARD]) / priced.repeats,
+        once_s=float(seconds[Phase.UPDATE]) + gradient,
+        compute_s=float(compute.sum()),
+        communication_s=float(communication.sum()),
         gradient_s=gradient,
         state_bytes=state,
         in_flight_bytes=kept,
@@ -85,27 +88,12 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph) -> PhaseCosts:
     )
 
 
-def _only(graph: NodeGraph, phases: tuple[Phase, ...]) -> NodeGraph:
-    """The same nodes with the work, collectives and conversions of some phases alone."""
-    nodes = tuple(
-        replace(
-            node,
-            work=tuple(w for w in node.work if w.phase in phases),
-            collectives=tuple(c for c in node.collectives if c.phase in phases),
-        )
-        for node in graph.nodes
-    )
-    edges = tuple(edge if edge.phase in phases else replace(edge, count=0.0) for edge in graph.edges)
-    return replace(graph, nodes=nodes, edges=edges)
-
-
-def _in_flight_bytes(priced: Priced, picks: Ints, graph: Graph) -> float:
+def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     """Bytes on a device of what is alive between the last forward and the first backward operator, without state."""
     backward = [op.index for op in graph.ops if op.phase is Phase.BACKWARD]
     if not backward:
         return 0.0
     moment = backward[0]
-    model = memory_model(priced)
     found = 0.0
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in _STATE or r.category == "batch":

@@ -82,6 +82,19 @@ class StageCosts:
         return self.backward_input_s + self.backward_weight_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTime:
+    """A result on its way: what the task of this kind made of a micro-batch for `stage`, from one submesh to another."""
+
+    sender: int
+    receiver: int
+    stage: int
+    micro_batch: int
+    kind: TaskKind
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineTimes:
     """One training step of a pipeline.
@@ -89,6 +102,7 @@ class PipelineTimes:
     Attributes:
         step_time_s: until the last submesh has made its update.
         start_s, end_s: for each submesh one array along its list of tasks.
+        transfers: those that take time, in the order in which they start.
         busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
         peak_bytes: shape `[num_submeshes]`, the most that a device of the submesh holds at once, all its stages added.
         in_flight: shape `[num_stages]`, the most micro-batches whose residuals are held at once (`Schedule.in_flight`).
@@ -97,6 +111,7 @@ class PipelineTimes:
     step_time_s: float
     start_s: tuple[Floats, ...]
     end_s: tuple[Floats, ...]
+    transfers: tuple[TransferTime, ...]
     busy_s: Floats
     peak_bytes: Floats
     in_flight: NDArray[np.int64]
@@ -123,6 +138,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
         step_time_s=float((np.array(run.idle_since) + updates).max()),
         start_s=tuple(np.array(starts) for starts in run.starts),
         end_s=tuple(np.array(ends) for ends in run.ends),
+        transfers=tuple(sorted(run.sent, key=lambda sent: (sent.start_s, sent.sender))),
         busy_s=np.array(run.busy) + updates,
         peak_bytes=np.array([_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]),
         in_flight=np.array([schedule.in_flight(stage) for stage in range(schedule.num_stages)]),
@@ -164,6 +180,7 @@ class _Run:
         self.ends: list[list[float]] = [[] for _ in range(submeshes)]
         self.link_free: dict[tuple[int, int], float] = {}
         self.unsent: list[_Transfer] = []
+        self.sent: list[TransferTime] = []
         self.events: list[_Event] = []
         self.num_events = 0
 
@@ -236,7 +253,7 @@ class _Run:
         elif self.overlaps:
             end = max(now, self.link_free.get((submesh, receiver), 0.0)) + seconds
             self.link_free[submesh, receiver] = end
-            self._push(end, 0, submesh, transfer)
+            self._send(transfer, end)
         else:
             self.unsent.append(transfer)
 
@@ -247,10 +264,24 @@ class _Run:
             if self.idle[transfer.sender] and self.idle[transfer.receiver]:
                 for submesh in (transfer.sender, transfer.receiver):
                     self._occupy(submesh, now, transfer.seconds)
-                self._push(now + transfer.seconds, 0, transfer.sender, transfer)
+                self._send(transfer, now + transfer.seconds)
             else:
                 still.append(transfer)
         self.unsent = still
+
+    def _send(self, transfer: _Transfer, end: float) -> None:
+        self._push(end, 0, transfer.sender, transfer)
+        self.sent.append(
+            TransferTime(
+                sender=transfer.sender,
+                receiver=transfer.receiver,
+                stage=transfer.stage,
+                micro_batch=transfer.micro_batch,
+                kind=transfer.kind,
+                start_s=end - transfer.seconds,
+                end_s=end,
+            )
+        )
 
     def _arrive(self, transfer: _Transfer) -> Iterator[int]:
         """Hand over what has arrived; yields the submeshes that may have something to do now."""

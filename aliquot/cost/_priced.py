@@ -25,13 +25,24 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedNode:
-    """Choices of one node, `(choices, axes)`, and what each costs."""
+    """Choices of one node, `(choices, axes)`, and what each costs.
+
+    `compute` and `communication` have a row for each phase, in the order of `Phase`; `compute_s`, `backward_s` (of it) and
+    `communication_s` are sums of theirs.
+    """
 
     choices: Ints
-    compute_s: Floats
-    backward_s: Floats
-    communication_s: Floats
+    compute: Floats
+    communication: Floats
     gradient_s: Floats
+    compute_s: Floats = field(init=False)
+    backward_s: Floats = field(init=False)
+    communication_s: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compute_s", self.compute.sum(axis=0))
+        object.__setattr__(self, "backward_s", self.compute[Phase.BACKWARD])
+        object.__setattr__(self, "communication_s", self.communication.sum(axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,24 +127,19 @@ class _Pricer:
     cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node, choices: Ints) -> PricedNode:
-        zeros = np.zeros(len(choices))
-        compute, backward = zeros.copy(), zeros.copy()
+        compute, communication = np.zeros((2, len(Phase), len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node.work:
-            seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(work.phase)
-            compute += seconds
-            if work.phase is Phase.BACKWARD:
-                backward += seconds
-        plain, gradient = zeros.copy(), zeros.copy()
+            seconds = work_seconds(work, sizes, choices, self.mesh, self.target)
+            compute[work.phase] += seconds * self.times(work.phase)
+        gradient = np.zeros(len(choices))
         for collective in node.collectives:
             seconds = self.collective(collective, choices)
             if collective.gradient:
                 gradient += seconds
             else:
-                plain += seconds
-        return PricedNode(
-            choices=choices, compute_s=compute, backward_s=backward, communication_s=plain, gradient_s=gradient
-        )
+                communication[collective.phase] += seconds
+        return PricedNode(choices=choices, compute=compute, communication=communication, gradient_s=gradient)
 
     def collective(self, collective: NodeCollective, choices: Ints) -> Floats:
         """Seconds of a node's own collective under each choice."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ._dataflow import Item
 from ._stages import SHARED, Staging
-from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value
+from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Phase, Role, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,8 +64,13 @@ def extract_stage(graph: Graph, staging: Staging, stages: Collection[int], batch
 
 
 def _with_shared(items: Sequence[Item], stage: Sequence[int], own: Iterable[int]) -> set[int]:
-    """Items, and the shared ones that they need."""
-    maker = {o: k for k, item in enumerate(items) for o in item.outputs if stage[k] == SHARED}
+    """Items, and the shared ones that they need; but no arithmetic between scalars of the update, long and cheap."""
+    maker = {
+        o: k
+        for k, item in enumerate(items)
+        if stage[k] == SHARED and item.phase is not Phase.UPDATE
+        for o in item.outputs
+    }
     chosen = set(own)
     waiting = list(chosen)
     while waiting:
@@ -93,7 +98,8 @@ class _Builder:
                 indices |= self._links(item.what)
         ops = sorted(indices)
         self._op_number = {k: n for n, k in enumerate(ops)}
-        positions = {graph.outputs.index(o): n for n, o in enumerate(outputs) if o in graph.outputs}
+        place = {id(o): n for n, o in enumerate(graph.outputs)}
+        positions = {place[id(o)]: n for n, o in enumerate(outputs) if id(o) in place}
         new_inputs = tuple(
             replace(i, value=self._value(i.value), output=positions.get(i.output) if i.output is not None else None)
             for i in inputs

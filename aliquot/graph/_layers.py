@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,20 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         names=_names(starts, ends, users),
         boundary_bytes=tuple(float(crossing[e]) if e < len(forward) else 0.0 for e in ends),
         costs=tuple(float(costs[a:b].sum()) for a, b in zip(starts, ends, strict=True)),
+    )
+
+
+def cut_alike(layers: Layers, graph: Graph) -> Layers:
+    """The layers of the same step at another size of its batch."""
+    items = items_of(graph)
+    crossing = crossing_bytes(graph, items, layers.forward)
+    costs = np.array([items[k].cost for k in layers.forward])
+    ends = [*layers.starts[1:], len(layers.forward)]
+    return replace(
+        layers,
+        items=items,
+        boundary_bytes=tuple(float(crossing[e]) if e < len(layers.forward) else 0.0 for e in ends),
+        costs=tuple(float(costs[a:b].sum()) for a, b in zip(layers.starts, ends, strict=True)),
     )
 
 

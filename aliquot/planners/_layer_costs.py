@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
-from ..cost import Chain, PhaseCosts, Problem, StageOption, make_problem, phase_costs, price
+from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, make_problem, phase_costs, price
 from ..graph import Graph, Phase, Staging, extract_stage, fold, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
@@ -117,17 +117,33 @@ def _classes(graph: Graph, staging: Staging) -> tuple[list[int], list[int]]:
     return classes, [classes.index(c) for c in range(len(known))]
 
 
-def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseCosts | None:
-    """Costs of the best splits on a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
-    names = AXIS_NAMES[: len(shape)]
+def price_option(problem: Problem, shape: tuple[int, ...]) -> tuple[Priced, fixed.Masks] | None:
+    """A mesh (dp, tp) priced, with the choices that its axes allow; None if the batch cannot be split so.
+
+    The first axis splits the batch alone; over the second, parameters are split as far as they can.
+    """
     kept = [k for k, n in enumerate(shape) if n > 1] or [0]
-    mesh = LogicalMesh(shape=tuple(shape[k] for k in kept), axis_names=tuple(names[k] for k in kept), cluster=cluster)
+    mesh = LogicalMesh(
+        shape=tuple(shape[k] for k in kept), axis_names=tuple(AXIS_NAMES[k] for k in kept), cluster=problem.cluster
+    )
     data_axes = frozenset(p for p, k in enumerate(kept) if k == 0 and shape[0] > 1)
     priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     masks = fixed.data_axes_restriction(priced, kinds, data_axes)
     if masks is None:
         return None
+    tensor = frozenset(p for p, k in enumerate(kept) if k > 0)
+    if tensor:
+        fixed.split_parameters(priced, kinds, masks, tensor)
+    return priced, masks
+
+
+def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseCosts | None:
+    """Costs of the best splits on a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
+    option = price_option(replace(problem, cluster=cluster), shape)
+    if option is None:
+        return None
+    priced, masks = option
     search = Search(priced, masks, limit_bytes=np.inf, relative_gap=1e-2, node_limit=20)
     if search.relax() is None:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, target_for
+from ..cluster import Cluster, target_for
 from ..core import InfeasibleError, InputError, nearest
 from ..cost import (
     Chain,
@@ -20,18 +20,16 @@ from ..cost import (
     StageOption,
     make_problem,
     phase_costs,
-    price,
     simulate,
 )
 from ..graph import Graph, Role
 from ..plans import SCHEDULES, Schedule, make_schedule
-from ..sharding import LayeredStep, StagedStep, layer_step, stage_step
+from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
 from ._base import Decision, Progress
-from ._layer_costs import build_chains, subcluster
+from ._layer_costs import build_chains, price_option, subcluster
 from ._methods import ILP
 from ._race import Entry, Limits, race
 from .inter import AbstractInter, StageDP
-from .intra import fixed
 
 _ROUNDS = 4
 _MOST_MICRO_BATCHES = 128
@@ -127,13 +125,11 @@ def solve_pipeline(
     counts = _counts(method, graph, cluster)
     first = counts[len(counts) // 2]
 
-    def layered_for(count: int) -> LayeredStep:
-        return layer_step(graph, count, layers=method.layers, semantics=semantics, on_missing_rule=on_missing_rule)
-
-    layered = layered_for(first)
+    sketch = sketch_step(graph, first, layers=method.layers)
     chains = build_chains(
-        layered, cluster, counts=counts, memory_limit_bytes=limit, on_missing_rule=on_missing_rule, progress=progress
+        sketch, cluster, counts=counts, memory_limit_bytes=limit, on_missing_rule=on_missing_rule, progress=progress
     )
+    layered: LayeredStep | None = None
     inter = method.inter
     if isinstance(inter, StageDP):
         inter = replace(
@@ -144,8 +140,14 @@ def solve_pipeline(
     shrink, needed = 1.0, 0.0
     for _ in range(_ROUNDS):
         found = inter.solve([replace(chain, memory_limit_bytes=limit * shrink) for chain in chains])
-        if found.num_micro_batches != layered.num_micro_batches:
-            layered = layered_for(found.num_micro_batches)
+        if layered is None or found.num_micro_batches != layered.num_micro_batches:
+            layered = layer_step(
+                graph,
+                found.num_micro_batches,
+                layers=sketch.layers,
+                semantics=semantics,
+                on_missing_rule=on_missing_rule,
+            )
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
         result = _solve_stages(method, layered, chain, found, cluster, limit, on_missing_rule, progress)
         if isinstance(result, PipelineDecision):
@@ -253,17 +255,10 @@ def _kind(graph: Graph) -> object:
 
 
 def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> tuple[Decision, PhaseCosts]:
-    kept = [k for k, n in enumerate(option.mesh_shape) if n > 1] or [0]
-    mesh = LogicalMesh(
-        shape=tuple(option.mesh_shape[k] for k in kept),
-        axis_names=tuple(AXIS_NAMES[k] for k in kept),
-        cluster=problem.cluster,
-    )
-    data_axes = frozenset(p for p, k in enumerate(kept) if k == 0 and option.mesh_shape[0] > 1)
-    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
-    masks = fixed.data_axes_restriction(priced, fixed.kinds_of(problem.graph, problem.nodes), data_axes)
-    if masks is None:
+    found = price_option(problem, option.mesh_shape)
+    if found is None:
         raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
+    priced, masks = found
     decision = race(
         problem,
         [Entry(name=option.name, priced=priced, allowed=masks)],

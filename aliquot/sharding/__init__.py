@@ -43,6 +43,7 @@ from ._spec import without_partial as without_partial
 from ._staged_step import LayeredStep as LayeredStep
 from ._staged_step import StagedStep as StagedStep
 from ._staged_step import layer_step as layer_step
+from ._staged_step import sketch_step as sketch_step
 from ._staged_step import stage_step as stage_step
 from ._time_specs import Action as Action
 from ._time_specs import Conversion as Conversion

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Extract, Graph, Layers, Role, Staging, cut_layers, extract_stage, stage_layers
-from ._micro_batches import plan_micro_batches
+from ..graph import Extract, Graph, Layers, Role, Staging, cut_alike, cut_layers, extract_stage, stage_layers
+from ._micro_batches import plan_micro_batches, trace_part
 from ._time_specs import TimeKind
 
 
@@ -56,13 +56,21 @@ def layer_step(
     graph: Graph,
     num_micro_batches: int,
     *,
-    layers: str | int | None = None,
+    layers: str | int | Layers | None = None,
     semantics: str = "exact",
     on_missing_rule: str = "error",
 ) -> LayeredStep:
-    """A step cut into micro-batches and layers. Raises as `plan_micro_batches` and `cut_layers` do."""
+    """A step cut into micro-batches and layers.
+
+    Args:
+        layers: see `cut_layers`; or those of the same step at another size.
+        num_micro_batches, semantics, on_missing_rule: see `plan_micro_batches`.
+
+    Raises:
+        CaptureError, InputError: as `plan_micro_batches` and `cut_layers` say.
+    """
     part, combine = graph, dict[str, str]()
-    dims = _batch_dims_by_shape(graph)
+    dims = _batch_dims_by_length(graph)
     if num_micro_batches > 1:
         plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
         part, combine = plan.part, plan.combine
@@ -70,11 +78,35 @@ def layer_step(
     return LayeredStep(
         graph=graph,
         part=part,
-        layers=cut_layers(part, layers=layers),
+        layers=cut_alike(layers, part) if isinstance(layers, Layers) else cut_layers(part, layers=layers),
         batch_dims=dims,
         num_micro_batches=num_micro_batches,
         combine=combine,
     )
+
+
+def sketch_step(graph: Graph, num_micro_batches: int, *, layers: str | int | None = None) -> LayeredStep:
+    """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as `trace_part` does."""
+    if num_micro_batches == 1:
+        return layer_step(graph, 1, layers=layers)
+    part = trace_part(graph, num_micro_batches)
+    if len(part.values) != len(graph.values):
+        # Another program on a micro-batch: the way of `layer_step` says so.
+        return layer_step(graph, num_micro_batches, layers=layers)
+    return LayeredStep(
+        graph=graph,
+        part=part,
+        layers=cut_layers(part, layers=layers),
+        batch_dims={v.index: d for v, w in zip(part.values, graph.values) for d in _differing(v.shape, w.shape)},
+        num_micro_batches=num_micro_batches,
+        combine={},
+    )
+
+
+def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
+    if part == whole or len(part) != len(whole):
+        return []
+    return [d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b][:1]
 
 
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
@@ -84,7 +116,7 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
     return StagedStep(graph=step.graph, staging=staging, extracts=extracts)
 
 
-def _batch_dims_by_shape(graph: Graph) -> dict[int, int]:
+def _batch_dims_by_length(graph: Graph) -> dict[int, int]:
     """Without micro-batches: arrays whose first dim is as long as the batch."""
     sizes = {
         graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape

@@ -69,6 +69,17 @@ def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) ->
     return masks
 
 
+def split_parameters(priced: Priced, kinds: Kinds, masks: Masks, axes: frozenset[int]) -> None:
+    """Let parameters be split over some axes as much as they can, in place: what does not fit must be split."""
+    others = [a for a in range(len(priced.axis_sizes)) if a not in axes]
+    sizes = [1 if a in others else n for a, n in enumerate(priced.axis_sizes)]
+    for index in kinds.parameters:
+        choices = priced.nodes[index].choices
+        pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), sizes)
+        most = pieces == pieces[masks[index]].max(initial=1)
+        masks[index] = masks[index] & most
+
+
 def batch_restriction(
     problem: Problem, priced: Priced, kinds: Kinds, *, zero_stage: int, shard_axes: frozenset[int]
 ) -> Masks:
