@@ -271,7 +271,7 @@ class _Rewriter:
         self, fn: Callable[..., Any], inputs: Sequence[Operand], output: int, like: Op | None, out: list[int | Call]
     ) -> int:
         """A new operator that calls `fn` on arrays of the inputs' shapes."""
-        structs = [_struct(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
+        structs = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
         (eqn,) = jax.make_jaxpr(jax.jit(fn))(*structs).jaxpr.eqns
         base = like or self.plan.whole.ops[0]
         self.ops.append(
@@ -438,7 +438,8 @@ def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], s
     return value.shape, value.dtype, value.itemsize
 
 
-def _struct(what: Literal | Value) -> jax.ShapeDtypeStruct:
+def struct_of(what: Literal | Value) -> jax.ShapeDtypeStruct:
+    """JAX's description of a value."""
     if what.dtype.startswith("key<"):
         name = {"fry": "threefry2x32"}.get(what.dtype[4:-1], what.dtype[4:-1])
         key: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name))
