@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph import Graph
+from ._pieces import PiecedArray
 from ._state import gather
 
 
@@ -66,6 +67,8 @@ def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
 
 def _on(leaf: Any, device: Any) -> Any:
     """All of an array on one device of this process."""
+    if isinstance(leaf, PiecedArray):
+        return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jax.device_put(gather(leaf), device), impl=jax.random.key_impl(leaf))
     return jax.device_put(gather(leaf), device)

@@ -11,25 +11,27 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
 from ..graph import calling_of
-from ..plans import Plan
+from ..plans import ArrayInterface
+from ._pieces import Rows, joined
+from ._transfer import stub
 
 
 def init_state(
     fn: Callable[..., Any],
-    plan: Plan,
-    shardings: Mapping[str, NamedSharding],
+    inputs: Sequence[ArrayInterface],
+    places: Mapping[str, Sequence[Rows]],
     init_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What `init_fn(*args, **kwargs)` returns, each array made on the devices that hold it.
+    """What `init_fn(*args, **kwargs)` returns, each array made on the devices that hold it, in pieces if they lie apart.
 
     The result must be the step's state argument, or a tuple of several of its arguments in their order.
 
     Args:
         fn: the step.
-        plan: names, shapes and roles of its inputs.
-        shardings: of each of its inputs, by path.
+        inputs: names, shapes and roles of its inputs.
+        places: where each of its inputs lies, by path.
 
     Raises:
         PlanMismatchError: the result is no argument of the step; names every path that differs.
@@ -50,21 +52,27 @@ def init_state(
 
     arrays = [leaves[position] for position in dynamic]
     shapes = jax.eval_shape(run, *arrays)
-    wanted = _shardings(fn, plan, shardings, kept, shapes)
-    made: list[Any] = [None] * len(wanted)
-    for mesh in dict.fromkeys(sharding.mesh for sharding in wanted):
-        own = [position for position, sharding in enumerate(wanted) if sharding.mesh == mesh]
+    wanted = _places(fn, inputs, places, kept, shapes)
+    made: dict[tuple[int, Rows], Any] = {}
+    for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
+        own = [(k, rows) for k, place in enumerate(wanted) for rows in place if rows.sharding.mesh == mesh]
+        if not mesh.local_devices:
+            # Other processes make these.
+            for k, rows in own:
+                struct = jax.eval_shape(rows.of, shapes[k])
+                made[k, rows] = stub(struct.shape, rows.sharding, struct.dtype)
+            continue
 
-        def part(*dynamic: Any, own: Sequence[int] = own) -> list[Any]:
+        # Rows are taken inside the program: the compiler then makes these rows alone wherever it can.
+        def part(*dynamic: Any, own: Sequence[tuple[int, Rows]] = own) -> list[Any]:
             results = run(*dynamic)
-            return [results[position] for position in own]
+            return [rows.of(results[k]) for k, rows in own]
 
         whole = NamedSharding(mesh, PartitionSpec())
         replicated = [_replicate(array, whole) for array in arrays]
-        found = jax.jit(part, out_shardings=[wanted[position] for position in own])(*replicated)
-        for position, array in zip(own, found, strict=True):
-            made[position] = array
-    return _rebuild(kept, made)
+        found = jax.jit(part, out_shardings=[rows.sharding for _, rows in own])(*replicated)
+        made |= zip(own, found, strict=True)
+    return _rebuild(kept, [joined([made[k, rows] for rows in place], place) for k, place in enumerate(wanted)])
 
 
 def _replicate(array: Any, whole: NamedSharding) -> Any:
@@ -89,23 +97,23 @@ def _rebuild(kept: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
     return tree_unflatten(kept["tree"], leaves)
 
 
-def _shardings(
+def _places(
     fn: Callable[..., Any],
-    plan: Plan,
-    shardings: Mapping[str, NamedSharding],
+    arrays: Sequence[ArrayInterface],
+    places: Mapping[str, Sequence[Rows]],
     kept: Mapping[str, Any],
     shapes: Sequence[Any],
-) -> list[NamedSharding]:
-    """The sharding of each array of the result, found by laying the result out as arguments of the step."""
+) -> list[Sequence[Rows]]:
+    """Where each array of the result lies, found by laying the result out as arguments of the step."""
     result = _rebuild(kept, shapes)
-    stateful = _state_arguments(plan)
+    stateful = _state_arguments(arrays)
     several = len(stateful) > 1 and isinstance(result, tuple) and len(result) == len(stateful)
     parts = list(result) if several else [result]
     given = dict(zip(stateful[: len(parts)], parts, strict=True))
     call = calling_of(fn, (), given).call
-    inputs = {i.path: i for i in plan.inputs if argument_of(i.path) in given}
+    inputs = {i.path: i for i in arrays if argument_of(i.path) in given}
     problems = []
-    found: dict[int, NamedSharding] = {}
+    found: dict[int, Sequence[Rows]] = {}
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if path not in inputs:
             problems.append(f"{path} is made, but the step takes no such array")
@@ -114,7 +122,7 @@ def _shardings(
         if (tuple(leaf.shape), str(leaf.dtype)) != (wanted.shape, wanted.dtype):
             made = f"{leaf.dtype}{list(leaf.shape)}"
             problems.append(f"{path} is made as {made}, the step takes {wanted.dtype}{list(wanted.shape)}")
-        found[id(leaf)] = shardings[path]
+        found[id(leaf)] = places[path]
     problems += [f"{path} is missing" for path in inputs]
     if problems:
         raise PlanMismatchError(
@@ -136,7 +144,7 @@ def argument_of(path: str) -> str:
     return path.split(".")[0].split("[")[0]
 
 
-def _state_arguments(plan: Plan) -> list[str]:
+def _state_arguments(inputs: Sequence[ArrayInterface]) -> list[str]:
     """Arguments of the step that hold anything but a batch, in order."""
     held = ("parameter", "optimizer_state", "state")
-    return list(dict.fromkeys(argument_of(i.path) for i in plan.inputs if i.role in held))
+    return list(dict.fromkeys(argument_of(i.path) for i in inputs if i.role in held))

@@ -12,6 +12,7 @@ from ..core import InputError
 from ..plans import Plan
 from ._check import StepCheck
 from ._init import init_state
+from ._pieces import places_of
 from ._pipeline_stats import PipelineStats
 from ._pipeline_step import PipelineStep
 from ._stats import Stats
@@ -91,7 +92,7 @@ class LazyStep:
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make the state, each part on the devices that hold it; see `ParallelStep.init`."""
-        return init_state(self._fn, self.plan, self.shardings, init_fn, args, kwargs)
+        return init_state(self._fn, self.plan.inputs, places_of(self.shardings), init_fn, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
         """Compare one step with the plain step; see `ParallelStep.check`."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Literal, Role, Staging
-from ..plans import Plan, Schedule
+from ..plans import ArrayInterface, Plan, Schedule
 from ..sharding import MicroBatchPlan, Pins, plan_micro_batches
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
@@ -21,6 +21,7 @@ from ._init import init_state
 from ._layout import Layout
 from ._parts import Parts, cut_graph
 from ._phase_parts import phase_parts
+from ._pieces import cut_leaves, input_pieces, join_results, original_of, output_pieces, places_of
 from ._pipeline import Pipeline
 from ._pipeline_stats import PipelineStats, pipeline_stats
 from ._split import StagePrograms, split_stages
@@ -55,6 +56,7 @@ def build_pipeline(
     *,
     semantics: str = "exact",
     recompute: frozenset[int] = frozenset(),
+    processes: Sequence[frozenset[int]] | None = None,
 ) -> Pipeline:
     """The pipeline of a step.
 
@@ -65,6 +67,7 @@ def build_pipeline(
         schedule: order of tasks; its number of micro-batches is into how many parts the batch is cut.
         semantics: see `plan_micro_batches`.
         recompute: stages whose backward programs work everything out again.
+        processes: that have devices of each stage; by default as the devices say.
 
     Raises:
         CaptureError: the step does not decompose into so many micro-batches.
@@ -101,7 +104,7 @@ def build_pipeline(
         )
         for s, number in zip(setups, groups, strict=True)
     ]
-    return Pipeline(graph, _mixed([cut[n][2] for n in groups]), contexts, schedule)
+    return Pipeline(graph, _mixed([cut[n][2] for n in groups]), contexts, schedule, processes=processes)
 
 
 def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
@@ -117,7 +120,10 @@ class PipelineStep:
 
     def __init__(self, *, graph: Graph, plan: Plan, pipeline: Pipeline) -> None:
         self._graph, self._plan, self._pipeline = graph, plan, pipeline
-        self._arguments = Arguments(graph)
+        self._original = original_of(graph)
+        self._arguments = Arguments(self._original)
+        self._inputs, self._outputs = input_pieces(graph), output_pieces(graph)
+        self._paths = [item.path for item in self._original.inputs]
         self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
         self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values())
         self._stats: PipelineStats | None = None
@@ -136,7 +142,10 @@ class PipelineStep:
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        """Where each input lies, by path; a batch that several stages read on the first of them."""
+        """Where each input lies, by path; a batch that several stages read on the first of them.
+
+        What lies in pieces on several stages has one path for each, such as `params.w[0:4]` and `params.w[4:8]`.
+        """
         return {
             item.path: next(iter(places.values()))[1] if places else self._anywhere()
             for item, places in zip(self._graph.inputs, self._places, strict=True)
@@ -153,14 +162,23 @@ class PipelineStep:
         return self._graph.calling.finish(outputs, args, kwargs)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make the state, each part on the stage that keeps it; see `ParallelStep.init`."""
-        return init_state(self._graph.calling.fn, self._plan, self.shardings, init_fn, args, kwargs)
+        """Make the state, each part on the stage that keeps it; see `ParallelStep.init`.
+
+        What is stacked over layers that several stages run comes as `PiecedArray`s.
+        """
+        original = self._original
+        inputs = [
+            ArrayInterface(path=i.path, shape=v.shape, dtype=v.dtype, role=i.role.value)
+            for i in original.inputs
+            for v in [original.values[i.value]]
+        ]
+        return init_state(original.calling.fn, inputs, places_of(self.shardings), init_fn, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
         """Run one step here and plainly on one device, and compare every output. The arguments stay as they are."""
         call = self._arguments.call(args, kwargs)
         found = self._run(call.leaves, keep=True)
-        return compare([o.path for o in self._graph.outputs], found, plain_results(self._graph, call.leaves))
+        return compare([o.path for o in self._original.outputs], found, plain_results(self._original, call.leaves))
 
     def stats(self) -> PipelineStats:
         """Memory, collectives and compile times of the compiled programs, stage by stage. Compiles if need be."""
@@ -173,8 +191,10 @@ class PipelineStep:
     def _anywhere(self) -> NamedSharding:
         return NamedSharding(self.meshes[0], PartitionSpec())
 
-    def _run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+    def _run(self, whole: Sequence[Any], *, keep: bool) -> list[Any]:
+        """The user's results from the user's arrays."""
         self._pipeline.compile()
+        leaves = cut_leaves(whole, self._inputs, self._paths)
         shared = Counter(id(leaf) for leaf in leaves)
         given: dict[int, Any] = {}
         first: list[Any] = []
@@ -185,7 +205,7 @@ class PipelineStep:
             for slot, sharding in places.values():
                 moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
                 item = self._graph.inputs[position]
-                shape = self._arguments.types[position][0]
+                shape = self._graph.values[item.value].shape
                 arrays.append(place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path))
                 given[slot] = arrays[-1]
             first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
@@ -197,7 +217,7 @@ class PipelineStep:
                 value = output.value
                 result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]
             found.append(result)
-        return found
+        return join_results(found, self._outputs)
 
 
 def batch_values(graph: Graph) -> frozenset[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -19,6 +20,7 @@ from ..sharding import Choice, NodeGraph
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
+from ._pieces import PiecedArray, places_of
 from ._plan_program import build_plan_program
 from ._spmd import Program
 from ._state import local_part, place
@@ -106,7 +108,8 @@ class ParallelStep:
         Raises:
             PlanMismatchError: what it returns is not what the step takes; names the paths that differ.
         """
-        return init_state(self._graph.calling.fn, self._plan, self.shardings, init_fn, args, kwargs)
+        places = places_of(self.shardings)
+        return init_state(self._graph.calling.fn, self._plan.inputs, places, init_fn, args, kwargs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments with every array where the step wants it, for loops that prepare their next batch early.
@@ -191,6 +194,8 @@ class ParallelStep:
         shape = self._arguments.types[position][0]
         sharding = self._program.in_shardings[position]
         donated = position in self._donated
+        if isinstance(leaf, PiecedArray):
+            leaf = jnp.asarray(leaf)
         moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         path = self._graph.inputs[position].path
         # What had to be moved here is still the caller's where it came from.
