@@ -23,7 +23,7 @@ from ._parts import Parts
 from ._split import Part, StageProgram
 from ._totals import Totals
 
-_REDUCE = {
+_REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.SUM: jnp.sum,
     TimeKind.PROD: jnp.prod,
     TimeKind.MAX: jnp.max,
@@ -32,7 +32,7 @@ _REDUCE = {
     TimeKind.OR: jnp.any,
 }
 # What a group adds to what another one has already counted.
-_NEUTRAL = {TimeKind.SUM: jnp.zeros, TimeKind.PROD: jnp.ones}
+_NEUTRAL: dict[TimeKind, Callable[..., Any]] = {TimeKind.SUM: jnp.zeros, TimeKind.PROD: jnp.ones}
 
 
 class Form(enum.StrEnum):

@@ -101,11 +101,11 @@ def compare(case: Case) -> Difference:
         for batch, expected in zip(_batches(), losses, strict=True):
             state, metrics = step(state, batch)
             loss = max(loss, abs(float(metrics["loss"]) - expected) / abs(expected))
-        leaf, path = _largest(case.dtype, start, jax.device_get(state), wanted)
+        leaf, path = largest(case.dtype, start, jax.device_get(state), wanted)
     return Difference(loss=loss, leaf=leaf, path=path)
 
 
-def _largest(dtype: str, start: Any, found: Any, wanted: Any) -> tuple[float, str]:
+def largest(dtype: str, start: Any, found: Any, wanted: Any) -> tuple[float, str]:
     first, have, want = _by_path(start), _by_path(found), _by_path(wanted)
     reference = want if dtype == "float64" else {path: want[path] - first[path] for path in want}
     worst = (0.0, "")

@@ -1,0 +1,233 @@
+"""A step in pipeline stages is the plain step, whatever it is made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from graph.steps import STEPS
+from runtime.pipeline_cases import BAR, Case, all_cases, compare, covering
+from runtime.pipelines import pipeline
+
+from aliquot.core import CaptureError, InputError
+
+ROWS, WIDTH, WORDS = 8, 6, 10
+
+
+def weights():
+    random = np.random.default_rng(1)
+    layers = [{"w": random.normal(size=(WIDTH, WIDTH)), "b": random.normal(size=WIDTH) / 5} for _ in range(4)]
+    return {"embed": random.normal(size=(WORDS, WIDTH)), "layers": layers}
+
+
+def data():
+    random = np.random.default_rng(0)
+    mask = (random.random(ROWS) < 0.6).astype(np.float64)
+    mask[:4] = [1, 0, 0, 0]  # micro-batches count differently
+    words = random.integers(0, WORDS, (2, ROWS)).astype(np.int32)
+    return {"inputs": words[0], "targets": words[1], "mask": mask}
+
+
+def block(layer, x):
+    return x + jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+def body(params, batch, block=block):
+    x = params["embed"][batch["inputs"]]
+    for layer in params["layers"]:
+        x = block(layer, x)
+    return x
+
+
+def each(params, batch, x):
+    scores = x @ params["embed"].T
+    return jax.nn.logsumexp(scores, axis=1) - jnp.take_along_axis(scores, batch["targets"][:, None], axis=1)[:, 0]
+
+
+def tied(params, batch):
+    return each(params, batch, body(params, batch)).mean(), {}
+
+
+def masked_mean(params, batch):
+    losses = each(params, batch, body(params, batch))
+    return jnp.sum(losses * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0), {}
+
+
+def dropout(params, batch):
+    x = params["embed"][batch["inputs"]]
+    for number, layer in enumerate(params["layers"]):
+        kept = jax.random.bernoulli(jax.random.fold_in(jax.random.key(3), number), 0.5, x.shape)
+        x = block(layer, jnp.where(kept, x * 2, 0.0))
+    return each(params, batch, x).mean(), {}
+
+
+def skips(params, batch):
+    first, second, third, last = params["layers"]
+    outer = block(first, params["embed"][batch["inputs"]])
+    inner = block(second, outer)
+    return each(params, batch, block(last, block(third, inner) + inner) + outer).mean(), {}
+
+
+def metrics_for_each_example(params, batch):
+    x = body(params, batch)
+    losses = each(params, batch, x)
+    middle = block(params["layers"][0], params["embed"][batch["inputs"]])
+    return losses.mean(), {"losses": losses, "norms": (middle**2).sum(1), "largest": jnp.abs(x).max()}
+
+
+def auxiliary_losses(params, batch):
+    x, extra = params["embed"][batch["inputs"]], 0.0
+    for layer in params["layers"]:
+        x = block(layer, x)
+        extra = extra + jnp.mean(x**2)
+    return each(params, batch, x).mean() + 0.01 * extra, {"extra": extra}
+
+
+def remat(params, batch):
+    saved = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    return each(params, batch, body(params, batch, jax.checkpoint(saved))).mean(), {}
+
+
+def weight_decay(params, batch):
+    return tied(params, batch)[0] + 0.01 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params)), {}
+
+
+def shared_layer(params, batch):
+    """All four layers are the first one."""
+    return tied({"embed": params["embed"], "layers": [params["layers"][0]] * 4}, batch)
+
+
+def train_on(loss_fn, optimizer):
+    def train_step(state, batch):
+        (loss, extra), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss, **extra}
+
+    params = weights()
+    return train_step, {"params": params, "opt_state": optimizer.init(params)}, data()
+
+
+# Submeshes' sizes, how many stages each runs, micro-batches, schedule.
+TWO = {"sizes": (1, 1), "micro_batches": 2}
+GROUPS = {"sizes": (2, 2), "micro_batches": 2}
+UNEQUAL = {"sizes": (1, 4, 2), "micro_batches": 2, "schedule": "zero-bubble"}
+CHUNKS = {"sizes": (1, 2), "chunks": 2, "micro_batches": 4, "schedule": "interleaved-1f1b"}
+WHOLE = {"sizes": (1, 2), "micro_batches": 1}
+
+SGD = optax.sgd(0.1)
+CASES = {
+    "tied, clipped by the global norm": (tied, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), GROUPS),
+    "tied, in one micro-batch": (tied, optax.adam(0.1), WHOLE),
+    "tied, in chunks": (tied, SGD, {**CHUNKS, "micro_batches": 2}),
+    "clipped by value": (tied, optax.chain(optax.clip(0.01), SGD), TWO),
+    "leaves joined by the optimizer": (tied, optax.flatten(optax.adam(0.1)), TWO),
+    "factored moments": (tied, optax.adafactor(0.1, min_dim_size_to_factor=4), GROUPS),
+    "masked mean": (masked_mean, SGD, GROUPS),
+    "dropout": (dropout, SGD, UNEQUAL),
+    "skip connections": (skips, SGD, UNEQUAL),
+    "metrics for each example": (metrics_for_each_example, SGD, GROUPS),
+    "metrics for each example, of the whole batch": (metrics_for_each_example, SGD, WHOLE),
+    "auxiliary losses": (auxiliary_losses, SGD, UNEQUAL),
+    "auxiliary losses of the whole batch": (auxiliary_losses, SGD, WHOLE),
+    "remat": (remat, SGD, UNEQUAL),
+    "weight decay in the loss": (weight_decay, SGD, GROUPS),
+    "one layer in all stages": (shared_layer, optax.adam(0.1), {**CHUNKS, "micro_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_optimizers(name, x64):
+    loss_fn, optimizer, settings = CASES[name]
+    fn, state, batch = train_on(loss_fn, optimizer)
+    found = pipeline(fn, state, batch, anywhere=True, **settings).check(state, batch)
+    assert found.largest < 1e-12, str(found)
+
+
+STEP_NAMES = {
+    "nnx_in_place": GROUPS,
+    "plain_loss_scale_where": TWO,
+    "plain_loss_scale_cond": GROUPS,
+    "plain_dropout_raw_key": TWO,
+    "optax_multi_transform_frozen": TWO,
+    "optax_multi_steps": TWO,
+    "plain_metrics_after": TWO,
+    "remat_save_names": TWO,
+    "plain_evaluation": {**GROUPS, "schedule": "inference"},
+    "while_under_vmap": {**TWO, "schedule": "inference"},
+    # Several passes in one step, which only the whole batch goes through.
+    "plain_gan": WHOLE,
+    "plain_accumulation": WHOLE,
+}
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_steps_as_people_write_them(name, request):
+    # NNX's layers keep single precision.
+    single = name.startswith("nnx")
+    if not single:
+        request.getfixturevalue("x64")
+    made = STEPS[name]()
+    step = pipeline(made.fn, *made.args, anywhere=True, **STEP_NAMES[name], **made.kwargs)
+    found = step.check(*made.args, **made.kwargs)
+    assert found.largest < (1e-6 if single else 1e-12), str(found)
+
+
+def batch_norm(params, batch):
+    hidden = batch["x"] @ params["w"]
+    mean, variance = hidden.mean(0), hidden.var(0)
+    hidden = jnp.tanh((hidden - mean) / jnp.sqrt(variance + 1e-5)) @ params["v"]
+    return jnp.mean((hidden - 1.0) ** 2), (mean, variance)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+def test_independent_micro_batches_are_steps_of_their_own(sizes, x64):
+    def train_step(params, running, batch):
+        (loss, now), grads = jax.value_and_grad(batch_norm, has_aux=True)(params, batch)
+        new = jax.tree.map(lambda old, found: 0.5 * old + 0.5 * found, running, now)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new, loss
+
+    random = np.random.default_rng(0)
+    params = {"w": random.normal(size=(WIDTH, 3)), "v": random.normal(size=(3, 3))}
+    args = (params, (np.zeros(3), np.ones(3)), {"x": random.normal(size=(16, WIDTH))})
+    step = pipeline(train_step, *args, sizes=sizes, semantics="independent", anywhere=True)
+    new, running, loss = step(*args)
+    count = 2 * sizes[0]
+    losses = jax.value_and_grad(lambda p, x: batch_norm(p, {"x": x})[0])
+    found = [losses(params, x) for x in np.split(args[2]["x"], count)]
+    np.testing.assert_allclose(loss, np.mean([value for value, _ in found]), rtol=1e-12)
+    for name in params:
+        wanted = params[name] - 0.1 * sum(g[name] for _, g in found) / count
+        np.testing.assert_allclose(new[name], wanted, rtol=1e-11)
+    hidden = (args[2]["x"] @ params["w"]).reshape(count, -1, 3)
+    np.testing.assert_allclose(running[0], 0.5 * hidden.mean((0, 1)), rtol=1e-11, atol=1e-15)
+    np.testing.assert_allclose(running[1], 0.5 + 0.5 * hidden.var(1).mean(0), rtol=1e-11)
+
+
+def test_what_does_not_divide_is_refused():
+    fn, state, batch = train_on(tied, SGD)
+    with pytest.raises(InputError, match="micro"):
+        pipeline(fn, state, batch, micro_batches=3)
+    with pytest.raises(InputError, match="micro"):
+        pipeline(fn, state, batch, micro_batches=4, sizes=(4, 1))
+    with pytest.raises(CaptureError, match="does not decompose"):
+        pipeline(*(lambda s: (s.fn, *s.args))(STEPS["plain_batchnorm"]()), anywhere=True)
+
+
+_SAMPLE = covering(all_cases(["tiny"]))
+_MODELS = [
+    Case(model="gpt", schedule="1f1b", stages=2, mesh="2"),
+    Case(model="llama", schedule="zero-bubble", stages=2, mesh="unequal"),
+]
+_REST = [case for case in all_cases() if case not in [*_SAMPLE, *_MODELS]]
+
+
+@pytest.mark.parametrize(
+    "case", [*_SAMPLE, *_MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in _REST)], ids=str
+)
+def test_three_steps_of_a_pipeline_are_three_plain_steps(case):
+    loss, leaf, path = compare(case)
+    assert loss <= BAR, loss
+    assert leaf <= BAR, (leaf, path)
