@@ -32,8 +32,8 @@ from .planners import (
 from .plans import ArrayInterface, ModelReference, Plan, require_match
 from .report import Alternative
 from .runtime import LazyStep, ParallelStep, PipelineStep, build_plan_pipeline
-from .sharding import layer_step, plan_micro_batches, stage_step
-from .verify import Verification, first_that_fits, require_compiler, resolve_target, verify_plan
+from .sharding import NodeGraph, StagedStep, layer_step, plan_micro_batches, stage_step
+from .verify import Verification, first_that_fits, require_compiler, resolve_target, verify_pipeline, verify_plan
 
 
 def plan(
@@ -261,6 +261,9 @@ def verify(
         CompileError: the compiler refuses the program, or ran out of memory.
     """
     graph = capture(step, *args, **kwargs)
+    if plan.schedule != "none":
+        staged, nodes = _staged(plan, graph, on_missing_rule)
+        return verify_pipeline(plan, staged, nodes, target=target, progress=progress, cache=cache)
     problem = _problem_of(plan, graph, on_missing_rule)
     choices = _choices(plan, graph, problem)
     return verify_plan(plan, graph, problem.nodes, choices, target=target, progress=progress, cache=cache)
@@ -339,6 +342,13 @@ def _prepare(
 
 
 def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> PipelineStep:
+    staged, nodes = _staged(plan, graph, on_missing_rule)
+    pipeline = build_plan_pipeline(staged, nodes, plan, devices)
+    return PipelineStep(graph=graph, plan=plan, pipeline=pipeline)
+
+
+def _staged(plan: Plan, graph: Graph, on_missing_rule: str) -> tuple[StagedStep, list[NodeGraph]]:
+    """A step, which must have the plan's interface, cut into the plan's stages, and what each stage decides."""
     _require_interface(plan, graph)
     layers: str | int | None = int(plan.layers) if plan.layers.isdigit() else plan.layers or None
     layered = layer_step(
@@ -350,9 +360,13 @@ def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, o
     )
     staged = stage_step(layered, [stage.first_layer for stage in plan.stages])
     cluster = Cluster.from_dict(plan.cluster)
-    nodes = [
-        make_problem(e.graph, cluster, num_micro_batches=plan.num_micro_batches, on_missing_rule=on_missing_rule).nodes
-        for e in staged.extracts
-    ]
-    pipeline = build_plan_pipeline(staged, nodes, plan, devices)
-    return PipelineStep(graph=graph, plan=plan, pipeline=pipeline)
+    nodes: list[NodeGraph] = []
+    for stage, extract in zip(plan.stages, staged.extracts, strict=True):
+        if stage.like is not None:
+            nodes.append(nodes[stage.like])
+            continue
+        problem = make_problem(
+            extract.graph, cluster, num_micro_batches=plan.num_micro_batches, on_missing_rule=on_missing_rule
+        )
+        nodes.append(problem.nodes)
+    return staged, nodes

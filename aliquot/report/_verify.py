@@ -23,6 +23,8 @@ def verification(figures: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [Text(_headline(figures), style="bold")]
     for index, stage in enumerate(figures["stages"]):
         if len(figures["stages"]) > 1:
+            if index == 0 and len(figures["submesh_bytes"]) < len(figures["stages"]):
+                parts.append(facts([("devices", _shared(figures))]))
             parts += [Text(""), Text(f"Stage {index}", style="bold")]
         parts += [facts(_facts(figures, stage)), Text(""), *_tables(stage)]
     if figures["remarks"]:
@@ -35,6 +37,12 @@ def _headline(figures: Mapping[str, Any]) -> str:
     return f"It {'fits' if figures['fits'] else 'does not fit'} {where}, says the compiler that would run it."
 
 
+def _shared(figures: Mapping[str, Any]) -> str:
+    """Memory where stages take turns on their devices."""
+    needed = ", ".join(format_bytes(num_bytes) for num_bytes in figures["submesh_bytes"])
+    return f"stages share them; all that are there together need {needed}"
+
+
 def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     predicted, compiled, limit = stage["predicted_bytes"], stage["compiled_bytes"], figures["limit_bytes"]
     share = f", {compiled / limit:.0%} of the {format_bytes(limit)} that a program may take" if limit else ""
@@ -44,13 +52,22 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
     if not stage["refusal"]:
         again = " (kept from an earlier run)" if stage["cached"] else ""
         yield "compiled in", f"{format_seconds(stage['compile_s'])}{again}"
-    if stage["compiler_cycles"]:
+    if stage["programs"]:
+        yield "programs", "; ".join(_program(each) for each in stage["programs"])
+    elif stage["compiler_cycles"]:
         cycles, seconds = stage["compiler_cycles"], figures["predicted_compute_s"]
         yield (
             "compute",
             f"{cycles:.3g} cycles, expects the compiler; the plan's {format_seconds(seconds)} of compute are that many at "
             f"a clock of {cycles / seconds / 1e9:.2f} GHz",
         )
+
+
+def _program(figures: Mapping[str, Any]) -> str:
+    """Such as `forward 8 times`; a program that another stage has as well says so."""
+    name = figures["name"].split(" ", 2)[2].replace("update", "update round")
+    times = f" {figures['runs']} times" if figures["runs"] != 1 else ""
+    return f"{name}{times} (the same as {figures['same_as']})" if figures["same_as"] else f"{name}{times}"
 
 
 def _tables(stage: Mapping[str, Any]) -> Iterable[RenderableType]:
@@ -92,20 +109,41 @@ def _memory_rows(predicted: Mapping[str, float], compiled: Mapping[str, float]) 
     """Two accounts side by side. They are cut differently: what lives where is the compiler's own affair."""
     own = {name: value for name, value in predicted.items() if name != "arguments"}
     left = sorted(own.items(), key=lambda item: -item[1])
-    outputs = compiled["outputs"] - compiled["aliases"]
-    right = [
-        ("arguments", compiled["arguments"]),
-        ("temporaries", compiled["temporaries"]),
-        ("outputs in places of their own", outputs),
-    ]
     left.append(("together", sum(own.values())))
-    right += [("together", compiled["peak"])]
     left.append(("(arguments)", predicted["arguments"]))
-    right.append(("(outputs in place of arguments)", compiled["aliases"]))
-    if compiled["in_use_at_once"]:
-        right.append(("(most in use at once)", compiled["in_use_at_once"]))
+    right = _held_rows(compiled) if "residuals" in compiled else _buffer_rows(compiled)
     count = max(len(left), len(right))
     shown = [[(name, format_bytes(value)) for name, value in side] for side in (left, right)]
     for side in shown:
         side += [("", "")] * (count - len(side))
     return [(*a, *b) for a, b in zip(*shown, strict=True)]
+
+
+def _buffer_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
+    rows = [
+        ("arguments", compiled["arguments"]),
+        ("temporaries", compiled["temporaries"]),
+        ("outputs in places of their own", compiled["outputs"] - compiled["aliases"]),
+        ("together", compiled["peak"]),
+        ("(outputs in place of arguments)", compiled["aliases"]),
+    ]
+    if compiled["in_use_at_once"]:
+        rows.append(("(most in use at once)", compiled["in_use_at_once"]))
+    return rows
+
+
+_HELD = {
+    "arguments": "state and batch",
+    "residuals": "residuals of micro-batches in flight",
+    "totals": "running totals",
+    "update": "left by the update",
+    "other": "other",
+    "results": "results of the running program",
+    "temporaries": "temporaries of the running program",
+}
+
+
+def _held_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
+    """What a pipeline's stage holds when it holds most."""
+    rows = [(words, compiled[kind]) for kind, words in _HELD.items() if compiled[kind]]
+    return [*sorted(rows, key=lambda row: -row[1]), ("together", compiled["peak"])]

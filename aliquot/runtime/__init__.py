@@ -17,6 +17,11 @@ from ._plan_pipeline import build_plan_pipeline as build_plan_pipeline
 from ._plan_program import build_plan_program as build_plan_program
 from ._spmd import Program as Program
 from ._spmd import build_program as build_program
+from ._stage_export import StageExport as StageExport
+from ._stage_export import abstract_pipeline as abstract_pipeline
+from ._stage_export import export_stages as export_stages
+from ._stage_export import exported_memory as exported_memory
+from ._stage_memory import StageMemory as StageMemory
 from ._state import gather as gather
 from ._state import local_part as local_part
 from ._state import place as place

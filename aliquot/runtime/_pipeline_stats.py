@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core import format_bytes, format_seconds
 from ._hlo import CompiledCollective, add_up, find_collectives
 from ._instructions import Run
-from ._stage_functions import Form
+from ._stage_memory import stage_memory
 from ._stats import compiled_memory
 
 if TYPE_CHECKING:
@@ -63,13 +62,17 @@ class PipelineStats:
 
 
 def pipeline_stats(pipeline: Pipeline) -> PipelineStats:
-    """Stats of this process's stages."""
+    """Stats of all stages. With several processes all must call it."""
     compiled = pipeline.compile()
     counts = {
         k: sum(1 for step in pipeline.instructions.steps if isinstance(step, Run) and step.function == k)
         for k in range(len(compiled))
     }
-    temps = {k: compiled_memory(c.compiled).temp_bytes for k, c in enumerate(compiled) if c is not None}
+    memory = {k: compiled_memory(c.compiled) for k, c in enumerate(compiled) if c is not None}
+    temps = {k: account.temp_bytes for k, account in memory.items()}
+    aliases = {k: account.alias_bytes for k, account in memory.items()}
+    donated = {k: c.donated for k, c in enumerate(compiled) if c is not None}
+    sizes = pipeline.slot_bytes()
     found = []
     for stage, context in enumerate(pipeline.contexts):
         own = [k for k, c in enumerate(compiled) if c is not None and c.function.program.stage == stage]
@@ -77,52 +80,29 @@ def pipeline_stats(pipeline: Pipeline) -> PipelineStats:
         if not own:
             continue
         names = [str(name) for name in context.mesh.axis_names]
-        sizes = [context.mesh.shape[name] for name in names]
+        axis_sizes = [context.mesh.shape[name] for name in names]
         collectives = [
             use
             for k, c in zip(own, mine, strict=True)
-            for use in find_collectives(c.compiled.as_text(), names, sizes)
+            for use in find_collectives(c.compiled.as_text(), names, axis_sizes)
             for _ in range(counts[k])
         ]
-        held, peak, in_flight = _walk(pipeline, stage, temps)
+        over_time = stage_memory(
+            pipeline.instructions, (stage,), sizes=sizes, temps=temps, aliases=aliases, donated=donated
+        )
         found.append(
             StageStats(
                 stage=stage,
-                held_bytes=held,
+                held_bytes=over_time.held_bytes,
                 temp_bytes=max(temps[k] for k in own),
-                peak_bytes=peak,
-                in_flight=in_flight,
+                peak_bytes=over_time.peak_bytes,
+                in_flight=over_time.in_flight,
                 collectives=add_up(collectives),
                 num_programs=len(own),
                 compile_s=sum(c.compile_s for c in mine),
             )
         )
-    return PipelineStats(stages=tuple(found))
-
-
-def _walk(pipeline: Pipeline, stage: int, temps: Mapping[int, int]) -> tuple[int, int, int]:
-    """Most bytes held, most with temporaries, most micro-batches in flight: as the instructions hold slots."""
-    slots = pipeline.instructions.slots
-    sizes = pipeline.slot_bytes()
-    alive = set(pipeline.instructions.given.get(stage, {}).values())
-    alive |= set(pipeline.instructions.zeros.get(stage, {}).values())
-    held = sum(sizes.get(slot, 0) for slot in alive)
-    most = peak = held
-    in_flight = 0
-    for step in pipeline.instructions.steps:
-        for slot in step.outputs:
-            if slots[slot][0] == stage and slot not in alive:
-                alive.add(slot)
-                held += sizes.get(slot, 0)
-        temp = temps.get(step.function, 0) if isinstance(step, Run) and step.stage == stage else 0
-        most, peak = max(most, held), max(peak, held + temp)
-        batches = {m for s in alive if (m := slots[s][2]) >= 0 and slots[s][1].form in (Form.LOCAL, Form.SENT)}
-        in_flight = max(in_flight, len(batches))
-        for slot in step.frees:
-            if slot in alive:
-                alive.discard(slot)
-                held -= sizes.get(slot, 0)
-    return most, peak, in_flight
+    return PipelineStats(stages=pipeline.of_all_processes(found))
 
 
 def bytes_on_device(struct: Any) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..cluster import Cluster, target_for
 from ..core import PlanMismatchError
@@ -28,7 +28,7 @@ def build_plan_pipeline(
 
     Args:
         step: the step cut into the plan's stages.
-        nodes: for each stage its decisions.
+        nodes: for each stage its decisions, those of the stage that it is like if there is one.
         devices: in the cluster's order; by default `jax.devices()`.
 
     Raises:
@@ -43,12 +43,27 @@ def build_plan_pipeline(
             advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
         )
+    meshes = [make_mesh(s.mesh_shape, s.axis_names, devices[s.first_device :]) for s in plan.stages]
+    return pipeline_on(step, nodes, plan, meshes)
+
+
+def pipeline_on(
+    step: StagedStep,
+    nodes: Sequence[NodeGraph],
+    plan: Plan,
+    meshes: Sequence[Any],
+    processes: Sequence[frozenset[int]] | None = None,
+) -> Pipeline:
+    """The same on a mesh for each stage; on those without devices (`AbstractMesh`) it can be lowered, but not run.
+
+    Args:
+        processes: that have devices of each stage; must be given where meshes have none.
+    """
     target = target_for(Cluster.from_dict(plan.cluster).device)
     setups = []
-    for number, (stage, graph) in enumerate(zip(plan.stages, nodes, strict=True)):
-        mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :])
+    for number, (stage, graph, mesh) in enumerate(zip(plan.stages, nodes, meshes, strict=True)):
         extract = step.extracts[number]
-        choices = decode_interior(stage, graph)
+        choices = decode_interior(plan.stages[number if stage.like is None else stage.like], graph)
         setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target.reduce_scatter))
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
     return build_pipeline(
@@ -58,6 +73,7 @@ def build_plan_pipeline(
         schedule,
         semantics=plan.micro_batch_semantics,
         recompute=frozenset(k for k, stage in enumerate(plan.stages) if stage.recompute),
+        processes=processes,
     )
 
 
@@ -67,7 +83,7 @@ def _setup(
     nodes: NodeGraph,
     choices: Sequence[Choice],
     stage: StagePlan,
-    mesh: Mesh,
+    mesh: Any,
     reduce_scatter: bool,
 ) -> StageSetup:
     own = make_pins(extract.graph, nodes, choices, stage.mesh_shape, reduce_scatter=reduce_scatter)

@@ -8,10 +8,13 @@ from ._compare import UnintendedCollective as UnintendedCollective
 from ._compare import compare_collectives as compare_collectives
 from ._compare import unintended_collectives as unintended_collectives
 from ._compile import CompiledProgram as CompiledProgram
-from ._compile import CompileError as CompileError
+from ._compile import Compiler as Compiler
 from ._compile import compile_program as compile_program
+from ._pipeline import verify_pipeline as verify_pipeline
+from ._process import CompileError as CompileError
 from ._program import PortableProgram as PortableProgram
 from ._program import portable_program as portable_program
+from ._program import portable_stage as portable_stage
 from ._targets import GPU_DESCRIPTIONS as GPU_DESCRIPTIONS
 from ._targets import TPU_DIMS as TPU_DIMS
 from ._targets import CompileTarget as CompileTarget

@@ -44,7 +44,7 @@ def first_that_fits(
         if found.fits:
             return _noted(plan, found, failed)
         failed.append((plan, found))
-        compiled = max(stage.compiled_bytes for stage in found.stages)
+        compiled = found.compiled_bytes
         available = found.limit_bytes or plan.prediction.memory_limit_bytes
         # Below this plan's own prediction, so that it is not proposed again.
         limit = plan.prediction.peak_memory_bytes * min(available / compiled, 0.99)
@@ -58,7 +58,7 @@ def compiled_figures(found: Verification) -> CompiledFigures:
     return CompiledFigures(
         target=found.target.name,
         fits=found.fits,
-        peak_memory_bytes=worst.compiled_bytes,
+        peak_memory_bytes=found.compiled_bytes,
         memory_bytes={
             "arguments": float(c.argument_bytes),
             "outputs": float(c.output_bytes),
@@ -82,11 +82,11 @@ def _noted(plan: Plan, found: Verification, failed: Sequence[tuple[Plan, Verific
 
 
 def _none(failed: Sequence[tuple[Plan, Verification]], why: str) -> InfeasibleError:
-    best_plan, best = min(failed, key=lambda each: max(stage.compiled_bytes for stage in each[1].stages))
+    best_plan, best = min(failed, key=lambda each: each[1].compiled_bytes)
     listed = "".join(f"\n  - {_line(*each)}" for each in failed)
     return InfeasibleError(
         f"no plan fits {best.num_devices} x {best.target.name} by its compiler's account:{listed}\n  {why}",
-        required_bytes=max(stage.compiled_bytes for stage in best.stages),
+        required_bytes=best.compiled_bytes,
         available_bytes=best.limit_bytes,
         parts=best_plan.prediction.memory_bytes,
     )
@@ -94,7 +94,7 @@ def _none(failed: Sequence[tuple[Plan, Verification]], why: str) -> InfeasibleEr
 
 def _line(plan: Plan, found: Verification) -> str:
     mesh = "x".join(map(str, plan.stages[0].mesh_shape))
-    compiled = max(stage.compiled_bytes for stage in found.stages)
+    compiled = found.compiled_bytes
     limit = f" of {format_bytes(found.limit_bytes)}" if found.limit_bytes is not None else ""
     return (
         f"{plan.method} on a mesh {mesh} needs {format_bytes(compiled)}{limit}, "

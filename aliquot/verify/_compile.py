@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from ..core import AliquotError, InputError, format_bytes, format_seconds
 from ..runtime import CompiledCollective
 from ._cache import default_cache, keep_answer, read_answer
-from ._program import PortableProgram
+from ._process import CompilerProcess, Progress
+from ._program import Dims, PortableProgram
 from ._targets import CompileTarget
 from ._wheels import require_compiler
 
-Progress: TypeAlias = Callable[[str], None]
-"""Called with a line about what is going on."""
-
-_FORMAT = "1"
-_POLL_S = 0.1
+_FORMAT = "2"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
-_OUT_OF_MEMORY = re.compile(
-    r"(?:Used|total hbm usage >=|requires?|allocat\w+) +([\d.]+)([KMGT])(?:i?B)? of", re.IGNORECASE
-)
-
-
-class CompileError(AliquotError):
-    """A program that its compiler refuses, or that needs more memory to compile than there is."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +30,8 @@ class CompiledProgram:
         target: what it was compiled for.
         argument_bytes, output_bytes, temp_bytes, alias_bytes: as the compiler assigned them; `alias_bytes` of the outputs
             live in donated arguments.
+        out_dims, out_bytes: of each result the mesh axes that split its dims, and its bytes. None instead of axes where
+            the compiler's choice has no such form.
         live_bytes: the most that is in use at any moment, holes between buffers not counted; 0 if unknown.
         collectives: every collective instruction; labels name causes.
         cycles: what a TPU's compiler expects a step to take; 0 for others.
@@ -65,6 +47,8 @@ class CompiledProgram:
     temp_bytes: int = 0
     alias_bytes: int = 0
     live_bytes: int = 0
+    out_dims: tuple[Dims | None, ...] = ()
+    out_bytes: tuple[int, ...] = ()
     needed_bytes: float | None = None
     collectives: tuple[CompiledCollective, ...] = ()
     cycles: float = 0.0
@@ -103,39 +87,73 @@ def compile_program(
         CompileError: the compiler refuses the program, or was stopped for want of memory.
         InputError: there is no room for the program on disk, or the target's description is of another release.
     """
-    environment = _environment(target, program)
-    topology = target.topology(program.num_devices, devices_per_host)
-    key = _key(program, target, topology, environment)
-    folder = cache or default_cache()
-    kept = read_answer(folder, key)
-    if kept is not None:
-        return _compiled(target, kept, cached=True)
-    request = {
-        "platform": program.platform,
-        "description": target.description,
-        "topology": topology,
-        "mesh_shape": program.mesh_shape,
-        "axis_names": program.axis_names,
-        "in_dims": program.in_dims,
-        "out_dims": program.out_dims,
-        "donated": program.donated,
-        "x64": program.x64,
-    }
-    place = _place(program, request)
-    try:
-        answer = _run(place, program, target, environment, progress or (lambda line: None), folder / f"{key[:16]}.txt")
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    remark = keep_answer(folder, key, answer)
-    return _compiled(target, answer, remark=remark)
+    with Compiler(target, num_devices=program.num_devices, progress=progress, cache=cache) as compiler:
+        return compiler.compile(program, devices_per_host=devices_per_host)
 
 
-def _environment(target: CompileTarget, program: PortableProgram) -> dict[str, str]:
+class Compiler:
+    """Compiles programs for a target, one after another, in one process; what was compiled before is not compiled again.
+
+    Leaving the `with` block ends the process.
+
+    Args:
+        num_devices: the most that a program runs on.
+        target, progress, cache: see `compile_program`, which says what is raised, too.
+    """
+
+    def __init__(
+        self,
+        target: CompileTarget,
+        *,
+        num_devices: int,
+        progress: Progress | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        self._target = target
+        self._folder = cache or default_cache()
+        self._environment = _environment(target, num_devices)
+        self._progress = progress or (lambda line: None)
+        self._process = CompilerProcess(target, self._environment, self._progress)
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._process.close()
+
+    def compile(self, program: PortableProgram, *, devices_per_host: int, name: str = "") -> CompiledProgram:
+        """See `compile_program`; `name` is what the progress line calls the program."""
+        target = self._target
+        topology = target.topology(program.num_devices, devices_per_host)
+        key = _key(program, target, topology, self._environment)
+        what = f"compiling {name} for {program.num_devices} x {target.name}".replace("  ", " ")
+        kept = read_answer(self._folder, key)
+        if kept is not None:
+            if name:
+                self._progress(f"{what}: kept from an earlier run")
+            return _compiled(target, kept, cached=True)
+        request = {
+            "platform": program.platform,
+            "description": target.description,
+            "topology": topology,
+            "mesh_shape": program.mesh_shape,
+            "axis_names": program.axis_names,
+            "in_dims": program.in_dims,
+            "out_dims": program.out_dims,
+            "donated": program.donated,
+            "x64": program.x64,
+        }
+        answer = self._process.compile(program, request, what=what, report=self._folder / f"{key[:16]}.txt")
+        remark = keep_answer(self._folder, key, answer)
+        return _compiled(target, answer, remark=remark)
+
+
+def _environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
     """The compiling process's environment: the user's own flags for the compiler stay, as they would on the cluster."""
     own = require_compiler(target)
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _DEVICE_COUNT]
     if target.kind == "cpu":
-        flags.append(f"{_DEVICE_COUNT}={program.num_devices}")
+        flags.append(f"{_DEVICE_COUNT}={num_devices}")
     flags += own.get("XLA_FLAGS", "").split()
     # Where this package and the compiler were found, they must be found again.
     paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
@@ -155,112 +173,6 @@ def _key(program: PortableProgram, target: CompileTarget, topology: str, environ
         environment["XLA_FLAGS"],
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _place(program: PortableProgram, request: Mapping[str, Any]) -> Path:
-    try:
-        place = Path(tempfile.mkdtemp(prefix="aliquot-verify-"))
-        try:
-            (place / "request.json").write_text(json.dumps(request))
-            (place / "module.bin").write_bytes(program.module)
-        except OSError:
-            shutil.rmtree(place, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise InputError(
-            f"the program ({format_bytes(len(program.module))}) cannot be written to {tempfile.gettempdir()!r} for its "
-            f"compiler: {error.strerror or error}. Free some space, or set TMPDIR to another folder."
-        ) from None
-    return place
-
-
-def _run(
-    place: Path,
-    program: PortableProgram,
-    target: CompileTarget,
-    environment: Mapping[str, str],
-    progress: Progress,
-    report: Path,
-) -> dict[str, Any]:
-    started, most = time.monotonic(), 0
-    log = place / "log.txt"
-    with log.open("wb") as stream:
-        command = [sys.executable, "-m", f"{__package__}._worker", str(place)]
-        process = subprocess.Popen(
-            command, env=dict(environment), stdout=stream, stderr=stream, stdin=subprocess.DEVNULL
-        )
-        try:
-            while process.poll() is None:
-                most = max(most, _memory_bytes(process.pid))
-                spent = format_seconds(time.monotonic() - started)
-                progress(f"compiling for {program.num_devices} x {target.name} ({spent})")
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_S)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    words = log.read_text(errors="replace")
-    try:
-        answer: dict[str, Any] = json.loads((place / "result.json").read_text())
-    except (OSError, ValueError):
-        raise _died(process.returncode, most, words, program, target, report) from None
-    if "error" in answer:
-        return _refused(str(answer["error"]), str(answer["message"]), words, target, report)
-    return answer
-
-
-def _died(
-    code: int, most: int, words: str, program: PortableProgram, target: CompileTarget, report: Path
-) -> CompileError:
-    size = f"a program of {format_bytes(len(program.module))}"
-    if code == -9 or "bad_alloc" in words or "MemoryError" in words:
-        return CompileError(
-            f"compiling {size} for {target.name} was stopped when it had taken {format_bytes(most)} of memory, most "
-            f"likely because there was no more.\n  Free memory, or plan the model with --scan: loops compile smaller."
-        )
-    lines = [line for line in words.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it said nothing"
-    return CompileError(
-        f"the compiler for {target.name} ended with code {code} on {size}: {last:.200}\n  {_filed(report, words)}"
-    )
-
-
-def _refused(error: str, message: str, words: str, target: CompileTarget, report: Path) -> dict[str, Any]:
-    """The answer if the program is too big for the device; otherwise an error."""
-    found = _OUT_OF_MEMORY.search(message)
-    if "RESOURCE_EXHAUSTED" in message and found:
-        scale = 1024 ** ("KMGT".index(found.group(2).upper()) + 1)
-        return {"refusal": message.strip().partition("\n")[0][:300], "needed_bytes": float(found.group(1)) * scale}
-    first = message.strip().partition("\n")[0]
-    if target.description and ("target_config" in message or "TextFormat" in words or "GpuTargetConfig" in message):
-        raise InputError(
-            f"the description of {target.name} is not understood by the compiler of JAX {version('jax')}: {first:.200}\n"
-            "  It may be of another release; take the file that this release of OpenXLA has."
-        )
-    everything = f"{message}\n\n{words}"
-    raise CompileError(
-        f"the program does not compile for {target.name}: {error}: {first:.300}\n  {_filed(report, everything)}"
-    )
-
-
-def _filed(report: Path, text: str) -> str:
-    try:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(text)
-    except OSError as error:
-        return f"All that it said could not be written to {report}: {error.strerror}."
-    return f"All that it said is in {report}"
-
-
-def _memory_bytes(pid: int) -> int:
-    """Most memory that a process has held so far; 0 where the system does not tell."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found.group(1)) * 1024 if found else 0
 
 
 def _compiled(
@@ -283,8 +195,14 @@ def _compiled(
         alias_bytes=memory["alias_bytes"],
         live_bytes=memory["live_bytes"],
         collectives=tuple(CompiledCollective(**{**c, "axes": tuple(c["axes"])}) for c in answer["collectives"]),
+        out_dims=tuple(_read_dims(dims) for dims in answer["out_dims"]),
+        out_bytes=tuple(answer["out_bytes"]),
         cycles=answer["cycles"],
         compile_s=answer["compile_s"],
         cached=cached,
         remark=remark,
     )
+
+
+def _read_dims(dims: Any) -> Dims | None:
+    return None if dims is None else tuple(tuple(axes) for axes in dims)

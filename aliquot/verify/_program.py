@@ -17,8 +17,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ..graph import Graph
-from ..plans import Plan
-from ..runtime import Program, build_plan_program
+from ..plans import Plan, StagePlan
+from ..runtime import StageExport, build_plan_program
 from ..sharding import Choice, NodeGraph
 
 _FOR_OTHERS = "jax_export_ignore_forward_compatibility"
@@ -34,7 +34,7 @@ class PortableProgram:
         module: what `jax.export` serialized.
         platform: it was lowered for.
         mesh_shape, axis_names: of its mesh.
-        in_dims, out_dims: mesh axes that split each dim of each input and output.
+        in_dims, out_dims: mesh axes that split each dim of each input and output; None leaves one to the compiler.
         donated: positions of donated inputs.
         x64: whether JAX keeps 64 bits.
     """
@@ -43,8 +43,8 @@ class PortableProgram:
     platform: str
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
-    in_dims: tuple[Dims, ...]
-    out_dims: tuple[Dims, ...]
+    in_dims: tuple[Dims | None, ...]
+    out_dims: tuple[Dims | None, ...]
     donated: tuple[int, ...]
     x64: bool
 
@@ -90,18 +90,41 @@ def portable_program(
         _struct(leaf, sharding) for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
     ]
     return PortableProgram(
-        module=bytes(_exported(program, structs, platform).serialize()),
+        module=bytes(_exported(program.jitted, structs, platform).serialize()),
         platform=platform,
         mesh_shape=tuple(stage.mesh_shape),
         axis_names=tuple(stage.axis_names),
         in_dims=tuple(map(_dims, program.in_shardings)),
         out_dims=tuple(map(_dims, program.out_shardings)),
         donated=program.donated,
-        x64=bool(jax.dtypes.canonicalize_dtype("int64") == "int64"),
+        x64=_keeps_64_bits(),
     )
 
 
-def _exported(program: Program, structs: Sequence[Any], platform: str) -> Any:
+def portable_stage(export: StageExport, stage: StagePlan, platform: str) -> PortableProgram:
+    """One program of a stage of a pipeline, lowered for a platform of which no device need be here.
+
+    Splits that the compiler chose for another program's results, where `export.sources` says so, are still to be put
+    into `in_dims`.
+    """
+    form = export.form
+    return PortableProgram(
+        module=bytes(_exported(form.jitted, form.arguments, platform).serialize()),
+        platform=platform,
+        mesh_shape=tuple(stage.mesh_shape),
+        axis_names=tuple(stage.axis_names),
+        in_dims=tuple(None if s.sharding is None else _dims(s.sharding) for s in form.arguments),
+        out_dims=tuple(None if sharding is None else _dims(sharding) for sharding in form.wanted),
+        donated=form.donated,
+        x64=_keeps_64_bits(),
+    )
+
+
+def _keeps_64_bits() -> bool:
+    return bool(jax.dtypes.canonicalize_dtype("int64") == "int64")
+
+
+def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
     from jax import export
 
     # The same release of JAX reads the module. So it need not be written for readers of other releases, which would be
@@ -110,13 +133,13 @@ def _exported(program: Program, structs: Sequence[Any], platform: str) -> Any:
     jax.config.update(_FOR_OTHERS, True)
     try:
         try:
-            return export.export(program.jitted, platforms=[platform])(*structs)
+            return export.export(jitted, platforms=[platform])(*structs)
         except ValueError as error:
             names = set(_CUSTOM_CALL.findall(str(error)))
             if not names:
                 raise
             checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
-            return export.export(program.jitted, platforms=[platform], disabled_checks=checks)(*structs)
+            return export.export(jitted, platforms=[platform], disabled_checks=checks)(*structs)
     finally:
         jax.config.update(_FOR_OTHERS, promised)
 

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster
-from ..core import InputError, format_bytes, format_seconds
+from ..core import format_bytes, format_seconds
 from ..graph import Graph
 from ..plans import Plan, StagePlan, grouped_arrays
 from ..sharding import Choice, NodeGraph
 from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended_collectives
-from ._compile import CompiledProgram, Progress, compile_program
+from ._compile import CompiledProgram, compile_program
+from ._process import Progress
 from ._program import portable_program
 from ._targets import CompileTarget, resolve_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramVerification:
+    """One program of a pipeline's stage: how often a step runs it, and the compiler's account of it.
+
+    `same_as` names the program of another stage that is the same and was compiled once for both; else it is empty.
+    """
+
+    name: str
+    runs: int
+    compiled: CompiledProgram
+    same_as: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        c = self.compiled
+        return {
+            "name": self.name,
+            "runs": self.runs,
+            **_buffers(c),
+            "compile_s": c.compile_s,
+            "cached": c.cached,
+            "same_as": self.same_as or None,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +51,10 @@ class StageVerification:
     Attributes:
         predicted_bytes: the plan's peak.
         predicted_parts: what it is made of, and `state and batch`, what the step is given.
-        compiled: the compiler's account.
+        compiled: the compiler's account; of a pipeline's stage that of all its programs over a step, at the moment when
+            its devices hold most.
+        held: of a pipeline's stage what its devices hold at that moment, by kind.
+        programs: of a pipeline's stage its programs.
         collectives: by kind and mesh axes, both sides.
         unintended: collectives that the plan does not explain, most bytes first.
     """
@@ -36,6 +65,8 @@ class StageVerification:
     compiled: CompiledProgram
     collectives: tuple[CollectiveComparison, ...]
     unintended: tuple[UnintendedCollective, ...]
+    held: dict[str, float] = field(default_factory=dict)
+    programs: tuple[ProgramVerification, ...] = ()
 
     @property
     def compiled_bytes(self) -> float:
@@ -50,14 +81,7 @@ class StageVerification:
             "compiled_bytes": self.compiled_bytes,
             "parts": {
                 "predicted": {"arguments": self.argument_bytes, **self.predicted_parts},
-                "compiled": {
-                    "arguments": c.argument_bytes,
-                    "outputs": c.output_bytes,
-                    "temporaries": c.temp_bytes,
-                    "aliases": c.alias_bytes,
-                    "peak": self.compiled_bytes,
-                    "in_use_at_once": c.live_bytes,
-                },
+                "compiled": {**(self.held or _buffers(c)), "peak": self.compiled_bytes},
             },
             "collectives": [each.to_dict() for each in self.collectives],
             "unintended": [each.to_dict() for each in self.unintended],
@@ -65,7 +89,18 @@ class StageVerification:
             "cached": c.cached,
             "compiler_cycles": c.cycles or None,
             "refusal": c.refusal or None,
+            "programs": [each.to_dict() for each in self.programs],
         }
+
+
+def _buffers(c: CompiledProgram) -> dict[str, float]:
+    return {
+        "arguments": c.argument_bytes,
+        "outputs": c.output_bytes,
+        "temporaries": c.temp_bytes,
+        "aliases": c.alias_bytes,
+        "in_use_at_once": c.live_bytes,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +113,7 @@ class Verification:
         limit_bytes: what a program may take on each device; None where nobody knows.
         predicted_step_time_s, predicted_compute_s: of the plan.
         stages: in order.
+        submesh_bytes: of a pipeline what must be free on the devices of each submesh, for all stages there together.
         remarks: what else the reader should know.
     """
 
@@ -87,14 +123,20 @@ class Verification:
     predicted_step_time_s: float
     predicted_compute_s: float
     stages: tuple[StageVerification, ...]
+    submesh_bytes: tuple[float, ...] = ()
     remarks: tuple[str, ...] = ()
+
+    @property
+    def compiled_bytes(self) -> float:
+        """What must be free on the device that needs most."""
+        return max([stage.compiled_bytes for stage in self.stages] + list(self.submesh_bytes))
 
     @property
     def fits(self) -> bool:
         """Whether every stage fits, by the compiler's account."""
         if any(stage.compiled.refusal for stage in self.stages):
             return False
-        return self.limit_bytes is None or all(stage.compiled_bytes <= self.limit_bytes for stage in self.stages)
+        return self.limit_bytes is None or self.compiled_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `aliquot verify --json` prints them."""
@@ -105,6 +147,7 @@ class Verification:
             "limit_bytes": self.limit_bytes,
             "predicted_step_time_s": self.predicted_step_time_s,
             "predicted_compute_s": self.predicted_compute_s,
+            "submesh_bytes": list(self.submesh_bytes),
             "stages": [stage.to_dict() for stage in self.stages],
             "remarks": list(self.remarks),
         }
@@ -112,14 +155,16 @@ class Verification:
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does NOT fit"
         limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes is not None else ""
-        lines = []
-        for stage in self.stages:
-            c = stage.compiled
-            lines.append(
-                f"{verdict} {self.num_devices} x {self.target.name}: {format_bytes(stage.compiled_bytes)}{limit} on each "
-                f"device (predicted {format_bytes(stage.predicted_bytes)}), compiled in {format_seconds(c.compile_s)}"
+        found = []
+        for number, stage in enumerate(self.stages):
+            which = f"stage {number}: " if len(self.stages) > 1 else ""
+            found.append(
+                f"{which}{format_bytes(stage.compiled_bytes)}{limit} on each device (predicted "
+                f"{format_bytes(stage.predicted_bytes)}), compiled in {format_seconds(stage.compiled.compile_s)}"
             )
-            lines += [f"not in the plan: {each}" for each in stage.unintended]
+            found += [f"not in the plan: {each}" for each in stage.unintended]
+        head = f"{verdict} {self.num_devices} x {self.target.name}"
+        lines = [f"{head}: {found[0]}", *found[1:]] if len(self.stages) == 1 else [head, *found]
         return "\n".join([*lines, *self.remarks])
 
 
@@ -133,7 +178,7 @@ def verify_plan(
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> Verification:
-    """Compile a plan's program for a target that need not be here, and put the result beside the prediction.
+    """Compile the program of a plan of one stage for a target that need not be here, and put the result beside the prediction.
 
     Args:
         plan: what to verify.
@@ -150,8 +195,6 @@ def verify_plan(
     from ._wheels import require_compiler
 
     require_compiler(chosen)
-    if len(plan.stages) != 1:
-        raise InputError(f"this plan has {len(plan.stages)} stages; only plans of one stage can be compiled so far.")
     (stage,) = plan.stages
     tell = progress or (lambda line: None)
     tell("writing the program down")
@@ -166,7 +209,7 @@ def verify_plan(
         predicted_step_time_s=plan.prediction.step_time_s,
         predicted_compute_s=plan.prediction.compute_s,
         stages=(_stage(plan, stage, compiled),),
-        remarks=_remarks(plan, cluster, chosen, compiled),
+        remarks=remarks_on(cluster, chosen, [compiled]),
     )
 
 
@@ -185,12 +228,14 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
     )
 
 
-def _remarks(plan: Plan, cluster: Cluster, target: CompileTarget, compiled: CompiledProgram) -> tuple[str, ...]:
+def remarks_on(cluster: Cluster, target: CompileTarget, compiled: Sequence[CompiledProgram]) -> tuple[str, ...]:
+    """What the reader should know about a plan for a cluster and its programs as a target's compiler left them."""
     remarks = []
     if target.name != cluster.device.name:
         remarks.append(f"The plan was made for {cluster.device.name}, and its predictions are for that.")
-    if compiled.remark:
-        remarks.append(compiled.remark)
-    if compiled.refusal:
-        remarks.append(f"The compiler says: {compiled.refusal}")
-    return tuple(remarks)
+    for each in compiled:
+        if each.remark:
+            remarks.append(each.remark)
+        if each.refusal:
+            remarks.append(f"The compiler says: {each.refusal}")
+    return tuple(dict.fromkeys(remarks))

@@ -1,22 +1,31 @@
-"""The other process: compiles one program for its target and writes down what the compiler says.
+"""The other process: compiles programs for their target and writes down what the compiler says.
 
 Run as `python -m aliquot.verify._worker FOLDER`; the folder holds `request.json` and `module.bin`, and gets `result.json`.
+Further folders are read from standard input, one a line, until it ends.
 Flags and platforms were set by the parent in this process's environment.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ._text import compiled_collectives, estimated_cycles
 
 
-def main(folder: Path) -> int:
-    """Compile what the folder asks for. Returns 1 if the compiler refuses, with its words in the result."""
+def main(folders: Iterable[Path]) -> None:
+    """Compile what each folder asks for. If the compiler refuses, its words are the result."""
+    for folder in folders:
+        _compile(folder)
+
+
+def _compile(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     try:
         answer = _answer(request, (folder / "module.bin").read_bytes())
@@ -25,7 +34,6 @@ def main(folder: Path) -> int:
     partial = folder / "result.partial"
     partial.write_text(json.dumps(answer))
     partial.rename(folder / "result.json")
-    return int("error" in answer)
 
 
 def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
@@ -38,8 +46,11 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
     exported = export.deserialize(bytearray(module))
     mesh = _mesh(request)
 
-    def shardings(arrays: Any) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, PartitionSpec(*[tuple(axes) or None for axes in dims])) for dims in arrays)
+    def shardings(arrays: Any) -> tuple[NamedSharding | None, ...]:
+        return tuple(
+            None if dims is None else NamedSharding(mesh, PartitionSpec(*[tuple(axes) or None for axes in dims]))
+            for dims in arrays
+        )
 
     jitted = jax.jit(
         exported.call,
@@ -76,10 +87,22 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
             }
             for c in compiled_collectives(text, names, sizes)
         ],
+        "out_dims": [_dims(sharding) for sharding in compiled.output_shardings],
+        "out_bytes": [
+            math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+            for sharding, aval in zip(compiled.output_shardings, exported.out_avals, strict=True)
+        ],
         "cycles": estimated_cycles(text),
         "lower_s": middle - started,
         "compile_s": compile_s,
     }
+
+
+def _dims(sharding: Any) -> list[list[str]] | None:
+    spec = getattr(sharding, "spec", None)
+    if spec is None:
+        return None
+    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec]
 
 
 def _mesh(request: dict[str, Any]) -> Any:
@@ -104,4 +127,4 @@ def _mesh(request: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    main(map(Path, itertools.chain(sys.argv[1:], (line.rstrip("\n") for line in sys.stdin))))

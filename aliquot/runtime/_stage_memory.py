@@ -1,0 +1,100 @@
+"""Memory on the devices of a pipeline's stages from instruction to instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ._instructions import Instructions, Run
+from ._stage_functions import Form
+
+_KINDS = {
+    Form.GIVEN: "arguments",
+    Form.LOCAL: "residuals",
+    Form.SENT: "residuals",
+    Form.TOTAL: "totals",
+    Form.STACKED: "totals",
+    Form.LATE: "update",
+    Form.PACKED: "update",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on each device over a step.
+
+    Attributes:
+        held_bytes: the most that arrays between programs take: state, what micro-batches in flight have left, totals,
+            what comes from other stages.
+        peak_bytes: the most of both arrays and a running program's temporaries.
+        in_flight: the most micro-batches at once of which something is held.
+        parts: what the peak is made of: `arguments` (state and batch), `residuals` (of all micro-batches in flight),
+            `totals`, `update`, `other`, and of the program that runs then `results` that take no argument's place, and
+            `temporaries`.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+    in_flight: int
+    parts: dict[str, int]
+
+
+def stage_memory(
+    instructions: Instructions,
+    stages: Collection[int],
+    *,
+    sizes: Mapping[int, int],
+    temps: Mapping[int, int],
+    aliases: Mapping[int, int],
+    donated: Mapping[int, Sequence[int]],
+) -> StageMemory:
+    """What the instructions of a step make the devices of some stages hold.
+
+    Args:
+        stages: those that share the devices; one without interleaving.
+        sizes: bytes by slot.
+        temps, aliases: bytes by function: its temporaries, and results that lie in donated arguments.
+        donated: positions of donated arguments by function.
+    """
+    slots = instructions.slots
+    alive = {
+        slot for s in stages for table in (instructions.given, instructions.zeros) for slot in table.get(s, {}).values()
+    }
+    held = sum(sizes.get(slot, 0) for slot in alive)
+    most = held
+    peak, parts = held, _parts(alive, sizes, slots)
+    in_flight = 0
+    for step in instructions.steps:
+        runs_here = isinstance(step, Run) and step.stage in stages
+        made = [slot for slot in step.outputs if slots[slot][0] in stages]
+        if isinstance(step, Run) and runs_here:
+            results = sum(sizes.get(slot, 0) for slot in made) - aliases.get(step.function, 0)
+            temporaries = temps.get(step.function, 0)
+            if held + results + temporaries > peak:
+                peak = held + results + temporaries
+                parts = {**_parts(alive, sizes, slots), "results": results, "temporaries": temporaries}
+            gone = {step.inputs[position] for position in donated.get(step.function, ())}
+            held -= sum(sizes.get(slot, 0) for slot in gone & alive)
+            alive -= gone
+        new = set(made) - alive
+        alive |= new
+        held += sum(sizes.get(slot, 0) for slot in new)
+        if held > peak:
+            peak, parts = held, _parts(alive, sizes, slots)
+        most = max(most, held)
+        batches = {m for s in alive if (m := slots[s][2]) >= 0 and slots[s][1].form in (Form.LOCAL, Form.SENT)}
+        in_flight = max(in_flight, len(batches))
+        gone = alive.intersection(step.frees)
+        held -= sum(sizes.get(slot, 0) for slot in gone)
+        alive -= gone
+    return StageMemory(held_bytes=most, peak_bytes=peak, in_flight=in_flight, parts=parts)
+
+
+def _parts(
+    alive: Collection[int], sizes: Mapping[int, int], slots: Sequence[tuple[int, object, int]]
+) -> dict[str, int]:
+    found = dict.fromkeys([*_KINDS.values(), "other", "results", "temporaries"], 0)
+    for slot in alive:
+        key = slots[slot][1]
+        found[_KINDS.get(key.form, "other")] += sizes.get(slot, 0)  # type: ignore[attr-defined]
+    return found

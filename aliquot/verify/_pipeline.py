@@ -1,0 +1,208 @@
+"""A pipeline through the compiler, stage by stage: every program for its stage's own devices, equal ones once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..cluster import Cluster
+from ..plans import Plan, StagePlan, grouped_arrays
+from ..runtime import CompiledCollective, StageExport, StageMemory, abstract_pipeline, export_stages, exported_memory
+from ..sharding import NodeGraph, StagedStep
+from ._compare import compare_collectives, unintended_collectives
+from ._compile import CompiledProgram, Compiler
+from ._process import Progress
+from ._program import PortableProgram, portable_stage
+from ._targets import CompileTarget, resolve_target
+from ._text import INPUT
+from ._verify import ProgramVerification, StageVerification, Verification, remarks_on
+from ._wheels import require_compiler
+
+
+def verify_pipeline(
+    plan: Plan,
+    step: StagedStep,
+    nodes: Sequence[NodeGraph],
+    *,
+    target: str | None = None,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+) -> Verification:
+    """Compile the programs of all stages for a target that need not be here; see `verify_plan`.
+
+    Args:
+        plan: of several stages.
+        step: the step cut into them.
+        nodes: for each stage its decisions, as `build_plan_pipeline` takes them.
+
+    Raises:
+        CompilerMissingError, CompileError, InputError: as `verify_plan` does.
+    """
+    cluster = Cluster.from_dict(plan.cluster)
+    chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
+    require_compiler(chosen)
+    tell = progress or (lambda line: None)
+    tell("writing the programs down")
+    pipeline = abstract_pipeline(step, nodes, plan)
+    exports = export_stages(pipeline)
+    sizes = [math.prod(stage.mesh_shape) for stage in plan.stages]
+    with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
+        programs = _compile_all(plan, exports, cluster, chosen, compiler)
+
+    def memory(stages: Sequence[int]) -> StageMemory:
+        return exported_memory(
+            pipeline,
+            exports,
+            stages,
+            out_bytes=[
+                p.compiled.out_bytes or (0,) * len(e.form.results) for e, p in zip(exports, programs, strict=True)
+            ],
+            temps=[p.compiled.temp_bytes for p in programs],
+            aliases=[p.compiled.alias_bytes for p in programs],
+        )
+
+    every = range(len(plan.stages))
+    found = []
+    for number in every:
+        own = [k for k, export in enumerate(exports) if export.stage == number and export.runs]
+        found.append(_stage(plan, number, [exports[k] for k in own], [programs[k] for k in own], memory([number])))
+    together = [[k for k in every if pipeline.schedule.submesh_of(k) == s] for s in range(plan.num_submeshes)]
+    return Verification(
+        target=chosen,
+        num_devices=len({d for stage, n in zip(plan.stages, sizes, strict=True) for d in _devices(stage, n)}),
+        limit_bytes=chosen.limit_bytes,
+        predicted_step_time_s=plan.prediction.step_time_s,
+        predicted_compute_s=plan.prediction.compute_s,
+        stages=tuple(found),
+        submesh_bytes=tuple(
+            max([float(memory(stages).peak_bytes), *(found[k].compiled_bytes for k in stages)]) for stages in together
+        ),
+        remarks=remarks_on(cluster, chosen, [p.compiled for p in programs]),
+    )
+
+
+def _devices(stage: StagePlan, count: int) -> range:
+    return range(stage.first_device, stage.first_device + count)
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def _compile_all(
+    plan: Plan, exports: Sequence[StageExport], cluster: Cluster, target: CompileTarget, compiler: Compiler
+) -> list[ProgramVerification]:
+    """Every program, in order: what one leaves, split as its compiler chose, is what the next one takes."""
+    found: list[ProgramVerification] = []
+    known: dict[tuple[str, int], ProgramVerification] = {}
+    for export in exports:
+        if not export.runs:
+            found.append(ProgramVerification(name=export.name, runs=0, compiled=CompiledProgram(target=target)))
+            continue
+        stage = plan.stages[export.stage]
+        per_host = _devices_per_host(stage, cluster.devices_per_host)
+        program = _with_splits(portable_stage(export, stage, target.platform), export, found)
+        same = known.get((program.fingerprint, per_host))
+        if same is None:
+            compiled = compiler.compile(program, devices_per_host=per_host, name=export.name)
+            found.append(ProgramVerification(name=export.name, runs=export.runs, compiled=compiled))
+            known[program.fingerprint, per_host] = found[-1]
+        else:
+            found.append(replace(same, name=export.name, runs=export.runs, same_as=same.name))
+    return found
+
+
+def _with_splits(
+    program: PortableProgram, export: StageExport, earlier: Sequence[ProgramVerification]
+) -> PortableProgram:
+    dims = list(program.in_dims)
+    for position, source in enumerate(export.sources):
+        if source is not None:
+            made, output = source
+            # What was refused says nothing about its results: their split stays open.
+            chosen = earlier[made].compiled.out_dims
+            dims[position] = chosen[output] if chosen else None
+    return replace(program, in_dims=tuple(dims))
+
+
+def _devices_per_host(stage: StagePlan, per_host: int) -> int:
+    """How many devices of a stage a host has; hosts of which it has different numbers are taken in equal pieces.
+
+    >>> from types import SimpleNamespace as Stage
+    >>> [_devices_per_host(Stage(first_device=f, mesh_shape=(n,)), 8) for f, n in ((0, 16), (4, 4), (4, 8), (6, 4))]
+    [8, 4, 4, 2]
+    """
+    count, offset = math.prod(stage.mesh_shape), stage.first_device % per_host
+    return count if offset + count <= per_host else math.gcd(per_host, offset, count)
+
+
+# ---- one stage -------------------------------------------------------------------------------------------------------
+
+
+def _stage(
+    plan: Plan,
+    number: int,
+    exports: Sequence[StageExport],
+    programs: Sequence[ProgramVerification],
+    memory: StageMemory,
+) -> StageVerification:
+    stage = plan.stages[number]
+    predicted = stage.prediction
+    assert predicted is not None
+    used = list(_collectives(exports, programs))
+    refused = [p.compiled for p in programs if p.compiled.refusal]
+    here = [each for each in plan.inputs if each.path in stage.shardings]
+    return StageVerification(
+        predicted_bytes=predicted.peak_memory_bytes,
+        predicted_parts=dict(predicted.memory_bytes),
+        argument_bytes=sum(group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)),
+        compiled=_together(programs, memory, used, refused),
+        collectives=compare_collectives(predicted.collectives, used) if not refused else (),
+        unintended=unintended_collectives(predicted.collectives, used, ()) if not refused else (),
+        held={kind: float(num_bytes) for kind, num_bytes in memory.parts.items()},
+        programs=tuple(programs),
+    )
+
+
+def _together(
+    programs: Sequence[ProgramVerification],
+    memory: StageMemory,
+    used: Sequence[CompiledCollective],
+    refused: Sequence[CompiledProgram],
+) -> CompiledProgram:
+    """The programs of a stage as one account, at the moment when its devices hold most."""
+    arguments, temporaries = memory.parts["arguments"], memory.parts["temporaries"]
+    own = [p.compiled for p in programs if not p.same_as]
+    return CompiledProgram(
+        target=programs[0].compiled.target,
+        argument_bytes=arguments,
+        output_bytes=memory.peak_bytes - arguments - temporaries,
+        temp_bytes=temporaries,
+        needed_bytes=max((c.needed_bytes or 0.0 for c in refused), default=None),
+        collectives=tuple(used),
+        cycles=sum(p.runs * p.compiled.cycles for p in programs),
+        compile_s=sum(c.compile_s for c in own),
+        refusal=refused[0].refusal if refused else "",
+        cached=all(c.cached for c in own),
+    )
+
+
+def _collectives(
+    exports: Iterable[StageExport], programs: Iterable[ProgramVerification]
+) -> Iterable[CompiledCollective]:
+    """Those of a step, with causes as people name them."""
+    for export, program in zip(exports, programs, strict=True):
+        names = {f"{INPUT}{position}": path for position, path in enumerate(export.paths)}
+        for each in program.compiled.collectives:
+            yield replace(
+                each,
+                count=each.count * program.runs,
+                num_bytes=each.num_bytes * program.runs,
+                label=_named(each.label, names),
+            )
+
+
+def _named(label: str, names: Mapping[str, str]) -> str:
+    head, comma, rest = label.partition(", and ")
+    return f"{names.get(head, head)}{comma}{rest}"
