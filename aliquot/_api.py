@@ -73,21 +73,39 @@ def plan(
     """
     cluster = cluster or Cluster.detect()
     method = method or Auto()
-    if isinstance(method, PipeshardParallel):
-        return _plan_pipeline(
-            capture(step, *args, **kwargs),
-            cluster,
-            method if num_micro_batches == 1 else replace(method, num_micro_batches=num_micro_batches),
-            micro_batch_semantics,
-            memory_limit_bytes,
-            on_missing_rule,
-            model,
-            progress,
-        )
     if verify:
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
+    if isinstance(method, PipeshardParallel):
+        captured = time.perf_counter()
+        if num_micro_batches > 1:
+            method = replace(method, num_micro_batches=num_micro_batches)
+        found = solve_pipeline(
+            method,
+            full,
+            cluster,
+            semantics=micro_batch_semantics,
+            on_missing_rule=on_missing_rule,
+            memory_limit_bytes=memory_limit_bytes,
+            progress=progress,
+        )
+        if len(found.stages) > 1:
+            return write_pipeline(
+                found,
+                full,
+                cluster,
+                model=model or ModelReference(kind="closure", name=full.name),
+                version=version("aliquot"),
+                trace_s=captured - started,
+                search_s=time.perf_counter() - captured,
+                memory_limit_bytes=found.chain.memory_limit_bytes,
+                semantics=micro_batch_semantics,
+                layers=method.layers,
+            )
+        # One stage is no pipeline: the step stays one program, on the mesh that was found.
+        mesh_shape = found.stages[0].decision.priced.mesh.shape
+        method, num_micro_batches = method.whole(mesh_shape), found.chain_plan.num_micro_batches
     problem, combine = _problem(
         full, cluster, num_micro_batches, micro_batch_semantics, on_missing_rule, memory_limit_bytes
     )
@@ -120,41 +138,6 @@ def plan(
         return verify_plan(proposed, full, problem.nodes, choices, progress=tell)
 
     return first_that_fits(propose, check) if verify else propose()
-
-
-def _plan_pipeline(
-    full: Graph,
-    cluster: Cluster,
-    method: PipeshardParallel,
-    semantics: str,
-    memory_limit_bytes: float | None,
-    on_missing_rule: str,
-    model: ModelReference | None,
-    progress: Progress | None,
-) -> Plan:
-    """A plan with stages."""
-    started = time.perf_counter()
-    found = solve_pipeline(
-        method,
-        full,
-        cluster,
-        semantics=semantics,
-        on_missing_rule=on_missing_rule,
-        memory_limit_bytes=memory_limit_bytes,
-        progress=progress,
-    )
-    return write_pipeline(
-        found,
-        full,
-        cluster,
-        model=model or ModelReference(kind="closure", name=full.name),
-        version=version("aliquot"),
-        trace_s=0.0,
-        search_s=time.perf_counter() - started,
-        memory_limit_bytes=found.chain.memory_limit_bytes,
-        semantics=semantics,
-        layers=method.layers,
-    )
 
 
 def parallelize(

@@ -10,6 +10,7 @@ from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._extract import Extract as Extract
 from ._extract import extract_stage as extract_stage
+from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
 from ._jax_compat import coordination_client as coordination_client
@@ -26,6 +27,7 @@ from ._source import source_line as source_line
 from ._split_reach import LayerScan as LayerScan
 from ._split_reach import scans_over_layers as scans_over_layers
 from ._split_scan import SplitGraph as SplitGraph
+from ._split_scan import split_rows as split_rows
 from ._split_scan import split_scans as split_scans
 from ._stages import SHARED as SHARED
 from ._stages import Staging as Staging

@@ -63,6 +63,29 @@ def extract_stage(graph: Graph, staging: Staging, stages: Collection[int], batch
     return builder.build([staging.items[k] for k in sorted(chosen)], inputs, outputs)
 
 
+def same_structure(a: Extract, b: Extract) -> bool:
+    """Whether two parts are the same operators on the same arrays, one by one."""
+    if a is b:
+        return True
+    x, y = a.graph, b.graph
+    if (len(x.ops), len(x.inputs), len(x.outputs)) != (len(y.ops), len(y.inputs), len(y.outputs)):
+        return False
+    roles = [i.role for i in x.inputs] == [i.role for i in y.inputs]
+    values = [(v.shape, v.dtype) for v in x.values] == [(v.shape, v.dtype) for v in y.values]
+    return (
+        roles
+        and values
+        and all(
+            p.name == q.name and p.outputs == q.outputs and p.phase is q.phase and _indices(p) == _indices(q)
+            for p, q in zip(x.ops, y.ops, strict=True)
+        )
+    )
+
+
+def _indices(op: Op) -> list[int | None]:
+    return [i if isinstance(i, int) else None for i in op.inputs]
+
+
 def _with_shared(items: Sequence[Item], stage: Sequence[int], own: Iterable[int]) -> set[int]:
     """Items, and the shared ones that they need; but no arithmetic between scalars of the update, long and cheap."""
     maker = {

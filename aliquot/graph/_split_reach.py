@@ -54,11 +54,16 @@ def stacked_values(graph: Graph, length: int) -> frozenset[int]:
         if isinstance(v, int)
     ]
     _check(graph, length, found=bool(seeds))
+    return tied_values(graph, length, seeds)
+
+
+def tied_values(graph: Graph, length: int, seeds: Iterable[int]) -> frozenset[int]:
+    """The seeds, of `length` rows each, and all values that are tied to them row by row."""
     neighbours: dict[int, list[tuple[int, ...]]] = {}
     for group in _groups(graph, length):
         for value in group:
             neighbours.setdefault(value, []).append(group)
-    reached, pending = set(seeds), seeds
+    reached, pending = set(seeds), list(seeds)
     while pending:
         for group in neighbours.pop(pending.pop(), ()):
             fresh = [v for v in group if v not in reached]

@@ -8,7 +8,7 @@ pipeline then holds its own pieces and nothing else.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..core import InputError
 from ._split_emit import Emitter
-from ._split_reach import stacked_values
+from ._split_reach import stacked_values, tied_values
 from ._split_values import Pieces, index_of
 from ._types import Graph, Output, Piece, Split
 
@@ -67,11 +67,30 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
             over layers, or it stands inside another loop.
     """
     edges = _edges(graph, bounds)
-    arrays = Pieces(
-        graph=graph,
-        stacked=stacked_values(graph, edges[-1]),
-        ranges=tuple(zip(edges[:-1], edges[1:], strict=True)),
-    )
+    return _split(graph, edges, stacked_values(graph, edges[-1]))
+
+
+def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) -> SplitGraph:
+    """Cut some outputs of any function into ranges of rows, and with them all that is made row by row for them.
+
+    What makes only one range then runs on no other rows, as far as rows are independent: a function that makes stacked
+    parameters by `vmap` or a scan over layers makes each range by itself.
+
+    Args:
+        graph: a captured function.
+        bounds: where ranges begin, and the number of rows.
+        outputs: positions of outputs that have so many rows.
+
+    Raises:
+        InputError: the bounds are not increasing from 0.
+    """
+    edges = _edges(graph, bounds)
+    seeds = [value for k in outputs if isinstance(value := graph.outputs[k].value, int)]
+    return _split(graph, edges, tied_values(graph, edges[-1], seeds))
+
+
+def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[int]) -> SplitGraph:
+    arrays = Pieces(graph=graph, stacked=stacked, ranges=tuple(zip(edges[:-1], edges[1:], strict=True)))
     emitter = Emitter(arrays=arrays)
     body = emitter.run()
     inputs = _pieces(arrays, [item.value for item in graph.inputs])

@@ -19,6 +19,8 @@ from ._pipeshard import PipelineDecision as PipelineDecision
 from ._pipeshard import PipeshardParallel as PipeshardParallel
 from ._pipeshard import solve_pipeline as solve_pipeline
 from ._registry import METHODS as METHODS
+from ._registry import PIPELINES as PIPELINES
+from ._registry import PipelineOptions as PipelineOptions
 from ._registry import method_by_name as method_by_name
 from ._write import write_plan as write_plan
 from ._write_pipeline import write_pipeline as write_pipeline

@@ -72,8 +72,8 @@ def build_chains(
     memory_limit_bytes: float,
     on_missing_rule: str = "error",
     progress: Progress | None = None,
-) -> list[Chain]:
-    """Chains of a step, one for each number of micro-batches.
+) -> tuple[list[Chain], list[int]]:
+    """Chains of a step, one for each number of micro-batches; and for each layer the number of its kind.
 
     Costs are worked out for the step's own number; passes, activations and what crosses scale with the size of a
     micro-batch for the others.
@@ -102,7 +102,10 @@ def build_chains(
         shares.append(_weight_share(extract.graph))
     table = [costs[c] for c in classes]
     share = np.array([shares[c] for c in classes])
-    return [_chain(step, cluster, options, table, share, count, memory_limit_bytes) for count in dict.fromkeys(counts)]
+    chains = [
+        _chain(step, cluster, options, table, share, count, memory_limit_bytes) for count in dict.fromkeys(counts)
+    ]
+    return chains, classes
 
 
 def _classes(graph: Graph, staging: Staging) -> tuple[list[int], list[int]]:
@@ -127,15 +130,12 @@ def price_option(problem: Problem, shape: tuple[int, ...]) -> tuple[Priced, fixe
         shape=tuple(shape[k] for k in kept), axis_names=tuple(AXIS_NAMES[k] for k in kept), cluster=problem.cluster
     )
     data_axes = frozenset(p for p, k in enumerate(kept) if k == 0 and shape[0] > 1)
-    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
-    masks = fixed.data_axes_restriction(priced, kinds, data_axes)
-    if masks is None:
+    choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
+    if choices is None:
         return None
-    tensor = frozenset(p for p, k in enumerate(kept) if k > 0)
-    if tensor:
-        fixed.split_parameters(priced, kinds, masks, tensor)
-    return priced, masks
+    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+    return priced, fixed.everything(priced)
 
 
 def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseCosts | None:
@@ -181,8 +181,13 @@ def _chain(
 ) -> Chain:
     scale = step.num_micro_batches / count
 
+    # A batch that an option can split at one size it may not at another.
+    size = step.micro_batch_size * step.num_micro_batches // count
+    runs = np.array([[c is not None and size % (o.dp or 1) == 0 for c, o in zip(row, options)] for row in table])
+
     def figures(name: str) -> Floats:
-        return np.array([[getattr(c, name) if c is not None else np.inf for c in row] for row in table], np.float64)
+        found = [[getattr(c, name) if c is not None else np.inf for c in row] for row in table]
+        return np.where(runs, np.array(found, np.float64), np.inf)
 
     again = np.array([o.recompute == "stage" for o in options])
     forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
@@ -195,7 +200,8 @@ def _chain(
     state = np.where(again, state + kept, state)
     kept = np.where(again, entering[:, None] / dp / _LAYERS_PER_STAGE, kept)
     backward = np.where(again, backward + forward, backward)
-    weights = np.minimum(share[:, None] * figures("backward_s") * scale, backward)
+    possible = np.where(np.isfinite(backward) & ~again, backward, 0.0)
+    weights = np.where(np.isfinite(backward), np.clip(share, 0.0, 1.0)[:, None] * possible, np.inf)
     return Chain(
         unit_names=step.layers.names,
         options=tuple(options),

@@ -22,12 +22,12 @@ from ..cost import (
     phase_costs,
     simulate,
 )
-from ..graph import Graph, Role
+from ..graph import Graph, Role, same_structure
 from ..plans import SCHEDULES, Schedule, make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
 from ._base import Decision, Progress
 from ._layer_costs import build_chains, price_option, subcluster
-from ._methods import ILP
+from ._methods import ILP, ShardParallel
 from ._race import Entry, Limits, race
 from .inter import AbstractInter, StageDP
 
@@ -64,12 +64,17 @@ class PipeshardParallel:
                 f"num_stages and schedule are searched by StageDP; {type(self.inter).__name__} has its own. Leave them out."
             )
 
+    def whole(self, mesh_shape: tuple[int, ...]) -> ShardParallel:
+        """The method for a search that came out as one stage, on its mesh."""
+        return ShardParallel(intra=self.intra, mesh_shape=mesh_shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageDecision:
     """One stage: the problem that was solved, its solution, and what it costs.
 
-    `first_layer` and `last_layer` (exclusive) are its layers.
+    `first_layer` and `last_layer` (exclusive) are its layers; `like` is the earlier stage with the same operators under the
+    same option, whose solution it has.
     """
 
     problem: Problem
@@ -79,6 +84,7 @@ class StageDecision:
     first_layer: int
     last_layer: int
     first_device: int
+    like: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +132,7 @@ def solve_pipeline(
     first = counts[len(counts) // 2]
 
     sketch = sketch_step(graph, first, layers=method.layers)
-    chains = build_chains(
+    chains, kinds = build_chains(
         sketch, cluster, counts=counts, memory_limit_bytes=limit, on_missing_rule=on_missing_rule, progress=progress
     )
     layered: LayeredStep | None = None
@@ -149,7 +155,7 @@ def solve_pipeline(
                 on_missing_rule=on_missing_rule,
             )
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
-        result = _solve_stages(method, layered, chain, found, cluster, limit, on_missing_rule, progress)
+        result = _solve_stages(method, layered, chain, found, kinds, cluster, limit, on_missing_rule, progress)
         if isinstance(result, PipelineDecision):
             return result
         needed = result
@@ -186,47 +192,50 @@ def _solve_stages(
     layered: LayeredStep,
     chain: Chain,
     found: ChainPlan,
+    kinds: Sequence[int],
     cluster: Cluster,
     limit: float,
     on_missing_rule: str,
     progress: Progress | None,
 ) -> PipelineDecision | float:
-    """Each stage solved as a whole; what the fullest device needs if that is too much."""
-    staged = stage_step(layered, [s.first_unit for s in found.stages])
+    """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much."""
     schedule = make_schedule(found.schedule, len(found.stages), found.num_micro_batches, found.num_submeshes)
-    solved: dict[object, tuple[Problem, Decision, PhaseCosts]] = {}
-    stages = []
-    for k, (choice, figures) in enumerate(zip(found.stages, found.figures, strict=True)):
-        option = chain.options[choice.option]
-        extract = staged.extracts[k]
-        room = limit - max(0.0, figures.held_bytes - figures.held_bytes / max(1.0, figures.in_flight))
-        key = (_kind(extract.graph), option.submesh, option.mesh_shape, option.recompute, round(room))
+    staged = stage_step(layered, [s.first_unit for s in found.stages])
+    options = [chain.options[s.option] for s in found.stages]
+    solved: dict[int, tuple[Problem, Decision, PhaseCosts]] = {}
+    groups = _alike(found, kinds, options, staged)
+    for number, members in enumerate(groups):
+        first = members[0]
         if progress:
-            progress(f"stage {k} on {option.name}", k, len(found.stages))
-        if key not in solved:
-            problem = make_problem(
-                extract.graph,
-                subcluster(cluster, option.submesh),
-                num_micro_batches=layered.num_micro_batches,
-                memory_limit_bytes=room,
-                on_missing_rule=on_missing_rule,
-            )
-            try:
-                solved[key] = (problem, *_solve_stage(method, problem, option))
-            except InfeasibleError as error:
-                return float(limit + max((error.required_bytes or 0) - room, 0.03 * limit))
-        problem, decision, phases = solved[key]
-        stages.append(
-            StageDecision(
-                problem=problem,
-                decision=decision,
-                costs=phases,
-                option=option,
-                first_layer=choice.first_unit,
-                last_layer=choice.last_unit,
-                first_device=choice.first_device,
-            )
+            progress(f"stage {first} on {options[first].name}", number, len(groups))
+        # What the others in flight hold is not there for the one that runs.
+        held = [found.figures[k].held_bytes * (1 - 1 / max(1.0, found.figures[k].in_flight)) for k in members]
+        problem = make_problem(
+            staged.extracts[first].graph,
+            subcluster(cluster, options[first].submesh),
+            num_micro_batches=layered.num_micro_batches,
+            memory_limit_bytes=limit - max(held),
+            on_missing_rule=on_missing_rule,
         )
+        try:
+            decision, phases = _solve_stage(method, problem, options[first])
+        except InfeasibleError as error:
+            return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
+        solved |= dict.fromkeys(members, (problem, decision, phases))
+    first_of = {k: members[0] for members in groups for k in members}
+    stages = [
+        StageDecision(
+            problem=solved[k][0],
+            decision=solved[k][1],
+            costs=solved[k][2],
+            option=options[k],
+            first_layer=choice.first_unit,
+            last_layer=choice.last_unit,
+            first_device=choice.first_device,
+            like=first_of[k] if first_of[k] != k else None,
+        )
+        for k, choice in enumerate(found.stages)
+    ]
     transfer = [f.transfer_s for f in found.figures[1:]]
     costs = _stage_costs(stages, found, transfer, chain.overlaps_transfers)
     times = simulate(schedule, costs)
@@ -247,11 +256,19 @@ def _solve_stages(
     )
 
 
-def _kind(graph: Graph) -> object:
-    """Equal for stages that are the same operators on the same shapes."""
-    return tuple((op.name, op.phase, op.inputs, op.outputs, op.trips) for op in graph.ops if not op.is_link), tuple(
-        (v.shape, v.dtype) for v in graph.values
-    )
+def _alike(
+    found: ChainPlan, kinds: Sequence[int], options: Sequence[StageOption], staged: StagedStep
+) -> list[list[int]]:
+    """Stages in groups of equal operators and options, each in order."""
+    groups: dict[object, list[int]] = {}
+    for k, (choice, option) in enumerate(zip(found.stages, options, strict=True)):
+        own = (option.submesh, option.mesh_shape, option.recompute)
+        key: object = (*own, tuple(kinds[choice.first_unit : choice.last_unit]))
+        first = groups.get(key, [k])[0]
+        if not same_structure(staged.extracts[first], staged.extracts[k]):
+            key = (*own, k)
+        groups.setdefault(key, []).append(k)
+    return list(groups.values())
 
 
 def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> tuple[Decision, PhaseCosts]:

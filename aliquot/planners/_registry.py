@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from ..core import InputError, nearest
+from ..cost import CHAIN_SCHEDULES
 from ._base import AbstractMethod
 from ._methods import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+from ._pipeshard import PipeshardParallel
+from .inter import Grid
 
 METHODS: dict[str, Callable[[tuple[int, ...] | None], AbstractMethod]] = {
     "dp": lambda mesh: DataParallel(),
@@ -15,12 +19,78 @@ METHODS: dict[str, Callable[[tuple[int, ...] | None], AbstractMethod]] = {
     "shard": lambda mesh: ShardParallel(mesh_shape=mesh),
     "auto": lambda mesh: Auto(mesh_shape=mesh),
 }
+PIPELINES = ("pipeshard", "grid")
 
 
-def method_by_name(name: str, mesh_shape: tuple[int, ...] | None = None) -> AbstractMethod:
-    """The method of a name, on a given mesh if there is one. Raises `InputError` for an unknown name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What can be asked of a pipeline, under the names of the command line's options. None leaves it to the search.
+
+    Raises:
+        InputError: A number below 1, or a schedule that is not planned; says all that is wrong.
+    """
+
+    stages: int | None = None
+    schedule: str | None = None
+    micro_batches: int | None = None
+    layers: str | int | None = None
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"--{f.name.replace('_', '-')} must be at least 1, got {value}"
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), int) and value < 1
+        ]
+        if self.schedule is not None and self.schedule not in CHAIN_SCHEDULES:
+            faults.append(
+                f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, CHAIN_SCHEDULES)}"
+            )
+        if isinstance(self.layers, int) and self.stages is not None and self.stages > self.layers:
+            faults.append(f"--stages {self.stages} are more than --layers {self.layers}: every stage needs a layer")
+        if faults:
+            raise InputError(f"this pipeline cannot be planned: {'; '.join(faults)}")
+
+    @property
+    def given(self) -> list[str]:
+        """The options that only pipelines have and that are set."""
+        return [f"--{name}" for name in ("stages", "schedule", "layers") if getattr(self, name) is not None]
+
+
+def method_by_name(
+    name: str, mesh_shape: tuple[int, ...] | None = None, pipeline: PipelineOptions | None = None
+) -> AbstractMethod | PipeshardParallel:
+    """The method of a name, on a given mesh or with given options of pipelines if there are any.
+
+    Raises:
+        InputError: The name is unknown, or what is given does not go with it.
+    """
+    pipeline = pipeline or PipelineOptions()
+    if name in PIPELINES:
+        return _pipeline(name, mesh_shape, pipeline)
     if name not in METHODS:
-        raise InputError(f"Unknown method {name!r}: {nearest(name, list(METHODS))}")
+        raise InputError(f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES])}")
+    if pipeline.given:
+        raise InputError(
+            f"{', '.join(pipeline.given)}: only for pipelines, and {name} makes none. Add --method pipeshard."
+        )
     if mesh_shape is not None and name in ("dp", "zero2", "zero3"):
         raise InputError(f"Method {name} uses all devices as one axis; --mesh goes with shard and auto.")
     return METHODS[name](mesh_shape)
+
+
+def _pipeline(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> PipeshardParallel:
+    if mesh_shape is not None:
+        raise InputError(f"The stages of {name} have meshes of their own; --mesh goes with shard and auto.")
+    if name == "grid":
+        refused = [flag for flag in options.given if flag != "--layers"]
+        if refused:
+            raise InputError(
+                f"{', '.join(refused)}: grid tries every number of equal stages, with 1f1b. Use --method pipeshard."
+            )
+        return PipeshardParallel(inter=Grid(), num_micro_batches=options.micro_batches, layers=options.layers)
+    return PipeshardParallel(
+        num_stages=options.stages,
+        schedule=options.schedule,
+        num_micro_batches=options.micro_batches,
+        layers=options.layers,
+    )

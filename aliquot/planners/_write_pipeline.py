@@ -70,7 +70,8 @@ def write_pipeline(
                 axis_names=stage.decision.priced.mesh.axis_names,
                 shardings=shardings,
                 outputs=outputs,
-                interior=_interior(stage),
+                interior=_interior(stage) if stage.like is None else (),
+                like=stage.like,
                 data_axes=tuple(
                     stage.decision.priced.mesh.axis_names[a] for a in sorted(stage.decision.priced.data_axes)
                 ),

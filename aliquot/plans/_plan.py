@@ -100,6 +100,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         first_device: where its submesh begins in the cluster; it takes consecutive devices.
         first_layer, layer_names: the layers that it runs; none without a pipeline.
         recompute: whether the backward pass works everything out again from what enters the stage.
+        like: the earlier stage with the same operators, whose interior it has; None for one with an interior of its own.
         prediction: what it costs; None without a pipeline, where the plan's own says it all.
     """
 
@@ -113,6 +114,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()
     recompute: bool = False
+    like: int | None = None
     prediction: StagePrediction | None = None
 
 

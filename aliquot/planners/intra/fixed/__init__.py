@@ -8,4 +8,4 @@ from ._restrict import everything as everything
 from ._restrict import kinds_of as kinds_of
 from ._restrict import matching as matching
 from ._restrict import pinned as pinned
-from ._restrict import split_parameters as split_parameters
+from ._restrict import regular_choices as regular_choices

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....core import InputError, nearest
-from ....cost import Priced, Problem, shards
+from ....cost import Priced, Problem, enumerate_choices, shards
 from ....graph import Graph, Phase, Role
 from ....sharding import NodeGraph, Spec, project, spec_from_dims
 
@@ -69,15 +69,30 @@ def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) ->
     return masks
 
 
-def split_parameters(priced: Priced, kinds: Kinds, masks: Masks, axes: frozenset[int]) -> None:
-    """Let parameters be split over some axes as much as they can, in place: what does not fit must be split."""
-    others = [a for a in range(len(priced.axis_sizes)) if a not in axes]
-    sizes = [1 if a in others else n for a, n in enumerate(priced.axis_sizes)]
-    for index in kinds.parameters:
-        choices = priced.nodes[index].choices
-        pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), sizes)
-        most = pieces == pieces[masks[index]].max(initial=1)
-        masks[index] = masks[index] & most
+def regular_choices(
+    nodes: NodeGraph, kinds: Kinds, axis_sizes: Sequence[int], data_axes: frozenset[int]
+) -> list[NDArray[np.int64]] | None:
+    """Choices of a data-parallel mesh: `data_axes` split the batch alone, the others split parameters as far as they can.
+
+    What only the update touches stays free. None if the batch does not divide.
+    """
+    others = [a for a in range(len(axis_sizes)) if a not in data_axes]
+    tensor_sizes = [1 if a in data_axes else n for a, n in enumerate(axis_sizes)]
+    found = []
+    for node in nodes.nodes:
+        choices = enumerate_choices(node, axis_sizes)
+        if node.index in kinds.parameters:
+            if others:
+                pieces = shards(choices, [True] * max(len(node.factors), 1), tensor_sizes)
+                choices = choices[pieces == pieces.max()]
+        elif node.index not in kinds.update:
+            batch = list(nodes.batch_factors[node.index])
+            for a in data_axes:
+                choices = choices[np.isin(choices[:, a], batch) if batch else choices[:, a] == -1]
+        if not len(choices):
+            return None
+        found.append(choices)
+    return found
 
 
 def batch_restriction(
