@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..core import AliquotError
-from ..plans import Plan
+from ..plans import Plan, is_pipeline
 from ._devices import use_host_only
-from ._options import Json, PlanFile
+from ._options import Json, PlanFile, check_destination
 from ._session import Session, session
 
 if TYPE_CHECKING:
@@ -23,19 +24,33 @@ def explain(
     alternatives: Annotated[
         bool, typer.Option(help="Also trace the step again and price what could have been chosen instead.")
     ] = True,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Say what a plan decides, what it is predicted to cost, and what the best alternatives would cost."""
     with session(as_json) as say:
-        from ..report import explained, explanation
+        from ..report import explained, explanation, planned_trace
 
+        check_destination(trace, "--trace")
         found = Plan.load(plan_file)
+        if trace is not None:
+            planned_trace(found).save(trace)
         others, remark = priced_alternatives(found, say) if alternatives else ((), "")
         say.show(explanation(found, others, remark=remark))
-        say.finish(explained(found, others))
+        if trace is not None:
+            say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
+        say.finish({**explained(found, others), "trace_file": str(trace) if trace else None})
 
 
 def priced_alternatives(plan: Plan, say: Session) -> tuple[Sequence[Alternative], str]:
     """What else was possible, and a remark if that cannot be said because the step cannot be made again."""
+    if is_pipeline(plan):
+        return (
+            (),
+            "Alternatives are not priced: that is there for plans without stages. Compare plans with aliquot diff.",
+        )
     if plan.model.kind == "closure":
         return (), (
             "Alternatives are not priced: the plan was made from a function that no file names. "

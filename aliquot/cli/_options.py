@@ -43,6 +43,26 @@ def read_mesh(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(size) for size in sizes)
 
 
+def read_micro_batches(text: str | None) -> int | None:
+    """A number of micro-batches; None if it is `auto` or not given.
+
+    Raises:
+        InputError: Anything else, or a number below 1.
+    """
+    if text is None or text == "auto":
+        return None
+    if not text.lstrip("-").isdecimal():
+        raise InputError(f"--micro-batches {text!r} is neither a number nor auto.")
+    if int(text) < 1:
+        raise InputError(f"--micro-batches must be at least 1, got {text}.")
+    return int(text)
+
+
+def read_layers(text: str | None) -> str | int | None:
+    """A number of layers, or a pattern of parameters' paths."""
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
+
+
 def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """Settings from texts such as `num_layers=4`.
 
@@ -64,7 +84,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def check_destination(path: Path | None) -> None:
+def check_destination(path: Path | None, option: str = "--out") -> None:
     """Find out before the work whether its result can be written.
 
     Raises:
@@ -74,8 +94,8 @@ def check_destination(path: Path | None) -> None:
         return
     folder = path.parent
     if path.is_dir():
-        raise InputError(f"--out {str(path)!r} is a folder. Give the name of a file in it.")
+        raise InputError(f"{option} {str(path)!r} is a folder. Give the name of a file in it.")
     if not folder.is_dir():
-        raise InputError(f"--out {str(path)!r}: there is no folder {str(folder)!r}. Create it first.")
+        raise InputError(f"{option} {str(path)!r}: there is no folder {str(folder)!r}. Create it first.")
     if not os.access(folder, os.W_OK):
-        raise InputError(f"--out {str(path)!r}: the folder {str(folder)!r} cannot be written to. Choose another.")
+        raise InputError(f"{option} {str(path)!r}: the folder {str(folder)!r} cannot be written to. Choose another.")

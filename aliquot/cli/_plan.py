@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, InputError
+from ..plans import device_range
 from ._devices import use_host_only
-from ._options import Json, check_destination, read_cluster, read_mesh, read_settings
+from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches, read_settings
 from ._progress import search_progress
 from ._session import INTERRUPTED, Session, session
 
 if TYPE_CHECKING:
-    from ..planners import AbstractMethod
+    from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
     from ._model import Model
 
@@ -24,9 +26,22 @@ def plan(
     model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
     cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)],
     global_batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all devices.")] = None,
-    method: Annotated[str, typer.Option(help="dp, zero2, zero3, shard or auto.")] = "auto",
+    method: Annotated[str, typer.Option(help="dp, zero2, zero3, shard, auto, pipeshard or grid.")] = "auto",
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
-    micro_batches: Annotated[int, typer.Option(help="Into how many parts a batch is cut.")] = 1,
+    micro_batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto", help="Into how many parts a batch is cut; auto searches (pipelines only, their default)."
+        ),
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline; by default searched.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved-1f1b or zero-bubble; by default searched.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="N|PATTERN", help="Where stages may be cut: so many layers, or paths such as layers[*]."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bf16, float16 or float64; by default bf16, or float16 where that is faster."),
@@ -43,22 +58,26 @@ def plan(
     with session(as_json) as say:
         check_destination(out)
         shape, overrides = read_mesh(mesh), read_settings(settings or [])
-        _check_batches(global_batch, micro_batches)
+        parts = read_micro_batches(micro_batches)
+        _check_batches(global_batch, parts)
         if cluster != "detect":
             use_host_only()
         where = read_cluster(cluster)
-        from ..planners import method_by_name
+        from ..planners import PIPELINES, PipelineOptions, method_by_name
         from ._model import ZooOptions, resolve
 
-        how = method_by_name(method, shape)
+        asked = PipelineOptions(stages=stages, schedule=schedule, micro_batches=parts, layers=read_layers(layers))
+        how = method_by_name(method, shape, asked)
+        if micro_batches == "auto" and method not in PIPELINES:
+            raise InputError(f"--micro-batches auto: only pipelines search it, and {method} makes none. Give a number.")
         options = ZooOptions(
             global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides
         )
         built = resolve(model, options, where)
         try:
-            found = make_plan(built, where, how, micro_batches, say)
+            found = make_plan(built, where, how, 1 if parts is None else parts, say)
         except InfeasibleError as error:
-            say.finish(_no_plan(built, where, method, micro_batches, error))
+            say.finish(_no_plan(built, where, method, parts, error))
             raise
         except KeyboardInterrupt as stopped:
             _interrupted(getattr(stopped, "plan", None), out, say)
@@ -66,7 +85,9 @@ def plan(
         _deliver(found, out, say)
 
 
-def make_plan(model: Model, where: Cluster, how: AbstractMethod, micro_batches: int, say: Session) -> Plan:
+def make_plan(
+    model: Model, where: Cluster, how: AbstractMethod | PipeshardParallel, micro_batches: int, say: Session
+) -> Plan:
     """Plan a model, with progress on standard error."""
     from .._api import plan as find_plan
     from ._model import user_code
@@ -98,6 +119,7 @@ def summary(found: Plan, out: Path | None) -> dict[str, Any]:
         "communication_s": p.communication_s,
         "gradient_s": p.gradient_s,
         "hidden_s": p.hidden_s,
+        "bubble_s": p.bubble_s,
         "memory_bytes_per_device": p.peak_memory_bytes,
         "memory_limit_bytes": p.memory_limit_bytes,
         "memory_bytes": dict(p.memory_bytes),
@@ -110,11 +132,16 @@ def summary(found: Plan, out: Path | None) -> dict[str, Any]:
         "num_stages": len(found.stages),
         "num_micro_batches": found.num_micro_batches,
         "schedule": found.schedule,
+        "num_submeshes": found.num_submeshes,
         "stages": [
             {
                 "mesh": list(stage.mesh_shape),
                 "axis_names": list(stage.axis_names),
                 "data_axes": list(stage.data_axes),
+                "devices": list(range(*device_range(stage))),
+                "layers": list(stage.layer_names),
+                "recompute": stage.recompute,
+                "predicted": msgspec.to_builtins(stage.prediction),
                 "num_operators": sum(op.copies for op in stage.interior),
             }
             for stage in found.stages
@@ -124,12 +151,10 @@ def summary(found: Plan, out: Path | None) -> dict[str, Any]:
     }
 
 
-def _check_batches(global_batch: int | None, micro_batches: int) -> None:
-    if micro_batches < 1:
-        raise InputError(f"--micro-batches must be at least 1, got {micro_batches}.")
+def _check_batches(global_batch: int | None, micro_batches: int | None) -> None:
     if global_batch is not None and global_batch < 1:
         raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
-    if global_batch is not None and global_batch % micro_batches:
+    if global_batch is not None and micro_batches is not None and global_batch % micro_batches:
         raise InputError(
             f"{micro_batches} micro-batches do not divide a global batch of {global_batch}. "
             f"Try --global-batch {-(-global_batch // micro_batches) * micro_batches}, or other --micro-batches."
@@ -153,7 +178,9 @@ def _interrupted(best: Plan | None, out: Path | None, say: Session) -> None:
     _deliver(best, out, say)
 
 
-def _no_plan(model: Model, where: Cluster, method: str, micro_batches: int, error: InfeasibleError) -> dict[str, Any]:
+def _no_plan(
+    model: Model, where: Cluster, method: str, micro_batches: int | None, error: InfeasibleError
+) -> dict[str, Any]:
     """The same keys as for a plan, with the smallest memory found instead of a time."""
     return {
         "feasible": False,

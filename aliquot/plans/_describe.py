@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..core import format_bytes, format_seconds
-from ._arrays import format_dims, grouped_arrays
-from ._plan import Plan, Prediction, Provenance, StagePlan
+from ._arrays import ArrayGroup, format_dims, grouped_arrays
+from ._plan import Plan
+from ._stage_text import equal_stages, meshes, stage_collectives, stage_numbers, stage_remarks, stage_table
 
 _ARRAYS = 8
+_ARRAYS_OF_STAGES = 4
+_KINDS_OF_STAGES = 4
 _COLLECTIVES = 5
 _NOTES = 6
+_WIDTH = 120
+_MARGIN = 25
+# What the closed form of a schedule proves holds for the closed form alone; a simulation may lie above it.
+_CLOSED_FORM = "closed forms"
 
 
 def describe(plan: Plan) -> str:
     """A plan as text: what it is, its predicted time and memory with their parts, the largest arrays, what to know."""
-    lines = [headline(plan), *_facts(plan)]
-    for index, stage in enumerate(plan.stages):
-        lines += ["", *_stage(plan, stage, index)]
-    lines += ["", *_collectives(plan)]
+    lines = [headline(plan), *_facts(plan), ""]
+    if is_pipeline(plan):
+        lines += [*_stages(plan), "", *_arrays_of_stages(plan), *_collectives_of_stages(plan)]
+    else:
+        for stage in plan.stages:
+            lines += [*_arrays(plan, grouped_arrays(plan.inputs, stage, stage.shardings)), ""]
+        lines += _collectives(plan)
     if plan.notes:
         lines += ["", "Notes"]
         lines += [f"  {note}" for note in plan.notes[:_NOTES]]
@@ -27,34 +38,45 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def is_pipeline(plan: Plan) -> bool:
+    """Whether it runs as stages with a schedule."""
+    return plan.schedule != "none" or len(plan.stages) > 1
+
+
 def headline(plan: Plan) -> str:
-    """One line: model, method, mesh and cluster."""
-    return f"{plan.model.name or 'step'}: {plan.method} on {meshes(plan)} of {plan.cluster.get('name', 'a cluster')}"
+    """One line: model, method, mesh or stages, and cluster."""
+    what, cluster = plan.model.name or "step", plan.cluster.get("name", "a cluster")
+    if is_pipeline(plan):
+        return f"{what}: {plan.method}, {meshes(plan)} of {cluster}, {plan.schedule}"
+    return f"{what}: {plan.method} on {meshes(plan)} of {cluster}"
 
 
-def meshes(plan: Plan) -> str:
-    """The stages' meshes with the names of their axes, such as `mesh 4x2 (x, y)`."""
-    shown = [f"{'x'.join(map(str, s.mesh_shape))} ({', '.join(s.axis_names)})" for s in plan.stages]
-    return f"mesh {shown[0]}" if len(shown) == 1 else f"{len(shown)} stages on meshes {'; '.join(shown)}"
-
-
-def time_parts(prediction: Prediction) -> str:
-    """The predicted step time as a sum of its parts."""
-    p = prediction
+def time_parts(plan: Plan) -> str:
+    """The predicted step time as a sum of its parts; of a pipeline those of its busiest submesh."""
+    p = plan.prediction
+    hidden = "" if is_pipeline(plan) and not p.hidden_s else f" - {format_seconds(p.hidden_s)} hidden behind compute"
+    bubble = f" + {format_seconds(p.bubble_s)} bubble" if is_pipeline(plan) or p.bubble_s else ""
+    whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
         f" + {format_seconds(p.communication_s)} communication + {format_seconds(p.gradient_s)} gradient communication"
-        f" - {format_seconds(p.hidden_s)} hidden behind compute"
+        f"{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
     )
 
 
-def bound(provenance: Provenance) -> str:
+def bound(plan: Plan) -> str:
     """What is known about better plans: lower bound, gap, the space they hold for and the search's status."""
-    if provenance.lower_bound_s is None:
-        return f"none is stated ({provenance.status} within {provenance.bound_holds_for or 'its method'})"
-    gap = "" if provenance.gap is None else f", so at most {provenance.gap:.2%} above the best"
-    space = f" ({provenance.bound_holds_for})" if provenance.bound_holds_for else ""
-    return f"no plan is faster than {format_seconds(provenance.lower_bound_s)}{gap}{space}; {provenance.status}"
+    p = plan.provenance
+    if p.lower_bound_s is None:
+        return f"none is stated ({p.status} within {p.bound_holds_for or 'its method'})"
+    space = f" ({p.bound_holds_for})" if p.bound_holds_for else ""
+    if p.bound_holds_for.startswith(_CLOSED_FORM) and p.lower_bound_s:
+        gap = "" if p.gap is None else f", and this plan's is at most {p.gap:.2%} above the best"
+        above = plan.prediction.step_time_s / p.lower_bound_s - 1
+        step = f"; the step time above, simulated, is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
+        return f"no closed form is below {format_seconds(p.lower_bound_s)}{gap}{step}{space}; {p.status}"
+    gap = "" if p.gap is None else f", so at most {p.gap:.2%} above the best"
+    return f"no plan is faster than {format_seconds(p.lower_bound_s)}{gap}{space}; {p.status}"
 
 
 def micro_batches(plan: Plan) -> str:
@@ -96,22 +118,59 @@ def _facts(plan: Plan) -> list[str]:
     p = plan.prediction
     share = f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit" if p.memory_limit_bytes else ""
     parts = " + ".join(f"{format_bytes(v)} {name}" for name, v in sorted(p.memory_bytes.items(), key=lambda i: -i[1]))
+    rows = [
+        ("step time (predicted)", time_parts(plan)),
+        ("bound", bound(plan)),
+        (
+            "memory (predicted)",
+            f"{format_bytes(p.peak_memory_bytes)} on each device{share} of"
+            f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}",
+        ),
+        ("", parts),
+        ("micro-batches", micro_batches(plan)),
+        (
+            "found in",
+            f"{format_seconds(plan.provenance.search_s)}, after tracing for {format_seconds(plan.provenance.trace_s)}",
+        ),
+    ]
+    return [line for name, text in rows for line in _fact(name, text)]
+
+
+def _fact(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=f"  {name}".ljust(_MARGIN),
+        subsequent_indent=" " * _MARGIN,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _stages(plan: Plan) -> list[str]:
+    found = stage_table(plan)
     return [
-        f"  step time (predicted)  {time_parts(p)}",
-        f"  bound                  {bound(plan.provenance)}",
-        f"  memory (predicted)     {format_bytes(p.peak_memory_bytes)} on each device{share} of"
-        f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}",
-        f"                         {parts}",
-        f"  micro-batches          {micro_batches(plan)}",
-        f"  found in               {format_seconds(plan.provenance.search_s)}, after tracing for"
-        f" {format_seconds(plan.provenance.trace_s)}",
+        "Stages (predicted)",
+        *table(found.header, found.rows, right=found.right),
+        *(f"  {line}" for line in stage_remarks(plan)),
     ]
 
 
-def _stage(plan: Plan, stage: StagePlan, index: int) -> list[str]:
-    groups = grouped_arrays(plan.inputs, stage, stage.shardings)
-    where = f"Stage {index}: the" if len(plan.stages) > 1 else "The"
-    title = f"{where} largest of {len(plan.inputs)} inputs on each device"
+def _arrays_of_stages(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    kinds = list(equal_stages(plan))
+    for numbers, groups in kinds[:_KINDS_OF_STAGES]:
+        who = f"Stage{'' if len(numbers) == 1 else 's'} {stage_numbers(numbers)}{'' if len(numbers) == 1 else ', each'}"
+        held = sum(group.count for group in groups)
+        title = f"{who}: the largest of {held} inputs on each device"
+        lines += [*_arrays(plan, groups[:_ARRAYS_OF_STAGES], title), ""]
+    if len(kinds) > _KINDS_OF_STAGES:
+        others = sorted(number for numbers, _ in kinds[_KINDS_OF_STAGES:] for number in numbers)
+        lines += [f"Stages {stage_numbers(others)} hold other arrays still: see `aliquot explain --json`.", ""]
+    return lines
+
+
+def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[str]:
     rows = [
         (
             group.pattern,
@@ -122,7 +181,31 @@ def _stage(plan: Plan, stage: StagePlan, index: int) -> list[str]:
         )
         for group in groups[:_ARRAYS]
     ]
-    return [title, *table(("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4))]
+    return [
+        title or f"The largest of {len(plan.inputs)} inputs on each device",
+        *table(("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4)),
+    ]
+
+
+def _collectives_of_stages(plan: Plan) -> list[str]:
+    found = stage_collectives(plan)
+    if not found:
+        return ["No communication is predicted within stages."]
+    rows = [
+        (
+            stage_numbers(numbers),
+            use.kind,
+            ", ".join(use.axes),
+            f"{use.count:g}",
+            format_bytes(use.num_bytes),
+            format_seconds(use.seconds),
+            use.label,
+        )
+        for numbers, use in found[:_COLLECTIVES]
+    ]
+    header = ("stages", "kind", "axes", "count", "bytes", "time", "what")
+    title = f"The most expensive of {len(found)} kinds of communication within a stage in a step (predicted)"
+    return [title, *table(header, rows, right=(3, 4, 5))]
 
 
 def _collectives(plan: Plan) -> list[str]:

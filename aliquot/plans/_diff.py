@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ._arrays import format_dims
-from ._plan import CollectiveUse, Plan
+from ._describe import is_pipeline
+from ._plan import CollectiveUse, Plan, StagePlan
+from ._stage_text import device_range, short_layers
 
 Term = str | int | float | None
 
 _FINGERPRINT = 12
+_OF_STAGES = ("forward_s", "backward_s", "update_s", "transfer_s", "bubble", "in_flight", "peak_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,9 @@ def _decisions(plan: Plan) -> dict[str, Term]:
         "micro_batch_semantics": plan.micro_batch_semantics,
         "schedule": plan.schedule,
         "num_stages": len(plan.stages),
+        "num_submeshes": plan.num_submeshes,
+        "layers": plan.layers or "every good place",
+        "scan_bounds": ", ".join(map(str, plan.scan_bounds)) or "none",
     }
     for what, arrays in (("input", plan.inputs), ("output", plan.outputs)):
         terms |= {
@@ -89,18 +95,42 @@ def _decisions(plan: Plan) -> dict[str, Term]:
             for array in arrays
         }
     for index, stage in enumerate(plan.stages):
-        prefix = f"stage {index} " if len(plan.stages) > 1 else ""
+        prefix = f"stage {index} " if is_pipeline(plan) else ""
         terms[f"{prefix}mesh"] = "x".join(map(str, stage.mesh_shape))
         terms[f"{prefix}axes"] = ", ".join(stage.axis_names)
         terms[f"{prefix}data_axes"] = ", ".join(stage.data_axes)
-        terms |= {f"{prefix}input {path}": format_dims(dims) for path, dims in stage.shardings.items()}
-        terms |= {f"{prefix}output {path}": format_dims(dims) for path, dims in stage.outputs.items()}
-        for op in stage.interior:
-            split = ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items()) or "nothing split"
-            terms[f"{prefix}operator {op.node}"] = f"{split} ({op.copies} copies)"
+        if is_pipeline(plan):
+            terms |= _stage_decisions(prefix, stage)
+    terms |= _splits(plan)
     terms |= {f"combine {path}": how for path, how in plan.combine.items()}
     terms |= {f"note: {note}": "noted" for note in plan.notes}
     return terms
+
+
+def _stage_decisions(prefix: str, stage: StagePlan) -> dict[str, Term]:
+    start, stop = device_range(stage)
+    return {
+        f"{prefix}layers": short_layers(stage.layer_names),
+        f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
+        f"{prefix}recompute": "stage" if stage.recompute else "none",
+    }
+
+
+def _splits(plan: Plan) -> dict[str, Term]:
+    """Splits of arrays and operators, whichever stage they are on: where stages differ, these rows need not.
+
+    An array or operator of several stages that split it differently has all its splits.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for stage in plan.stages:
+        for what, splits in (("input", stage.shardings), ("output", stage.outputs)):
+            for path, dims in splits.items():
+                found.setdefault(f"{what} {path}", {})[format_dims(dims)] = None
+        for op in stage.interior:
+            split = ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items()) or "nothing split"
+            copies = "" if is_pipeline(plan) else f" ({op.copies} copies)"
+            found.setdefault(f"operator {op.node}", {})[f"{split}{copies}"] = None
+    return {subject: " or ".join(sorted(splits)) for subject, splits in found.items()}
 
 
 def _predictions(plan: Plan) -> dict[str, Term]:
@@ -111,11 +141,16 @@ def _predictions(plan: Plan) -> dict[str, Term]:
         "communication_s": p.communication_s,
         "gradient_s": p.gradient_s,
         "hidden_s": p.hidden_s,
+        "bubble_s": p.bubble_s,
         "peak_memory_bytes": p.peak_memory_bytes,
         "memory_limit_bytes": p.memory_limit_bytes,
         "peak_moment": p.peak_moment,
         **{f"{part} memory_bytes": value for part, value in p.memory_bytes.items()},
     }
+    for index, stage in enumerate(plan.stages):
+        if found := stage.prediction:
+            prefix = f"stage {index}"
+            terms |= {f"{prefix} {name}": getattr(found, name) for name in _OF_STAGES}
     for name, uses in _collectives(plan).items():
         terms[f"{name} count"] = sum(use.count for use in uses)
         terms[f"{name} num_bytes"] = sum(use.num_bytes for use in uses)

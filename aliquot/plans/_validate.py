@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..cluster import Cluster
 from ..core import ClusterError, PlanMismatchError, nearest
 from ._plan import ArrayInterface, Plan, StagePlan
+from ._validate_pipeline import pipeline_violations, process_violations
 
 _LISTED = 8
 _FIRST = 2
@@ -21,14 +22,17 @@ def violations(
     inputs: Sequence[ArrayInterface] | None = None,
     outputs: Sequence[ArrayInterface] | None = None,
     num_devices: int | None = None,
+    num_processes: int | None = None,
 ) -> list[str]:
     """Every violation, one sentence each, the most telling first; empty if there is none.
 
     Args:
-        plan: What to check. Alone it is checked against itself: meshes, splits, micro-batches, sums of its predictions.
+        plan: What to check. Alone it is checked against itself: meshes, splits, stages, schedule, micro-batches, sums of
+            its predictions.
         inputs, outputs: The interface of the step it meets, in the step's order. The first path that differs is named
             first.
         num_devices: How many devices there are.
+        num_processes: How many processes run it.
     """
     found: list[str] = []
     if inputs is not None:
@@ -37,9 +41,12 @@ def violations(
         found += _interface("output", plan.outputs, outputs)
     if num_devices is not None:
         found += _device_count(plan, num_devices)
+    if num_processes is not None:
+        found += process_violations(plan, num_processes)
     found += _own_interface(plan)
     found += _cluster(plan)
     found += _stages(plan)
+    found += pipeline_violations(plan)
     found += _micro_batches(plan)
     found += _sums(plan)
     return found
@@ -51,6 +58,7 @@ def require_match(
     inputs: Sequence[ArrayInterface] | None = None,
     outputs: Sequence[ArrayInterface] | None = None,
     num_devices: int | None = None,
+    num_processes: int | None = None,
     asked: str = "",
 ) -> None:
     """Refuse a plan that does not fit. Long lists are cut in the message; `violations` gives all.
@@ -58,15 +66,17 @@ def require_match(
     Raises:
         PlanMismatchError: There is any violation. `asked` opens the message.
     """
-    found = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices)
+    found = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices, num_processes=num_processes)
     if found:
         shown = found
         if len(found) > _LISTED:
             shown = [f"{'; '.join(found[:_FIRST])}; and {len(found) - _FIRST} more problems"]
-        raise PlanMismatchError(shown, asked=asked, advice=_advice(plan, num_devices))
+        raise PlanMismatchError(shown, asked=asked, advice=_advice(plan, num_devices, num_processes))
 
 
-def _advice(plan: Plan, num_devices: int | None) -> str:
+def _advice(plan: Plan, num_devices: int | None, num_processes: int | None) -> str:
+    if num_processes is not None and list(process_violations(plan, num_processes)):
+        return "Start one process on each host of the plan's cluster, or make a plan for these processes."
     if num_devices is not None and num_devices != plan_devices(plan):
         return "Run it on the devices it was made for, or make a plan for these (--cluster detect)."
     return "Make a plan for this step, or run the step that the plan was made for."

@@ -12,13 +12,13 @@ from ..core import format_bytes, format_seconds
 from ..plans import Change, PlanDiff
 from ._tables import columns
 
-_INDEX = re.compile(r"(?<=layers\[)\d+(?=\])")
+_INDEX = re.compile(r"(?<=layers\[)\d+(?=\])|(?<=^stage )\d+")
 
 
 def difference(found: PlanDiff, before: str, after: str) -> RenderableType:
     """What changes from the plan called `before` to the plan called `after`.
 
-    Equal changes in all layers are one row.
+    Equal changes in several layers or stages are one row.
     """
     if found.identical:
         return Text(f"{before} and {after} decide and predict the same.")
@@ -55,6 +55,8 @@ def _shown(subject: str, value: str | int | float | None) -> str:
             return format_seconds(value)
         if subject.endswith("_bytes"):
             return format_bytes(value)
+        if subject.endswith("bubble"):
+            return f"{value:.1%}"
         return f"{value:g}"
     return str(value)
 

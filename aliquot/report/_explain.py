@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,14 +16,19 @@ from ..plans import (
     ArrayGroup,
     Plan,
     bound,
+    device_range,
     format_dims,
     grouped_arrays,
     headline,
+    is_pipeline,
     micro_batches,
     plan_devices,
     rebuild,
+    stage_collectives,
+    stage_numbers,
     time_parts,
 )
+from ._stages import arrays_of_stages, stages
 from ._tables import columns, facts
 
 _ARRAYS = 12
@@ -63,6 +69,10 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
                 "mesh": list(stage.mesh_shape),
                 "axis_names": list(stage.axis_names),
                 "data_axes": list(stage.data_axes),
+                "devices": list(range(*device_range(stage))),
+                "layers": list(stage.layer_names),
+                "recompute": stage.recompute,
+                "predicted": msgspec.to_builtins(stage.prediction),
                 "arrays": [asdict(group) for group in _groups(plan, index)],
             }
             for index, stage in enumerate(plan.stages)
@@ -71,12 +81,16 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "micro_batch_semantics": plan.micro_batch_semantics,
         "combine": dict(plan.combine),
         "schedule": plan.schedule,
+        "num_submeshes": plan.num_submeshes,
+        "layers": plan.layers,
+        "scan_bounds": list(plan.scan_bounds),
         "predicted": {
             "step_time_s": p.step_time_s,
             "compute_s": p.compute_s,
             "communication_s": p.communication_s,
             "gradient_s": p.gradient_s,
             "hidden_s": p.hidden_s,
+            "bubble_s": p.bubble_s,
             "peak_memory_bytes": p.peak_memory_bytes,
             "memory_limit_bytes": p.memory_limit_bytes,
             "memory_bytes": dict(p.memory_bytes),
@@ -114,15 +128,21 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
         remark: A last line, such as why there are no alternatives.
     """
     by_subject = {alternative.subject: alternative for alternative in alternatives}
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), _facts(plan), "", _memory(plan)]
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), _facts(plan), ""]
     shown: set[str] = set()
-    for index in range(len(plan.stages)):
-        groups = _groups(plan, index)[:_ARRAYS]
-        shown |= {group.pattern for group in groups}
-        parts.append(_arrays(plan, index, groups, by_subject))
-    if plan.prediction.collectives:
-        shown |= {use.label for use in plan.prediction.collectives}
-        parts.append(_collectives(plan, by_subject))
+    if is_pipeline(plan):
+        parts += [stages(plan), _memory(plan), *arrays_of_stages(plan)]
+        if any(stage.prediction and stage.prediction.collectives for stage in plan.stages):
+            parts.append(_collectives_of_stages(plan))
+    else:
+        parts.append(_memory(plan))
+        for index in range(len(plan.stages)):
+            groups = _groups(plan, index)[:_ARRAYS]
+            shown |= {group.pattern for group in groups}
+            parts.append(_arrays(groups, by_subject))
+        if plan.prediction.collectives:
+            shown |= {use.label for use in plan.prediction.collectives}
+            parts.append(_collectives(plan, by_subject))
     rest = [alternative for alternative in alternatives if alternative.subject not in shown]
     if rest:
         parts.append(_alternatives(rest))
@@ -136,11 +156,11 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
 
 def _facts(plan: Plan) -> Table:
-    p, found = plan.prediction, plan.provenance
+    found = plan.provenance
     return facts(
         [
-            ("step time (predicted)", time_parts(p)),
-            ("bound", bound(found)),
+            ("step time (predicted)", time_parts(plan)),
+            ("bound", bound(plan)),
             ("micro-batches", micro_batches(plan)),
             ("found by", f"{found.planner} of aliquot {found.version}, in {format_seconds(found.search_s)}"),
             ("made again by", rebuild(plan)),
@@ -170,8 +190,7 @@ def _groups(plan: Plan, index: int) -> list[ArrayGroup]:
     return grouped_arrays(plan.inputs, stage, stage.shardings)
 
 
-def _arrays(plan: Plan, index: int, groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> Group:
-    where = f" of stage {index}" if len(plan.stages) > 1 else ""
+def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> Group:
     rows = [
         (
             group.pattern,
@@ -184,7 +203,7 @@ def _arrays(plan: Plan, index: int, groups: Sequence[ArrayGroup], others: Mappin
         for group in groups
     ]
     header = ["path", "count", "each", "split by axes", "on each device"]
-    return columns(f"Largest inputs{where}, by what each device holds", *_with_others(header, rows), right=(1, 4))
+    return columns("Largest inputs, by what each device holds", *_with_others(header, rows), right=(1, 4))
 
 
 def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
@@ -206,6 +225,26 @@ def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
         title += f", {_COLLECTIVES} of {len(uses)} kinds"
     header = ["kind", "axes", "count", "bytes", "time", "what"]
     return columns(title, *_with_others(header, rows), right=(2, 3, 4))
+
+
+def _collectives_of_stages(plan: Plan) -> Group:
+    found = stage_collectives(plan)
+    rows = [
+        (
+            stage_numbers(numbers),
+            use.kind,
+            ", ".join(use.axes),
+            f"{use.count:g}",
+            format_bytes(use.num_bytes),
+            format_seconds(use.seconds),
+            use.label,
+        )
+        for numbers, use in found[:_COLLECTIVES]
+    ]
+    title = "Most expensive communication within a stage in a step (predicted)"
+    if len(found) > _COLLECTIVES:
+        title += f", {_COLLECTIVES} of {len(found)} kinds"
+    return columns(title, ("stages", "kind", "axes", "count", "bytes", "time", "what"), rows, right=(3, 4, 5))
 
 
 def _with_others(header: list[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], Sequence[Sequence[str]]]:

@@ -20,11 +20,19 @@ def as_text(renderable: RenderableType, *, width: int = 120) -> str:
 
 
 def columns(
-    title: str, header: Sequence[str], rows: Iterable[Sequence[str | None]], *, right: Iterable[int] = ()
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str | None]],
+    *,
+    right: Iterable[int] = (),
+    narrow: bool = False,
 ) -> Group:
-    """A table under a title; the columns whose positions are in `right` hold numbers. None is an empty cell."""
+    """A table under a title; the columns whose positions are in `right` hold numbers. None is an empty cell.
+
+    Between columns are three spaces, two if `narrow`.
+    """
     flush = set(right)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
     for position, name in enumerate(header):
         table.add_column(
             Text(name), justify="right" if position in flush else "left", overflow="fold", no_wrap=position in flush

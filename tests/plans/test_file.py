@@ -9,12 +9,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_plans import PREDICTION, PROVENANCE, sample_plan
+from sample_plans import PREDICTION, PROVENANCE, sample_pipeline, sample_plan
 
 from aliquot.core import InputError, PlanFileError
 from aliquot.plans import Plan
 
 GOLDEN = Path(__file__).with_name("golden_plan.json")
+GOLDEN_FILES = {
+    GOLDEN: sample_plan(),
+    Path(__file__).with_name("golden_pipeline.json"): sample_pipeline(2),
+}
 times = st.floats(0, 1e6, allow_subnormal=False)
 names = st.text(max_size=12)
 
@@ -52,12 +56,24 @@ def test_round_trip(plan):
     assert again.to_json() == text
 
 
-def test_golden_file_still_loads():
-    assert Plan.load(GOLDEN) == sample_plan()
+@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
+def test_golden_file_still_loads(path):
+    assert Plan.load(path) == GOLDEN_FILES[path]
 
 
-def test_golden_file_is_what_is_written_today():
-    assert sample_plan().to_json() == GOLDEN.read_text()
+@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
+def test_golden_file_is_what_is_written_today(path):
+    assert GOLDEN_FILES[path].to_json() == path.read_text()
+
+
+def test_files_from_before_there_were_pipelines_still_load():
+    data = json.loads(sample_plan().to_json())
+    for name in ("num_submeshes", "layers", "scan_bounds"):
+        del data[name]
+    for name in ("first_device", "first_layer", "layer_names", "recompute", "prediction"):
+        del data["stages"][0][name]
+    del data["prediction"]["bubble_s"]
+    assert Plan.from_json(json.dumps(data)) == sample_plan()
 
 
 def test_provenance_is_not_compared():

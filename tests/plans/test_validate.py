@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from sample_plans import INPUTS, OUTPUTS, PREDICTION, SPLITS, STAGE, sample_plan
+from sample_plans import INPUTS, OUTPUTS, PREDICTION, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.core import PlanMismatchError
 from aliquot.plans import ArrayInterface, require_match, violations
@@ -94,3 +94,91 @@ def test_long_lists_are_cut_in_the_message_alone():
     assert len(violations(sample_plan(), inputs=given)) == 54
     with pytest.raises(PlanMismatchError, match="and 52 more problems"):
         require_match(sample_plan(), inputs=given)
+
+
+def _pipeline(index=None, **changes):
+    """The sample's four stages, with one of them or the plan changed."""
+    plan = sample_pipeline(4)
+    if index is None:
+        return replace(plan, **changes)
+    stages = list(plan.stages)
+    stages[index] = replace(stages[index], **changes)
+    return replace(plan, stages=tuple(stages))
+
+
+def _predicted(index, **changes):
+    return _pipeline(index, prediction=replace(sample_pipeline(4).stages[index].prediction, **changes))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 16])
+def test_sample_pipelines_have_none(num_stages):
+    assert violations(sample_pipeline(num_stages, 8)) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (_pipeline(schedule="none"), "4 stages have no schedule"),
+        (_pipeline(schedule="1f1"), "there is no schedule '1f1': did you mean '1f1b'"),
+        (_pipeline(num_submeshes=3), "4 stages cannot be dealt out to 3 submeshes equally"),
+        (_pipeline(num_submeshes=0), "4 stages cannot be dealt out to 0 submeshes equally"),
+        (
+            _pipeline(num_submeshes=2),
+            "stage 2 on devices 4 to 5 should be on those of stage 0, with which it shares a submesh",
+        ),
+        (_pipeline(1, first_device=0), "device 0 and 1 more is in the submeshes of stages 0-1 at once"),
+        (_pipeline(3, first_device=7), "stage 3 on devices 7 to 8 reaches outside the cluster of 8"),
+        (_pipeline(0, first_device=-1), "stage 0 on devices -1 to 0 reaches outside the cluster of 8"),
+        (_pipeline(1, first_layer=2), "layer 1 is in no stage"),
+        (_pipeline(2, first_layer=1), "stage 2 begins with layer 1, and the stages before it have all up to 1"),
+        (_pipeline(3, layer_names=()), "stage 3 has no layers"),
+        (_pipeline(layers="5"), "the stages have 4 layers, and the plan cuts the step into 5"),
+        (_pipeline(scan_bounds=(0, 4, 2)), "scan_bounds are 0, 4, 2, and must rise"),
+        (_predicted(1, in_flight=5), "stage 1 keeps 5 micro-batches in flight, and there are 4"),
+        (_predicted(1, in_flight=0), "stage 1 keeps 0 micro-batches in flight"),
+        (_predicted(2, forward_s=-1.0), "stage 2 predicts forward_s -1.0"),
+        (_predicted(2, weight_gradient_s=1.0), "stage 2 predicts 1 s for gradients of weights"),
+        (_predicted(2, bubble=1.5), "stage 2 predicts a bubble of 1.5"),
+        (_predicted(0, peak_memory_bytes=1e9), "the parts of memory of stage 0 add up to 7000000000 bytes"),
+        (_pipeline(num_micro_batches=0), "num_micro_batches is 0"),
+    ],
+)
+def test_a_violation_of_a_pipeline_is_named(plan, message):
+    found = violations(plan)
+    assert any(message in each for each in found), found
+
+
+def test_a_submesh_across_hosts():
+    plan = sample_pipeline(16)
+    stages = [replace(stage, first_device=stage.first_device + 1) for stage in plan.stages]
+    assert "stage 3 on devices 7 to 8 straddles hosts of 8" in violations(replace(plan, stages=tuple(stages)))
+    wide = [replace(plan.stages[0], mesh_shape=(16,)), replace(plan.stages[1], mesh_shape=(16,), first_device=16)]
+    found = violations(replace(plan, stages=tuple(wide), num_submeshes=2))
+    assert not any("straddles" in each or "outside" in each for each in found)
+
+
+def test_all_that_is_wrong_with_a_pipeline_at_once():
+    plan = replace(_pipeline(1, first_device=0, first_layer=3), schedule="zerobubble", num_micro_batches=0)
+    found = "; ".join(violations(plan))
+    for part in ("no schedule 'zerobubble'", "layers 1-2 are in no stage", "device 0", "num_micro_batches is 0"):
+        assert part in found
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "processes", "fits"),
+    [
+        (4, 1, True),
+        (4, 8, True),
+        (4, 2, True),
+        (4, 3, False),
+        (16, 4, True),
+        (16, 2, True),
+        (16, 3, False),
+        (16, 8, True),
+    ],
+)
+def test_processes_share_the_hosts(num_stages, processes, fits):
+    assert (violations(sample_pipeline(num_stages), num_processes=processes) == []) == fits
+    if not fits:
+        with pytest.raises(PlanMismatchError, match=f"{processes} processes cannot share equally"):
+            require_match(sample_pipeline(num_stages), num_processes=processes)

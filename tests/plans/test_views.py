@@ -2,7 +2,7 @@
 
 import msgspec
 from jax.sharding import PartitionSpec
-from sample_plans import INPUTS, PREDICTION, SPLITS, STAGE, sample_plan
+from sample_plans import INPUTS, PREDICTION, SPLITS, STAGE, sample_pipeline, sample_plan, sample_stage
 
 from aliquot.plans import Change, diff, grouped_arrays
 
@@ -10,10 +10,10 @@ replace = msgspec.structs.replace
 
 
 def test_text_names_what_was_decided_and_predicted():
-    text = str(sample_plan())
+    text = " ".join(str(sample_plan()).split())  # Lines wrap.
     for part in (
         "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
-        "step time (predicted)  11.0 ms = 8.0 ms compute + 2.0 ms communication",
+        "step time (predicted) 11.0 ms = 8.0 ms compute + 2.0 ms communication",
         "at most 10.00% above the best (all splits of mesh 4x2); optimal",
         "state.params.layers[*].w",
         "float32[64, 32]",
@@ -77,3 +77,41 @@ def test_a_plan_for_another_step_differs_by_its_arrays():
             after=None,
         ),
     )
+
+
+def test_differences_of_pipelines():
+    before = sample_pipeline(4)
+    stages = [replace(stage, mesh_shape=(1,), first_device=index) for index, stage in enumerate(before.stages)]
+    stages[0] = replace(stages[0], recompute=True)
+    after = replace(
+        before, stages=tuple(stages), schedule="zero-bubble", num_micro_batches=8, layers="4", scan_bounds=(0, 2, 4)
+    )
+    found = {change.subject: (change.before, change.after) for change in diff(before, after).decisions}
+    assert found == {
+        "num_micro_batches": (4, 8),
+        "schedule": ("1f1b", "zero-bubble"),
+        "layers": ("every good place", "4"),
+        "scan_bounds": ("none", "0, 2, 4"),
+        **{f"stage {k} mesh": ("2", "1") for k in range(4)},
+        **{f"stage {k} devices": (f"{2 * k}-{2 * k + 1}", f"{k}") for k in range(4)},
+        "stage 0 recompute": ("none", "stage"),
+    }
+
+
+def test_stages_that_are_cut_elsewhere_do_not_change_the_arrays():
+    one = sample_pipeline(4)
+    both = sample_stage(0, layer_names=("state.params.layers[0]", "state.params.layers[1]"))
+    both = replace(both, shardings=one.stages[0].shardings | one.stages[1].shardings)
+    subjects = [c.subject for c in diff(one, sample_pipeline(4, stages=(both, *one.stages[2:]))).decisions]
+    assert "num_stages" in subjects and "stage 0 layers" in subjects and "stage 3 mesh" in subjects
+    assert not any(subject.startswith("input ") for subject in subjects)
+
+
+def test_predictions_of_stages_differ():
+    plan = sample_pipeline(2)
+    slow = replace(plan.stages[1], prediction=replace(plan.stages[1].prediction, forward_s=0.5, bubble=0.5))
+    found = diff(plan, replace(plan, stages=(plan.stages[0], slow))).predictions
+    assert [(c.subject, c.before, c.after) for c in found] == [
+        ("stage 1 forward_s", 0.001, 0.5),
+        ("stage 1 bubble", 0.25, 0.5),
+    ]

@@ -5,7 +5,7 @@ import types
 
 import msgspec
 import pytest
-from sample_plans import PROVENANCE, SPLITS, STAGE, sample_plan
+from sample_plans import PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.core import InputError
 from aliquot.plans import CollectiveUse, diff
@@ -135,3 +135,42 @@ def test_odd_curves(values):
 def test_no_curve():
     with pytest.raises(InputError, match="at least one finite value"):
         loss_chart({"one": [float("nan")]})
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_pipeline_explained(width):
+    text = as_text(explanation(sample_pipeline(16)), width=width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("gpt-10m: pipeshard, 16 stages on 2 devices each of 4x8xH100, 1f1b"[: width - 10])
+    whole = " ".join(text.split())
+    assert "+ 45.0 ms bubble (of the busiest stage)" in whole
+    assert "Largest of 1 inputs of each of stages 1-15, by what each device holds" in whole
+    rows = [line.split() for line in lines if line.strip().startswith("9 ")]
+    if width == 80:
+        assert rows == [
+            ["9", "layers[9]", "2", "18-19", "2"],
+            ["9", "1.0", "ms", "2.0", "ms", "500.0", "us", "0", "s", "6.5", "GiB", "10%", "2", "25.0%"],
+        ]
+    else:
+        assert len(rows) == 1 and rows[0][:5] == ["9", "layers[9]", "2", "18-19", "2"] and rows[0][-1] == "25.0%"
+    assert "0-15 all-reduce x" in whole
+
+
+def test_a_pipeline_as_data_keeps_everything():
+    data = json.loads(json.dumps(explained(sample_pipeline(4))))
+    predicted = data["predicted"]
+    parts = sum(predicted[name] for name in ("compute_s", "communication_s", "gradient_s", "bubble_s"))
+    assert parts - predicted["hidden_s"] == pytest.approx(predicted["step_time_s"])
+    assert (data["schedule"], data["num_submeshes"], len(data["stages"])) == ("1f1b", 4, 4)
+    stage = data["stages"][2]
+    assert (stage["devices"], stage["layers"], stage["recompute"]) == ([4, 5], ["state.params.layers[2]"], False)
+    assert stage["predicted"]["in_flight"] == 2
+    assert stage["arrays"][0]["pattern"] == "state.params.layers[2].w"
+
+
+def test_equal_differences_of_stages_are_one_row():
+    before = sample_pipeline(4)
+    stages = tuple(replace(stage, recompute=True) for stage in before.stages)
+    text = as_text(difference(diff(before, replace(before, stages=stages)), "a.json", "b.json"))
+    assert "stage * recompute (4 of them)" in text

@@ -1,0 +1,241 @@
+"""The stages of a pipeline in words: what each runs, where, and what it is predicted to take. Equal stages are said once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..core import format_bytes, format_seconds
+from ._arrays import ArrayGroup, grouped_arrays
+from ._plan import CollectiveUse, Plan, StagePlan, StagePrediction
+
+# `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no parameters of its own).
+_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d+)(?::(?P<stop>\d+))?(?P<rest>\D*)$")
+_DIGITS = re.compile(r"\d+")
+_FEW = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTable:
+    """One row for each stage, as text. `right` are the positions of columns with numbers.
+
+    `where` and `what` are positions of columns that stand together where all are too wide for one table.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...]
+    where: tuple[int, ...]
+    what: tuple[int, ...]
+
+
+def stage_table(plan: Plan) -> StageTable:
+    """What each stage runs and is predicted to take: for one micro-batch, the update for a step."""
+    recomputes = any(stage.recompute for stage in plan.stages)
+    header = ["stage", "layers", "host", "devices", "mesh", *(["recompute"] if recomputes else [])]
+    first = len(header)
+    header += ["forward", "backward", "update", "to next", "memory", "in flight", "bubble"]
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        row = [str(index), short_layers(stage.layer_names), *_place(plan, stage), _shape(stage)]
+        row += [("stage" if stage.recompute else "-")] if recomputes else []
+        rows.append(
+            (*row, *_figures(stage.prediction, plan.prediction.memory_limit_bytes, index + 1 < len(plan.stages)))
+        )
+    return StageTable(
+        header=tuple(header),
+        rows=tuple(rows),
+        right=(0, *range(first, len(header))),
+        where=tuple(range(first)),
+        what=(0, *range(first, len(header))),
+    )
+
+
+def stage_remarks(plan: Plan) -> list[str]:
+    """What must be known to read the table."""
+    p = plan.prediction
+    lines = [
+        "forward, backward, to next: for one micro-batch; update, its gradient synchronisation included: for a step"
+    ]
+    if p.memory_limit_bytes:
+        lines.append(f"memory: on each device, and its share of the limit of {format_bytes(p.memory_limit_bytes)}")
+    lines.append("in flight: micro-batches kept at once, at most; bubble: share of the step in which the devices wait")
+    return lines
+
+
+def short_layers(names: Sequence[str]) -> str:
+    """Names of layers without what their paths have in common, stretches of numbers as one.
+
+    >>> short_layers(["params.layers[0]", "params.layers[1]", "params.layers[2]", "layer 3"])
+    'layers[0..2], layer 3'
+    >>> short_layers(["layers[0:4]", "layers[4:8]"])
+    'layers[0:8]'
+    """
+    stretches: list[tuple[str, int, int, str, bool]] = []
+    shown: list[str] = []
+    for name in names:
+        found = _NUMBERED.match(name.rpartition(".")[2])
+        if found is None:
+            stretches.append((name, -1, -1, "", False))
+            continue
+        start = int(found["first"])
+        stop = int(found["stop"]) if found["stop"] else start + 1
+        own = (found["stem"], start, stop, found["rest"], bool(found["stop"]))
+        last = stretches[-1] if stretches else None
+        if last and (last[0], last[2], last[3], last[4]) == (own[0], own[1], own[3], own[4]):
+            stretches[-1] = (last[0], last[1], stop, last[3], last[4])
+        else:
+            stretches.append(own)
+    for stem, start, stop, rest, rows in stretches:
+        if start < 0:
+            shown.append(stem)
+        elif rows:
+            shown.append(f"{stem}{start}:{stop}{rest}")
+        else:
+            shown.append(f"{stem}{start}{rest}" if stop == start + 1 else f"{stem}{start}..{stop - 1}{rest}")
+    if len(shown) > _FEW:
+        return f"{shown[0]} .. {shown[-1]} ({len(names)})"
+    return ", ".join(shown)
+
+
+def stage_numbers(numbers: Sequence[int]) -> str:
+    """Numbers of stages with stretches as one.
+
+    >>> stage_numbers([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    stretches: list[list[int]] = []
+    for number in numbers:
+        if stretches and stretches[-1][-1] == number - 1:
+            stretches[-1].append(number)
+        else:
+            stretches.append([number])
+    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches)
+
+
+def meshes(plan: Plan) -> str:
+    """The meshes: `mesh 4x2 (x, y)`, or for a pipeline how many stages there are on how many devices."""
+    stages = plan.stages
+    if len(stages) == 1:
+        return f"mesh {_shape(stages[0])} ({', '.join(stages[0].axis_names)})"
+    if not stages:
+        return "no stages"
+    counts: dict[str, int] = {}
+    submeshes = stages[: plan.num_submeshes] if 0 < plan.num_submeshes < len(stages) else stages
+    for stage in submeshes:
+        counts[_devices(stage)] = counts.get(_devices(stage), 0) + 1
+    if len(submeshes) < len(stages):
+        what = f"{len(stages)} stages on {len(submeshes)} submeshes of"
+        return f"{what} {next(iter(counts))} each" if len(counts) == 1 else f"{what} {', '.join(counts)}"
+    if len(counts) == 1:
+        return f"{len(stages)} stages on {next(iter(counts))} each"
+    if len(counts) <= _FEW:
+        listed = ", ".join(f"{count} on {devices}{' each' if count > 1 else ''}" for devices, count in counts.items())
+        return f"{len(stages)} stages, {listed}"
+    sizes = sorted(math.prod(stage.mesh_shape) for stage in stages)
+    return f"{len(stages)} stages on {sizes[0]} to {sizes[-1]} devices"
+
+
+def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]]]:
+    """Stages that hold equal arrays, split alike on equal meshes, with the arrays of the first of them."""
+    alike: dict[object, list[int]] = {}
+    arrays: dict[int, list[ArrayGroup]] = {}
+    for index, stage in enumerate(plan.stages):
+        groups = grouped_arrays(plan.inputs, stage, stage.shardings)
+        arrays[index] = groups
+        looks = (
+            stage.mesh_shape,
+            stage.axis_names,
+            tuple(sorted((_DIGITS.sub("*", g.pattern), g.count, g.shape, g.dtype, g.dims) for g in groups)),
+        )
+        alike.setdefault(looks, []).append(index)
+    for numbers in alike.values():
+        first, *others = (sorted(arrays[number], key=_sorted_as) for number in numbers)
+        shown = [
+            replace(g, pattern=_common([g.pattern, *(o.pattern for o in same)])) for g, *same in zip(first, *others)
+        ]
+        yield tuple(numbers), sorted(shown, key=lambda g: (-g.local_bytes, -g.total_bytes, g.pattern))
+
+
+def _sorted_as(group: ArrayGroup) -> tuple[str, str]:
+    return _DIGITS.sub("*", group.pattern), group.pattern
+
+
+def _common(patterns: Sequence[str]) -> str:
+    """Patterns that differ in numbers alone, with `*` for those that differ."""
+    numbers = zip(*(_DIGITS.findall(pattern) for pattern in patterns))
+    shown = iter(["*" if len(set(each)) > 1 else each[0] for each in numbers])
+    alike = len({_DIGITS.sub("*", pattern) for pattern in patterns}) == 1
+    return _DIGITS.sub(lambda _: next(shown), patterns[0]) if alike else patterns[0]
+
+
+def stage_collectives(plan: Plan) -> list[tuple[tuple[int, ...], CollectiveUse]]:
+    """Communication inside the stages, equal in several stages once, the most expensive first."""
+    found: dict[object, tuple[list[int], CollectiveUse]] = {}
+    for index, stage in enumerate(plan.stages):
+        for use in stage.prediction.collectives if stage.prediction else ():
+            key = (use.kind, use.axes, stage.mesh_shape, use.count, use.num_bytes, _DIGITS.sub("*", use.label))
+            found.setdefault(key, ([], use))[0].append(index)
+    entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in found.values()]
+    return sorted(entries, key=lambda entry: -entry[1].seconds)
+
+
+def device_range(stage: StagePlan) -> tuple[int, int]:
+    """The first device of a stage's submesh, and the one behind its last."""
+    return stage.first_device, stage.first_device + math.prod(stage.mesh_shape)
+
+
+def submesh_name(submesh: int, stages: Sequence[int], first_device: int, last_device: int) -> str:
+    """What a submesh runs and where.
+
+    >>> submesh_name(0, [0, 2], 0, 3)
+    'submesh 0: stages 0, 2 on devices 0-3'
+    """
+    devices = f"device {first_device}" if first_device == last_device else f"devices {first_device}-{last_device}"
+    return f"submesh {submesh}: stage{'s' if len(stages) > 1 else ''} {stage_numbers(stages)} on {devices}"
+
+
+def submesh_names(plan: Plan) -> tuple[str, ...]:
+    """What each submesh of a plan runs and where."""
+    names = []
+    for submesh in range(plan.num_submeshes):
+        start, stop = device_range(plan.stages[submesh])
+        stages = range(submesh, len(plan.stages), plan.num_submeshes)
+        names.append(submesh_name(submesh, stages, start, stop - 1))
+    return tuple(names)
+
+
+def _place(plan: Plan, stage: StagePlan) -> tuple[str, str]:
+    """Host and devices, counted over the whole cluster."""
+    start, stop = device_range(stage)
+    each = plan.cluster.get("devices_per_host")
+    host = ""
+    if isinstance(each, int) and each > 0:
+        first, last = start // each, (stop - 1) // each
+        host = str(first) if first == last else f"{first}-{last}"
+    return host, str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _shape(stage: StagePlan) -> str:
+    return "x".join(map(str, stage.mesh_shape))
+
+
+def _devices(stage: StagePlan) -> str:
+    return f"{_shape(stage)} device{'' if math.prod(stage.mesh_shape) == 1 else 's'}"
+
+
+def _figures(p: StagePrediction | None, limit_bytes: float, sends: bool) -> tuple[str, ...]:
+    if p is None:
+        return ("",) * 7
+    share = f" {p.peak_memory_bytes / limit_bytes:.0%}" if limit_bytes else ""
+    return (
+        format_seconds(p.forward_s),
+        format_seconds(p.backward_s),
+        format_seconds(p.update_s),
+        format_seconds(p.transfer_s) if sends else "",
+        f"{format_bytes(p.peak_memory_bytes)}{share}",
+        str(p.in_flight),
+        f"{p.bubble:.1%}",
+    )

@@ -1,0 +1,168 @@
+"""A step of a pipeline as a timeline that trace viewers open: planned or measured, in one form.
+
+The file is Chrome's JSON object format, which Perfetto reads: a process for each submesh, a thread for what it computes and
+one for each direction in which it sends.
+
+Reference: "Trace Event Format", Chromium project, sections "JSON Object Format" and "Complete Events".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import write_atomic
+from ._schedules import TaskKind
+
+COMPUTE, SEND, SEND_BACK = "compute", "transfers", "transfers back"
+_LANES = (COMPUTE, SEND, SEND_BACK)
+_LETTERS = {
+    TaskKind.FORWARD: "F",
+    TaskKind.BACKWARD: "B",
+    TaskKind.BACKWARD_INPUT: "I",
+    TaskKind.BACKWARD_WEIGHT: "W",
+}
+_ENDS = (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT)
+_US = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEvent:
+    """Something that a submesh did or shall do.
+
+    Attributes:
+        kind: a `TaskKind`, or what happens once in a step, such as `update`; of a transfer the kind of the task whose
+            result travels.
+        lane: `"compute"`, or for transfers `"transfers"` (to later stages) and `"transfers back"`.
+        submesh: whose; of a transfer the sender's.
+        stage: whose task it is; of a transfer the stage that receives.
+        micro_batch: -1 for what happens once in a step.
+        start_s, end_s: seconds since the step began.
+    """
+
+    kind: str
+    lane: str
+    submesh: int
+    stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def name(self) -> str:
+        """Such as `F 3`, `B 3`, `I 3` and `W 3` for halves of a backward task, `send F 3`, `update`."""
+        letter = next((short for kind, short in _LETTERS.items() if kind == self.kind), self.kind)
+        number = f" {self.micro_batch}" if self.micro_batch >= 0 else ""
+        return f"{'' if self.lane == COMPUTE else 'send '}{letter}{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One step.
+
+    Attributes:
+        title: what ran.
+        source: `"predicted"` or `"measured"`.
+        submeshes: what each is called.
+        events: in any order.
+    """
+
+    title: str
+    source: str
+    submeshes: tuple[str, ...]
+    events: tuple[TraceEvent, ...]
+
+    @property
+    def step_time_s(self) -> float:
+        """Until the last event ends."""
+        return max((event.end_s for event in self.events), default=0.0)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file that https://ui.perfetto.dev and chrome://tracing open; see `save_trace`."""
+        save_trace(self, path)
+
+
+def in_flight_events(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, int, int]]:
+    """How many micro-batches each stage keeps: `(second, submesh, stage, how many from then on)`, by time.
+
+    Nothing where there is no backward pass to keep them for.
+    """
+    moves = [
+        (event.start_s, 1, event) if event.kind == TaskKind.FORWARD else (event.end_s, -1, event)
+        for event in events
+        if event.lane == COMPUTE and (event.kind == TaskKind.FORWARD or event.kind in _ENDS)
+    ]
+    if all(change > 0 for _, change, _ in moves):
+        return
+    held: dict[int, int] = {}
+    for second, change, event in sorted(moves, key=lambda move: (move[0], move[1])):
+        held[event.stage] = held.get(event.stage, 0) + change
+        yield second, event.submesh, event.stage, held[event.stage]
+
+
+def chrome_trace(trace: Trace) -> dict[str, Any]:
+    """The trace as the object that trace viewers read; times in microseconds."""
+    found: list[dict[str, Any]] = []
+    for submesh, name in enumerate(trace.submeshes):
+        found.append(_named("process_name", submesh, 0, name))
+        found.append(
+            {"name": "process_sort_index", "ph": "M", "pid": submesh, "tid": 0, "args": {"sort_index": submesh}}
+        )
+        used = {event.lane for event in trace.events if event.submesh == submesh}
+        found += [_named("thread_name", submesh, tid, lane) for tid, lane in enumerate(_LANES) if lane in used]
+    for event in sorted(trace.events, key=lambda event: (event.start_s, event.submesh, event.end_s)):
+        start, end = _us(event.start_s), _us(event.end_s)
+        args: dict[str, Any] = {"stage": event.stage}
+        if event.micro_batch >= 0:
+            args["micro-batch"] = event.micro_batch
+        found.append(
+            {
+                "name": event.name,
+                "cat": event.kind,
+                "ph": "X",
+                "ts": start,
+                # Of rounded ends, so that what follows without a gap does not overlap.
+                "dur": round(end - start, 3),
+                "pid": event.submesh,
+                "tid": _LANES.index(event.lane),
+                "args": args,
+            }
+        )
+    held: dict[int, dict[str, int]] = {submesh: {} for submesh in range(len(trace.submeshes))}
+    for second, submesh, stage, count in in_flight_events(trace.events):
+        held[submesh][f"stage {stage}"] = count
+        found.append(
+            {
+                "name": "micro-batches in flight",
+                "ph": "C",
+                "ts": _us(second),
+                "pid": submesh,
+                "args": dict(held[submesh]),
+            }
+        )
+    return {
+        "traceEvents": found,
+        "displayTimeUnit": "ms",
+        "otherData": {"title": trace.title, "source": trace.source, "step_time_s": trace.step_time_s},
+    }
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace file, whole or not at all.
+
+    Raises:
+        InputError: The place cannot be written to.
+    """
+    write_atomic(path, json.dumps(chrome_trace(trace)) + "\n")
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(seconds * _US, 3)

@@ -1,0 +1,113 @@
+"""The timeline that a pipeline's plan predicts, from the figures of its stages and its schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from ..core import InputError
+from ..cost import PipelineTimes, StageCosts, simulate
+from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, make_schedule, submesh_names
+
+
+def planned_trace(plan: Plan) -> Trace:
+    """What every submesh shall do, and when.
+
+    Raises:
+        InputError: The plan has no stages with predictions, so there is nothing to lay out.
+    """
+    predicted = [stage.prediction for stage in plan.stages]
+    if plan.schedule == "none" or not predicted or None in predicted:
+        raise InputError(
+            f"this plan ({plan.method}) is no pipeline with predicted stages, so it has no schedule to trace. "
+            "Make one with: aliquot plan ... --method pipeshard"
+        )
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
+    costs, times = _as_planned(plan, schedule)
+    events = [*_tasks(schedule, times), *_transfers(times)]
+    events += _updates(schedule, costs, events)
+    return Trace(title=headline(plan), source="predicted", submeshes=submesh_names(plan), events=tuple(events))
+
+
+def _costs(plan: Plan) -> StageCosts:
+    found = [stage.prediction for stage in plan.stages if stage.prediction]
+    weights = np.array([p.weight_gradient_s for p in found])
+    nothing = np.zeros(len(found))
+    return StageCosts(
+        forward_s=np.array([p.forward_s for p in found]),
+        backward_input_s=np.maximum(np.array([p.backward_s for p in found]) - weights, 0.0),
+        backward_weight_s=weights,
+        update_s=np.array([p.update_s for p in found]),
+        transfer_s=np.array([p.transfer_s for p in found[:-1]]),
+        state_bytes=nothing,
+        in_flight_bytes=nothing,
+        working_bytes=nothing,
+    )
+
+
+def _as_planned(plan: Plan, schedule: Schedule) -> tuple[StageCosts, PipelineTimes]:
+    """A plan does not say whether transfers were taken to run beside tasks: whichever gives its step time."""
+    costs = [replace(_costs(plan), overlaps_transfers=overlaps) for overlaps in (False, True)]
+    tried = [(each, simulate(schedule, each)) for each in costs]
+    return min(tried, key=lambda found: math.fabs(found[1].step_time_s - plan.prediction.step_time_s))
+
+
+def _tasks(schedule: Schedule, times: PipelineTimes) -> list[TraceEvent]:
+    return [
+        TraceEvent(
+            kind=task.kind,
+            lane="compute",
+            submesh=submesh,
+            stage=task.stage,
+            micro_batch=task.micro_batch,
+            start_s=float(start),
+            end_s=float(end),
+        )
+        for submesh, tasks in enumerate(schedule.lists)
+        for task, start, end in zip(tasks, times.start_s[submesh], times.end_s[submesh])
+    ]
+
+
+def _transfers(times: PipelineTimes) -> list[TraceEvent]:
+    return [
+        TraceEvent(
+            kind=sent.kind,
+            lane="transfers" if sent.kind is TaskKind.FORWARD else "transfers back",
+            submesh=sent.sender,
+            stage=sent.stage,
+            micro_batch=sent.micro_batch,
+            start_s=sent.start_s,
+            end_s=sent.end_s,
+        )
+        for sent in times.transfers
+    ]
+
+
+def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) -> list[TraceEvent]:
+    """Stage by stage behind everything that keeps a submesh busy."""
+    found = []
+    for submesh in range(schedule.num_submeshes):
+        now = max((e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0)
+        if not costs.overlaps_transfers:
+            now = max([now, *(e.end_s for e in events if e.lane != "compute" and _touches(schedule, e, submesh))])
+        for stage in range(submesh, schedule.num_stages, schedule.num_submeshes):
+            end = now + float(costs.update_s[stage])
+            found.append(
+                TraceEvent(
+                    kind="update",
+                    lane="compute",
+                    submesh=submesh,
+                    stage=stage,
+                    micro_batch=-1,
+                    start_s=now,
+                    end_s=end,
+                )
+            )
+            now = end
+    return found
+
+
+def _touches(schedule: Schedule, event: TraceEvent, submesh: int) -> bool:
+    return submesh in (event.submesh, schedule.submesh_of(event.stage))

@@ -1,0 +1,147 @@
+"""Pipelines as a person reads them: headlines, one row for each stage, equal stages said once."""
+
+import msgspec
+import pytest
+from sample_plans import sample_pipeline, sample_plan, sample_stage
+
+from aliquot.plans import equal_stages, headline, short_layers, stage_collectives, stage_numbers, time_parts
+
+replace = msgspec.structs.replace
+
+
+def _reshaped(plan, shapes):
+    stages = [
+        replace(stage, mesh_shape=shape, axis_names=("x", "y")[: len(shape)], shardings={}, outputs={})
+        for stage, shape in zip(plan.stages, shapes, strict=True)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        (sample_pipeline(2), "gpt-10m: pipeshard, 2 stages on 2 devices each of 8xH100, 1f1b"),
+        (sample_pipeline(16), "gpt-10m: pipeshard, 16 stages on 2 devices each of 4x8xH100, 1f1b"),
+        (
+            _reshaped(sample_pipeline(2), [(2, 4)] * 2),
+            "gpt-10m: pipeshard, 2 stages on 2x4 devices each of 8xH100, 1f1b",
+        ),
+        (
+            _reshaped(sample_pipeline(3), [(2,), (2,), (1,)]),
+            "gpt-10m: pipeshard, 3 stages, 2 on 2 devices each, 1 on 1 device of 8xH100, 1f1b",
+        ),
+        (
+            sample_pipeline(4, num_submeshes=2, schedule="interleaved-1f1b"),
+            "gpt-10m: pipeshard, 4 stages on 2 submeshes of 2 devices each of 8xH100, interleaved-1f1b",
+        ),
+        (
+            _reshaped(sample_pipeline(4), [(1,), (2,), (4,), (2, 4)]),
+            "gpt-10m: pipeshard, 4 stages on 1 to 8 devices of 8xH100, 1f1b",
+        ),
+        (sample_plan(), "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100"),
+    ],
+)
+def test_headlines(plan, wanted):
+    assert headline(plan) == wanted
+
+
+TEXT = """\
+gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
+  step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us communication + 200.0 us gradient communication + 9.0 ms
+                         bubble (of the busiest stage)
+  bound                  no closed form is below 20.0 ms, and this plan's is at most 0.00% above the best; the step time
+                         above, simulated, is 7.5% above it (closed forms of all stages); optimal
+  memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB, at stage 0, with 2 micro-batches in
+                         flight
+                         3.7 GiB state + 1.9 GiB activations in flight + 953.7 MiB working memory
+  micro-batches          4 (outputs combine by sum: [1]['loss'])
+  found in               2.25 s, after tracing for 1.50 s
+
+Stages (predicted)
+  stage  layers     host  devices  mesh  forward  backward    update  to next       memory  in flight  bubble
+      0  layers[0]  0     0-1      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   25.0%
+      1  layers[1]  0     2-3      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   25.0%
+      2  layers[2]  0     4-5      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   25.0%
+      3  layers[3]  0     6-7      2      1.0 ms    2.0 ms  500.0 us           6.5 GiB 10%          2   25.0%
+  forward, backward, to next: for one micro-batch; update, its gradient synchronisation included: for a step
+  memory: on each device, and its share of the limit of 65.2 GiB
+  in flight: micro-batches kept at once, at most; bubble: share of the step in which the devices wait
+
+Stage 0: the largest of 2 inputs on each device
+  path                      count  each             split by axes  on each device
+  state.params.layers[0].w      1  float32[64, 32]  [x, -]                4.0 KiB
+  batch.inputs                  1  int32[8, 16]     [x, -]                  256 B
+
+Stages 1-3, each: the largest of 1 inputs on each device
+  path                      count  each             split by axes  on each device
+  state.params.layers[*].w      1  float32[64, 32]  [x, -]                4.0 KiB
+
+The most expensive of 1 kinds of communication within a stage in a step (predicted)
+  stages  kind        axes  count    bytes      time  what
+  0-3     all-reduce  x         2  2.0 KiB  200.0 us  layers[*].w"""
+
+
+def test_the_whole_text():
+    assert str(sample_pipeline()) == TEXT
+
+
+def test_no_line_is_too_long():
+    assert max(map(len, str(sample_pipeline(16, 32)).splitlines())) <= 120
+
+
+def test_parts_of_the_time_add_up_with_the_bubble():
+    p = sample_pipeline().prediction
+    assert p.compute_s + p.communication_s + p.gradient_s + p.bubble_s == pytest.approx(p.step_time_s)
+    text = time_parts(sample_pipeline())
+    assert "9.0 ms bubble" in text and "hidden" not in text
+    assert "bubble" not in time_parts(sample_plan()) and "hidden" in time_parts(sample_plan())
+
+
+def test_recomputation_has_a_column_where_there_is_any():
+    stages = sample_pipeline().stages
+    text = str(sample_pipeline(stages=(replace(stages[0], recompute=True), *stages[1:])))
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith(("stage ", "0 ", "1 "))]
+    assert rows[0][5] == "recompute" and rows[1][5] == "stage" and rows[2][5] == "-"
+    assert "recompute" not in str(sample_pipeline())
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["state.params.layers[0]"], "layers[0]"),
+        ([f"state.params.layers[{i}]" for i in range(6)], "layers[0..5]"),
+        (["params.layers[8:12]", "params.layers[12:16]", "layer 9"], "layers[8:16], layer 9"),
+        (["params.encoder", "params.blocks[9]", "params.blocks[10]"], "params.encoder, blocks[9..10]"),
+        (["a", "b", "c", "d", "e"], "a .. e (5)"),
+        ([], ""),
+    ],
+)
+def test_short_names_of_layers(names, wanted):
+    assert short_layers(names) == wanted
+
+
+def test_numbers_of_stages():
+    assert stage_numbers([]) == ""
+    assert stage_numbers([3]) == "3"
+    assert stage_numbers([0, 1, 4, 6, 7]) == "0-1, 4, 6-7"
+
+
+def test_equal_stages_are_said_once():
+    odd = sample_stage(2, shardings={"state.params.layers[2].w": ((), ("x",))})
+    plan = sample_pipeline()
+    plan = replace(plan, stages=(*plan.stages[:2], odd, plan.stages[3]))
+    assert [numbers for numbers, _ in equal_stages(plan)] == [(0,), (1, 3), (2,)]
+    assert [group.pattern for _, groups in equal_stages(plan) for group in groups][2:] == [
+        "state.params.layers[*].w",
+        "state.params.layers[2].w",
+    ]
+
+
+def test_equal_communication_is_said_once():
+    assert [numbers for numbers, _ in stage_collectives(sample_pipeline())] == [(0, 1, 2, 3)]
+    assert stage_collectives(sample_plan()) == []
+
+
+def test_stages_without_predictions_can_be_printed():
+    bare = [replace(stage, prediction=None) for stage in sample_pipeline().stages]
+    assert "layers[3]" in str(sample_pipeline(stages=tuple(bare)))
