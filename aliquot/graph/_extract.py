@@ -39,7 +39,7 @@ def extract_stage(graph: Graph, staging: Staging, stages: Collection[int], batch
             first dim counts as a batch, so that it is split as one.
     """
     own = [k for k, stage in enumerate(staging.stage) if stage in stages]
-    chosen = _with_shared(staging.items, staging.stage, own)
+    chosen = sorted(_with_shared(staging.items, staging.stage, own))
     made = {o for k in chosen for o in staging.items[k].outputs}
     read_elsewhere = {
         i
@@ -60,7 +60,7 @@ def extract_stage(graph: Graph, staging: Staging, stages: Collection[int], batch
     outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made]
     results = {o.value for o in outputs}
     outputs += [Output(path=f"value {v}", value=v) for v in sorted(mine & read_elsewhere - results)]
-    return builder.build([staging.items[k] for k in sorted(chosen)], inputs, outputs)
+    return builder.build([staging.items[k] for k in chosen], inputs, outputs)
 
 
 def same_structure(a: Extract, b: Extract) -> bool:

@@ -1,0 +1,164 @@
+"""`PipeshardParallel`: what is wanted is honoured or refused, and what comes out is a plan that holds together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import aliquot as aq
+from aliquot.core import InfeasibleError, InputError
+from aliquot.plans import Plan, violations
+
+LAYERS = 6
+CLUSTER = "8xV100-16GB"
+
+
+def init(key, width=64):
+    keys = jax.random.split(key, LAYERS + 2)
+    scale = width**-0.5
+    return {
+        "embed": jax.random.normal(keys[0], (256, width)),
+        "layers": [{"w": scale * jax.random.normal(k, (width, width)), "b": jnp.zeros((width,))} for k in keys[1:-1]],
+        "head": scale * jax.random.normal(keys[-1], (width, 256)),
+    }
+
+
+def train_step(state, batch):
+    def loss(params):
+        x = params["embed"][batch["tokens"]]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        logits = jax.nn.log_softmax(x @ params["head"])
+        return -jnp.take_along_axis(logits, batch["targets"][:, None], 1).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g / jnp.maximum(norm, 1.0), state["mu"], grads)
+    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu)
+    return {"params": params, "mu": mu}, {"loss": value, "norm": norm}
+
+
+def state_of(params):
+    return {"params": params, "mu": jax.tree.map(jnp.zeros_like, params)}
+
+
+STATE = jax.eval_shape(lambda: state_of(init(jax.random.key(0))))
+WIDE = jax.eval_shape(lambda: state_of(init(jax.random.key(0), 4096)))
+BATCH = {name: jax.ShapeDtypeStruct((64,), jnp.int32) for name in ("tokens", "targets")}
+
+
+def plan_of(cluster=CLUSTER, state=STATE, limit=None, **options):
+    return aq.plan(
+        train_step,
+        state,
+        BATCH,
+        cluster=aq.Cluster.preset(cluster),
+        method=aq.PipeshardParallel(**options),
+        memory_limit_bytes=limit,
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_a_number_of_stages_is_honoured(num_stages):
+    plan = plan_of(num_stages=num_stages, num_micro_batches=4)
+    assert len(plan.stages) == num_stages
+    assert violations(plan) == []
+    ends = [stage.first_layer + len(stage.layer_names) for stage in plan.stages]
+    assert [0, *ends[:-1]] == [stage.first_layer for stage in plan.stages]
+
+
+def test_the_parts_of_the_step_add_up():
+    p = plan_of(num_stages=2, num_micro_batches=4).prediction
+    assert p.step_time_s == pytest.approx(p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s)
+    assert p.bubble_s > 0
+    assert sum(p.memory_bytes.values()) == pytest.approx(p.peak_memory_bytes)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
+def test_a_schedule_is_honoured(schedule):
+    plan = plan_of(num_stages=4, num_micro_batches=8, schedule=schedule)
+    assert plan.schedule == schedule
+    assert (plan.num_submeshes < 4) == (schedule == "interleaved-1f1b")
+
+
+def test_micro_batches_in_flight_are_those_of_the_schedule():
+    plan = plan_of(num_stages=4, num_micro_batches=8, schedule="1f1b")
+    assert [stage.prediction.in_flight for stage in plan.stages] == [4, 3, 2, 1]
+
+
+def test_a_plan_is_deterministic_and_survives_its_file():
+    first, second = (plan_of(num_stages=2, num_micro_batches=4) for _ in range(2))
+    assert first == second
+    assert Plan.from_json(first.to_json()) == first
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(InputError, match="50 stages were asked for, but the step has .* units"):
+        plan_of(num_stages=50, num_micro_batches=4)
+
+
+def test_what_is_searched_may_come_out_as_one_program():
+    plan = plan_of(cluster="1xV100-16GB")
+    assert (len(plan.stages), plan.schedule) == (1, "none")
+
+
+def test_nothing_fits():
+    with pytest.raises(InfeasibleError, match="fits"):
+        plan_of(limit=1000, num_micro_batches=4)
+
+
+def test_less_memory_makes_stages():
+    """Six layers of 4096 x 4096 with momentum: 1.2 GB of state in all."""
+    free = plan_of(cluster="2xV100-16GB", state=WIDE, num_micro_batches=4)
+    tight = plan_of(cluster="2xV100-16GB", state=WIDE, num_micro_batches=4, limit=1.3e9)
+    assert tight.prediction.peak_memory_bytes <= 1.3e9
+    assert tight.prediction.step_time_s >= free.prediction.step_time_s
+
+
+def test_layers_by_number_and_by_pattern():
+    assert plan_of(num_stages=2, num_micro_batches=4, layers=2).stages[1].first_layer == 1
+    plan = plan_of(num_stages=2, num_micro_batches=4, layers="params.layers[*]")
+    assert sum(len(stage.layer_names) for stage in plan.stages) >= LAYERS
+
+
+def test_equal_stages_share_their_interior():
+    bounds = ((0, 2), (2, 4), (4, 6), (6, 7))
+    manual = aq.ManualStages(boundaries=bounds, options=("dp2 tp1",) * 4)
+    plan = plan_of(inter=manual, num_micro_batches=4, layers="params.layers[*]")
+    assert [stage.like for stage in plan.stages][2] == 1
+    assert all(bool(stage.interior) == (stage.like is None) for stage in plan.stages)
+    assert violations(plan) == []
+
+
+def test_a_grid_and_stages_by_hand():
+    grid = plan_of(inter=aq.Grid(), num_micro_batches=8)
+    assert len({stage.mesh_shape for stage in grid.stages}) == 1
+    manual = aq.ManualStages(boundaries=((0, 2), (2, 6)), options=("dp4 tp1", "dp4 tp1"))
+    plan = plan_of(inter=manual, num_micro_batches=4, layers=6)
+    assert [stage.first_layer for stage in plan.stages] == [0, 2]
+
+
+def test_options_that_contradict_each_other_are_refused():
+    with pytest.raises(InputError, match="Grid has its own"):
+        aq.PipeshardParallel(inter=aq.Grid(), num_stages=2)
+    with pytest.raises(InputError, match="no schedule"):
+        aq.PipeshardParallel(schedule="gpip")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_plan_runs_and_gives_the_numbers_of_the_plain_step(schedule):
+    method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule=schedule)
+    plan = aq.plan(train_step, STATE, BATCH, cluster=aq.Cluster.detect(), method=method)
+    step = aq.parallelize(train_step, Plan.from_json(plan.to_json()))
+    key = jax.random.key(0)
+    plain = state_of(init(key))
+    placed = step.init(lambda k: state_of(init(k)), key)
+    for number in range(3):
+        tokens = jax.random.randint(jax.random.key(number), (64,), 0, 256)
+        batch = {"tokens": tokens, "targets": (tokens * 7) % 256}
+        plain, wanted = jax.jit(train_step)(plain, batch)
+        placed, found = step(placed, batch)
+    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(plain), strict=True):
+        assert jnp.abs(jax.device_get(a) - jax.device_get(b)).max() <= 1e-5 * max(1e-3, float(jnp.abs(b).max()))
