@@ -57,9 +57,9 @@ def stage_memory(
         donated: positions of donated arguments by function.
     """
     slots = instructions.slots
-    alive = {
-        slot for s in stages for table in (instructions.given, instructions.zeros) for slot in table.get(s, {}).values()
-    }
+    # The caller holds what was given until the step is over, unless it was donated.
+    given = {slot for s in stages for slot in instructions.given.get(s, {}).values()}
+    alive = given | {slot for s in stages for slot in instructions.zeros.get(s, {}).values()}
     held = sum(sizes.get(slot, 0) for slot in alive)
     most = held
     peak, parts = held, _parts(alive, sizes, slots)
@@ -84,7 +84,7 @@ def stage_memory(
         most = max(most, held)
         batches = {m for s in alive if (m := slots[s][2]) >= 0 and slots[s][1].form in (Form.LOCAL, Form.SENT)}
         in_flight = max(in_flight, len(batches))
-        gone = alive.intersection(step.frees)
+        gone = alive.intersection(step.frees) - given
         held -= sum(sizes.get(slot, 0) for slot in gone)
         alive -= gone
     return StageMemory(held_bytes=most, peak_bytes=peak, in_flight=in_flight, parts=parts)

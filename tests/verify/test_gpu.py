@@ -55,6 +55,18 @@ def test_a_step_on_gpus_that_are_not_here(cluster, dtype, tmp_path):
     assert gathered == pytest.approx(predicted, rel=0.05)
 
 
+def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
+    method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
+    plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("2x8xH100"), method=method)
+    found = aq.verify(plan, mlp_step, *mlp(jnp.bfloat16), cache=tmp_path)
+    assert (found.num_devices, found.fits, len(found.stages)) == (16, True, 2)
+    for stage in found.stages:
+        assert stage.held["arguments"] >= stage.argument_bytes > 0
+        assert all(p.compiled.temp_bytes > 0 for p in stage.programs if p.name.endswith("backward"))
+        predicted = sum(each.predicted_bytes for each in stage.collectives)
+        assert sum(each.compiled_bytes for each in stage.collectives) == pytest.approx(predicted, rel=0.05)
+
+
 def test_a_model_of_the_zoo_in_a_loop(tmp_path):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_len": 64, "vocab_size": 512}
     work = build("llama-7b", 16, overrides=sizes, scan=True)
