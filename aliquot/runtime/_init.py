@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
-from ..graph import calling_of
+from ..graph import SplitGraph, calling_of, capture, evaluate, split_rows
 from ..plans import ArrayInterface
 from ._pieces import Rows, joined
 from ._transfer import stub
+
+_NOTHING = np.zeros((), np.int32)
 
 
 def init_state(
@@ -53,6 +56,7 @@ def init_state(
     arrays = [leaves[position] for position in dynamic]
     shapes = jax.eval_shape(run, *arrays)
     wanted = _places(fn, inputs, places, kept, shapes)
+    stacks = _stacks(run, arrays, wanted)
     made: dict[tuple[int, Rows], Any] = {}
     for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
         own = [(k, rows) for k, place in enumerate(wanted) for rows in place if rows.sharding.mesh == mesh]
@@ -63,16 +67,52 @@ def init_state(
                 made[k, rows] = stub(struct.shape, rows.sharding, struct.dtype)
             continue
 
-        # Rows are taken inside the program: the compiler then makes these rows alone wherever it can.
         def part(*dynamic: Any, own: Sequence[tuple[int, Rows]] = own) -> list[Any]:
-            results = run(*dynamic)
-            return [rows.of(results[k]) for k, rows in own]
+            # What none of these needs is left out by the compiler.
+            results, pieces = run(*dynamic), _pieces(stacks, dynamic)
+            return [results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in own]
 
         whole = NamedSharding(mesh, PartitionSpec())
         replicated = [_replicate(array, whole) for array in arrays]
         found = jax.jit(part, out_shardings=[rows.sharding for _, rows in own])(*replicated)
         made |= zip(own, found, strict=True)
     return _rebuild(kept, [joined([made[k, rows] for rows in place], place) for k, place in enumerate(wanted)])
+
+
+_Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
+
+
+def _stacks(run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequence[Sequence[Rows]]) -> _Stacks:
+    """What makes the stacked arrays of the result, cut so that a stage can make its own rows without the others.
+
+    For arrays with the same pieces each: their positions in the result, and the function that makes them.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for k, place in enumerate(wanted):
+        stops = [rows.stop for rows in place if rows.stop is not None]
+        if stops:
+            alike.setdefault((0, *stops), []).append(k)
+    found = []
+    for bounds, positions in alike.items():
+
+        def stacked(_: Any, *dynamic: Any, positions: Sequence[int] = positions) -> list[Any]:
+            results = run(*dynamic)
+            return [results[k] for k in positions]
+
+        # A function without arguments is none that can be captured.
+        graph = capture(stacked, _NOTHING, *arrays)
+        found.append((positions, split_rows(graph, bounds, range(len(positions)))))
+    return found
+
+
+def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any]:
+    """The pieces of stacked results, by position in the result and first row."""
+    found = {}
+    for positions, split in stacks:
+        results = evaluate(split.graph, split.cut([_NOTHING, *arrays]))
+        for k, pieces in zip(positions, split.split.outputs, strict=True):
+            found.update({(k, piece.start): results[piece.position] for piece in pieces})
+    return found
 
 
 def _replicate(array: Any, whole: NamedSharding) -> Any:

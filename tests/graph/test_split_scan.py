@@ -13,7 +13,18 @@ from flax import nnx
 from graph.layer_scans import LAYERS, SCANS, batch, block, params, plain, training
 
 from aliquot.core import InputError
-from aliquot.graph import Call, Literal, Phase, capture, cut_layers, evaluate, fold, scans_over_layers, split_scans
+from aliquot.graph import (
+    Call,
+    Literal,
+    Phase,
+    capture,
+    cut_layers,
+    evaluate,
+    fold,
+    scans_over_layers,
+    split_rows,
+    split_scans,
+)
 from aliquot.zoo import build
 
 BOUNDS = (0, 2, LAYERS)
@@ -279,6 +290,32 @@ def test_other_lengths_stay():
     assert "state.params.encoder" in [item.path for item in split.graph.inputs]
     # Both lengths, one after the other: what is left of the first cut is no scan over as many layers.
     assert [scan.length for scan in scans_over_layers(split.graph)] == [2, 2, 3]
+
+
+def by_vmap(key):
+    """Parameters of all layers at once, their moments, and one more array."""
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(LAYERS))
+    w = jax.vmap(lambda k: nnx.initializers.truncated_normal()(k, (3, 2)))(keys)
+    return w, jnp.zeros_like(w), jax.random.normal(key, (3,)), np.arange(float(LAYERS))
+
+
+def by_map(key):
+    w = jax.lax.map(lambda k: jax.random.normal(k, (3, 2)), jax.random.split(key, LAYERS))
+    return w, w.astype(jnp.bfloat16), jax.random.normal(key, (3,)), jnp.ones((LAYERS, 2))
+
+
+@pytest.mark.parametrize("fn", [by_vmap, by_map])
+def test_rows_of_any_function(fn):
+    """A function that makes stacked parameters makes each range by itself, without a step around it."""
+    graph = capture(fn, jax.random.key(0))
+    split = split_rows(graph, BOUNDS, [0, 1, 3])
+    check_consistent(split.graph)
+    assert [len(pieces) for pieces in split.split.outputs] == [2, 2, 1, 2]
+    for a, b in zip(split.join(run(split.graph, [jax.random.key(0)])), run(graph, [jax.random.key(0)]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    # Only keys, their numbers and constants are ever there for all layers.
+    whole = [v for v in split.graph.values if v.shape[:1] == (LAYERS,)]
+    assert all(v.dtype.startswith("key") or len(v.shape) == 1 for v in whole)
 
 
 def no_scan(p, data):
