@@ -344,7 +344,7 @@ class _Update:
                 self._stage[k] = 0
         self._rounds: dict[tuple[int, int], int] = {}
         self._last = staging.num_stages
-        self._round_of = [self._item_round(k) for k in range(len(items))]
+        self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
         self.made: dict[int, int] = {o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED}
         self.outputs: list[tuple[int, int] | None] = [self._where(o.value) for o in graph.outputs]
         self.programs = self._build()
@@ -372,6 +372,22 @@ class _Update:
         if stage == SHARED:
             return 0
         return max((self._round(stage, i) for i in self._items[k].inputs), default=0)
+
+    def _late_as_can_be(self, rounds: list[int]) -> list[int]:
+        """Rounds of items, with those that only later rounds of their own stage read put off until then.
+
+        So moments that decay in one round and take up clipped gradients in the next are neither copied in between nor
+        kept from being donated.
+        """
+        readers: dict[int, set[int]] = {}
+        for k, item in enumerate(self._items):
+            for i in item.inputs:
+                readers.setdefault(i, set()).add(k)
+        for k in range(len(self._items) - 1, -1, -1):
+            own = {reader for o in self._items[k].outputs for reader in readers.get(o, ())}
+            if own and all(self._stage[reader] == self._stage[k] != SHARED for reader in own):
+                rounds[k] = max(rounds[k], min(rounds[reader] for reader in own))
+        return rounds
 
     def _where(self, operand: Operand) -> tuple[int, int] | None:
         """Which stage and round hold a result of the step."""

@@ -93,6 +93,16 @@ class StageContext:
             totals = Totals(plan=self.plan, lowering=lowering, layout=self.layout, pins=self.pins, without=without)
         object.__setattr__(self, "totals", totals)
 
+    @property
+    def independent(self) -> bool:
+        """Whether micro-batches are steps of their own, each with its own sums over its examples."""
+        return self.plan is not None and self.plan.semantics == "independent"
+
+    def kind(self, value: int) -> TimeKind:
+        """What parts' values are to the whole batch's."""
+        assert self.plan is not None
+        return self.plan.specs[value].kind
+
     def given_sharding(self, value: int) -> NamedSharding:
         """Where an input of the step lies."""
         return NamedSharding(self.mesh, self.given_specs.get(value, PartitionSpec()))
@@ -231,7 +241,7 @@ def _replay_part(
             mapped[value] = array
         elif key.form is Form.SENT and layout.groups == 1:
             own = array.ndim > len(parts.body.values[value].shape)
-            plain[value] = _for_groups(array, 1)[0] if own else array
+            plain[value] = _for_groups(array, 1, context.kind(value))[0] if own else array
         elif key.form is Form.SENT:
             _take_apart(context, value, array, plain, mapped)
     order = [item.value for item in program.graph.inputs]
@@ -267,7 +277,7 @@ def _joined(context: StageContext, value: int, array: Any) -> Any:
         front = jnp.moveaxis(array, 0, spec.dim)
         shape = front.shape
         return front.reshape(*shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :])
-    if spec.kind is TimeKind.OWN:
+    if spec.kind is TimeKind.OWN or (spec.kind in _REDUCE and context.independent):
         return array
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
@@ -280,22 +290,25 @@ def _take_apart(context: StageContext, value: int, array: Any, plain: dict[int, 
         shape, dim = array.shape, spec.dim
         apart = array.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
         mapped[value] = jnp.moveaxis(apart, dim, 0)
+    elif array.ndim > len(context.parts.body.values[value].shape):
+        mapped[value] = _for_groups(array, groups, spec.kind)
     elif spec.kind in _NEUTRAL:
         mapped[value] = _NEUTRAL[spec.kind]((groups, *array.shape), array.dtype).at[0].set(array)
-    elif spec.kind is TimeKind.OWN and array.ndim > len(context.parts.body.values[value].shape):
-        mapped[value] = _for_groups(array, groups)
     else:
         plain[value] = array
 
 
-def _for_groups(array: Any, groups: int) -> Any:
-    """Groups' own values for another number of groups: those of the group with the same examples, or their mean."""
+def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
+    """Groups' own values for another number of groups, those of the groups that have the same examples."""
     count = array.shape[0]
     if groups % count == 0:
-        return jnp.repeat(array, groups // count, axis=0)
+        repeated = jnp.repeat(array, groups // count, axis=0)
+        shared = repeated / (groups // count) if kind is TimeKind.SUM and groups > count else repeated
+        return shared.astype(array.dtype)
     if count % groups:
-        return jnp.repeat(_for_groups(array, 1), groups, axis=0)
-    return array.reshape(groups, count // groups, *array.shape[1:]).mean(1).astype(array.dtype)
+        return _for_groups(_for_groups(array, 1, kind), groups, kind)
+    shares = array.reshape(groups, count // groups, *array.shape[1:])
+    return _REDUCE[kind](shares, axis=1) if kind in _REDUCE else shares.mean(1).astype(array.dtype)
 
 
 # ---- once a step -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Layers of a forward pass: where they begin, what they are called, how many there can be."""
+
+from __future__ import annotations
+
+import pytest
+from graph.layered import ROWS, WIDTH, layered
+
+from aliquot.core import InputError
+from aliquot.graph import cut_layers
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return layered(4)
+
+
+def products(graph, layers):
+    """How many products each layer holds."""
+    ends = [*layers.starts[1:], len(layers.forward)]
+    items = [layers.items[k] for k in layers.forward]
+    return [
+        sum(graph.ops[op].name == "dot_general" for item in items[a:b] for op in item.ops)
+        for a, b in zip(layers.starts, ends)
+    ]
+
+
+def test_repeats_are_cut_at_the_same_place(graph):
+    layers = cut_layers(graph)
+    assert layers.names[:5] == ("state.params.embed", *(f"state.params.layers[{k}]" for k in range(4)))
+    assert products(graph, layers)[:6] == [0, 2, 2, 2, 2, 1]
+    # Only the stream crosses, and equal layers weigh the same.
+    assert set(layers.boundary_bytes[:5]) == {ROWS * WIDTH * 4.0}
+    assert layers.boundary_bytes[-1] == 0.0
+    assert len(set(layers.costs[1:5])) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_number_of_layers(graph, count):
+    layers = cut_layers(graph, layers=count)
+    assert len(layers) == count and layers.starts[0] == 0
+    found = products(graph, layers)
+    assert sum(found) == 9 and max(found) <= 9 // count + 1
+    assert all(b <= 2 * ROWS * WIDTH * 4 for b in layers.boundary_bytes)
+
+
+@pytest.mark.parametrize("pattern", ["state.params.layers[*]", "params.layers[*]", "layers[*]", "layers[*].up"])
+def test_a_pattern_of_parameters(graph, pattern):
+    layers = cut_layers(graph, layers=pattern)
+    # What comes before the first match is a layer of its own; what comes behind belongs to the last.
+    assert products(graph, layers) == [0, 2, 2, 2, 3]
+    assert layers.names[1:] == tuple(f"state.params.layers[{k}]" for k in range(4))
+    assert set(layers.boundary_bytes[:-1]) == {ROWS * WIDTH * 4.0}
+
+
+def test_a_pattern_of_parameters_of_their_own():
+    graph = layered(3, nested=False)
+    assert products(graph, cut_layers(graph, layers="params.layers[*]")) == [0, 2, 2, 3]
+
+
+def test_what_cannot_be_cut_is_refused(graph):
+    with pytest.raises(InputError, match=r"at most \d+ layers, and layers=40"):
+        cut_layers(graph, layers=40)
+    with pytest.raises(InputError, match="layers=0"):
+        cut_layers(graph, layers=0)
+    with pytest.raises(InputError, match=r"'params.blocks\[\*\]' matches no parameter of train_step"):
+        cut_layers(graph, layers="params.blocks[*]")
