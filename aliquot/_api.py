@@ -14,13 +14,14 @@ from typing import Any
 from .cluster import Cluster
 from .core import InputError
 from .cost import Problem, decode_interior, make_problem
-from .graph import Graph, graph_fingerprint
+from .graph import Graph, graph_fingerprint, split_scans
 from .graph import capture as capture
 from .planners import (
     AbstractMethod,
     Auto,
     Decision,
     Interrupted,
+    PipelineDecision,
     PipeshardParallel,
     Progress,
     find_alternatives,
@@ -79,33 +80,44 @@ def plan(
     full = capture(step, *args, **kwargs)
     if isinstance(method, PipeshardParallel):
         captured = time.perf_counter()
-        if num_micro_batches > 1:
-            method = replace(method, num_micro_batches=num_micro_batches)
-        found = solve_pipeline(
-            method,
-            full,
-            cluster,
-            semantics=micro_batch_semantics,
-            on_missing_rule=on_missing_rule,
-            memory_limit_bytes=memory_limit_bytes,
-            progress=progress,
-        )
-        if len(found.stages) > 1:
-            return write_pipeline(
-                found,
+        staged = method if num_micro_batches == 1 else replace(method, num_micro_batches=num_micro_batches)
+
+        def search(limit_bytes: float | None) -> PipelineDecision:
+            return solve_pipeline(
+                staged,
                 full,
                 cluster,
-                model=model or ModelReference(kind="closure", name=full.name),
-                version=version("aliquot"),
-                trace_s=captured - started,
-                search_s=time.perf_counter() - captured,
-                memory_limit_bytes=found.chain.memory_limit_bytes,
                 semantics=micro_batch_semantics,
-                layers=method.layers,
+                on_missing_rule=on_missing_rule,
+                memory_limit_bytes=limit_bytes,
+                progress=progress,
             )
+
+        found = search(memory_limit_bytes)
+        if len(found.stages) > 1:
+
+            def propose_stages(limit_bytes: float | None = None) -> Plan:
+                chosen = found if limit_bytes is None else search(limit_bytes)
+                return write_pipeline(
+                    chosen,
+                    full,
+                    cluster,
+                    model=model or ModelReference(kind="closure", name=full.name),
+                    version=version("aliquot"),
+                    trace_s=captured - started,
+                    search_s=time.perf_counter() - captured,
+                    memory_limit_bytes=found.chain.memory_limit_bytes,
+                    semantics=micro_batch_semantics,
+                    layers=staged.layers,
+                )
+
+            def check_stages(proposed: Plan) -> Verification:
+                return _verified(proposed, full, on_missing_rule, progress=_as_lines(progress))
+
+            return first_that_fits(propose_stages, check_stages) if verify else propose_stages()
         # One stage is no pipeline: the step stays one program, on the mesh that was found.
         mesh_shape = found.stages[0].decision.priced.mesh.shape
-        method, num_micro_batches = method.whole(mesh_shape), found.chain_plan.num_micro_batches
+        method, num_micro_batches = staged.whole(mesh_shape), found.chain_plan.num_micro_batches
     problem, combine = _problem(
         full, cluster, num_micro_batches, micro_batch_semantics, on_missing_rule, memory_limit_bytes
     )
@@ -133,11 +145,15 @@ def plan(
             raise
 
     def check(proposed: Plan) -> Verification:
-        tell = (lambda line: progress(line, 0, 0)) if progress else None
         choices = decode_interior(proposed.stages[0], problem.nodes)
-        return verify_plan(proposed, full, problem.nodes, choices, progress=tell)
+        return verify_plan(proposed, full, problem.nodes, choices, progress=_as_lines(progress))
 
     return first_that_fits(propose, check) if verify else propose()
+
+
+def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
+    """What a compiler tells, as steps of a search."""
+    return (lambda line: progress(line, 0, 0)) if progress else None
 
 
 def parallelize(
@@ -243,7 +259,20 @@ def verify(
         CompilerMissingError: the target's compiler is not installed; says how to.
         CompileError: the compiler refuses the program, or ran out of memory.
     """
-    graph = capture(step, *args, **kwargs)
+    return _verified(
+        plan, capture(step, *args, **kwargs), on_missing_rule, target=target, progress=progress, cache=cache
+    )
+
+
+def _verified(
+    plan: Plan,
+    graph: Graph,
+    on_missing_rule: str,
+    *,
+    target: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    cache: Path | None = None,
+) -> Verification:
     if plan.schedule != "none":
         staged, nodes = _staged(plan, graph, on_missing_rule)
         return verify_pipeline(plan, staged, nodes, target=target, progress=progress, cache=cache)
@@ -327,13 +356,15 @@ def _prepare(
 def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> PipelineStep:
     staged, nodes = _staged(plan, graph, on_missing_rule)
     pipeline = build_plan_pipeline(staged, nodes, plan, devices)
-    return PipelineStep(graph=graph, plan=plan, pipeline=pipeline)
+    return PipelineStep(graph=staged.graph, plan=plan, pipeline=pipeline)
 
 
 def _staged(plan: Plan, graph: Graph, on_missing_rule: str) -> tuple[StagedStep, list[NodeGraph]]:
     """A step, which must have the plan's interface, cut into the plan's stages, and what each stage decides."""
     _require_interface(plan, graph)
     layers: str | int | None = int(plan.layers) if plan.layers.isdigit() else plan.layers or None
+    if plan.scan_bounds:
+        graph = split_scans(graph, plan.scan_bounds).graph
     layered = layer_step(
         graph,
         plan.num_micro_batches,
@@ -341,7 +372,8 @@ def _staged(plan: Plan, graph: Graph, on_missing_rule: str) -> tuple[StagedStep,
         semantics=plan.micro_batch_semantics,
         on_missing_rule=on_missing_rule,
     )
-    staged = stage_step(layered, [stage.first_layer for stage in plan.stages])
+    first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
+    staged = stage_step(layered, first)
     cluster = Cluster.from_dict(plan.cluster)
     nodes: list[NodeGraph] = []
     for stage, extract in zip(plan.stages, staged.extracts, strict=True):

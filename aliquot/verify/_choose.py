@@ -94,9 +94,10 @@ def _none(failed: Sequence[tuple[Plan, Verification]], why: str) -> InfeasibleEr
 
 def _line(plan: Plan, found: Verification) -> str:
     mesh = "x".join(map(str, plan.stages[0].mesh_shape))
+    where = f"on a mesh {mesh}" if len(plan.stages) == 1 else f"in {len(plan.stages)} stages"
     compiled = found.compiled_bytes
     limit = f" of {format_bytes(found.limit_bytes)}" if found.limit_bytes is not None else ""
     return (
-        f"{plan.method} on a mesh {mesh} needs {format_bytes(compiled)}{limit}, "
+        f"{plan.method} {where} needs {format_bytes(compiled)}{limit}, "
         f"{format_bytes(plan.prediction.peak_memory_bytes)} were predicted"
     )

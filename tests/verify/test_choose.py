@@ -1,5 +1,7 @@
 """Plans are compiled until one truly fits, and what was found on the way is said."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import msgspec
@@ -117,3 +119,33 @@ def test_planning_with_the_compiler(tmp_path, monkeypatch):
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan and again.compiled == plan.compiled
     assert "Compiled for cpu" in str(again)
+
+
+def test_a_pipeline_that_does_not_fit_is_planned_again(monkeypatch):
+    checked = []
+
+    def verdict(plan, graph, on_missing_rule, **options):
+        checked.append(plan)
+        limit = plan.prediction.memory_limit_bytes
+        found = verified(plan, int(1.01 * limit) if len(checked) == 1 else 10)
+        return replace(found, limit_bytes=limit)
+
+    monkeypatch.setattr("aliquot._api._verified", verdict)
+
+    def step(layers, x):
+        def loss(layers):
+            y = x
+            for w in layers:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers))
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xcpu"), method=method, verify=True)
+    first, second = (each.prediction for each in checked)
+    assert second.peak_memory_bytes < 0.99 * first.peak_memory_bytes
+    assert second.memory_limit_bytes == first.memory_limit_bytes
+    assert plan.schedule == checked[1].schedule and plan.compiled.fits
+    assert any("predicted to be faster does not fit: pipeshard in 2 stages needs" in note for note in plan.notes)
