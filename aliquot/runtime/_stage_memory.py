@@ -27,7 +27,7 @@ class StageMemory:
         held_bytes: the most that arrays between programs take: state, what micro-batches in flight have left, totals,
             what comes from other stages.
         peak_bytes: the most of both arrays and a running program's temporaries.
-        in_flight: the most micro-batches at once of which something is held.
+        in_flight: the most micro-batches at once of which something is held, from their forward pass on.
         parts: what the peak is made of: `arguments` (state and batch), `residuals` (of all micro-batches in flight),
             `totals`, `update`, `other`, and of the program that runs then `results` that take no argument's place, and
             `temporaries`.
@@ -64,6 +64,7 @@ def stage_memory(
     most = held
     peak, parts = held, _parts(alive, sizes, slots)
     in_flight = 0
+    begun: set[tuple[int, int]] = set()
     for step in instructions.steps:
         runs_here = isinstance(step, Run) and step.stage in stages
         made = [slot for slot in step.outputs if slots[slot][0] in stages]
@@ -82,8 +83,10 @@ def stage_memory(
         if held > peak:
             peak, parts = held, _parts(alive, sizes, slots)
         most = max(most, held)
-        batches = {m for s in alive if (m := slots[s][2]) >= 0 and slots[s][1].form in (Form.LOCAL, Form.SENT)}
-        in_flight = max(in_flight, len(batches))
+        if isinstance(step, Run) and runs_here and step.micro_batch >= 0:
+            begun.add((step.stage, step.micro_batch))
+        batches = {(slots[s][0], slots[s][2]) for s in alive if slots[s][1].form in (Form.LOCAL, Form.SENT)}
+        in_flight = max(in_flight, len({m for _, m in batches & begun}))
         gone = alive.intersection(step.frees) - given
         held -= sum(sizes.get(slot, 0) for slot in gone)
         alive -= gone
