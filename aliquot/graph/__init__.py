@@ -17,6 +17,7 @@ from ._jax_compat import coordination_client as coordination_client
 from ._layers import Layers as Layers
 from ._layers import cut_alike as cut_alike
 from ._layers import cut_layers as cut_layers
+from ._layers import range_layers as range_layers
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text
 from ._segments import Folding as Folding

@@ -7,6 +7,7 @@ way around. A wanted number of layers is then chosen among these places by a dyn
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ..core import InputError, nearest
 from ._dataflow import Item, items_of
 from ._segments import Run, fold
+from ._split_reach import scans_over_layers
 from ._types import Call, Graph, Phase, Role
 
 # A layer that weighs less than this share of an average one joins its neighbour.
@@ -85,6 +87,40 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         boundary_bytes=tuple(float(crossing[e]) if e < len(forward) else 0.0 for e in ends),
         costs=tuple(float(costs[a:b].sum()) for a, b in zip(starts, ends, strict=True)),
     )
+
+
+def range_layers(graph: Graph) -> Layers:
+    """The ranges of layers of a step whose scans are cut (`split_scans`), one layer each.
+
+    Raises:
+        InputError: scans over several stacks of layers were cut at once.
+    """
+    assert graph.split is not None, "the step's scans are not cut"
+    items = items_of(graph)
+    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    bounds = graph.split.bounds
+    scans = [s for s in scans_over_layers(graph) if s.length in {b - a for a, b in itertools.pairwise(bounds)}]
+    places = [
+        place
+        for scan in scans
+        for place, k in enumerate(forward)
+        if isinstance(items[k].what, Call) and items[k].ops and scan.start <= items[k].ops[0] < scan.stop
+    ]
+    if len(places) != len(bounds) - 1:
+        raise InputError(
+            f"{graph.name} has several stacks of {bounds[-1]} layers, and only one can be cut into stages. Write the layers "
+            "out instead of scanning over them, or use another method than pipeshard."
+        )
+    names = tuple(f"layers[{a}]" if b == a + 1 else f"layers[{a}..{b - 1}]" for a, b in itertools.pairwise(bounds))
+    layers = Layers(
+        items=items,
+        forward=forward,
+        starts=(0, *places[1:]),
+        names=names,
+        boundary_bytes=(),
+        costs=(),
+    )
+    return cut_alike(layers, graph)
 
 
 def cut_alike(layers: Layers, graph: Graph) -> Layers:

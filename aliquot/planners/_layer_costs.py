@@ -70,6 +70,7 @@ def build_chains(
     *,
     counts: Sequence[int],
     memory_limit_bytes: float,
+    copies: Sequence[int] = (),
     on_missing_rule: str = "error",
     progress: Progress | None = None,
 ) -> tuple[list[Chain], list[int]]:
@@ -80,11 +81,16 @@ def build_chains(
 
     Args:
         counts: numbers of micro-batches.
+        copies: for each unit of the chains the layer that it is a copy of; by default every layer is one.
         memory_limit_bytes: on each device.
     """
     options = submesh_options(cluster, step.micro_batch_size)
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
-    classes, members = _classes(step.part, staged)
+    by_layer, _ = _classes(step.part, staged)
+    units = list(copies or range(len(step.layers)))
+    known = list(dict.fromkeys(by_layer[unit] for unit in units))
+    classes = [known.index(by_layer[unit]) for unit in units]
+    members = [units[classes.index(c)] for c in range(len(known))]
     costs: list[list[PhaseCosts | None]] = []
     shares = []
     meshes = {(o.submesh, o.mesh_shape) for o in options}
@@ -103,7 +109,8 @@ def build_chains(
     table = [costs[c] for c in classes]
     share = np.array([shares[c] for c in classes])
     chains = [
-        _chain(step, cluster, options, table, share, count, memory_limit_bytes) for count in dict.fromkeys(counts)
+        _chain(step, units, cluster, options, table, share, count, memory_limit_bytes)
+        for count in dict.fromkeys(counts)
     ]
     return chains, classes
 
@@ -172,6 +179,7 @@ def _weight_share(graph: Graph) -> float:
 
 def _chain(
     step: LayeredStep,
+    units: Sequence[int],
     cluster: Cluster,
     options: Sequence[StageOption],
     table: Sequence[Sequence[PhaseCosts | None]],
@@ -192,7 +200,8 @@ def _chain(
     again = np.array([o.recompute == "stage" for o in options])
     forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
     kept = figures("in_flight_bytes") * scale
-    entering = np.concatenate(([0.0], np.array(step.layers.boundary_bytes[:-1]))) * scale
+    boundary = np.array([step.layers.boundary_bytes[unit] for unit in units]) * scale
+    entering = np.concatenate(([0.0], boundary[:-1]))
     dp = np.array([o.dp or 1 for o in options])
     state = figures("state_bytes")
     # What a stage works out again is all there at once, for one micro-batch; only what enters the stage is kept. A layer
@@ -203,7 +212,7 @@ def _chain(
     possible = np.where(np.isfinite(backward) & ~again, backward, 0.0)
     weights = np.where(np.isfinite(backward), np.clip(share, 0.0, 1.0)[:, None] * possible, np.inf)
     return Chain(
-        unit_names=step.layers.names,
+        unit_names=tuple(step.layers.names[unit] for unit in units),
         options=tuple(options),
         num_micro_batches=count,
         forward_s=forward,
@@ -213,7 +222,7 @@ def _chain(
         state_bytes=state,
         in_flight_bytes=kept,
         working_bytes=figures("working_bytes") * scale,
-        boundary_bytes=np.array(step.layers.boundary_bytes) * scale,
+        boundary_bytes=boundary,
         memory_limit_bytes=limit_bytes,
         num_hosts=cluster.num_hosts,
         devices_per_host=cluster.devices_per_host,

@@ -22,7 +22,7 @@ from ..cost import (
     phase_costs,
     simulate,
 )
-from ..graph import Graph, Role, same_structure
+from ..graph import Graph, Role, same_structure, scans_over_layers, split_scans
 from ..plans import SCHEDULES, Schedule, make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
 from ._base import Decision, Progress
@@ -131,9 +131,17 @@ def solve_pipeline(
     counts = _counts(method, graph, cluster)
     first = counts[len(counts) // 2]
 
-    sketch = sketch_step(graph, first, layers=method.layers)
+    length = _scan_length(graph) if method.layers is None else 0
+    sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
+    sketch = sketch_step(sketched, first, layers=method.layers)
     chains, kinds = build_chains(
-        sketch, cluster, counts=counts, memory_limit_bytes=limit, on_missing_rule=on_missing_rule, progress=progress
+        sketch,
+        cluster,
+        counts=counts,
+        memory_limit_bytes=limit,
+        copies=_copies(length),
+        on_missing_rule=on_missing_rule,
+        progress=progress,
     )
     layered: LayeredStep | None = None
     inter = method.inter
@@ -144,13 +152,17 @@ def solve_pipeline(
             schedules=(method.schedule,) if method.schedule else inter.schedules,
         )
     shrink, needed = 1.0, 0.0
+    cut = graph
     for _ in range(_ROUNDS):
         found = inter.solve([replace(chain, memory_limit_bytes=limit * shrink) for chain in chains])
+        bounds = (*(s.first_unit for s in found.stages), length)
+        if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
+            layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
         if layered is None or found.num_micro_batches != layered.num_micro_batches:
             layered = layer_step(
-                graph,
+                cut if length else graph,
                 found.num_micro_batches,
-                layers=sketch.layers,
+                layers=None if length else sketch.layers,
                 semantics=semantics,
                 on_missing_rule=on_missing_rule,
             )
@@ -168,6 +180,22 @@ def solve_pipeline(
         available_bytes=int(limit),
         parts={},
     )
+
+
+def _scan_length(graph: Graph) -> int:
+    """Layers in the loop over layers with most of them; 0 if there is none."""
+    return max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
+
+
+def _few_ranges(length: int) -> tuple[int, ...]:
+    """Ranges with a first, an inner and a last layer by themselves: all others are like the inner one."""
+    return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))
+
+
+def _copies(length: int) -> tuple[int, ...]:
+    """For each layer of a loop the range of `_few_ranges` that it is like."""
+    last = len(_few_ranges(length)) - 2
+    return tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))
 
 
 def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[int]:
@@ -200,7 +228,8 @@ def _solve_stages(
 ) -> PipelineDecision | float:
     """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much."""
     schedule = make_schedule(found.schedule, len(found.stages), found.num_micro_batches, found.num_submeshes)
-    staged = stage_step(layered, [s.first_unit for s in found.stages])
+    in_ranges = layered.graph.split is not None
+    staged = stage_step(layered, [k if in_ranges else s.first_unit for k, s in enumerate(found.stages)])
     options = [chain.options[s.option] for s in found.stages]
     solved: dict[int, tuple[Problem, Decision, PhaseCosts]] = {}
     groups = _alike(found, kinds, options, staged)

@@ -16,6 +16,7 @@ from ..plans import (
     Provenance,
     StagePlan,
     StagePrediction,
+    unranged,
 )
 from ..sharding import Spec, dims_of, project, without_partial
 from ._pipeshard import PipelineDecision, StageDecision
@@ -38,8 +39,8 @@ def write_pipeline(
 ) -> Plan:
     """The plan of a pipeline; `full` is the step on its whole batch."""
     stages = [_stage(found, k) for k in range(len(found.stages))]
-    placed = {path for stage in stages for path in stage[0]}
-    made = {path for stage in stages for path in stage[1]}
+    placed = {unranged(path) for stage in stages for path in stage[0]}
+    made = {unranged(path) for stage in stages for path in stage[1]}
     # Scalars that nothing computes with, and results that are arguments: anywhere.
     for item in full.inputs:
         if item.path not in placed:
@@ -49,7 +50,7 @@ def write_pipeline(
             value = full.values[output.value] if isinstance(output.value, int) else output.value
             source = next((i.path for i in full.inputs if i.value == output.value), None)
             stages[0][1][output.path] = stages[0][0].get(source or "", ((),) * len(value.shape))
-    plan = found.chain_plan
+    plan, split = found.chain_plan, found.layered.graph.split
     return Plan(
         model=model,
         inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
@@ -60,10 +61,11 @@ def write_pipeline(
         method="pipeshard",
         num_micro_batches=plan.num_micro_batches,
         micro_batch_semantics=semantics,
-        combine=dict(found.layered.combine),
+        combine={unranged(path): how for path, how in found.layered.combine.items()},
         schedule=plan.schedule,
         num_submeshes=plan.num_submeshes,
         layers="" if layers is None else str(layers),
+        scan_bounds=split.bounds if split is not None else (),
         stages=tuple(
             StagePlan(
                 mesh_shape=stage.decision.priced.mesh.shape,
@@ -77,7 +79,9 @@ def write_pipeline(
                 ),
                 first_device=stage.first_device,
                 first_layer=stage.first_layer,
-                layer_names=found.layered.layers.names[stage.first_layer : stage.last_layer],
+                layer_names=found.chain.unit_names[stage.first_layer : stage.last_layer]
+                if split is None
+                else tuple(f"layers[{k}]" for k in range(stage.first_layer, stage.last_layer)),
                 recompute=stage.option.recompute == "stage",
                 prediction=_stage_prediction(found, k),
             )

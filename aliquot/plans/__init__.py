@@ -4,6 +4,7 @@ from ._arrays import ArrayGroup as ArrayGroup
 from ._arrays import format_dims as format_dims
 from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
+from ._arrays import unranged as unranged
 from ._describe import bound as bound
 from ._describe import describe as describe
 from ._describe import headline as headline

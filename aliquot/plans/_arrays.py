@@ -101,3 +101,12 @@ def _pattern(paths: Sequence[str]) -> str:
     indices = zip(*([found[0] for found in _INDEX.finditer(path)] for path in paths))
     shown = iter([one[0] if len(set(one)) == 1 else "[*]" if one[0].startswith("[") else "*" for one in indices])
     return _INDEX.sub(lambda _: next(shown), paths[0])
+
+
+def unranged(path: str) -> str:
+    """The path of an array, given that of some of its rows.
+
+    >>> unranged("params.layers.w[0:4]")
+    'params.layers.w'
+    """
+    return re.sub(r"\[\d+:\d+\]$", "", path)

@@ -61,8 +61,13 @@ class PlanDiff:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """Compare two plans, also of different models, clusters or methods."""
-    changes = [*_changes("decision", _decisions(before), _decisions(after))]
+    """Compare two plans, also of different models, clusters or methods.
+
+    Operators inside are compared where both cut the step into the same stages; elsewhere no two have the same name.
+    """
+    cuts = [[stage.layer_names for stage in plan.stages] for plan in (before, after)]
+    same_cut = cuts[0] == cuts[1]
+    changes = [*_changes("decision", _decisions(before, same_cut), _decisions(after, same_cut))]
     changes += _changes("prediction", _predictions(before), _predictions(after))
     return PlanDiff(changes=tuple(changes))
 
@@ -73,7 +78,7 @@ def _changes(section: str, before: Mapping[str, Term], after: Mapping[str, Term]
             yield Change(section=section, subject=subject, before=before.get(subject), after=after.get(subject))
 
 
-def _decisions(plan: Plan) -> dict[str, Term]:
+def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
     terms: dict[str, Term] = {
         "model": plan.model.name,
         **_flat("setting", plan.model.settings),
@@ -101,6 +106,9 @@ def _decisions(plan: Plan) -> dict[str, Term]:
         terms[f"{prefix}data_axes"] = ", ".join(stage.data_axes)
         if is_pipeline(plan):
             terms |= _stage_decisions(prefix, stage)
+        for op in stage.interior if operators else ():
+            split = ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items()) or "nothing split"
+            terms[f"{prefix}operator {op.node}"] = f"{split} ({op.copies} copies)"
     terms |= _splits(plan)
     terms |= {f"combine {path}": how for path, how in plan.combine.items()}
     terms |= {f"note: {note}": "noted" for note in plan.notes}
@@ -112,24 +120,20 @@ def _stage_decisions(prefix: str, stage: StagePlan) -> dict[str, Term]:
     return {
         f"{prefix}layers": short_layers(stage.layer_names),
         f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
-        f"{prefix}recompute": "stage" if stage.recompute else "none",
+        f"{prefix}recompute": "stage" if stage.recompute else "no",
     }
 
 
 def _splits(plan: Plan) -> dict[str, Term]:
-    """Splits of arrays and operators, whichever stage they are on: where stages differ, these rows need not.
+    """Splits of arrays, whichever stage they are on: where stages differ, these need not.
 
-    An array or operator of several stages that split it differently has all its splits.
+    An array of several stages that split it differently has all its splits.
     """
     found: dict[str, dict[str, None]] = {}
     for stage in plan.stages:
         for what, splits in (("input", stage.shardings), ("output", stage.outputs)):
             for path, dims in splits.items():
                 found.setdefault(f"{what} {path}", {})[format_dims(dims)] = None
-        for op in stage.interior:
-            split = ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items()) or "nothing split"
-            copies = "" if is_pipeline(plan) else f" ({op.copies} copies)"
-            found.setdefault(f"operator {op.node}", {})[f"{split}{copies}"] = None
     return {subject: " or ".join(sorted(splits)) for subject, splits in found.items()}
 
 

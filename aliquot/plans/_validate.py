@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..cluster import Cluster
 from ..core import ClusterError, PlanMismatchError, nearest
+from ._arrays import unranged
 from ._plan import ArrayInterface, Plan, StagePlan
 from ._validate_pipeline import pipeline_violations, process_violations
 
@@ -139,8 +140,8 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield from _splits("input", stage, where, plan.inputs, stage.shardings)
         yield from _splits("output", stage, where, plan.outputs, stage.outputs)
     for what, arrays, placed in (
-        ("input", plan.inputs, {path for stage in plan.stages for path in stage.shardings}),
-        ("output", plan.outputs, {path for stage in plan.stages for path in stage.outputs}),
+        ("input", plan.inputs, {unranged(path) for stage in plan.stages for path in stage.shardings}),
+        ("output", plan.outputs, {unranged(path) for stage in plan.stages for path in stage.outputs}),
     ):
         missing = [array.path for array in arrays if array.path not in placed]
         if missing and plan.stages:
@@ -174,7 +175,7 @@ def _splits(
     sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=False))
     known = {array.path: array for array in arrays}
     for path, dims in shardings.items():
-        array = known.get(path)
+        array = known.get(unranged(path))
         if array is None:
             yield f"{where} splits {what} `{path}`, which the step does not have"
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 from ..core import nearest
@@ -90,11 +89,13 @@ def _devices(plan: Plan) -> Iterator[str]:
         if index < submeshes:
             for device in range(start, stop):
                 users.setdefault(device, []).append(index)
-    shared = Counter(tuple(stages) for stages in users.values() if len(stages) > 1)
-    for stages, count in shared.items():
-        first = next(device for device, found in users.items() if tuple(found) == stages)
-        others = f" and {count - 1} more" if count > 1 else ""
-        yield f"device {first}{others} is in the submeshes of stages {stage_numbers(stages)} at once"
+    shared: dict[tuple[int, ...], list[int]] = {}
+    for device, stages in sorted(users.items()):
+        if len(stages) > 1:
+            shared.setdefault(tuple(stages), []).append(device)
+    for found, devices in shared.items():
+        what = f"device {devices[0]} is" if len(devices) == 1 else f"devices {stage_numbers(devices)} are"
+        yield f"{what} in the submeshes of stages {stage_numbers(found)} at once"
 
 
 def _cluster_size(plan: Plan) -> tuple[int, int]:

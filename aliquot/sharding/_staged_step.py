@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Extract, Graph, Layers, Role, Staging, cut_alike, cut_layers, extract_stage, stage_layers
+from ..graph import (
+    Extract,
+    Graph,
+    Layers,
+    Role,
+    Staging,
+    cut_alike,
+    cut_layers,
+    extract_stage,
+    range_layers,
+    stage_layers,
+)
 from ._micro_batches import plan_micro_batches, trace_part
 from ._time_specs import TimeKind
 
@@ -63,7 +74,8 @@ def layer_step(
     """A step cut into micro-batches and layers.
 
     Args:
-        layers: see `cut_layers`; or those of the same step at another size.
+        layers: see `cut_layers`; or those of the same step at another size. The layers of a step whose scans are cut are
+            the ranges of these.
         num_micro_batches, semantics, on_missing_rule: see `plan_micro_batches`.
 
     Raises:
@@ -78,7 +90,7 @@ def layer_step(
     return LayeredStep(
         graph=graph,
         part=part,
-        layers=cut_alike(layers, part) if isinstance(layers, Layers) else cut_layers(part, layers=layers),
+        layers=_layers(part, layers),
         batch_dims=dims,
         num_micro_batches=num_micro_batches,
         combine=combine,
@@ -96,11 +108,17 @@ def sketch_step(graph: Graph, num_micro_batches: int, *, layers: str | int | Non
     return LayeredStep(
         graph=graph,
         part=part,
-        layers=cut_layers(part, layers=layers),
+        layers=_layers(part, layers),
         batch_dims={v.index: d for v, w in zip(part.values, graph.values) for d in _differing(v.shape, w.shape)},
         num_micro_batches=num_micro_batches,
         combine={},
     )
+
+
+def _layers(part: Graph, layers: str | int | Layers | None) -> Layers:
+    if part.split is not None:
+        return range_layers(part)
+    return cut_alike(layers, part) if isinstance(layers, Layers) else cut_layers(part, layers=layers)
 
 
 def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:

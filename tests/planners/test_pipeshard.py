@@ -162,3 +162,33 @@ def test_a_plan_runs_and_gives_the_numbers_of_the_plain_step(schedule):
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
     for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(plain), strict=True):
         assert jnp.abs(jax.device_get(a) - jax.device_get(b)).max() <= 1e-5 * max(1e-3, float(jnp.abs(b).max()))
+
+
+def scanned_step(state, batch):
+    def loss(params):
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["w"] + p["b"]), None
+
+        x, _ = jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])
+        logits = jax.nn.log_softmax(x @ params["head"])
+        return -jnp.take_along_axis(logits, batch["targets"][:, None], 1).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, {"loss": value}
+
+
+def scanned_state(key):
+    params = init(key)
+    return state_of(params | {"layers": jax.tree.map(lambda *rows: jnp.stack(rows), *params["layers"])})
+
+
+def test_a_loop_over_layers_is_cut_between_any_two():
+    state = jax.eval_shape(scanned_state, jax.random.key(0))
+    method = aq.PipeshardParallel(num_stages=4, num_micro_batches=4)
+    plan = aq.plan(scanned_step, state, BATCH, cluster=aq.Cluster.preset(CLUSTER), method=method)
+    assert violations(plan) == []
+    assert (plan.scan_bounds[0], plan.scan_bounds[-1], len(plan.scan_bounds)) == (0, LAYERS, 5)
+    assert [name for stage in plan.stages for name in stage.layer_names] == [f"layers[{k}]" for k in range(LAYERS)]
+    last = plan.scan_bounds[-2]
+    assert f"state.params.layers.w[{last}:{LAYERS}]" in plan.stages[-1].shardings
