@@ -10,10 +10,10 @@ from ._hosts import shutdown as shutdown
 from ._lazy import LazyStep as LazyStep
 from ._lowering import AbstractLowering as AbstractLowering
 from ._lowering import ConstraintLowering as ConstraintLowering
+from ._pieces import PiecedArray as PiecedArray
 from ._pipeline_stats import PipelineStats as PipelineStats
 from ._pipeline_stats import StageStats as StageStats
 from ._pipeline_step import PipelineStep as PipelineStep
-from ._pieces import PiecedArray as PiecedArray
 from ._plan_pipeline import build_plan_pipeline as build_plan_pipeline
 from ._plan_program import build_plan_program as build_plan_program
 from ._spmd import Program as Program
