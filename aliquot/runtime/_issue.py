@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # Results that are no state and not larger than this come to every process.
 SHARED_RESULT_BYTES = 65536
-_WARM_UP_BYTES = 1 << 20
 # How long the end of a connection may come behind the error that it causes.
 _VERDICT_S = 5
 
@@ -156,23 +155,24 @@ class Issuer:
         shared = [slots for slots, _ in self._shares]
         return repr((self._pipeline.instructions.steps, shapes, specs, shared, jax.__version__))
 
-    def warm_up(self) -> None:
-        """Connect every two processes that exchange anything: their first transfer takes seconds."""
+    def connect(self) -> None:
+        """Let every two processes exchange something, each with one other at a time and one way after the other.
+
+        Where the first transfers of two processes meet, they take seconds, or never arrive.
+        """
+        if self._peers is None:
+            return
         first = {device.process_index: device for device in reversed(jax.devices())}
-        pairs = set()
-        groups = self._pipeline.processes
-        for step in self._pipeline.instructions.steps:
-            if isinstance(step, Send) and groups[step.source] != groups[step.target]:
-                pairs |= {(a, b) for a in groups[step.source] for b in groups[step.target]}
-        received: list[Any] = []
-        for source, target in sorted(pairs):
-            ends = [NamedSharding(Mesh(np.array([first[k]]), ("one",)), PartitionSpec()) for k in (source, target)]
-            struct = _struct((_WARM_UP_BYTES,), np.dtype(np.uint8), ends[0])
-            move = plan_move([struct], [ends[1]])
-            held = [_put(np.zeros(_WARM_UP_BYTES, np.uint8), ends[0])] if source == jax.process_index() else []
-            assert move is not None
-            received += move(*held)
-        jax.block_until_ready(received)
+        for pairs in _rounds(len(first)):
+            received: list[Any] = []
+            for pair in pairs:
+                ends = [NamedSharding(Mesh(np.array([first[k]]), ("one",)), PartitionSpec()) for k in pair]
+                move = plan_move([_struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
+                assert move is not None
+                held = [_put(np.zeros(1, np.uint8), ends[0])] if pair[0] == jax.process_index() else []
+                received += move(*held)
+            jax.block_until_ready(received)
+            self._peers.exchange(b"")
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -194,6 +194,20 @@ class Issuer:
             # If a process has died, this one is about to say so, and to end.
             time.sleep(_VERDICT_S)
             raise
+
+    def run_timed(self, given: Mapping[int, Any], record: Callable[[int, float, float], None]) -> list[Any]:
+        """One step that waits for each instruction before it issues the next.
+
+        Args:
+            record: called with the number of each instruction that this process takes part in, and when it began and
+                ended, by `time.perf_counter`.
+        """
+        plain = self._actions
+        self._actions = [action._replace(call=_timed(action, record)) for action in plain]
+        try:
+            return self.run(given)
+        finally:
+            self._actions = plain
 
     def _run(self, given: Mapping[int, Any]) -> list[Any]:
         slots = self._slots
@@ -259,6 +273,28 @@ class Issuer:
         else:
             what = f"stage {step.source} to stage {step.target}, {len(step.inputs)} arrays"
         return f"instruction {number + 1} of {len(steps)} ({what}{batch})"
+
+
+def _timed(action: _Action, record: Callable[[int, float, float], None]) -> Move:
+    def call(*arrays: Any) -> Any:
+        jax.block_until_ready(arrays)
+        start = time.perf_counter()
+        made = jax.block_until_ready(action.call(*arrays))
+        record(action.number, start, time.perf_counter())
+        return made
+
+    return call
+
+
+def _rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All ordered pairs of numbers below `count`, in rounds in which nobody is in two pairs."""
+    seats = list(range(count + count % 2))
+    rounds = []
+    for _ in range(len(seats) - 1):
+        pairs = [(a, b) for a, b in zip(seats, reversed(seats), strict=True) if a < b < count]
+        rounds += [pairs, [(b, a) for a, b in pairs]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
 
 
 def _taker(inputs: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,7 +273,7 @@ class Pipeline:
         """
         if not self._stages:
             peers = watch() if self.is_shared else None
-            if self.is_shared:
+            if self.is_shared or not any(self.local):
                 self._check_processes()
             known: dict[tuple[int, Key], Any] = {}
             stages = tuple(self._compile(k, f, known) for k, f in enumerate(self.functions))
@@ -305,7 +305,7 @@ class Pipeline:
                 asked="processes that run a step together must all run the same",
                 advice="Give all processes the same step, plan, shapes and versions.",
             )
-        issuer.warm_up()
+        issuer.connect()
 
     def of_all_processes(self, found: Sequence[Any]) -> tuple[Any, ...]:
         """What is known about stages, each with its number as `stage`, from the processes that know it."""
@@ -370,6 +370,12 @@ class Pipeline:
         self.compile()
         assert self._issuer is not None
         return self._issuer.run(given)
+
+    def run_timed(self, given: Mapping[int, Any], record: Callable[[int, float, float], None]) -> list[Any]:
+        """One step, timed instruction by instruction; see `Issuer.run_timed`."""
+        self.compile()
+        assert self._issuer is not None
+        return self._issuer.run_timed(given, record)
 
 
 def _dtype(dtype: Any) -> Any:

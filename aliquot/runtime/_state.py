@@ -39,6 +39,9 @@ def place(
         same = isinstance(leaf, jax.Array) and leaf.sharding == sharding
         return leaf if same else stub(shape, sharding, leaf.dtype)
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if jax.process_count() > 1 and not leaf.committed:
+            # Only what is bound to its devices can be sent to another process.
+            leaf = jax.device_put(leaf, sharding)
         return leaf.copy() if keep else leaf
     if sharding.is_fully_addressable:
         moved: jax.Array = jax.device_put(leaf, sharding)

@@ -1,0 +1,127 @@
+"""Pipelines in two and four processes on this machine: the same numbers as on one device, and no hang when one dies."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "pipeline_worker.py"
+TIMEOUT_S = 240
+DEATH_S = 30
+DEVICES = 4
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def started(count: int, task: str, *cases: dict):
+    """Processes of the worker. Whoever still runs at the end is killed: hung processes listen to nothing gentler."""
+    tests = WORKER.parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
+    port = free_port()
+    devices = DEVICES if task != "endless" else count
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), *map(str, (k, count, port, devices, task)), *map(json.dumps, cases)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for k in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
+
+
+def found(count: int, *cases: dict) -> list[list[dict]]:
+    """What each process found in each case."""
+    with started(count, "equal", *cases) as processes:
+        printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    errors = "".join(said[-2000:] for _, said in printed)
+    assert [process.returncode for process in processes] == [0] * count, errors
+    return [json.loads(out.splitlines()[-1])["found"] for out, _ in printed]
+
+
+TWO = [
+    {"sizes": [2, 2], "check": True},
+    {"sizes": [1, 1, 2], "schedule": "gpipe", "micro_batches": 2},
+    {"sizes": [2, 2], "chunks": 2, "schedule": "interleaved-1f1b"},
+]
+MISFIT = {"task": "refused", "sizes": [1, 1]}
+FOUR = [MISFIT, {"sizes": [1, 1, 1, 1], "schedule": "zero-bubble"}, {"sizes": [2, 2], "layers": 2}]
+
+
+@pytest.mark.parametrize(("count", "cases"), [(2, TWO), (4, FOUR)], ids=["two processes", "four processes"])
+def test_processes_train_as_one_device(count, cases):
+    by_process = found(count, *({"layers": 4, "micro_batches": 4, **case} for case in cases))
+    for process, results in enumerate(by_process):
+        for case, result in zip(cases, results, strict=True):
+            if case is MISFIT:
+                assert "processes 2, 3 have no device" in result["refused"], process
+                continue
+            for mine, plain in result["losses"]:
+                assert mine == pytest.approx(plain, rel=1e-9), (process, case)
+            assert result["state"] < 1e-9, (process, case)
+            assert result["check"] < 1e-9, (process, case)
+            assert result["stages"] == list(range(len(case["sizes"]) * case.get("chunks", 1)))
+            assert result["kept"] < result["all"], (process, case)
+
+
+def read(stream, lines: list[str]) -> threading.Thread:
+    """Gather a process's lines as they come."""
+    thread = threading.Thread(target=lambda: lines.extend(iter(stream.readline, "")), daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("count", "killed", "case"),
+    [(3, 0, {}), (2, 1, {"forward": True, "schedule": "inference"})],
+    ids=["the coordinator dies", "one that only receives dies"],
+)
+def test_the_others_end_when_one_dies(count, killed, case):
+    case = {"sizes": [1] * count, "layers": 4, "micro_batches": 4, **case}
+    with started(count, "endless", case) as processes:
+        out, errors = [[[] for _ in processes] for _ in range(2)]
+        readers = [read(p.stdout, lines) for p, lines in zip(processes, out, strict=True)]
+        readers += [read(p.stderr, lines) for p, lines in zip(processes, errors, strict=True)]
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(any('"step": 2' in line for line in lines) for lines in out):
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), errors
+            time.sleep(0.1)
+        processes[killed].kill()
+        start = time.monotonic()
+        others = [k for k in range(count) if k != killed]
+        codes = [processes[k].wait(timeout=DEATH_S) for k in others]
+        assert time.monotonic() - start < DEATH_S
+        for thread in readers:
+            thread.join(10)
+    for k, code in zip(others, codes, strict=True):
+        said = "".join(errors[k])
+        assert re.search(rf"process {killed}\b.* has ended", said), said
+        assert re.search(rf"Process {k} \(stage {k}\) had issued instruction \d+ of \d+ \(.*\) of step \d+", said), said
+        assert re.search(rf"exchange with process {killed} \(stage {killed}\) is instruction", said) or count > 2, said
+        # The coordinator's death aborts all from within JAX, at the same moment.
+        assert code == 3 or (killed == 0 and code == -signal.SIGABRT)
