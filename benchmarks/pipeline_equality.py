@@ -1,0 +1,72 @@
+"""Does every pipeline compute what the plain step computes?
+
+A tied toy model and {gpt, llama, moe, wide_resnet} x {gpipe, 1f1b, interleaved-1f1b, zero-bubble} x {2, 4} stages x stages of
+{1, 2, unequal} devices on eight virtual CPU devices: three AdamW steps in float64 against the plain step on one device. The
+same table is in the test `tests/runtime/test_pipeline.py`.
+
+    python benchmarks/pipeline_equality.py [--quick] [--only TEXT]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from _results import Report, options, say, use_eight_devices
+
+use_eight_devices()
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from runtime.pipeline_cases import BAR, MICRO_BATCHES, NUM_STEPS, all_cases, compare, covering  # noqa: E402
+
+
+def main() -> int:
+    """Run, and write or print the answer."""
+    chosen = options(__doc__, _more)
+    report = Report(
+        name="pipeline_equality",
+        question="Equality of pipelines and plain steps",
+        bar="float64, AdamW: loss and every leaf of the state within 1e-9 of the leaf's largest magnitude",
+        method=(
+            f"{NUM_STEPS} steps in {MICRO_BATCHES} micro-batches and as many plain ones on one device, from one state over the "
+            "same batches; the largest difference of any loss and of any leaf after the last step. The bias of the keys, "
+            "whose gradient is rounding alone, is measured on the scale of the queries' bias beside it. Wide-ResNet, whose "
+            "BatchNorm sees one micro-batch at a time, is compared with the SPMD program on the same independent parts. "
+            "Deterministic: one run each."
+        ),
+    )
+    rows: list[dict[str, Any]] = []
+    for case in covering(all_cases(["tiny"])) if chosen.quick else all_cases():
+        if chosen.only not in str(case):
+            continue
+        started = time.perf_counter()
+        loss, leaf, path = compare(case)
+        rows.append(
+            {
+                **{name: getattr(case, name) for name in ("model", "schedule", "stages", "mesh")},
+                "devices": "+".join(map(str, case.sizes)),
+                "loss": loss,
+                "leaf": leaf,
+                "worst leaf": path,
+                "within": loss <= BAR and leaf <= BAR,
+            }
+        )
+        say(f"{case}: {loss:.1e} {leaf:.1e} {path} ({time.perf_counter() - started:.0f} s)")
+    report.summary["cases"] = len(rows)
+    report.summary["largest difference of loss, of leaves"] = (
+        max((r["loss"] for r in rows), default=0.0),
+        max((r["leaf"] for r in rows), default=0.0),
+    )
+    report.summary["beyond the bar"] = sum(not r["within"] for r in rows)
+    report.tables = {"Cases": rows}
+    return report.finish(chosen, met=all(r["within"] for r in rows))
+
+
+def _more(parser: Any) -> None:
+    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
