@@ -9,10 +9,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..core import format_bytes, format_seconds
-from ..plans import Change, PlanDiff
+from ..plans import Change, PlanDiff, stage_numbers
 from ._tables import columns
 
-_INDEX = re.compile(r"(?<=layers\[)\d+(?=\])|(?<=^stage )\d+")
+_INDEX = re.compile(r"(?<=layers\[)\d+(?=\])")
+_STAGE = re.compile(r"^stage (\d+) ")
 
 
 def difference(found: PlanDiff, before: str, after: str) -> RenderableType:
@@ -31,20 +32,28 @@ def difference(found: PlanDiff, before: str, after: str) -> RenderableType:
 
 
 def _table(title: str, changes: Sequence[Change], before: str, after: str) -> Group:
-    merged: dict[tuple[str, str, str, str], int] = {}
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
     for change in changes:
         key = (
-            _INDEX.sub("*", change.subject),
+            _STAGE.sub("stage * ", _INDEX.sub("*", change.subject)),
             _shown(change.subject, change.before),
             _shown(change.subject, change.after),
+            _relative(change),
         )
-        whole = (*key, _relative(change))
-        merged[whole] = merged.get(whole, 0) + 1
-    rows = [
-        (subject if count == 1 else f"{subject} ({count} of them)", old, new, relative)
-        for (subject, old, new, relative), count in merged.items()
-    ]
+        merged.setdefault(key, []).append(change.subject)
+    rows = [(_together(what, subjects), old, new, relative) for (what, old, new, relative), subjects in merged.items()]
     return columns(title, ("what", before, after, "change"), rows, right=(3,))
+
+
+def _together(what: str, subjects: Sequence[str]) -> str:
+    """One name for equal changes of several subjects, which `what` is with `*` for what differs."""
+    if len(subjects) == 1:
+        return subjects[0]
+    found = [_STAGE.match(subject) for subject in subjects]
+    numbers = sorted({int(match[1]) for match in found if match})
+    if len(numbers) == len(subjects):
+        return f"stages {stage_numbers(numbers)} {what.removeprefix('stage * ')}"
+    return f"{what} ({len(subjects)} of them)"
 
 
 def _shown(subject: str, value: str | int | float | None) -> str:

@@ -13,7 +13,7 @@ from ..plans import Schedule, TaskKind
 from ._split import Part
 from ._stage_functions import Form, Key, StageFunction
 
-_PART = {
+PART_OF = {
     TaskKind.FORWARD: Part.FORWARD,
     TaskKind.BACKWARD: Part.BACKWARD,
     TaskKind.BACKWARD_INPUT: Part.BACKWARD_INPUT,
@@ -92,7 +92,7 @@ def write_instructions(
     writer.spread_inputs(home)
     writer.once(Part.EARLY)
     for task in schedule.order():
-        writer.task(task.stage, _PART[task.kind], task.micro_batch)
+        writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
     for number in sorted({f.program.round for f in functions if f.program.part is Part.UPDATE}):
         writer.once(Part.UPDATE, number)
     found = {(stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results}

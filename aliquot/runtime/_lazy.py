@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import InputError
-from ..plans import Plan
+from ..plans import Plan, Trace
 from ._check import StepCheck
 from ._init import init_state
 from ._pieces import places_of
@@ -106,6 +106,20 @@ class LazyStep:
     def stats(self) -> Stats | PipelineStats:
         """Figures of the compiled program. Raises `InputError` before the first call or `prepare`."""
         return self._ready("stats()").stats()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+        """One step of a pipeline, timed program by program; see `PipelineStep.trace`.
+
+        Raises:
+            InputError: The plan is no pipeline: its step is one program.
+        """
+        step = self.prepare(*args, **kwargs)
+        if not isinstance(step, PipelineStep):
+            raise InputError(
+                f"{self.__name__}.trace() times the programs of a pipeline, and this plan ({step.plan.method}) has one "
+                "program alone. Use jax.profiler.trace for it."
+            )
+        return step.trace(*args, **kwargs)
 
     def local_part(self, batch: Any, argument: str | None = None) -> Any:
         """This process's part of a batch; see `ParallelStep.local_part`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Literal, Role, Staging
-from ..plans import ArrayInterface, Plan, Schedule
+from ..plans import ArrayInterface, Plan, Schedule, Trace, headline
 from ..sharding import MicroBatchPlan, Pins, plan_micro_batches
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
@@ -27,6 +28,7 @@ from ._pipeline_stats import PipelineStats, pipeline_stats
 from ._split import StagePrograms, split_stages
 from ._stage_functions import StageContext
 from ._state import place
+from ._trace import Span, measured_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,12 +188,26 @@ class PipelineStep:
             self._stats = pipeline_stats(self._pipeline)
         return self._stats
 
+    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+        """Run one step program by program, each waiting for the one before, and say when each began and ended.
+
+        So the times are those of each program and transfer by itself, one after the other, and the whole takes longer than
+        a step: compare programs with the predicted schedule, not the sum. The arguments stay as they are. Programs run
+        once before they are timed. Of several processes each sees its own stages, and all must call this.
+        """
+        leaves = self._arguments.leaves(args, kwargs)
+        jax.block_until_ready(self._run(leaves, keep=True))
+        spans: list[Span] = []
+        timed = functools.partial(self._pipeline.run_timed, record=lambda *span: spans.append(span))
+        self._run(leaves, keep=True, run=timed)
+        return measured_trace(self._pipeline, spans, title=headline(self._plan) if self._plan else self.__name__)
+
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _anywhere(self) -> NamedSharding:
         return NamedSharding(self.meshes[0], PartitionSpec())
 
-    def _run(self, whole: Sequence[Any], *, keep: bool) -> list[Any]:
+    def _run(self, whole: Sequence[Any], *, keep: bool, run: Callable[..., list[Any]] | None = None) -> list[Any]:
         """The user's results from the user's arrays."""
         self._pipeline.compile()
         leaves = cut_leaves(whole, self._inputs, self._paths)
@@ -209,7 +225,7 @@ class PipelineStep:
                 arrays.append(place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path))
                 given[slot] = arrays[-1]
             first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
-        results = self._pipeline.run(given)
+        results = (run or self._pipeline.run)(given)
         by_value = {item.value: array for item, array in zip(self._graph.inputs, first, strict=True)}
         found = []
         for output, result in zip(self._graph.outputs, results, strict=True):

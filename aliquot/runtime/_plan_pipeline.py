@@ -13,7 +13,7 @@ from ..cluster import Cluster, target_for
 from ..core import PlanMismatchError
 from ..cost import decode_interior
 from ..graph import Extract, Graph
-from ..plans import Plan, StagePlan, make_schedule
+from ..plans import Plan, StagePlan, make_schedule, require_match
 from ..sharding import Choice, NodeGraph, Pin, Pins, Spec, StagedStep, make_pins
 from ._lowering import partition
 from ._pipeline import Pipeline
@@ -32,7 +32,8 @@ def build_plan_pipeline(
         devices: in the cluster's order; by default `jax.devices()`.
 
     Raises:
-        PlanMismatchError: there are too few devices, or a stage's decisions are not those of its operators.
+        PlanMismatchError: there are too few devices, the processes that have them cannot share the plan's hosts, or a
+            stage's decisions are not those of its operators.
     """
     devices = jax.devices() if devices is None else devices
     needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
@@ -43,6 +44,8 @@ def build_plan_pipeline(
             advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
         )
+    processes = len({device.process_index for device in devices})
+    require_match(plan, num_processes=processes, asked="the plan does not fit these processes")
     meshes = [make_mesh(s.mesh_shape, s.axis_names, devices[s.first_device :]) for s in plan.stages]
     return pipeline_on(step, nodes, plan, meshes)
 

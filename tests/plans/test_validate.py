@@ -126,7 +126,7 @@ def test_sample_pipelines_have_none(num_stages):
             _pipeline(num_submeshes=2),
             "stage 2 on devices 4 to 5 should be on those of stage 0, with which it shares a submesh",
         ),
-        (_pipeline(1, first_device=0), "device 0 and 1 more is in the submeshes of stages 0-1 at once"),
+        (_pipeline(1, first_device=0), "devices 0-1 are in the submeshes of stages 0-1 at once"),
         (_pipeline(3, first_device=7), "stage 3 on devices 7 to 8 reaches outside the cluster of 8"),
         (_pipeline(0, first_device=-1), "stage 0 on devices -1 to 0 reaches outside the cluster of 8"),
         (_pipeline(1, first_layer=2), "layer 1 is in no stage"),
@@ -160,7 +160,7 @@ def test_a_submesh_across_hosts():
 def test_all_that_is_wrong_with_a_pipeline_at_once():
     plan = replace(_pipeline(1, first_device=0, first_layer=3), schedule="zerobubble", num_micro_batches=0)
     found = "; ".join(violations(plan))
-    for part in ("no schedule 'zerobubble'", "layers 1-2 are in no stage", "device 0", "num_micro_batches is 0"):
+    for part in ("no schedule 'zerobubble'", "layers 1-2 are in no stage", "devices 0-1", "num_micro_batches is 0"):
         assert part in found
 
 

@@ -94,7 +94,7 @@ def test_differences_of_pipelines():
         "scan_bounds": ("none", "0, 2, 4"),
         **{f"stage {k} mesh": ("2", "1") for k in range(4)},
         **{f"stage {k} devices": (f"{2 * k}-{2 * k + 1}", f"{k}") for k in range(4)},
-        "stage 0 recompute": ("none", "stage"),
+        "stage 0 recompute": ("no", "stage"),
     }
 
 
@@ -115,3 +115,12 @@ def test_predictions_of_stages_differ():
         ("stage 1 forward_s", 0.001, 0.5),
         ("stage 1 bubble", 0.25, 0.5),
     ]
+
+
+def test_operators_are_compared_where_the_stages_are_the_same():
+    before = sample_pipeline(2)
+    split = replace(before.stages[1].interior[0], splits={})
+    other = replace(before, stages=(before.stages[0], replace(before.stages[1], interior=(split,))))
+    subjects = [change.subject for change in diff(before, other).decisions]
+    assert subjects == ["stage 1 operator layers[1] dot_general"]
+    assert not any("operator" in change.subject for change in diff(before, sample_pipeline(4)).decisions)
