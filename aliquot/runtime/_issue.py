@@ -219,12 +219,7 @@ class Issuer:
         for make, places in self._zeros:
             for slot, array in zip(places, make(), strict=True):
                 slots[slot] = array
-        for number, take, call, outputs, frees in self._actions:
-            self._number = number
-            for slot, array in zip(outputs, call(*take(slots)), strict=True):
-                slots[slot] = array
-            for slot in frees:
-                slots[slot] = None
+        self._loop()
         for slot, array in self._elsewhere.items():
             slots[slot] = array
         for places, share in self._shares:
@@ -235,6 +230,16 @@ class Issuer:
         for slot in self._pipeline.instructions.results.values():
             slots[slot] = None
         return found
+
+    def _loop(self) -> None:
+        """All instructions: nothing is decided here, so that little but the calls takes time."""
+        slots = self._slots
+        for number, take, call, outputs, frees in self._actions:
+            self._number = number
+            for slot, array in zip(outputs, call(*take(slots)), strict=True):
+                slots[slot] = array
+            for slot in frees:
+                slots[slot] = None
 
     # ---- what is told when a process dies ----------------------------------------------------------------------------
 

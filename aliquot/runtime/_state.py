@@ -42,7 +42,8 @@ def place(
         if jax.process_count() > 1 and not leaf.committed:
             # Only what is bound to its devices can be sent to another process.
             leaf = jax.device_put(leaf, sharding)
-        return leaf.copy() if keep else leaf
+        there: jax.Array = leaf.copy() if keep else leaf
+        return there
     if sharding.is_fully_addressable:
         moved: jax.Array = jax.device_put(leaf, sharding)
         # One of the new shards may still be the old buffer, even where aliasing is forbidden.

@@ -184,8 +184,7 @@ def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
 
 
 def _is_key(struct: Any) -> bool:
-    is_key: bool = jnp.issubdtype(struct.dtype, jax.dtypes.prng_key)
-    return is_key
+    return bool(jnp.issubdtype(struct.dtype, jax.dtypes.prng_key))
 
 
 def _without_key(struct: Any) -> Any:
@@ -245,7 +244,7 @@ def lies_elsewhere(array: jax.Array) -> bool:
     """Whether an array lies on a mesh of some processes and not of others."""
     if jax.process_count() == 1 or not isinstance(array.sharding, NamedSharding):
         return False
-    return len(processes_of(array.sharding)) < jax.process_count()
+    return len(processes_of(array.sharding)) < int(jax.process_count())
 
 
 def share_with_all(array: jax.Array) -> jax.Array:
