@@ -7,9 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 from graph.layered import ROWS, WIDTH, layered
-from runtime.pipelines import build
+from runtime.pipelines import build, staging
 
-from aliquot.graph import cut_layers, stage_layers
+from aliquot import zoo
+from aliquot.graph import capture, cut_layers, stage_layers
 from aliquot.plans import TaskKind, make_schedule
 from aliquot.runtime._hlo import find_collectives
 from aliquot.runtime._instructions import Run, Send
@@ -76,6 +77,21 @@ def test_only_products_are_kept_between_forward_and_backward(pipeline):
         if program.stage in (1, 2):
             values = [pipeline.graph.values[v] for v in program.kept]
             assert len(values) == 1, values
+
+
+@pytest.mark.parametrize(("recompute", "count"), [("none", 7), ("block", 0)])
+def test_a_layer_of_gpt_keeps_its_products(recompute, count):
+    """Queries, keys, values, scores, both products behind them and the wide one; with remat only what comes in."""
+    sizes = {"num_layers": 3, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "vocab_size": 24, "seq_len": 4}
+    work = zoo.build("gpt-125m", 4, overrides=sizes, dtype="float32", recompute=recompute, optimizer="sgd")
+    graph = capture(work.train_step, work.state, work.batch)
+    stages = staging(graph, 3, layers=3)
+    found = build(graph, stages, sizes=(1, 1, 1), micro_batches=2, schedule="1f1b")._pipeline
+    (forward,) = [p for p in programs(found, Part.FORWARD) if p.stage == 1]
+    (backward,) = [p for p in programs(found, Part.BACKWARD) if p.stage == 1]
+    assert len(forward.kept) == count
+    # Beside them what enters the layer, and the cotangent of what leaves it.
+    assert len(backward.imports) == count + 2
 
 
 def test_tied_parameters_and_their_gradients_cross_once_a_step(pipeline):
