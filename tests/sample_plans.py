@@ -91,7 +91,7 @@ GRADIENTS = CollectiveUse(
 )
 
 
-def sample_stage(index: int, **changes: Any) -> StagePlan:
+def sample_stage(index: int, bubble: float = 0.25, **changes: Any) -> StagePlan:
     """A stage with the layer of its number on two devices of its own, before the next one."""
     path = f"state.params.layers[{index}].w"
     prediction = StagePrediction(
@@ -100,7 +100,7 @@ def sample_stage(index: int, **changes: Any) -> StagePlan:
         weight_gradient_s=WEIGHT_S,
         update_s=UPDATE_S,
         transfer_s=0.0,
-        bubble=0.25,
+        bubble=bubble,
         in_flight=2,
         peak_memory_bytes=sum(STAGE_MEMORY.values()),
         memory_bytes=STAGE_MEMORY,
@@ -127,7 +127,7 @@ def sample_pipeline(num_stages: int = 4, num_micro_batches: int = 4, **changes: 
     layers = range(num_stages)
     busy_s = num_micro_batches * (FORWARD_S + BACKWARD_S) + UPDATE_S
     bubble_s = (num_stages - 1) * (FORWARD_S + BACKWARD_S)
-    stages = [sample_stage(index) for index in layers]
+    stages = [sample_stage(index, bubble=bubble_s / (busy_s + bubble_s)) for index in layers]
     stages[0].shardings["batch.inputs"] = (("x",), ())
     stages[-1].outputs["[1]['loss']"] = ()
     fields: dict[str, Any] = {

@@ -8,6 +8,7 @@ from ._arrays import unranged as unranged
 from ._describe import bound as bound
 from ._describe import describe as describe
 from ._describe import headline as headline
+from ._describe import idle_parts as idle_parts
 from ._describe import is_pipeline as is_pipeline
 from ._describe import micro_batches as micro_batches
 from ._describe import rebuild as rebuild

@@ -17,6 +17,7 @@ _COLLECTIVES = 5
 _NOTES = 6
 _WIDTH = 120
 _MARGIN = 25
+_ROUNDING = 1e-6
 # What the closed form of a schedule proves holds for the closed form alone; a simulation may lie above it.
 _CLOSED_FORM = "closed forms"
 
@@ -55,13 +56,25 @@ def time_parts(plan: Plan) -> str:
     """The predicted step time as a sum of its parts; of a pipeline those of its busiest submesh."""
     p = plan.prediction
     hidden = "" if is_pipeline(plan) and not p.hidden_s else f" - {format_seconds(p.hidden_s)} hidden behind compute"
-    bubble = f" + {format_seconds(p.bubble_s)} bubble" if is_pipeline(plan) or p.bubble_s else ""
+    transfers_s = idle_parts(plan)[0]
+    sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
+    bubble = f"{sent} + {format_seconds(idle_parts(plan)[1])} bubble" if is_pipeline(plan) or p.bubble_s else ""
     whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
         f" + {format_seconds(p.communication_s)} communication + {format_seconds(p.gradient_s)} gradient communication"
         f"{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
     )
+
+
+def idle_parts(plan: Plan) -> tuple[float, float]:
+    """`bubble_s` in two: what the busiest submesh sends and receives while it does not compute, and what it waits."""
+    p = plan.prediction
+    shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
+    waits_s = min(shares, default=1.0) * p.step_time_s
+    transfers_s = p.bubble_s - waits_s
+    # Where nothing is sent the two differ by rounding alone.
+    return (transfers_s, waits_s) if transfers_s > _ROUNDING * p.step_time_s else (0.0, p.bubble_s)
 
 
 def bound(plan: Plan) -> str:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from sample_plans import sample_pipeline, sample_plan, sample_stage
 
-from aliquot.plans import equal_stages, headline, short_layers, stage_collectives, stage_numbers, time_parts
+from aliquot.plans import equal_stages, headline, idle_parts, short_layers, stage_collectives, stage_numbers, time_parts
 
 replace = msgspec.structs.replace
 
@@ -59,10 +59,10 @@ gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
 
 Stages (predicted)
   stage  layers     host  devices  mesh  forward  backward    update  to next       memory  in flight  bubble
-      0  layers[0]  0     0-1      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   25.0%
-      1  layers[1]  0     2-3      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   25.0%
-      2  layers[2]  0     4-5      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   25.0%
-      3  layers[3]  0     6-7      2      1.0 ms    2.0 ms  500.0 us           6.5 GiB 10%          2   25.0%
+      0  layers[0]  0     0-1      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   41.9%
+      1  layers[1]  0     2-3      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   41.9%
+      2  layers[2]  0     4-5      2      1.0 ms    2.0 ms  500.0 us      0 s  6.5 GiB 10%          2   41.9%
+      3  layers[3]  0     6-7      2      1.0 ms    2.0 ms  500.0 us           6.5 GiB 10%          2   41.9%
   forward, backward, to next: for one micro-batch; update, its gradient synchronisation included: for a step
   memory: on each device, and its share of the limit of 65.2 GiB
   in flight: micro-batches kept at once, at most; bubble: share of the step in which the devices wait
@@ -94,7 +94,19 @@ def test_parts_of_the_time_add_up_with_the_bubble():
     assert p.compute_s + p.communication_s + p.gradient_s + p.bubble_s == pytest.approx(p.step_time_s)
     text = time_parts(sample_pipeline())
     assert "9.0 ms bubble" in text and "hidden" not in text
+    assert "transfers" not in text
     assert "bubble" not in time_parts(sample_plan()) and "hidden" in time_parts(sample_plan())
+
+
+def test_what_the_busiest_stage_sends_is_no_bubble():
+    plan = sample_pipeline()
+    stages = [
+        replace(stage, prediction=replace(stage.prediction, bubble=share))
+        for stage, share in zip(plan.stages, (0.5, 0.4, 0.3, 0.5), strict=True)
+    ]
+    plan = replace(plan, stages=tuple(stages))
+    assert idle_parts(plan) == pytest.approx((0.009 - 0.3 * 0.0215, 0.3 * 0.0215))
+    assert "+ 2.6 ms transfers + 6.5 ms bubble (of the busiest stage)" in time_parts(plan)
 
 
 def test_recomputation_has_a_column_where_there_is_any():

@@ -113,7 +113,7 @@ def test_predictions_of_stages_differ():
     found = diff(plan, replace(plan, stages=(plan.stages[0], slow))).predictions
     assert [(c.subject, c.before, c.after) for c in found] == [
         ("stage 1 forward_s", 0.001, 0.5),
-        ("stage 1 bubble", 0.25, 0.5),
+        ("stage 1 bubble", plan.stages[1].prediction.bubble, 0.5),
     ]
 
 

@@ -150,10 +150,10 @@ def test_a_pipeline_explained(width):
     if width == 80:
         assert rows == [
             ["9", "layers[9]", "2", "18-19", "2"],
-            ["9", "1.0", "ms", "2.0", "ms", "500.0", "us", "0", "s", "6.5", "GiB", "10%", "2", "25.0%"],
+            ["9", "1.0", "ms", "2.0", "ms", "500.0", "us", "0", "s", "6.5", "GiB", "10%", "2", "78.3%"],
         ]
     else:
-        assert len(rows) == 1 and rows[0][:5] == ["9", "layers[9]", "2", "18-19", "2"] and rows[0][-1] == "25.0%"
+        assert len(rows) == 1 and rows[0][:5] == ["9", "layers[9]", "2", "18-19", "2"] and rows[0][-1] == "78.3%"
     assert "0-15 all-reduce x" in whole
 
 
