@@ -40,7 +40,9 @@ def plan(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="N|PATTERN", help="Where stages may be cut: so many layers, or paths such as layers[*]."),
+        typer.Option(
+            metavar="N|PATTERN", help="Where stages may be cut: so many layers, or paths such as params.layers[*]."
+        ),
     ] = None,
     dtype: Annotated[
         str | None,

@@ -191,8 +191,8 @@ class PipelineStep:
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one step program by program, each waiting for the one before, and say when each began and ended.
 
-        So the times are those of each program and transfer by itself, one after the other, and the whole takes longer than
-        a step: compare programs with the predicted schedule, not the sum. The arguments stay as they are. Programs run
+        So the times are those of each program and transfer by itself, one after the other: compare programs with the
+        predicted schedule; their sum is not the time of a step. The arguments stay as they are. Programs run
         once before they are timed. Of several processes each sees its own stages, and all must call this.
         """
         leaves = self._arguments.leaves(args, kwargs)
