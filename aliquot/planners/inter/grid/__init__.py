@@ -1,3 +1,4 @@
 """Regular grids, as experts set them by hand."""
 
 from ._grid import Grid as Grid
+from ._grid import layouts as layouts

@@ -31,7 +31,7 @@ class Grid(AbstractInter):
     def solve(self, chains: Sequence[Chain]) -> ChainPlan:
         """See `AbstractInter.solve`."""
         check_chains(chains)
-        plans = [(plan, chain) for chain in chains for plan in _layouts(chain)]
+        plans = [(plan, chain) for chain in chains for plan in layouts(chain)]
         if not plans:
             chain = chains[0]
             raise InputError(
@@ -47,7 +47,7 @@ class Grid(AbstractInter):
         return best
 
 
-def _layouts(chain: Chain) -> Iterator[ChainPlan]:
+def layouts(chain: Chain) -> Iterator[ChainPlan]:
     """Every regular plan that can run, whatever its memory."""
     for k, option in enumerate(chain.options):
         if option.dp is None or option.tp is None:
