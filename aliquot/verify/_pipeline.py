@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cluster import Cluster
-from ..plans import Plan, StagePlan, grouped_arrays
+from ..plans import ArrayInterface, Plan, StagePlan, grouped_arrays
 from ..runtime import CompiledCollective, StageExport, StageMemory, abstract_pipeline, export_stages, exported_memory
 from ..sharding import NodeGraph, StagedStep
 from ._compare import compare_collectives, unintended_collectives
@@ -63,11 +63,19 @@ def verify_pipeline(
             aliases=[p.compiled.alias_bytes for p in programs],
         )
 
+    # As the stages keep them: what is stacked over layers may lie in pieces.
+    inputs = [
+        ArrayInterface(path=item.path, shape=value.shape, dtype=value.dtype)
+        for item in step.graph.inputs
+        for value in [step.graph.values[item.value]]
+    ]
     every = range(len(plan.stages))
     found = []
     for number in every:
         own = [k for k, export in enumerate(exports) if export.stage == number and export.runs]
-        found.append(_stage(plan, number, [exports[k] for k in own], [programs[k] for k in own], memory([number])))
+        found.append(
+            _stage(plan, number, inputs, [exports[k] for k in own], [programs[k] for k in own], memory([number]))
+        )
     together = [[k for k in every if pipeline.schedule.submesh_of(k) == s] for s in range(plan.num_submeshes)]
     return Verification(
         target=chosen,
@@ -143,6 +151,7 @@ def _devices_per_host(stage: StagePlan, per_host: int) -> int:
 def _stage(
     plan: Plan,
     number: int,
+    inputs: Sequence[ArrayInterface],
     exports: Sequence[StageExport],
     programs: Sequence[ProgramVerification],
     memory: StageMemory,
@@ -152,7 +161,7 @@ def _stage(
     assert predicted is not None
     used = list(_collectives(exports, programs))
     refused = [p.compiled for p in programs if p.compiled.refusal]
-    here = [each for each in plan.inputs if each.path in stage.shardings]
+    here = [each for each in inputs if each.path in stage.shardings]
     return StageVerification(
         predicted_bytes=predicted.peak_memory_bytes,
         predicted_parts=dict(predicted.memory_bytes),

@@ -58,6 +58,7 @@ def test_what_is_verified_is_what_runs(tmp_path):
         assert stage.compiled_bytes == running.peak_bytes == sum(stage.held.values()) > 0
         assert totals(stage.compiled.collectives) == totals(running.collectives)
         assert stage.predicted_bytes == predicted.prediction.peak_memory_bytes
+        assert 0 < stage.argument_bytes <= stage.held["arguments"]
         assert {p.name.removeprefix(f"stage {running.stage} "): p.runs for p in stage.programs} == {
             "forward": 4,
             "backward": 4,
