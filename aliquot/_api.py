@@ -221,7 +221,13 @@ def explain(
 
     Raises:
         PlanMismatchError: the plan was made for another step.
+        InputError: the plan is a pipeline, of which each stage has splits of its own.
     """
+    if len(plan.stages) > 1:
+        raise InputError(
+            f"The plan has {len(plan.stages)} stages, and other splits are looked for in plans of one program. `print(plan)` "
+            "shows what its stages cost."
+        )
     graph = capture(step, *args, **kwargs)
     problem = _problem_of(plan, graph, on_missing_rule)
     return [

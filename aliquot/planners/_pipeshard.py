@@ -212,7 +212,7 @@ def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[i
     # Fewer cannot keep stages busy, and a micro-batch should be worth splitting over a host.
     most = max(1, size // cluster.devices_per_host)
     useful = [n for n in fitting if n <= most] or [1]
-    return useful[-6:]
+    return useful[-4:]
 
 
 def _solve_stages(

@@ -58,7 +58,7 @@ def write_pipeline(
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
         cluster=cluster.to_dict(),
-        method="pipeshard",
+        method="grid" if found.planner.startswith("Grid") else "pipeshard",
         num_micro_batches=plan.num_micro_batches,
         micro_batch_semantics=semantics,
         combine={unranged(path): how for path, how in found.layered.combine.items()},

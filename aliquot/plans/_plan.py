@@ -122,7 +122,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What the plan is estimated to cost on each device.
 
     The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline these are figures of
-    its busiest stage, and `bubble_s` is what it waits for the others; memory is that of the fullest stage.
+    its busiest stage, and `bubble_s` is what it waits for the others and for transfers; memory is that of the fullest stage.
     `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`.
     """
 

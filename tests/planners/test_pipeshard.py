@@ -94,7 +94,7 @@ def test_a_plan_is_deterministic_and_survives_its_file():
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(InputError, match="50 stages were asked for, but the step has .* units"):
+    with pytest.raises(InputError, match="50 stages were asked for, but the step has .* layers"):
         plan_of(num_stages=50, num_micro_batches=4)
 
 
@@ -133,6 +133,7 @@ def test_equal_stages_share_their_interior():
 
 def test_a_grid_and_stages_by_hand():
     grid = plan_of(inter=aq.Grid(), num_micro_batches=8)
+    assert grid.method == "grid"
     assert len({stage.mesh_shape for stage in grid.stages}) == 1
     manual = aq.ManualStages(boundaries=((0, 2), (2, 6)), options=("dp4 tp1", "dp4 tp1"))
     plan = plan_of(inter=manual, num_micro_batches=4, layers=6)

@@ -34,7 +34,7 @@ def test_a_number_of_stages_is_honoured(schedule, num_stages):
 
 def test_more_stages_than_units():
     chain = even_chain(4, devices=8)
-    with pytest.raises(InputError, match="5 stages were asked for, but the step has 4 units"):
+    with pytest.raises(InputError, match="5 stages were asked for, but the step has 4 layers"):
         StageDP(num_stages=5).solve([chain])
     with pytest.raises(InfeasibleError, match="no 4 stages use all of 1x2 devices"):
         StageDP(num_stages=4, schedules=("1f1b",)).solve([even_chain(4, devices=2)])

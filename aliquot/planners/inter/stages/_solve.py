@@ -185,6 +185,6 @@ def _check_count(chain: Chain, num_stages: int | None) -> None:
         return
     if num_stages > chain.num_units:
         raise InputError(
-            f"{num_stages} stages were asked for, but the step has {chain.num_units} units to cut between.\n"
-            f"  Ask for at most {chain.num_units} stages, or cut the step into more layers."
+            f"{num_stages} stages were asked for, but the step has {chain.num_units} layers to cut between.\n"
+            f"  Ask for at most {chain.num_units} stages, or name more layers by a pattern of parameter paths."
         )
