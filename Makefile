@@ -62,7 +62,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 # Not those that need a folder of figures or the compiler for GPUs; each says how to run it.
-BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/calibrate_gpu.py,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/pipeline_suite.py %/calibrate_gpu.py,$(wildcard benchmarks/[a-z]*.py))
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done

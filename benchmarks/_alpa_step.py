@@ -9,7 +9,9 @@ the Alpa repository (Apache-2.0), as of 2022.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -59,25 +61,47 @@ class Ends(_gpt.Ends):
         return self.embed.attend(x)
 
 
-def alpa_step(spec: dict[str, Any], *, recompute: bool) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any, Any]:
-    """Step, state and batch of one of its cases; `spec` has the sizes by the file's names."""
+def alpa_step(
+    spec: Mapping[str, Any], *, recompute: bool, groups: int | None = None
+) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any, Any]:
+    """Step, state and batch of one of its cases; `spec` has the sizes by the file's names.
+
+    Args:
+        recompute: whether the inside of a block is worked out again in the backward pass.
+        groups: work out again so many equal groups of blocks instead, each as one, embeddings with the first and the loss
+            with the last: Alpa's `coarse_grained_remat`, whose layers are all of the forward pass.
+    """
     sizes = {name: spec[name] for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")}
     config = zoo.configure("gpt-2.6b", **sizes)
     ends_def, ends_shapes, _ = _module(lambda key: _make(Ends, config, HALF, key))
     block_def, block_shapes, _ = _module(lambda key: _make(Block, config, HALF, key))
     block = _once(
-        lambda layer, x: nnx.merge(block_def, layer)(x), recompute="block" if recompute else "none", scan=False
+        lambda layer, x: nnx.merge(block_def, layer)(x),
+        recompute="block" if recompute and groups is None else "none",
+        scan=False,
     )
     optimizer = optax.adamw(1e-8, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        ends = nnx.merge(ends_def, {name: part for name, part in params.items() if name != "layers"})
-        x = ends.embed_tokens(batch["inputs"])
-        for layer in params["layers"]:
+    edges = [k * config.num_layers // (groups or 1) for k in range((groups or 1) + 1)]
+
+    def group(k: int, ends_params: Any, layers: Any, x: Any, batch: Any) -> jax.Array:
+        ends = nnx.merge(ends_def, ends_params)
+        if k == 0:
+            x = ends.embed_tokens(batch["inputs"])
+        for layer in layers:
             x = block(layer, x)
+        if k < len(edges) - 2:
+            return x
         chosen = jax.nn.one_hot(batch["targets"], config.vocab_size)
-        each = -jnp.sum(chosen * jax.nn.log_softmax(ends.logits(x), axis=-1), axis=-1)
-        return each.mean()
+        return -jnp.sum(chosen * jax.nn.log_softmax(ends.logits(x), axis=-1), axis=-1).mean()
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        ends_params, x = {name: part for name, part in params.items() if name != "layers"}, None
+        for k, (first, last) in enumerate(itertools.pairwise(edges)):
+            once = functools.partial(group, k)
+            run = jax.checkpoint(once) if recompute and groups is not None else once
+            x = run(ends_params, params["layers"][first:last], x, batch)
+        return x
 
     def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
         value, grads = jax.value_and_grad(loss)(state["params"], batch)
