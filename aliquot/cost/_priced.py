@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh, Products, Target, target_for
 from ..graph import Phase
+from ..plans import item_bytes
 from ..sharding import PARTIAL, Edge, Move, Node, NodeCollective, NodeGraph, Projection, Spec, Work, reshard
 from ._choices import distinct_specs, enumerate_choices, shards
 from ._collectives import collective_line, widening
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+_FEWEST_POSITIONS = 9.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,10 +259,21 @@ def _product_slowdown(
         for factors in (result & left & right, result & left & ~right, result & ~left)
     ]
     batch, rows, columns = points
+    rows = rows * _positions(work, sizes, result)
     depth = flops / (2 * work.kernels * batch * rows * columns)
     tiles = batch * np.ceil(rows / products.tile) * np.ceil(columns / products.tile)
     covered = np.maximum(tiles, products.processors) * products.tile**2
     return np.asarray(covered / (batch * rows * columns) * (1 + products.depth / depth), np.float64)
+
+
+def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> float:
+    """Elements of a product's result for each point of its factors: the positions of a convolution, which nothing splits.
+
+    A result of another dtype than the product's operands differs by less than what any image has of them.
+    """
+    points = math.prod(size for size, counts in zip(sizes, result, strict=True) if counts)
+    elements = work.arrays[-1][0] / item_bytes(work.dtype) / work.kernels
+    return elements / points if elements >= _FEWEST_POSITIONS * points else 1.0
 
 
 def _local_size(sizes: Sequence[int], factors: NDArray[np.bool_], choices: Ints, mesh: LogicalMesh) -> Floats:

@@ -9,7 +9,7 @@ from ._dataflow import items_of as items_of
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._extract import Extract as Extract
-from ._extract import extract_stage as extract_stage
+from ._extract import extract_stages as extract_stages
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint

@@ -10,9 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ._types import Call, Graph, Op, Phase, Role
 
 # A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the last ten years.
@@ -45,20 +42,24 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
     """All items of a step, in program order."""
     parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
     # For each value whether it sees parameters (1), the batch (2), or anything that only one stage works out (4).
-    sees = np.zeros(len(graph.values), np.int8)
+    sees = [0] * len(graph.values)
+    sizes = [value.num_bytes for value in graph.values]
     for item in graph.inputs:
         sees[item.value] = 1 if item.value in parameter else 2 if item.role is Role.BATCH else 0
-    return _in_phases([_item(graph, what, sees) for what in graph.body.items])
+    return _in_phases([_item(graph, what, sees, sizes) for what in graph.body.items])
 
 
-def _item(graph: Graph, what: int | Call, sees: NDArray[np.int8]) -> Item:
+def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int]) -> Item:
     inside = tuple(ops_inside(what))
     inputs = reads_of(graph, what)
     outputs = tuple(o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0)
-    reads = int(np.bitwise_or.reduce(sees[list(inputs)])) if inputs else 0
+    reads = 0
+    for i in inputs:
+        reads |= sees[i]
     heavy = isinstance(what, Call) or graph.ops[what].name in ("dot_general", "conv_general_dilated")
     shared = not heavy and reads in (0, 1, 2)
-    sees[list(outputs)] = reads if shared else reads | 4
+    for o in outputs:
+        sees[o] = reads if shared else reads | 4
     return Item(
         what=what,
         inputs=inputs,
@@ -66,7 +67,7 @@ def _item(graph: Graph, what: int | Call, sees: NDArray[np.int8]) -> Item:
         ops=inside,
         phase=_phase(graph, inside),
         shared=shared,
-        cost=sum(_cost(graph, graph.ops[k]) for k in inside),
+        cost=sum(_cost(graph.ops[k], sizes) for k in inside),
     )
 
 
@@ -133,9 +134,8 @@ def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
     return Phase.FORWARD if phases & {Phase.FORWARD, Phase.PROLOGUE} else Phase.UPDATE
 
 
-def _cost(graph: Graph, op: Op) -> float:
-    moved = sum(graph.values[i].num_bytes for i in op.inputs if isinstance(i, int))
-    moved += sum(graph.values[o].num_bytes for o in op.outputs if o >= 0)
+def _cost(op: Op, sizes: Sequence[int]) -> float:
+    moved = sum([sizes[i] for i in op.inputs if isinstance(i, int)]) + sum([sizes[o] for o in op.outputs if o >= 0])
     flops = 0.0
     if op.name == "dot_general":
         (contracted, _), _ = op.params["dimension_numbers"]

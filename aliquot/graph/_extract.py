@@ -5,7 +5,7 @@ Planners split the operators of a stage as they split those of a whole step; thi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ._dataflow import Item
@@ -28,39 +28,51 @@ class Extract:
     values: tuple[int, ...]
 
 
-def extract_stage(graph: Graph, staging: Staging, stages: Collection[int], batch_dims: Mapping[int, int]) -> Extract:
-    """Everything that some neighbouring stages run.
+def extract_stages(
+    graph: Graph, staging: Staging, batch_dims: Mapping[int, int], stages: Iterable[int] | None = None
+) -> tuple[Extract, ...]:
+    """Everything that each stage runs.
 
     Args:
         graph: the step, at any size of its batch.
         staging: its stages.
-        stages: those to take.
         batch_dims: for each value that is cut with the batch the dim in which it is. What crosses with the batch in its
             first dim counts as a batch, so that it is split as one.
+        stages: those to take; by default all.
     """
-    own = [k for k, stage in enumerate(staging.stage) if stage in stages]
-    chosen = sorted(_with_shared(staging.items, staging.stage, own))
-    made = {o for k in chosen for o in staging.items[k].outputs}
-    read_elsewhere = {
-        i
-        for k, item in enumerate(staging.items)
-        if staging.stage[k] not in stages and staging.stage[k] != SHARED
-        for i in item.inputs
+    own: list[list[int]] = [[] for _ in range(staging.num_stages)]
+    readers: dict[int, set[int]] = {}
+    for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True)):
+        if stage == SHARED:
+            continue
+        own[stage].append(k)
+        for i in item.inputs:
+            readers.setdefault(i, set()).add(stage)
+    maker = {
+        o: k
+        for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True))
+        if stage == SHARED and item.phase is not Phase.UPDATE
+        for o in item.outputs
     }
-    mine = {o for k in own for o in staging.items[k].outputs}
-    builder = _Builder(graph)
-    reads = dict.fromkeys(i for k in chosen for i in staging.items[k].inputs if i not in made)
+    links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
     named = {item.value: item for item in graph.inputs}
-    kept = [v for v in reads if v not in graph.constants]
-    inputs = []
-    for v in kept:
-        role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
-        known = named.get(v)
-        inputs.append(known if known is not None else Input(path=f"value {v}", value=v, role=role))
-    outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made]
-    results = {o.value for o in outputs}
-    outputs += [Output(path=f"value {v}", value=v) for v in sorted(mine & read_elsewhere - results)]
-    return builder.build([staging.items[k] for k in chosen], inputs, outputs)
+    found = []
+    for stage in range(staging.num_stages) if stages is None else stages:
+        chosen = _with_shared(staging.items, maker, own[stage])
+        made = {o for k in chosen for o in staging.items[k].outputs}
+        reads = dict.fromkeys(i for k in chosen for i in staging.items[k].inputs if i not in made)
+        inputs = []
+        for v in reads:
+            if v not in graph.constants:
+                role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
+                inputs.append(named.get(v) or Input(path=f"value {v}", value=v, role=role))
+        outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made]
+        results = {o.value for o in outputs}
+        mine = {o for k in own[stage] for o in staging.items[k].outputs}
+        crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
+        outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
+        found.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs))
+    return tuple(found)
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
@@ -86,14 +98,8 @@ def _indices(op: Op) -> list[int | None]:
     return [i if isinstance(i, int) else None for i in op.inputs]
 
 
-def _with_shared(items: Sequence[Item], stage: Sequence[int], own: Iterable[int]) -> set[int]:
+def _with_shared(items: Sequence[Item], maker: Mapping[int, int], own: Iterable[int]) -> list[int]:
     """Items, and the shared ones that they need; but no arithmetic between scalars of the update, long and cheap."""
-    maker = {
-        o: k
-        for k, item in enumerate(items)
-        if stage[k] == SHARED and item.phase is not Phase.UPDATE
-        for o in item.outputs
-    }
     chosen = set(own)
     waiting = list(chosen)
     while waiting:
@@ -102,13 +108,12 @@ def _with_shared(items: Sequence[Item], stage: Sequence[int], own: Iterable[int]
             if k is not None and k not in chosen:
                 chosen.add(k)
                 waiting.append(k)
-    return chosen
+    return sorted(chosen)
 
 
 class _Builder:
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._link_of = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
+    def __init__(self, graph: Graph, links: Mapping[int, int]) -> None:
+        self._graph, self._link_of = graph, links
         self._op_number: dict[int, int] = {}
         self._value_number: dict[int, int] = {}
         self._values: list[int] = []

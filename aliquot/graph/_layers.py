@@ -27,6 +27,8 @@ from ._types import Call, Graph, Phase, Role
 _SMALL = 0.1
 # No cut where so many times more bytes cross than at the narrowest place.
 _WIDE = 8.0
+# Places where hardly more bytes cross are as good as the narrowest.
+_CLOSE = 1.01
 # Rows of a stacked parameter, as `split_scans` names them.
 _RANGE = re.compile(r"(.*?)(\[\d+:\d+\])$")
 
@@ -201,7 +203,7 @@ def _places_in_run(
     run: Run, place_of: dict[int, int], crossing: NDArray[np.float64], users: Sequence[Sequence[str]]
 ) -> list[int]:
     """The same place in every copy: where least crosses, then where parameters of one number stay together."""
-    best: tuple[float, int, list[int]] | None = None
+    found: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
         ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
         places = [place_of[k] for k in ops if k in place_of]
@@ -210,10 +212,11 @@ def _places_in_run(
         inner = crossing[places[1:-1]] if len(places) > 2 else crossing[places]
         ends = [*places[1:], min(places[-1] + places[1] - places[0], len(users))]
         mixed = sum(len({_numbers(p) for u in users[a:b] for p in u} - {()}) for a, b in zip(places, ends, strict=True))
-        key = (float(inner.max()), mixed)
-        if best is None or key < best[:2]:
-            best = (*key, places)
-    return best[2] if best else []
+        found.append((float(inner.max()), mixed, places))
+    # A scalar more that crosses (an auxiliary loss) is no reason to cut through a layer.
+    least = min((entry[0] for entry in found), default=0.0)
+    close = [entry for entry in found if entry[0] <= _CLOSE * least]
+    return min(close, key=lambda entry: (entry[1], entry[0]))[2] if close else []
 
 
 def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:

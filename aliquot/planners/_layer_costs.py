@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
 from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, make_problem, phase_costs, price
-from ..graph import Graph, Phase, Staging, extract_stage, fold, stage_layers
+from ..graph import Graph, Phase, Staging, extract_stages, fold, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
 from .intra import fixed
@@ -94,8 +94,8 @@ def build_chains(
     costs: list[list[PhaseCosts | None]] = []
     shares = []
     meshes = {(o.submesh, o.mesh_shape) for o in options}
-    for number, unit in enumerate(members):
-        extract = extract_stage(step.part, staged, [unit], step.batch_dims)
+    extracts = extract_stages(step.part, staged, step.batch_dims, members)
+    for number, (unit, extract) in enumerate(zip(members, extracts, strict=True)):
         problem = make_problem(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )

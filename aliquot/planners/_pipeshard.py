@@ -32,7 +32,7 @@ from ._race import Entry, Limits, race
 from .inter import AbstractInter, StageDP
 
 _ROUNDS = 4
-_MOST_MICRO_BATCHES = 128
+_MOST_MICRO_BATCHES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,8 @@ def solve_pipeline(
         target_for(cluster.device).usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     )
     counts = _counts(method, graph, cluster)
-    first = counts[len(counts) // 2]
+    # Large micro-batches allow every submesh; small ones are closest to what a pipeline runs.
+    first = counts[min(1, len(counts) - 1)]
 
     length = _scan_length(graph) if method.layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
@@ -208,11 +209,12 @@ def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[i
     if not sizes:
         return [1]
     size = math.gcd(*sizes)
-    fitting = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0 and n & (n - 1) == 0]
-    # Fewer cannot keep stages busy, and a micro-batch should be worth splitting over a host.
-    most = max(1, size // cluster.devices_per_host)
-    useful = [n for n in fitting if n <= most] or [1]
-    return useful[-4:]
+    # Fewer cannot keep stages busy, and a micro-batch should be worth splitting over a host; where memory is short, smaller
+    # ones may be all that fits.
+    divisors = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0]
+    usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
+    spread = usual[-1 :: -max(1, len(usual) // 8)][:3]
+    return sorted({*spread, divisors[-1]})
 
 
 def _solve_stages(

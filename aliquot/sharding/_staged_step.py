@@ -13,7 +13,7 @@ from ..graph import (
     Staging,
     cut_alike,
     cut_layers,
-    extract_stage,
+    extract_stages,
     range_layers,
     stage_layers,
 )
@@ -130,8 +130,7 @@ def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
     """A step cut into stages; `first_layers` is where each begins."""
     staging = stage_layers(step.part, step.layers, first_layers)
-    extracts = tuple(extract_stage(step.part, staging, [k], step.batch_dims) for k in range(len(first_layers)))
-    return StagedStep(graph=step.graph, staging=staging, extracts=extracts)
+    return StagedStep(graph=step.graph, staging=staging, extracts=extract_stages(step.part, staging, step.batch_dims))
 
 
 def _batch_dims_by_length(graph: Graph) -> dict[int, int]:
