@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
 
 from ._program import Choices, Program
 
@@ -55,9 +56,10 @@ class Relaxation:
         _, lower, upper, rows, columns, values = self._program.arrays()
         for row in range(self._num_rows, len(lower)):
             mine = rows == row
-            indices = columns[mine].astype(np.int32)
+            indices, place = np.unique(columns[mine], return_inverse=True)
+            entries = np.bincount(place, values[mine], minlength=len(indices))
             bounds = _finite(np.array([lower[row], upper[row]])).tolist()
-            self._solver.addRow(*bounds, len(indices), indices, values[mine])  # type: ignore[call-arg]
+            self._solver.addRow(*bounds, len(indices), indices.astype(np.int32), entries)  # type: ignore[call-arg]
         self._num_rows = len(lower)
 
 
@@ -102,11 +104,13 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     lp.col_upper_ = col_upper
     lp.row_lower_ = _finite(lower)
     lp.row_upper_ = _finite(upper)
-    order = np.lexsort((rows, columns))
+    # An entry that two parts of the program add to must be one: the solver takes two for a fault, and is then corrupt.
+    matrix = coo_array((values, (rows, columns)), shape=(len(lower), len(cost))).tocsc()
+    matrix.sum_duplicates()
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(columns, minlength=len(cost))))).astype(np.int32)
-    lp.a_matrix_.index_ = rows[order].astype(np.int32)
-    lp.a_matrix_.value_ = values[order]
+    lp.a_matrix_.start_ = matrix.indptr.astype(np.int32)
+    lp.a_matrix_.index_ = matrix.indices.astype(np.int32)
+    lp.a_matrix_.value_ = matrix.data
     if num_integer:
         kinds = [highspy.HighsVarType.kInteger] * num_integer
         lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (len(cost) - num_integer)
@@ -116,7 +120,8 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     if not num_integer:
         # On these relaxations presolving takes as long as the simplex method afterwards, and saves it next to nothing.
         solver.setOptionValue("presolve", "off")
-    solver.passModel(lp)
+    if solver.passModel(lp) == highspy.HighsStatus.kError:
+        raise AssertionError("the solver refuses a program that was written for it")
     return solver, scale
 
 
