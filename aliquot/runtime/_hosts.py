@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,6 +18,7 @@ _HEARTBEAT_S = 30
 _SHUTDOWN_S = 10
 # Who ends without `shutdown` may be waited for in vain.
 _AT_EXIT_S = 20
+_LAST_WORD_S = 2
 
 
 def initialize(
@@ -112,4 +114,7 @@ def _at_exit() -> None:
             "which waits for them.",
             file=sys.stderr,
         )
+    else:
+        # What failed may have failed because another process died: then the watch has the last word.
+        time.sleep(_LAST_WORD_S)
     peers.abandon()

@@ -131,7 +131,8 @@ def clipped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "recompute"), [("gpt-125m", "float32", "block"), ("llama-7b", "bf16", "none")]
+    ("model", "dtype", "recompute"),
+    [("gpt-125m", "float32", "block"), pytest.param("llama-7b", "bf16", "none", marks=pytest.mark.slow)],
 )
 def test_zoo_same_numbers(clipped, model, dtype, recompute):
     graph = zoo(model, dtype, recompute)

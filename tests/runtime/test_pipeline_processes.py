@@ -120,8 +120,11 @@ def test_the_others_end_when_one_dies(count, killed, case):
             thread.join(10)
     for k, code in zip(others, codes, strict=True):
         said = "".join(errors[k])
+        # The coordinator's death aborts all from within JAX at the same moment: on a loaded machine JAX may speak first.
+        if killed == 0 and code == -signal.SIGABRT and "has ended" not in said:
+            assert "another task died" in said
+            continue
         assert re.search(rf"process {killed}\b.* has ended", said), said
         assert re.search(rf"Process {k} \(stage {k}\) had issued instruction \d+ of \d+ \(.*\) of step \d+", said), said
         assert re.search(rf"exchange with process {killed} \(stage {killed}\) is instruction", said) or count > 2, said
-        # The coordinator's death aborts all from within JAX, at the same moment.
         assert code == 3 or (killed == 0 and code == -signal.SIGABRT)

@@ -95,6 +95,7 @@ def four_layers(**options):
     return build("moe-380m", 4, overrides=MOE | {"num_layers": 4}, **options)
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_experts_start_equal():
     def gates(scan):
         layers = jax.jit(lambda key: four_layers(scan=scan).init(key)["params"]["layers"])(jax.random.key(0))
@@ -183,10 +184,10 @@ METHODS = {
 @pytest.mark.parametrize(
     ("name", "method", "micro_batches"),
     [
-        ("moe-380m", "dp", 1),
-        ("moe-380m", "zero3", 2),
+        pytest.param("moe-380m", "dp", 1, marks=pytest.mark.slow),
+        pytest.param("moe-380m", "zero3", 2, marks=pytest.mark.slow),
         ("moe-380m", "shard 4x2", 4),
-        ("wide-resnet-250m", "zero3", 1),
+        pytest.param("wide-resnet-250m", "zero3", 1, marks=pytest.mark.slow),
         ("wide-resnet-250m", "shard 4x2", 1),
     ],
 )

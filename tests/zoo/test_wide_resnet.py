@@ -70,6 +70,7 @@ def test_flops_are_those_of_the_products():
     assert 3 * forward_flops(traced) - 4 * first == workload.flops_per_step == 4 * config.flops_per_image
 
 
+@pytest.mark.slow
 def test_averages_move_a_tenth_of_the_way_to_the_batch():
     workload, state, step = started()
     batch = batch_of(workload)
