@@ -150,6 +150,7 @@ def test_the_demo_as_json(tmp_path, text, plain, quick):
     assert answer["max_relative_difference"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_the_demo_fails_where_the_runs_differ(tmp_path, text, plain, quick):
     plain(scale=1.001)
     found = demo(tmp_path, text, "--json")

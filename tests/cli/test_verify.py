@@ -43,6 +43,7 @@ def test_the_answer(plan_file):
     assert "kept from an earlier run" in again.stdout and "Memory on each device" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_a_failed_check(plan_file, tmp_path):
     text = json.loads(plan_file.read_text())
     text["prediction"]["memory_limit_bytes"] = 1000.0

@@ -47,7 +47,9 @@ def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]
     return [json.loads(out.splitlines()[-1]) for out, _ in printed]
 
 
-@pytest.mark.parametrize(("count", "mesh", "num_micro_batches"), [(2, (4, 2), 2), (4, (8,), 1)])
+@pytest.mark.parametrize(
+    ("count", "mesh", "num_micro_batches"), [(2, (4, 2), 2), pytest.param(4, (8,), 1, marks=pytest.mark.slow)]
+)
 def test_several_processes_train_as_one(count, mesh, num_micro_batches):
     (alone,) = run(1, mesh, num_micro_batches)
     together = run(count, mesh, num_micro_batches)

@@ -28,7 +28,7 @@ TINY = {
 }
 
 
-@pytest.fixture(params=TINY)
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n != next(iter(TINY)) else n for n in TINY])
 def name(request):
     return request.param
 
