@@ -128,9 +128,29 @@ def solve_pipeline(
     limit = (
         target_for(cluster.device).usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     )
-    counts = _counts(method, graph, cluster)
-    # Large micro-batches allow every submesh; small ones are closest to what a pipeline runs.
-    first = counts[min(1, len(counts) - 1)]
+    groups = [counts for counts in _counts(method, graph, cluster) if counts]
+    for number, counts in enumerate(groups):
+        try:
+            return _solve_with(method, graph, cluster, counts, limit, semantics, on_missing_rule, progress)
+        except InfeasibleError:
+            if number == len(groups) - 1:
+                raise
+    raise AssertionError("there is always a number of micro-batches to try")
+
+
+def _solve_with(
+    method: PipeshardParallel,
+    graph: Graph,
+    cluster: Cluster,
+    counts: list[int],
+    limit: float,
+    semantics: str,
+    on_missing_rule: str,
+    progress: Progress | None,
+) -> PipelineDecision:
+    """The best pipeline with one of some numbers of micro-batches."""
+    # The largest micro-batch allows every submesh.
+    first = counts[0]
 
     length = _scan_length(graph) if method.layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
@@ -199,22 +219,21 @@ def _copies(length: int) -> tuple[int, ...]:
     return tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))
 
 
-def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[int]:
-    """Numbers of micro-batches to try."""
+def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[list[int]]:
+    """Numbers of micro-batches to try, and those to try if nothing fits with the first."""
     sizes = [
         graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
     ]
     if method.num_micro_batches is not None:
-        return [method.num_micro_batches]
+        return [[method.num_micro_batches]]
     if not sizes:
-        return [1]
+        return [[1]]
     size = math.gcd(*sizes)
     # Fewer cannot keep stages busy, and a micro-batch should be worth splitting over a host; where memory is short, smaller
     # ones may be all that fits.
     divisors = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0]
     usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
-    spread = usual[-1 :: -max(1, len(usual) // 8)][:3]
-    return sorted({*spread, divisors[-1]})
+    return [usual[-2:], [n for n in divisors if n > usual[-1]][-2:]]
 
 
 def _solve_stages(
