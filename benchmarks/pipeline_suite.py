@@ -377,9 +377,8 @@ def _report() -> Report:
             "row's restriction (one stage; one GPU for each stage; equal submeshes; a grid) and do not count for the error, "
             "but do for the ranking. Stages are cut between Alpa's layers there, each of which is worked out again as a whole. Alpa's "
             "ablations `auto_stage` and `equal_layer` (its own plans again) and `equal_eqn` (cuts inside of blocks) are left "
-            "out. Prices of Wide-ResNet are far too high as yet (see its TFLOP/s: a 3x3 convolution is taken for products with "
-            "as many rows as examples, its positions left out), so its comparisons prove little. Rows come from a journal of "
-            "runs family by family; the seconds below are those of the last, and pricing and search have columns of their own."
+            "out. Rows come from a journal of runs family by family; the seconds below are those of the last, and pricing and "
+            "search have columns of their own."
         ),
     )
 
