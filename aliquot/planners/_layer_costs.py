@@ -86,11 +86,11 @@ def build_chains(
     """
     options = submesh_options(cluster, step.micro_batch_size)
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
-    by_layer, _ = _classes(step.part, staged)
+    by_layer = _kinds(step.part, staged)
     units = list(copies or range(len(step.layers)))
-    known = list(dict.fromkeys(by_layer[unit] for unit in units))
-    classes = [known.index(by_layer[unit]) for unit in units]
-    members = [units[classes.index(c)] for c in range(len(known))]
+    numbers: dict[tuple[int, ...], int] = {}
+    classes = [numbers.setdefault(by_layer[unit], len(numbers)) for unit in units]
+    members = [units[classes.index(c)] for c in range(len(numbers))]
     costs: list[list[PhaseCosts | None]] = []
     shares = []
     meshes = {(o.submesh, o.mesh_shape) for o in options}
@@ -115,20 +115,18 @@ def build_chains(
     return chains, classes
 
 
-def _classes(graph: Graph, staging: Staging) -> tuple[list[int], list[int]]:
-    """For each layer the number of its kind, and the first layer of each kind. Layers of one kind cost the same."""
+def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
+    """For each layer what it computes. Layers of one kind cost the same."""
     op_class = fold(graph).op_class
     ops: list[list[int]] = [[] for _ in range(staging.num_stages)]
     for item, stage in zip(staging.items, staging.stage, strict=True):
         if stage >= 0 and item.phase is not Phase.UPDATE:
             ops[stage] += [int(op_class[k]) for k in item.ops]
-    known: dict[tuple[int, ...], int] = {}
-    classes = [known.setdefault(tuple(own), len(known)) for own in ops]
-    return classes, [classes.index(c) for c in range(len(known))]
+    return [tuple(own) for own in ops]
 
 
-def price_option(problem: Problem, shape: tuple[int, ...]) -> tuple[Priced, fixed.Masks] | None:
-    """A mesh (dp, tp) priced, with the choices that its axes allow; None if the batch cannot be split so.
+def price_option(problem: Problem, shape: tuple[int, ...]) -> Priced | None:
+    """A mesh (dp, tp) priced, with no other choices than its axes allow; None if the batch cannot be split so.
 
     The first axis splits the batch alone; over the second, parameters are split as far as they can.
     """
@@ -141,17 +139,15 @@ def price_option(problem: Problem, shape: tuple[int, ...]) -> tuple[Priced, fixe
     choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
     if choices is None:
         return None
-    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
-    return priced, fixed.everything(priced)
+    return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
 
 
 def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseCosts | None:
     """Costs of the best splits on a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
-    option = price_option(replace(problem, cluster=cluster), shape)
-    if option is None:
+    priced = price_option(replace(problem, cluster=cluster), shape)
+    if priced is None:
         return None
-    priced, masks = option
-    search = Search(priced, masks, limit_bytes=np.inf, relative_gap=1e-2, node_limit=20)
+    search = Search(priced, fixed.everything(priced), limit_bytes=np.inf, relative_gap=1e-2, node_limit=20)
     if search.relax() is None:
         return None
     solution = search.rounded()
@@ -188,7 +184,6 @@ def _chain(
     limit_bytes: float,
 ) -> Chain:
     scale = step.num_micro_batches / count
-
     # A batch that an option can split at one size it may not at another.
     size = step.micro_batch_size * step.num_micro_batches // count
     runs = np.array([[c is not None and size % (o.dp or 1) == 0 for c, o in zip(row, options)] for row in table])

@@ -30,6 +30,7 @@ from ._layer_costs import build_chains, price_option, subcluster
 from ._methods import ILP, ShardParallel
 from ._race import Entry, Limits, race
 from .inter import AbstractInter, StageDP
+from .intra import fixed
 
 _ROUNDS = 4
 _MOST_MICRO_BATCHES = 1024
@@ -151,7 +152,6 @@ def _solve_with(
     """The best pipeline with one of some numbers of micro-batches."""
     # The largest micro-batch allows every submesh.
     first = counts[0]
-
     length = _scan_length(graph) if method.layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
     sketch = sketch_step(sketched, first, layers=method.layers)
@@ -287,7 +287,7 @@ def _solve_stages(
         for k, choice in enumerate(found.stages)
     ]
     transfer = [f.transfer_s for f in found.figures[1:]]
-    costs = _stage_costs(stages, found, transfer, chain.overlaps_transfers)
+    costs = _stage_costs(stages, found, transfer, chain)
     times = simulate(schedule, costs)
     peak = float(times.peak_bytes.max())
     if peak > limit:
@@ -322,13 +322,12 @@ def _alike(
 
 
 def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> tuple[Decision, PhaseCosts]:
-    found = price_option(problem, option.mesh_shape)
-    if found is None:
+    priced = price_option(problem, option.mesh_shape)
+    if priced is None:
         raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
-    priced, masks = found
     decision = race(
         problem,
-        [Entry(name=option.name, priced=priced, allowed=masks)],
+        [Entry(name=option.name, priced=priced, allowed=fixed.everything(priced))],
         method="pipeshard",
         planner="ilp",
         limits=Limits(relative_gap=max(method.intra.relative_gap, 1e-2), node_limit=min(method.intra.node_limit, 50)),
@@ -338,7 +337,7 @@ def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOptio
 
 
 def _stage_costs(
-    stages: Sequence[StageDecision], found: ChainPlan, transfer: Sequence[float], overlaps: bool
+    stages: Sequence[StageDecision], found: ChainPlan, transfer: Sequence[float], chain: Chain
 ) -> StageCosts:
     again = np.array([s.option.recompute == "stage" for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
@@ -348,7 +347,8 @@ def _stage_costs(
     backward = np.where(again, backward + forward, backward)
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])
-    entering = np.array([f.held_bytes / max(1.0, f.in_flight) for f in found.figures])
+    crossing = np.concatenate(([0.0], chain.boundary_bytes))
+    entering = np.array([crossing[s.first_layer] / (s.option.dp or 1) for s in stages])
     return StageCosts(
         forward_s=forward,
         backward_input_s=backward - weights,
@@ -358,5 +358,5 @@ def _stage_costs(
         state_bytes=np.where(again, state + kept, state),
         in_flight_bytes=np.where(again, entering, kept),
         working_bytes=np.array([s.costs.working_bytes for s in stages]),
-        overlaps_transfers=overlaps,
+        overlaps_transfers=chain.overlaps_transfers,
     )

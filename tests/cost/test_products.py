@@ -89,3 +89,18 @@ def test_v100_reaches_in_each_shape_what_was_published():
         target = target_for(mesh.cluster.device)
         found = priced_module.work_seconds(work, (batch, rows, columns, depth), np.array([[-1]]), mesh, target)
         assert flops / found[0] == pytest.approx(flops_per_s, rel=0.08)
+
+
+def test_the_positions_of_an_image_are_rows_of_the_product():
+    """A convolution of 40 examples at 100 positions each takes as long as a product of 4000 rows."""
+    examples, positions, columns, depth = 40, 100, 40, 9000
+    work = Work(
+        phase=Phase.FORWARD,
+        split_by=(True,) * 4,
+        flops=2.0 * examples * positions * columns * depth,
+        dtype="bfloat16",
+        arrays=((0.0, LEFT), (0.0, RIGHT), (2.0 * examples * positions * columns, RESULT)),
+        kernels=1,
+    )
+    found = priced_module.work_seconds(work, (1, examples, columns, depth), np.array([[-1]]), MESH, TARGET)
+    assert float(found[0]) == pytest.approx(seconds((1, examples * positions, columns, depth)))

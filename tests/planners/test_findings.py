@@ -8,6 +8,7 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.planners import Auto, DataParallel, ShardParallel
 from aliquot.planners.intra.ilp._highs import Relaxation
+from aliquot.planners.intra.ilp._highs import _load as load
 from aliquot.planners.intra.ilp._program import Program
 
 CLUSTER = Cluster.preset("8xH100")
@@ -93,10 +94,12 @@ def test_slow_links_between_hosts_carry_less():
 
 
 def test_an_entry_that_two_parts_of_a_program_add_to_counts_as_one():
-    """`x <= 3` written as `0.5 x + 0.5 x <= 3`: the solver takes two entries at one place for a fault."""
+    """`x <= 3` written as `0.5 x + 0.5 x <= 3`: the solver would keep both entries."""
     program = Program()
     (column,) = program.add_columns(np.array([-1.0]))
     row = program.add_rows(1, -np.inf, 3.0)
     for _ in range(2):
         program.add_entries(np.array([row]), np.array([column]), 0.5)
     assert Relaxation(program).solve().values == pytest.approx([3.0])
+    solver, _ = load(program, num_integer=0)
+    assert solver.getNumNz() == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
+from aliquot.planners import AbstractInter
 from aliquot.plans import Plan, violations
 
 LAYERS = 6
@@ -193,3 +196,19 @@ def test_a_loop_over_layers_is_cut_between_any_two():
     assert [name for stage in plan.stages for name in stage.layer_names] == [f"layers[{k}]" for k in range(LAYERS)]
     last = plan.scan_bounds[-2]
     assert f"state.params.layers.w[{last}:{LAYERS}]" in plan.stages[-1].shardings
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlySmall(AbstractInter):
+    """Finds room for micro-batches of two examples and fewer alone."""
+
+    def solve(self, chains):
+        small = [chain for chain in chains if chain.num_micro_batches >= 32]
+        if not small:
+            raise InfeasibleError("too large", required_bytes=2, available_bytes=1)
+        return aq.StageDP(num_stages=2).solve(small)
+
+
+def test_smaller_micro_batches_are_tried_where_nothing_else_fits():
+    assert plan_of(num_stages=2).num_micro_batches <= 8
+    assert plan_of(inter=OnlySmall()).num_micro_batches >= 32

@@ -104,7 +104,7 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     lp.col_upper_ = col_upper
     lp.row_lower_ = _finite(lower)
     lp.row_upper_ = _finite(upper)
-    # An entry that two parts of the program add to must be one: the solver takes two for a fault, and is then corrupt.
+    # What two parts of the program add to must be one entry: the solver keeps both, and has crashed on large programs.
     matrix = coo_array((values, (rows, columns)), shape=(len(lower), len(cost))).tocsc()
     matrix.sum_duplicates()
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
