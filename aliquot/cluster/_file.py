@@ -19,11 +19,13 @@ from ..core import (
 from ._cluster import Cluster, Link
 from ._device import DEVICES, DTYPES, Device
 from ._presets import WIRINGS, Wiring
+from ._wires import Wires
 
 T = TypeVar("T")
 
 _CLUSTER_KEYS = ("name", "device", "hosts", "devices_per_host", "topology")
 _LINK_KEYS = ("latency", "bandwidth")
+_INTRA_KEYS = (*_LINK_KEYS, "wires")
 _DEVICE_KEYS = ("name", "kind", "memory", "memory_bandwidth", "source", "peak")
 _REQUIRED = object()
 
@@ -77,7 +79,9 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
 
     Sizes and rates carry units. `device` is a name from the catalogue, or left out in favour of a `[device]` table.
     `[intra]` and `[inter]` default to the usual links of a catalogue device; with a device of one's own `[intra]` is
-    required, and `[inter]` too as soon as there are two hosts.
+    required, and `[inter]` too as soon as there are two hosts. Where devices of a host are wired pair by pair, `[intra]`
+    may say so: `wires` has a row for each device with what it can send to each other one directly, as in `Cluster.wires`.
+    An `[intra]` without `wires` takes away those of the catalogue.
 
     >>> cluster = parse_toml('''
     ... [cluster]
@@ -112,6 +116,25 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     >>> cluster.device.peak("bfloat16")
     181000000000000.0
 
+    Four GPUs in two bridged pairs, which reach each other through the host alone:
+
+    >>> cluster = parse_toml('''
+    ... [cluster]
+    ... device = "A100-40GB"
+    ... devices_per_host = 4
+    ... [intra]
+    ... latency = "2us"
+    ... bandwidth = "300GB/s"
+    ... wires = [
+    ...     [0, "300GB/s", 0, 0],
+    ...     ["300GB/s", 0, 0, 0],
+    ...     [0, 0, 0, "300GB/s"],
+    ...     [0, 0, "300GB/s", 0],
+    ... ]
+    ... ''')
+    >>> cluster.wires[0]
+    (0.0, 300000000000.0, 0.0, 0.0)
+
     Raises:
         ClusterError: Everything that is wrong with it.
     """
@@ -129,21 +152,24 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     intra, inter = _read_links(data, wiring, hosts or 1, devices_per_host or 1, problems)
     # The catalogue's note describes links that the file may have replaced.
     note = wiring.note if wiring and not {"intra", "inter"} & data.keys() else ""
-    wires = wiring.wires_of(devices_per_host or 1) if wiring and "intra" not in data else ()
+    wires = wiring.wires_of(devices_per_host or 1) if wiring and "intra" not in data else _read_wires(data, problems)
     topology = main.take("topology", _text, note)
     name = main.take("name", _text, device.name if device else "")
     if problems or device is None or hosts is None or devices_per_host is None or intra is None or inter is None:
         raise ClusterError(problems or "it describes no links", asked=asked)
-    return Cluster(
-        name=name or device.name,
-        device=device,
-        num_hosts=hosts,
-        devices_per_host=devices_per_host,
-        intra=intra,
-        inter=inter,
-        topology=topology or "",
-        wires=wires,
-    )
+    try:
+        return Cluster(
+            name=name or device.name,
+            device=device,
+            num_hosts=hosts,
+            devices_per_host=devices_per_host,
+            intra=intra,
+            inter=inter,
+            topology=topology or "",
+            wires=wires,
+        )
+    except ClusterError as error:
+        raise ClusterError(error.violations, asked=asked) from error
 
 
 def from_dict(data: Mapping[str, Any]) -> Cluster:
@@ -162,7 +188,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
     intra = table.take("intra", lambda value: _plain_link("intra", value, problems))
     inter = table.take("inter", lambda value: _plain_link("inter", value, problems))
     topology = table.take("topology", _text, "")
-    wires = table.take("wires", _rows, ())
+    wires = table.take("wires", _rows(_number), ())
     if problems or name is None or device is None or hosts is None or devices_per_host is None or not (intra and inter):
         raise ClusterError(problems)
     return Cluster(
@@ -218,7 +244,7 @@ def _read_peaks(where: str, data: Any, problems: list[str]) -> dict[str, float]:
 def _read_link(key: str, data: Mapping[str, Any], problems: list[str]) -> Link | None:
     if key not in data:
         return None
-    table = _Table(f"[{key}]", data[key], _LINK_KEYS, problems)
+    table = _Table(f"[{key}]", data[key], _INTRA_KEYS if key == "intra" else _LINK_KEYS, problems)
     latency = table.take("latency", _quantity(parse_seconds))
     bandwidth = table.take("bandwidth", _quantity(parse_rate))
     if latency is None or bandwidth is None:
@@ -241,6 +267,15 @@ def _read_links(
         # One host never uses its network, so any link will do.
         inter = intra
     return intra, inter
+
+
+def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:
+    intra = data.get("intra")
+    if not isinstance(intra, Mapping):
+        return ()
+    # What else the table may hold was read, and reported, with its link.
+    found = _Table("[intra]", intra, tuple(intra), problems).take("wires", _rows(_quantity(parse_rate)), ())
+    return found or ()
 
 
 def _plain_device(data: Any, problems: list[str]) -> Device | None:
@@ -310,10 +345,13 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _rows(value: Any) -> tuple[tuple[float, ...], ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
-        raise InputError(f"expected rows of numbers, got {value!r}")
-    return tuple(tuple(_number(entry) for entry in row) for row in value)
+def _rows(read: Callable[[Any], float]) -> Callable[[Any], Wires]:
+    def read_rows(value: Any) -> Wires:
+        if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
+            raise InputError(f"expected rows of numbers, got {value!r}")
+        return tuple(tuple(read(entry) for entry in row) for row in value)
+
+    return read_rows
 
 
 def _quantity(parse: Callable[[str | float], T]) -> Callable[[Any], T]:

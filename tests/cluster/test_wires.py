@@ -64,3 +64,48 @@ def test_impossible_wires_are_refused(wires, words):
     data = {**Cluster.preset("2xV100-16GB").to_dict(), "wires": wires}
     with pytest.raises(ClusterError, match=words):
         Cluster.from_dict(data)
+
+
+PAIRS = """
+[cluster]
+device = "A100-40GB"
+devices_per_host = 4
+[intra]
+latency = "2us"
+bandwidth = "300GB/s"
+wires = {wires}
+"""
+
+
+def test_a_file_says_how_a_host_is_wired():
+    wires = '[[0, "300GB/s", 0, 0], ["300GB/s", 0, 0, 0], [0, 0, 0, "2400Gbps"], [0, 0, 300e9, 0]]'
+    cluster = parse_toml(PAIRS.format(wires=wires))
+    assert [sum(row) for row in cluster.wires] == [300e9] * 4
+    mesh = LogicalMesh(shape=(2, 2), cluster=cluster)
+    # Partners have a link of their own; others pass through a third device or the host.
+    assert mesh.link(("y",)).bandwidth_bytes_per_s == 300e9
+    assert mesh.link(("x",)).bandwidth_bytes_per_s == 150e9
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("wires", "words"),
+    [
+        ("[[0, 1], [1, 0]]", "4 rows of 4"),
+        ("[[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [2, 1, 1, 0]]", "both ways"),
+        ('[[0, "10 apples"]]', r"\[intra\].wires: '10 apples' is not a bandwidth"),
+        ('[[0, "-1GB/s"]]', r"\[intra\].wires"),
+        ('"switch"', "rows of numbers"),
+    ],
+)
+def test_impossible_wires_in_a_file_are_refused(wires, words):
+    with pytest.raises(ClusterError, match=words) as caught:
+        parse_toml(PAIRS.format(wires=wires), asked="cluster file 'box.toml'")
+    assert "box.toml" in str(caught.value)
+
+
+def test_wires_are_a_matter_of_the_host_alone():
+    text = '[cluster]\ndevice = "H100"\nhosts = 2\ndevices_per_host = 2\n'
+    network = '[inter]\nlatency = "9us"\nbandwidth = "1GB/s"\nwires = [[0, 1], [1, 0]]\n'
+    with pytest.raises(ClusterError, match=r"\[inter\] has an unknown key 'wires'"):
+        parse_toml(text + network)
