@@ -18,7 +18,7 @@ _HEARTBEAT_S = 30
 _SHUTDOWN_S = 10
 # Who ends without `shutdown` may be waited for in vain.
 _AT_EXIT_S = 20
-_LAST_WORD_S = 2
+_LAST_WORD_S = 6
 
 
 def initialize(

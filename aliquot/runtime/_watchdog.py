@@ -7,9 +7,11 @@ minutes is not taken for dead.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -53,6 +55,7 @@ class Peers:
         self.address = next((a for a in own if not a.startswith("127.")), own[0])
         for peer in self._sockets.values():
             _probe(peer)
+        _delay_aborts()
         threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -191,6 +194,20 @@ def watched() -> Peers | None:
 def stop_watching() -> None:
     """Forget the processes, after all have left."""
     _peers.clear()
+
+
+def _delay_aborts() -> None:
+    """Let a thread that aborts this process sleep for 6 seconds first.
+
+    JAX aborts from a thread of its own as soon as it loses process 0, often before the watch has had its turn. With the
+    number of the signal as its argument, `sleep` is a handler for it, which needs nothing of an interpreter that may be
+    about to fall; afterwards the abort goes on.
+    """
+    if os.name != "posix":
+        return
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
 def _flush() -> None:

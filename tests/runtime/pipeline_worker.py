@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 
 process, count, port, num_devices = map(int, sys.argv[1:5])
 task, cases = sys.argv[5], [json.loads(text) for text in sys.argv[6:]]
@@ -33,6 +34,7 @@ if count > 1:
 from runtime.pipelines import pipeline  # noqa: E402
 
 from aliquot.runtime._check import compare  # noqa: E402
+from aliquot.runtime._watchdog import Peers  # noqa: E402
 
 WIDTH, BATCH, WORDS = 8, 8, 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
@@ -124,12 +126,16 @@ def refused(case):
 
 def endless(case):
     """Steps without end, for a test that ends one of the processes."""
+    if case.pop("late", False):
+        speak = Peers._end
+        Peers._end = lambda peers, dead: (time.sleep(2), speak(peers, dead))
     if case.pop("forward", False):
         params = init(jax.random.key(0))["params"]
+        last = 0 if case.get("backwards") else count - 1
         step = pipeline(evaluate, params, batch_of(0), **case)
         for number in range(10**9):
             metrics = step(params, batch_of(number))
-            if process == count - 1:
+            if process == last:
                 metrics["loss"].block_until_ready()
             say(step=number)
     step = pipeline(train_step, jax.eval_shape(init, jax.random.key(0)), batch_of(0), **case)

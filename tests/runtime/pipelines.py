@@ -26,6 +26,7 @@ def pipeline(
     chunks: int = 1,
     layers: str | int | None = None,
     anywhere: bool = False,
+    backwards: bool = False,
     semantics: str = "exact",
     **kwargs: Any,
 ) -> PipelineStep:
@@ -36,6 +37,7 @@ def pipeline(
         chunks: how many stages each submesh runs.
         layers: as for `cut_layers`.
         anywhere: cut the forward pass into equal numbers of operators, however bad the places are.
+        backwards: the first stage is on the last devices.
     """
     graph = capture(fn, *args, **kwargs)
     return build(
@@ -44,6 +46,7 @@ def pipeline(
         sizes=sizes,
         micro_batches=micro_batches,
         schedule=schedule,
+        backwards=backwards,
         semantics=semantics,
     )
 
@@ -66,11 +69,13 @@ def build(
     sizes: Sequence[int],
     micro_batches: int,
     schedule: str,
+    backwards: bool = False,
     semantics: str = "exact",
 ) -> PipelineStep:
     """The pipeline of a captured step; stage k runs on submesh `k % len(sizes)`, submeshes follow one another."""
     bounds = np.cumsum([0, *sizes])
-    setups = [_setup(graph, jax.devices()[a:b]) for a, b in zip(bounds, bounds[1:])]
+    devices = jax.devices()[:: -1 if backwards else 1]
+    setups = [_setup(graph, devices[a:b]) for a, b in zip(bounds, bounds[1:])]
     chosen = [setups[k % len(sizes)] for k in range(stages.num_stages)]
     lists = make_schedule(schedule, stages.num_stages, micro_batches, len(sizes))
     made = build_pipeline(graph, stages, chosen, lists, semantics=semantics)
