@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..plans import Schedule, TaskKind
-from ._split import Part
+from ._programs import Part
 from ._stage_functions import Form, Key, StageFunction
 
 PART_OF = {
@@ -148,7 +148,7 @@ class _Writer:
     def task(self, stage: int, part: Part, micro_batch: int) -> None:
         """Run one task of the schedule, and send what others read of it."""
         for k, f in enumerate(self._functions):
-            if (f.program.stage, f.program.part) == (stage, part) and f.gives:
+            if (f.program.stage, f.program.part) == (stage, part):
                 self._run(k, f, micro_batch)
                 self._send_all(f, micro_batch)
 

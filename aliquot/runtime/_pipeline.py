@@ -23,7 +23,7 @@ from ._issue import Issuer
 from ._packing import pack_scalars
 from ._parts import struct_of
 from ._pipeline_stats import bytes_on_device
-from ._split import Part, StagePrograms
+from ._programs import Part, StagePrograms
 from ._stage_functions import Form, Key, StageContext, StageFunction, build_function
 from ._transfer import processes_of
 from ._watchdog import Peers, watch

@@ -25,7 +25,8 @@ from ._phase_parts import phase_parts
 from ._pieces import cut_leaves, input_pieces, join_results, original_of, output_pieces, places_of
 from ._pipeline import Pipeline
 from ._pipeline_stats import PipelineStats, pipeline_stats
-from ._split import StagePrograms, split_stages
+from ._programs import StagePrograms
+from ._split import split_stages
 from ._stage_functions import StageContext
 from ._state import place
 from ._trace import Span, measured_trace
@@ -110,11 +111,12 @@ def build_pipeline(
 
 
 def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
-    """Each stage's programs from the cut for its own number of groups."""
+    """Each stage's programs from the cut for its own number of groups, without those that make nothing."""
     first = by_stage[0]
     own = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
-    programs = tuple(own[p.stage, p.part, p.round] for p in first.programs)
-    return StagePrograms(programs=programs, made_by=first.made_by, outputs=first.outputs, home=first.home)
+    programs = [own[p.stage, p.part, p.round] for p in first.programs]
+    useful = tuple(p for p in programs if p.exports or p.totals or p.stacked)
+    return StagePrograms(programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home)
 
 
 class PipelineStep:

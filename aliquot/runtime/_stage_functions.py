@@ -20,7 +20,7 @@ from ..sharding import MicroBatchPlan, Pins, TimeKind
 from ._layout import Layout
 from ._lowering import ConstraintLowering, partition
 from ._parts import Parts
-from ._split import Part, StageProgram
+from ._programs import Part, StageProgram
 from ._totals import Totals
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {

@@ -183,8 +183,8 @@ def batch_norm(params, batch):
     return jnp.mean((hidden - 1.0) ** 2), (mean, variance)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2, 2, 2)])
-def test_independent_micro_batches_are_steps_of_their_own(sizes, x64):
+@pytest.mark.parametrize(("sizes", "schedule"), [((1, 1), "zero-bubble"), ((2, 2, 2, 2), "1f1b")])
+def test_independent_micro_batches_are_steps_of_their_own(sizes, schedule, x64):
     def train_step(params, running, batch):
         (loss, now), grads = jax.value_and_grad(batch_norm, has_aux=True)(params, batch)
         new = jax.tree.map(lambda old, found: 0.5 * old + 0.5 * found, running, now)
@@ -193,7 +193,7 @@ def test_independent_micro_batches_are_steps_of_their_own(sizes, x64):
     random = np.random.default_rng(0)
     params = {"w": random.normal(size=(WIDTH, 3)), "v": random.normal(size=(3, 3))}
     args = (params, (np.zeros(3), np.ones(3)), {"x": random.normal(size=(16, WIDTH))})
-    step = pipeline(train_step, *args, sizes=sizes, semantics="independent", anywhere=True)
+    step = pipeline(train_step, *args, sizes=sizes, schedule=schedule, semantics="independent", anywhere=True)
     new, running, loss = step(*args)
     count = 2 * sizes[0]
     losses = jax.value_and_grad(lambda p, x: batch_norm(p, {"x": x})[0])
