@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..graph import Graph, Op, ReplayHook, evaluate
+from ..graph import Graph, Op, Operand, ReplayHook, evaluate
 from ..sharding import Pins, Spec, dims_of, without_partial
+from ._mapped import differing
 
 
 class AbstractLowering(abc.ABC):
     """A way to run a graph under a plan's pins."""
 
     @abc.abstractmethod
-    def replay(self, graph: Graph, arrays: Sequence[Any], *, without: frozenset[str] = frozenset()) -> list[Any]:
+    def replay(
+        self,
+        graph: Graph,
+        arrays: Sequence[Any],
+        *,
+        without: frozenset[str] = frozenset(),
+        mapped: Collection[int] = (),
+    ) -> list[Any]:
         """Run a graph on traced arrays, one for each of its inputs.
 
         Args:
             graph: the step that the pins are of, or some of its operators under their own indices.
             arrays: one for each of `graph.inputs`.
-            without: mesh axes that pins must not mention, as something around the replay splits along them.
+            without: mesh axes along which something around the replay gives each group of devices arrays of its own.
+            mapped: the inputs of which it does. The pins of what depends on them must not mention those axes.
         """
 
     @abc.abstractmethod
-    def constrain(self, array: Any, spec: Spec, *, without: frozenset[str] = frozenset(), leading: int = 0) -> Any:
-        """Split an array as `spec` says; `leading` dims stand before those that it speaks of, split over `without`."""
+    def constrain(
+        self,
+        array: Any,
+        spec: Spec,
+        *,
+        without: frozenset[str] = frozenset(),
+        leading: int = 0,
+        minor: Sequence[int] = (),
+    ) -> Any:
+        """Split an array as `spec` says.
+
+        Args:
+            without: mesh axes that are not to be mentioned.
+            leading: number of dims before those that `spec` speaks of; the last of them is split over `without`.
+            minor: positions of mesh axes that cut the tiles of all others.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,15 +65,30 @@ class ConstraintLowering(AbstractLowering):
     mesh: Mesh
     pins: Pins
 
-    def replay(self, graph: Graph, arrays: Sequence[Any], *, without: frozenset[str] = frozenset()) -> list[Any]:
+    def replay(
+        self,
+        graph: Graph,
+        arrays: Sequence[Any],
+        *,
+        without: frozenset[str] = frozenset(),
+        mapped: Collection[int] = (),
+    ) -> list[Any]:
         """See `AbstractLowering.replay`."""
-        return evaluate(graph, arrays, on_op=_Constrain(self, without))
+        return evaluate(graph, arrays, on_op=_Constrain(self, without, differing(graph, mapped)))
 
-    def constrain(self, array: Any, spec: Spec, *, without: frozenset[str] = frozenset(), leading: int = 0) -> Any:
+    def constrain(
+        self,
+        array: Any,
+        spec: Spec,
+        *,
+        without: frozenset[str] = frozenset(),
+        leading: int = 0,
+        minor: Sequence[int] = (),
+    ) -> Any:
         """See `AbstractLowering.constrain`."""
         if array.ndim == 0:
             return array
-        dims = partition(self.mesh, spec, array.shape[leading:], without)
+        dims = partition(self.mesh, spec, array.shape[leading:], without, minor)
         if leading:
             groups = tuple(name for name in self.mesh.axis_names if name in without)
             lead = [()] * (leading - 1) + [groups]
@@ -58,11 +96,13 @@ class ConstraintLowering(AbstractLowering):
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
 
 
-def partition(mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset()) -> PartitionSpec:
+def partition(
+    mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset(), minor: Sequence[int] = ()
+) -> PartitionSpec:
     """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too small for them."""
     names = [str(name) for name in mesh.axis_names]
     kept: list[tuple[str, ...]] = []
-    for size, axes in zip(shape, dims_of(without_partial(spec), names, len(shape)), strict=True):
+    for size, axes in zip(shape, dims_of(without_partial(spec), names, len(shape), minor), strict=True):
         mine: list[str] = []
         shards = 1
         for axis in axes:
@@ -76,8 +116,8 @@ def partition(mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[s
 class _Constrain(ReplayHook):
     """Pins every operand, then every result, one split after the other."""
 
-    def __init__(self, lowering: ConstraintLowering, without: frozenset[str]) -> None:
-        self._lowering, self._without = lowering, without
+    def __init__(self, lowering: ConstraintLowering, without: frozenset[str], differing: frozenset[int]) -> None:
+        self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
@@ -85,21 +125,24 @@ class _Constrain(ReplayHook):
         if pin is None:
             return arrays
         return [
-            array if spec is None else self._pin(array, spec) for array, spec in zip(arrays, pin.operands, strict=True)
+            array if spec is None else self._pin(value, array, spec)
+            for value, array, spec in zip(op.inputs, arrays, pin.operands, strict=True)
         ]
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         if pin is None:
             return arrays
-        for position, chain in enumerate(pin.results):
-            for spec in chain:
-                arrays[position] = self._pin(arrays[position], spec)
+        for position, (chain, minor) in enumerate(zip(pin.results, pin.minor, strict=True)):
+            for number, spec in enumerate(chain):
+                arrays[position] = self._pin(op.outputs[position], arrays[position], spec, () if number else minor)
         return arrays
 
     def value(self, index: int, array: Any) -> Any:
         spec = self._pins.values.get(index)
-        return array if spec is None else self._pin(array, spec)
+        return array if spec is None else self._pin(index, array, spec)
 
-    def _pin(self, array: Any, spec: Spec) -> Any:
-        return self._lowering.constrain(array, spec, without=self._without)
+    def _pin(self, value: Operand, array: Any, spec: Spec, minor: Sequence[int] = ()) -> Any:
+        differs = isinstance(value, int) and value in self._differing
+        without = self._without if differs else frozenset()
+        return self._lowering.constrain(array, spec, without=without, minor=minor)

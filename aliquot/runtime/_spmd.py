@@ -141,11 +141,13 @@ class _Loop:
         """Crossing values of one micro-batch, for all groups."""
         parts, groups = self._parts, self._layout.groups
         order = [*(i.value for i in self._plan.whole.inputs), *self._plan.whole.constants, *parts.early_values]
+        sliced = {value for value, _ in parts.sliced}
+        given = [i.value for v, i in zip(order, parts.body.inputs, strict=False) if v in sliced]
 
         def run(group: Any, own: Sequence[Any]) -> list[Any]:
             arrays = known | dict(zip([value for value, _ in parts.sliced], own, strict=True))
             inputs = [*(arrays[v] for v in order), group, micro_batch]
-            return self._lowering.replay(parts.body, inputs, without=self._without)
+            return self._lowering.replay(parts.body, inputs, without=self._without, mapped=[*given, parts.group])
 
         if groups == 1:
             return run(jnp.int32(0), slices)

@@ -249,7 +249,8 @@ def _replay_part(
 
     def run(group: Any, own: Sequence[Any]) -> list[Any]:
         arrays = plain | dict(zip(names, own, strict=True)) | {parts.group: group, parts.micro_batch: number}
-        return context.lowering.replay(program.graph, [arrays[v] for v in order], without=context.without)
+        inputs = [arrays[v] for v in order]
+        return context.lowering.replay(program.graph, inputs, without=context.without, mapped=[*names, parts.group])
 
     if layout.groups == 1:
         results = run(jnp.int32(0), [])

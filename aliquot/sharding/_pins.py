@@ -12,16 +12,20 @@ from dataclasses import dataclass
 
 from ..graph import Graph, Op
 from ._nodes import Choice, NodeGraph, Port, project
-from ._reshard import landing
+from ._reshard import landing, scattered_behind
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other."""
+    """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other.
+
+    In the first split of each result the axes in `minor` cut the tiles of all others.
+    """
 
     operands: tuple[Spec | None, ...]
     results: tuple[tuple[Spec, ...], ...]
+    minor: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,15 +75,18 @@ def make_pins(
     for site in nodes.sites:
         op = first_of[site.op_class]
         shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
-        chains = [
+        pairs = [
             _result_chain([spec(p) for p in ports], shape, axis_sizes, reduce_scatter)
             for ports, shape in zip(site.results, shapes, strict=True)
         ]
+        chains = [chain for chain, _ in pairs]
         for position, readers in enumerate(site.readers):
             if all((spec(p),) == chains[position] for p in readers):
                 chains[position] = ()
         by_class[site.op_class] = Pin(
-            operands=tuple(None if p is None else spec(p) for p in site.operands), results=tuple(chains)
+            operands=tuple(None if p is None else spec(p) for p in site.operands),
+            results=tuple(chains),
+            minor=tuple(minor for _, minor in pairs),
         )
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
@@ -92,15 +99,19 @@ def make_pins(
 
 def _result_chain(
     specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool
-) -> tuple[Spec, ...]:
-    """A product's own split, its partial sums already where the users want them, then the users' split."""
+) -> tuple[tuple[Spec, ...], tuple[int, ...]]:
+    """A product's own split, its partial sums already where the users want them, then the users' split.
+
+    With it the axes that are minor in the first.
+    """
     if not specs:
-        return ()
+        return (), ()
     own = specs[0]
     if len(specs) == 1:
-        return () if min(own) <= PARTIAL else (own,)
+        return (() if min(own) <= PARTIAL else (own,)), ()
     wanted = without_partial(specs[1])
     arrived = landing(own, wanted, reduce_scatter)
     if not divides(shape, arrived, axis_sizes):
         arrived = without_partial(own)
-    return (arrived,) if arrived == wanted else (arrived, wanted)
+    behind = scattered_behind(own, arrived)
+    return ((arrived,) if arrived == wanted and not behind else (arrived, wanted)), behind

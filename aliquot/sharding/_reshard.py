@@ -79,7 +79,8 @@ def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_sca
     for kind in sorted({now[a] for a in reduced if a not in scattered}):
         resolve("all-reduce", tuple(a for a in reduced if now[a] == kind))
     # Axes that stay partial hold what the others do, side by side.
-    for step in steps(tiling(tuple(now), axis_sizes), tiling(target, axis_sizes)):
+    arrived = tiling(tuple(now), axis_sizes, scattered_behind(source, landed))
+    for step in steps(arrived, tiling(target, axis_sizes)):
         moves.append(Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles))
     return tuple(moves)
 
@@ -98,6 +99,20 @@ def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
         (t if at_once else REPLICATED) if a in reduced else s
         for a, (s, t) in enumerate(zip(source, target, strict=True))
     )
+
+
+def scattered_behind(source: Spec, landed: Spec) -> tuple[int, ...]:
+    """The axes whose sums were scattered along a dim that a later axis of the mesh had split: theirs are the minor tiles.
+
+    A reduce-scatter cuts each device's own tile. Asked for another order, XLA gathers the operands instead.
+
+    >>> scattered_behind((PARTIAL, 0), (0, 0)), scattered_behind((0, PARTIAL), (0, 0))
+    ((0,), ())
+    """
+    axes = range(len(source))
+    scattered = [a for a in axes if source[a] <= PARTIAL and landed[a] >= 0]
+    dims = {landed[a] for a in scattered if any(source[b] == landed[a] for b in axes[a:])}
+    return tuple(a for a in scattered if landed[a] in dims)
 
 
 def result_fraction(move: Move, axis_sizes: Sequence[int]) -> float:

@@ -10,7 +10,7 @@ cannot differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 REPLICATED = -1
@@ -20,15 +20,23 @@ Spec: TypeAlias = tuple[int, ...]
 """One placement per mesh axis: a dim, `REPLICATED`, or `PARTIAL` and below."""
 
 
-def dims_of(spec: Spec, axis_names: Sequence[str], rank: int) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes that split each dim, as a `jax.sharding.PartitionSpec` lists them.
+def dims_of(
+    spec: Spec, axis_names: Sequence[str], rank: int, minor: Collection[int] = ()
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that split each dim, as a `jax.sharding.PartitionSpec` lists them; the axes `minor` stand last.
 
     >>> dims_of((0, -1, 0), ("x", "y", "z"), 2)
     (('x', 'z'), ())
+    >>> dims_of((0, -1, 0), ("x", "y", "z"), 2, minor=(0,))
+    (('z', 'x'), ())
     """
-    return tuple(
-        tuple(name for name, placement in zip(axis_names, spec, strict=True) if placement == dim) for dim in range(rank)
-    )
+    order = cutting_order(len(spec), minor)
+    return tuple(tuple(axis_names[a] for a in order if spec[a] == dim) for dim in range(rank))
+
+
+def cutting_order(num_axes: int, minor: Collection[int]) -> list[int]:
+    """Mesh axes, major ones first: in the mesh's order, but for those that cut what all others have cut."""
+    return sorted(range(num_axes), key=lambda a: (a in minor, a))
 
 
 def spec_from_dims(dims: Sequence[Sequence[str]], axis_names: Sequence[str], partial: Sequence[str] = ()) -> Spec:

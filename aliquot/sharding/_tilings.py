@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ._spec import Spec
+from ._spec import Spec, cutting_order
 
 Atom: TypeAlias = tuple[int, int, int]
 """A prime factor of an axis: the axis, its position in it, and the prime."""
@@ -62,12 +62,13 @@ class Tiling:
         return math.prod(_product(atoms) for _, atoms in self.dims)
 
 
-def tiling(spec: Spec, axis_sizes: Sequence[int]) -> Tiling:
-    """The tiling of a spec without partial sums."""
+def tiling(spec: Spec, axis_sizes: Sequence[int], minor: Collection[int] = ()) -> Tiling:
+    """The tiling of a spec without partial sums; the axes `minor` cut the tiles of all others."""
     by_dim: dict[int, Atoms] = {}
     repeated: Atoms = ()
-    for axis, (size, placement) in enumerate(zip(axis_sizes, spec, strict=True)):
-        atoms = tuple((axis, k, prime) for k, prime in enumerate(_primes(size)))
+    for axis in cutting_order(len(spec), minor):
+        placement = spec[axis]
+        atoms = tuple((axis, k, prime) for k, prime in enumerate(_primes(axis_sizes[axis])))
         if placement >= 0:
             by_dim[placement] = by_dim.get(placement, ()) + atoms
         else:

@@ -14,7 +14,9 @@ from aliquot.cluster import Cluster
 from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.planners import ShardParallel
-from aliquot.sharding import PARTIAL, REPLICATED, dims_of, make_pins, reshard, without_partial
+from aliquot.runtime import find_collectives
+from aliquot.sharding import PARTIAL, REPLICATED, dims_of, make_pins, reshard, result_fraction, without_partial
+from aliquot.sharding._pins import _result_chain
 from aliquot.sharding._reshard import landing
 
 R, P, Q = REPLICATED, PARTIAL, PARTIAL - 1
@@ -54,6 +56,33 @@ def test_a_reduce_scatter_is_asked_for_the_split_at_once():
     assert landing((P, 1), (0, 1), True) == (0, 1)
     assert landing((P, P), (0, 1), True) == (0, 1)
     assert landing((P, P), (0, 1), False) == (R, R)
+
+
+@pytest.mark.parametrize("target", [(0, 0), (0, R), (0, 1)])
+@pytest.mark.parametrize("source", [(P, 0), (P, 1)])
+def test_a_sum_is_scattered_behind_what_is_split_already(source, target, mesh):
+    """Asked for the mesh's order at once, XLA gathers the operands of the product instead."""
+    devices = mesh(*SIZES)
+    (chain, minor) = _result_chain([source, target], (64, 128), SIZES, False)
+    rows, columns = (("y", None) if source[1] == split else (None, None) for split in (0, 1))
+
+    def sharding(*dims):
+        return NamedSharding(devices, PartitionSpec(*dims))
+
+    def product(x, w):
+        y = x @ w
+        for number, spec in enumerate(chain):
+            dims = dims_of(spec, AXES, 2, () if number else minor)
+            y = jax.lax.with_sharding_constraint(y, sharding(*dims))
+        return y
+
+    shardings = sharding(rows[0], "x"), sharding("x", columns[0])
+    shapes = (jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32))
+    step = jax.jit(product, in_shardings=shardings, out_shardings=sharding(*dims_of(target, AXES, 2)))
+    found = find_collectives(step.lower(*shapes).compile().as_text(), AXES, SIZES)
+    moves = reshard(source, target, SIZES, False)
+    predicted = [(m.kind, round(4 * 64 * 128 * result_fraction(m, SIZES))) for m in moves]
+    assert sorted((c.kind, c.num_bytes) for c in found) == sorted(predicted)
 
 
 def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():

@@ -1,0 +1,124 @@
+"""What groups of devices have in common keeps its split over all of them: weights, wherever a step reads them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from runtime.planned import parallel
+
+from aliquot.graph import ReplayHook, capture, evaluate
+from aliquot.planners import Zero3Parallel
+from aliquot.runtime._mapped import differing
+
+
+def plain(w, x):
+    return (x @ jnp.sin(w)).sum()
+
+
+def remat(w, x):
+    return jax.checkpoint(lambda w, x: jnp.tanh(x @ jnp.sin(w)).sum())(w, x)
+
+
+def scan(w, x):
+    def body(carry, row):
+        total, still = carry
+        return (total + x @ jnp.sin(row), jnp.cos(still)), row * 2
+
+    return jax.lax.scan(body, (x, w[0]), w)
+
+
+def scan_whose_carry_comes_to_differ(w, x):
+    def body(carry, row):
+        first, second, third = carry
+        return (jnp.sin(row), first + 1.0, second + x.sum()), third
+
+    return jax.lax.scan(body, (w[0], w[1], w[2]), w)
+
+
+def while_loop(w, x):
+    return jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1]) + w[0], c[2] + x), (jnp.int32(0), w[0], x)
+    )
+
+
+def while_loop_as_long_as_each_group_needs(w, x):
+    return jax.lax.while_loop(
+        lambda c: c[1].sum() < 3.0, lambda c: (jnp.sin(c[0]) + w[0], c[1] + jnp.abs(x)), (w[0], x)
+    )
+
+
+def cond(w, x):
+    return jax.lax.cond(w[0, 0] > 0, lambda w, x: (jnp.sin(w), x * 2), lambda w, x: (w, x), w, x)
+
+
+def cond_that_each_group_decides(w, x):
+    return jax.lax.cond(x.sum() > 0, lambda w, x: (jnp.sin(w), x * 2), lambda w, x: (jnp.cos(w), x), w, x)
+
+
+# For each step the operators on weights alone that stay common to all groups.
+COMMON = {
+    plain: {"sin"},
+    remat: {"sin"},
+    scan: {"sin", "cos", "mul"},
+    scan_whose_carry_comes_to_differ: {"sin"},
+    while_loop: {"sin"},
+    while_loop_as_long_as_each_group_needs: set(),
+    cond: {"sin"},
+    cond_that_each_group_decides: set(),
+}
+
+
+class SplitWhatIsCommon(ReplayHook):
+    """Splits everything that does not differ along the groups' axis, which JAX refuses of arrays that each group has."""
+
+    def __init__(self, mesh, differs):
+        self._sharding, self._differs, self.seen = NamedSharding(mesh, PartitionSpec("x")), differs, set()
+
+    def results(self, op, arrays):
+        split = [self.value(v, a) for v, a in zip(op.outputs, arrays, strict=True)]
+        if op.outputs[0] not in self._differs:
+            self.seen.add(op.name)
+        return split
+
+    def value(self, index, array):
+        if index in self._differs or array.ndim == 0 or array.shape[0] % 8:
+            return array
+        return jax.lax.with_sharding_constraint(array, self._sharding)
+
+
+@pytest.mark.parametrize("step", COMMON, ids=lambda step: step.__name__)
+def test_what_does_not_differ_may_be_split_over_all_groups(step, mesh):
+    random = np.random.default_rng(0)
+    w, x = random.normal(size=(8, 8)).astype(np.float32), random.normal(size=(8, 8)).astype(np.float32)
+    graph = capture(step, w, x[0])
+    differs = differing(graph, [graph.inputs[1].value])
+    hook = SplitWhatIsCommon(mesh(8), differs)
+    run = jax.vmap(lambda w, x: evaluate(graph, [w, x], on_op=hook), in_axes=(None, 0), spmd_axis_name="x")
+    found = jax.jit(run)(w, x)
+    assert COMMON[step] <= hook.seen
+    assert hook.seen.isdisjoint({"sin", "cos"} - COMMON[step])
+    wanted = jax.vmap(step, in_axes=(None, 0))(w, x)
+    for have, want in zip(found, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5)
+
+
+def test_weights_are_gathered_in_the_dtype_in_which_they_are_used(x64):
+    """Each group reads all of them, after they were narrowed."""
+
+    def train_step(params, x):
+        def loss(params):
+            narrow = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            return jnp.mean((jnp.tanh(x @ narrow["up"]) @ narrow["down"]) ** 2)
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    random = np.random.default_rng(0)
+    params = {"up": random.normal(size=(64, 128)), "down": random.normal(size=(128, 64))}
+    x = random.normal(size=(32, 64)).astype(np.float32)
+    step = parallel(train_step, params, x, method=Zero3Parallel(), num_micro_batches=4)
+    assert step.plan.stages[0].data_axes == ("x",)
+    gathers = [c for c in step.stats().collectives if c.kind == "all-gather"]
+    assert {c.dtype for c in gathers} == {"f32"}
+    assert all(leaf.largest <= 1e-6 for leaf in step.check(params, x).leaves)
