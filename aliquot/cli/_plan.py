@@ -34,6 +34,13 @@ def plan(
             metavar="N|auto", help="Into how many parts a batch is cut; auto searches (pipelines only, their default)."
         ),
     ] = None,
+    micro_batch_semantics: Annotated[
+        str,
+        typer.Option(
+            metavar="exact|independent",
+            help="exact: the step's own numbers. independent: what does not decompose (BatchNorm) sees one micro-batch.",
+        ),
+    ] = "exact",
     stages: Annotated[int | None, typer.Option(help="Stages of a pipeline; by default searched.")] = None,
     schedule: Annotated[
         str | None, typer.Option(help="gpipe, 1f1b, interleaved-1f1b or zero-bubble; by default searched.")
@@ -53,6 +60,12 @@ def plan(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a size of the model; repeatable.")
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Compile the plan for the cluster's devices, and look on for one that fits if it does not."
+        ),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +90,9 @@ def plan(
         )
         built = resolve(model, options, where)
         try:
-            found = make_plan(built, where, how, 1 if parts is None else parts, say)
+            found = make_plan(
+                built, where, how, 1 if parts is None else parts, say, semantics=micro_batch_semantics, verify=verify
+            )
         except InfeasibleError as error:
             say.finish(_no_plan(built, where, method, parts, error))
             raise
@@ -88,7 +103,14 @@ def plan(
 
 
 def make_plan(
-    model: Model, where: Cluster, how: AbstractMethod | PipeshardParallel, micro_batches: int, say: Session
+    model: Model,
+    where: Cluster,
+    how: AbstractMethod | PipeshardParallel,
+    micro_batches: int,
+    say: Session,
+    *,
+    semantics: str = "exact",
+    verify: bool = False,
 ) -> Plan:
     """Plan a model, with progress on standard error."""
     from .._api import plan as find_plan
@@ -102,13 +124,15 @@ def make_plan(
             cluster=where,
             method=how,
             num_micro_batches=micro_batches,
+            micro_batch_semantics=semantics,
             model=model.reference,
+            verify=verify,
             progress=report,
         )
 
 
 def summary(found: Plan, out: Path | None) -> dict[str, Any]:
-    """A plan's figures, all predicted, as `plan --json` prints them."""
+    """A plan's figures as `plan --json` prints them, all predicted but those below `compiled`."""
     p, provenance = found.prediction, found.provenance
     return {
         "feasible": True,
@@ -133,6 +157,7 @@ def summary(found: Plan, out: Path | None) -> dict[str, Any]:
         "trace_s": provenance.trace_s,
         "num_stages": len(found.stages),
         "num_micro_batches": found.num_micro_batches,
+        "micro_batch_semantics": found.micro_batch_semantics,
         "schedule": found.schedule,
         "num_submeshes": found.num_submeshes,
         "stages": [
@@ -148,6 +173,7 @@ def summary(found: Plan, out: Path | None) -> dict[str, Any]:
             }
             for stage in found.stages
         ],
+        "compiled": msgspec.to_builtins(found.compiled),
         "notes": list(found.notes),
         "plan_file": str(out) if out else None,
     }
@@ -202,6 +228,7 @@ def _no_plan(
         "num_micro_batches": micro_batches,
         "schedule": None,
         "stages": [],
+        "compiled": None,
         "reason": str(error),
         "plan_file": None,
     }

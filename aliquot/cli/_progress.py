@@ -17,13 +17,16 @@ _LINES = 10
 
 @contextlib.contextmanager
 def search_progress(say: Session) -> Iterator[Callable[[str, int, int], None]]:
-    """A function to call as `report(what, done, of)`. Shows one changing line in a terminal, and nothing elsewhere."""
+    """A function to call as `report(what, done, of)`, with 0 for what is not counted.
+
+    Shows one changing line in a terminal, and nothing elsewhere.
+    """
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield lambda what, done, of: None
         return
     with console.status("tracing the step") as status:
-        yield lambda what, done, of: status.update(f"searching: {what} ({done} of {of})")
+        yield lambda what, done, of: status.update(f"searching: {what} ({done} of {of})" if of else what)
 
 
 @contextlib.contextmanager

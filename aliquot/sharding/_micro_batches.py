@@ -248,8 +248,8 @@ def _refusal(graph: Graph, walk: Walk) -> CaptureError:
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
     return CaptureError(
         f"{graph.name} does not decompose into micro-batches:{text}{more}\n"
-        '  Use num_micro_batches=1, or micro_batch_semantics="independent" to let each micro-batch take its own '
-        "value there (as BatchNorm usually does)."
+        '  Use num_micro_batches=1, or micro_batch_semantics="independent" (--micro-batch-semantics independent) to let '
+        "each micro-batch take its own value there (as BatchNorm usually does)."
     )
 
 

@@ -10,13 +10,15 @@ from aliquot.plans import Plan
 
 MODEL = """
 import jax, jax.numpy as jnp
-def factory(width=16, layers=4, rows=16):
+def factory(width=16, layers=4, rows=16, normalise=0):
     width, layers, rows = int(width), int(layers), int(rows)
     def train_step(state, batch):
         def loss(params):
             x = batch["x"]
             for layer in params["layers"]:
                 x = x + jnp.tanh(x @ layer["w"])
+                if int(normalise):
+                    x = x / jnp.sqrt(1 + jnp.mean(x**2, 0))
             return jnp.mean(x**2)
         value, grads = jax.value_and_grad(loss)(state["params"])
         return {"params": jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], grads)}, {"loss": value}
@@ -62,6 +64,20 @@ def test_a_grid(tmp_path):
     answer = json.loads(plan("grid --micro-batches 4 --json").stdout)
     assert (answer["schedule"], answer["num_micro_batches"], answer["lower_bound_s"]) == ("1f1b", 4, None)
     assert len({tuple(stage["mesh"]) for stage in answer["stages"]}) == 1
+
+
+@pytest.mark.parametrize("options", ["pipeshard --stages 2 --micro-batches 4", "dp --micro-batches 2"])
+def test_what_does_not_decompose_is_split_on_request(options, tmp_path):
+    more = ("--set", "normalise=1", "--out", tmp_path / "plan.json")
+    refused(plan(options, *more), "does not decompose", "--micro-batch-semantics independent")
+    found = plan(options, *more, "--micro-batch-semantics", "independent", "--json")
+    assert found.exit_code == 0, found.stderr
+    assert json.loads(found.stdout)["micro_batch_semantics"] == "independent"
+    # What makes the step again reads it from the plan.
+    assert Plan.load(tmp_path / "plan.json").micro_batch_semantics == "independent"
+    found = run("verify", tmp_path / "plan.json", "--target", "cpu", "--json")
+    assert found.exit_code == 0, found.stderr
+    refused(plan(options, *more, "--micro-batch-semantics", "loose"), "'loose' is not known")
 
 
 def test_nothing_fits():

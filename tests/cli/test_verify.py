@@ -10,13 +10,19 @@ from aliquot.plans import Plan
 SMALL = "num_layers=1 hidden_size=32 num_heads=2 seq_len=16 vocab_size=64".split()
 
 
+def plan(path, *options):
+    """The answer of `plan --json`."""
+    sizes = [part for size in SMALL for part in ("--set", size)]
+    asked = f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method zero3 --json --out {path}"
+    found = run("plan", *asked.split(), *sizes, *options)
+    assert found.exit_code == 0, found.stderr
+    return json.loads(found.stdout)
+
+
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    sizes = [part for size in SMALL for part in ("--set", size)]
-    asked = f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method zero3 --out {path}"
-    found = run("plan", *asked.split(), *sizes)
-    assert found.exit_code == 0, found.stderr
+    assert plan(path)["compiled"] is None
     return path
 
 
@@ -41,6 +47,20 @@ def test_the_answer(plan_file):
     assert again.exit_code == 0
     assert again.stdout.startswith("It fits 8 x cpu")
     assert "kept from an earlier run" in again.stdout and "Memory on each device" in again.stdout
+
+
+def test_a_plan_is_verified_as_it_is_made(tmp_path):
+    answer = plan(tmp_path / "plan.json", "--verify")
+    compiled = answer["compiled"]
+    assert (compiled["target"], compiled["fits"]) == ("cpu", True)
+    assert any("Compiled for cpu" in note for note in answer["notes"])
+    assert Plan.load(tmp_path / "plan.json").compiled.peak_memory_bytes == compiled["peak_memory_bytes"] > 0
+
+
+def test_a_plan_that_nothing_can_compile_is_refused(tmp_path):
+    asked = f"plan gpt-10m --cluster 2xL4 --global-batch 8 --method dp --verify --out {tmp_path / 'plan.json'}"
+    refused(run(*asked.split()), "L4 cannot be compiled for")
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.slow
