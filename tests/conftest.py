@@ -3,9 +3,13 @@
 import os
 
 # All of this must stand before JAX is first imported. Workers share few cores, so each keeps its kernels on one thread.
+# Programs of tests run a few times on a few numbers: fast machine code would cost more than it saves. What XLA makes of
+# a program, its collectives and its memory do not depend on that.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_cpu_multi_thread_eigen": "false",
+    "--xla_backend_optimization_level": "0",
+    "--xla_llvm_disable_expensive_passes": "true",
 }
 _kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in _FLAGS]
 os.environ["XLA_FLAGS"] = " ".join([*_kept, *(f"{name}={value}" for name, value in _FLAGS.items())])

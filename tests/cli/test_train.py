@@ -1,6 +1,7 @@
 """`aliquot train` and `aliquot demo`: loops, Ctrl-C, what is said at the end. A plain step stands in for a plan's."""
 
 import dataclasses
+import functools
 import json
 import types
 
@@ -18,18 +19,24 @@ SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, 
 MEMORY = types.SimpleNamespace(argument_bytes=900, output_bytes=900, alias_bytes=890, temp_bytes=500)
 
 
+@functools.cache
+def compiled(settings):
+    """The first state of a model and its step, which tests share because compiling takes most of their time."""
+    import jax
+
+    workload = build(**json.loads(settings))
+    return jax.jit(workload.init), jax.jit(workload.train_step)
+
+
 class PlainStep:
     """Stands in for a step that runs a plan: one device, and after `stop_at` steps somebody presses Ctrl-C."""
 
-    def __init__(self, function, scale=1.0, stop_at=None):
-        import jax
-
-        self._step, self._scale, self._stop_at, self._done = jax.jit(function), scale, stop_at, 0
+    def __init__(self, plan, scale=1.0, stop_at=None):
+        self._init, self._step = compiled(json.dumps(plan.model.settings))
+        self._scale, self._stop_at, self._done = scale, stop_at, 0
 
     def init(self, function, *args):
-        import jax
-
-        return jax.jit(function)(*args)
+        return self._init(*args)
 
     def __call__(self, state, batch):
         if self._done == self._stop_at:
@@ -47,15 +54,17 @@ def plain(monkeypatch):
     """Make `parallelize` give a `PlainStep` with these settings."""
 
     def use(**settings):
-        monkeypatch.setattr(aliquot._api, "parallelize", lambda f, plan: PlainStep(f, **settings), raising=False)
+        monkeypatch.setattr(aliquot._api, "parallelize", lambda f, plan: PlainStep(plan, **settings), raising=False)
         monkeypatch.setattr(aliquot._api, "explain", lambda plan, *args: [], raising=False)
 
     return use
 
 
-@pytest.fixture(autouse=True)
-def small_model(monkeypatch):
-    monkeypatch.setitem(MODELS, "gpt-10m", dataclasses.replace(MODELS["gpt-10m"], **SMALL))
+@pytest.fixture(autouse=True, scope="module")
+def small_model():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "gpt-10m", dataclasses.replace(MODELS["gpt-10m"], **SMALL))
+        yield
 
 
 @pytest.fixture
@@ -65,9 +74,9 @@ def text(tmp_path):
     return path
 
 
-@pytest.fixture
-def plan_file(tmp_path):
-    path = tmp_path / "plan.json"
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
     found = run("plan", *f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --out {path}".split())
     assert found.exit_code == 0, found.stderr
     return path

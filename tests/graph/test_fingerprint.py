@@ -15,7 +15,7 @@ from graph.steps import STEPS, shapes
 
 from aliquot.graph import capture, graph_fingerprint, interface_fingerprint
 
-NAMES = ["convolution", "nnx_in_place_dropout_norm", "scan_layers_remat", "while_and_cond"]
+NAMES = ["convolution", "nnx_in_place", "scan_layers_remat", "while_and_cond"]
 PROGRAM = """
 from graph.steps import STEPS, shapes
 from aliquot.graph import capture, graph_fingerprint, interface_fingerprint
@@ -34,21 +34,19 @@ def prints(fn, *args):
 def test_equal_in_every_process():
     tests = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM.format(names=NAMES)],
-            env=environment | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "23")
-    ]
+    # This process hashes strings by a seed of its own.
+    there = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(names=NAMES)],
+        env=environment | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     here = []
     for name in NAMES:
         step = STEPS[name]()
         here.append(" ".join(prints(step.fn, *shapes(step.args))) + "\n")
-    assert outputs[0] == outputs[1] == "".join(here)
+    assert there == "".join(here)
 
 
 def make(rate=0.1, loss=mse, jitted=False, extra=False):

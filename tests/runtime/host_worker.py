@@ -8,7 +8,8 @@ import sys
 process, count, port, num_micro_batches = map(int, sys.argv[1:5])
 shape = tuple(map(int, sys.argv[5:]))
 faulthandler.dump_traceback_later(150, exit=True)
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+# Programs are compiled for three steps each.
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count} --xla_backend_optimization_level=0"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402

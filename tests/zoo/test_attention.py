@@ -1,5 +1,7 @@
 """Attention and rotary positions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,30 +10,32 @@ import pytest
 from aliquot.zoo._attention import causal_attention, merge_heads, split_heads
 from aliquot.zoo._llama import _rotate
 
+attention, rotate = jax.jit(causal_attention), jax.jit(_rotate)
+
 
 def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_equals_the_library_function(num_kv_heads):
     q, k, v = draw(0, 2, 6, 4, 8), draw(1, 2, 6, num_kv_heads, 8), draw(2, 2, 6, num_kv_heads, 8)
-    want = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(causal_attention(q, k, v), want, rtol=1e-5, atol=1e-6)
+    want = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True))(q, k, v)
+    np.testing.assert_allclose(attention(q, k, v), want, rtol=1e-5, atol=1e-6)
 
 
 def test_later_tokens_do_not_matter():
     q, k, v = (draw(seed, 1, 5, 2, 4) for seed in range(3))
-    changed = causal_attention(q, k.at[:, 3:].add(1.0), v.at[:, 3:].add(1.0))
-    np.testing.assert_array_equal(changed[:, :3], causal_attention(q, k, v)[:, :3])
+    changed = attention(q, k.at[:, 3:].add(1.0), v.at[:, 3:].add(1.0))
+    np.testing.assert_array_equal(changed[:, :3], attention(q, k, v)[:, :3])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_dtypes_stay_narrow_with_a_wide_softmax(dtype):
     q, k, v = (draw(seed, 1, 5, 2, 4).astype(dtype) for seed in range(3))
-    out = causal_attention(q, k, v)
+    out = attention(q, k, v)
     assert out.dtype == dtype
-    want = causal_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    want = attention(*(x.astype(jnp.float32) for x in (q, k, v)))
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
     assert "f32[1,2,5,5] = exp" in str(jax.make_jaxpr(causal_attention)(q, k, v))
 
@@ -44,7 +48,7 @@ def test_heads_split_and_merge():
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     q, k = (jnp.broadcast_to(draw(seed, 1, 1, 1, 8), (1, 10, 1, 8)) for seed in range(2))
-    turned_q, turned_k = _rotate(q, 10000.0), _rotate(k, 10000.0)
+    turned_q, turned_k = rotate(q, 10000.0), rotate(k, 10000.0)
     np.testing.assert_allclose(jnp.linalg.norm(turned_q, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5)
     scores = jnp.einsum("bshe,bthe->st", turned_q, turned_k)
     for distance in range(-9, 10):

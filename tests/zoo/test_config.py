@@ -47,7 +47,9 @@ def test_every_model_has_a_published_size():
 def test_parameter_count(name):
     special = {"gpt-10m": 0.1, "gpt-15b": 0.03, "moe-1.3b": 0.04, "wide-resnet-13b": 0.03}
     tolerance = special.get(name, 0.001 if name.startswith("llama") else 0.025)
-    assert build(name, 1).num_parameters == pytest.approx(PUBLISHED[name], rel=tolerance)
+    # As a scan where that can be: a trace of a hundred layers takes a second.
+    workload = build(name, 1, scan=not name.startswith("wide-resnet"))
+    assert workload.num_parameters == pytest.approx(PUBLISHED[name], rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["gpt-2.6b", "llama-70b"])
