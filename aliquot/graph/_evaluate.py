@@ -32,6 +32,10 @@ class ReplayHook:
         """The array for a value that no operator makes: a loop's carry or result, what a scan or a remat region takes."""
         return array
 
+    def row(self, index: int, array: Any) -> Any:
+        """What one turn of a scan contributes to the result with that value index, which stacks such rows."""
+        return array
+
 
 def evaluate(graph: Graph, inputs: Sequence[Any], *, on_op: ReplayHook | None = None) -> list[Any]:
     """Run the graph on other arrays, concrete or traced.
@@ -138,7 +142,7 @@ class _Replay:
             self._enter(block.inputs[num_consts:], [*carry, *slices])
             self.run(block.items)
             results = self.outputs(block)
-            return results[:num_carry], results[num_carry:]
+            return results[:num_carry], self._rows(call.outputs[num_carry:], results[num_carry:])
 
         carry, stacked = jax.lax.scan(
             body,
@@ -149,6 +153,11 @@ class _Replay:
             unroll=params["unroll"],
         )
         return [*carry, *stacked]
+
+    def _rows(self, indices: Sequence[int], arrays: list[Any]) -> list[Any]:
+        if self._hook is None:
+            return arrays
+        return [a if i < 0 else self._hook.row(i, a) for i, a in zip(indices, arrays, strict=True)]
 
     def _while(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
         condition, block = call.blocks

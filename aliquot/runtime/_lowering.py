@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
-from ..sharding import Pins, Spec, dims_of, without_partial
+from ..sharding import REPLICATED, Pins, Spec, dims_of, without_partial
 from ._mapped import differing
 
 
@@ -141,6 +141,13 @@ class _Constrain(ReplayHook):
     def value(self, index: int, array: Any) -> Any:
         spec = self._pins.values.get(index)
         return array if spec is None else self._pin(index, array, spec)
+
+    def row(self, index: int, array: Any) -> Any:
+        # Left as it is, a row is stacked as it is, and the whole stack converted behind the loop.
+        spec = self._pins.values.get(index)
+        if spec is None:
+            return array
+        return self._pin(index, array, tuple(REPLICATED if p == 0 else p - 1 if p > 0 else p for p in spec))
 
     def _pin(self, value: Operand, array: Any, spec: Spec, minor: Sequence[int] = ()) -> Any:
         differs = isinstance(value, int) and value in self._differing

@@ -40,7 +40,7 @@ def build_nodes(
     """
     cuts = cut(graph, fold(graph, repeats=repeats), on_missing_rule)
     naming = Naming(cuts=cuts)
-    edges = EdgeBuilder(naming=naming, merges_partial_sums=merges_partial_sums)
+    edges = EdgeBuilder(naming=naming, merges_partial_sums=merges_partial_sums, sums_gradients=sums_gradients)
     for op_class in naming.order:
         edges.add_operator(op_class)
     edges.add_crossings()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Phase, Role, wildcard
-from ._naming import MOVES, PASSES, SUMS
+from ._naming import ALIKE, MOVES, PASSES, SUMS
 from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class EdgeBuilder:
 
     naming: Naming
     merges_partial_sums: bool
+    sums_gradients: bool
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
@@ -115,9 +116,11 @@ class EdgeBuilder:
     def _sum_of(self, value_class: int) -> Hashable:
         """A name for the sum that a product's result only serves to make, if the compiler reduces that in place of its terms.
 
-        The sum itself may be converted again; its name must not be that of its array.
+        Terms that are converted to the sum's dtype are reduced before that, each by itself; but not where gradients wait for
+        the last micro-batch as one running total. The sum itself may be converted again; its name must not be that of its
+        array.
         """
-        total = self.naming.serves(value_class, SUMS | MOVES, ending=SUMS)
+        total = self.naming.serves(value_class, SUMS | (MOVES if self.sums_gradients else ALIKE), ending=SUMS)
         return ("sum", total) if self.merges_partial_sums and total != value_class else None
 
     def add_aliases(self) -> None:

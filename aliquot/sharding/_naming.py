@@ -11,7 +11,8 @@ from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
 
 SUMS = frozenset({"add", "add_any"})
-MOVES = frozenset({"transpose", "convert_element_type"})
+ALIKE = frozenset({"transpose"})
+MOVES = ALIKE | {"convert_element_type"}
 PASSES = MOVES | {"reshape", "squeeze"}
 """What a term may pass through on its way into a sum: it is as partial behind it as before."""
 

@@ -122,3 +122,24 @@ def test_weights_are_gathered_in_the_dtype_in_which_they_are_used(x64):
     gathers = [c for c in step.stats().collectives if c.kind == "all-gather"]
     assert {c.dtype for c in gathers} == {"f32"}
     assert all(leaf.largest <= 1e-6 for leaf in step.check(params, x).leaves)
+
+
+def test_what_a_loop_keeps_of_weights_is_gathered_once(x64):
+    """For the backward pass the plan keeps what the forward pass has gathered."""
+
+    def train_step(layers, x):
+        def loss(layers):
+            def turn(x, layer):
+                return jnp.tanh(x @ layer.astype(jnp.float32)), None
+
+            return jnp.mean(jax.lax.scan(turn, x, layers)[0] ** 2)
+
+        grads = jax.grad(loss)(layers)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, layers, grads)
+
+    random = np.random.default_rng(0)
+    layers, x = random.normal(size=(3, 64, 64)), random.normal(size=(32, 64)).astype(np.float32)
+    step = parallel(train_step, layers, x, method=Zero3Parallel())
+    found = sum(c.num_bytes for c in step.stats().collectives if c.kind == "all-gather")
+    assert found == sum(c.num_bytes for c in step.plan.prediction.collectives if c.kind == "all-gather")
+    assert all(leaf.largest <= 1e-6 for leaf in step.check(layers, x).leaves)

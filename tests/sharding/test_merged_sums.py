@@ -35,3 +35,16 @@ def test_a_product_that_something_else_reads_too_is_reduced_by_itself():
     graph = capture(step, dict.fromkeys("ab", weight), jax.ShapeDtypeStruct((16, 64), jnp.float32))
     edges = make_problem(graph, Cluster.preset("8xH100")).nodes.edges
     assert len({e.share for e in edges if e.kind == "result"}) == 2
+
+
+@pytest.mark.parametrize(("num_micro_batches", "reductions"), [(1, 2), (4, 1)])
+def test_terms_that_are_converted_first_are_reduced_one_by_one(num_micro_batches, reductions):
+    """As XLA for GPUs compiles them; a running total over micro-batches is one array again."""
+
+    def step(params, x):
+        return jnp.tanh((x @ params["a"]).astype(jnp.float32) + (x @ params["b"]).astype(jnp.float32))
+
+    weight = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    graph = capture(step, dict.fromkeys("ab", weight), jax.ShapeDtypeStruct((16, 64), jnp.bfloat16))
+    problem = make_problem(graph, Cluster.preset("8xH100"), num_micro_batches=num_micro_batches)
+    assert len({e.share for e in problem.nodes.edges if e.kind == "result"}) == reductions
