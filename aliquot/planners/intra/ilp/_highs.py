@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
 
 from ._program import Choices, Program
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Index = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,13 +105,11 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     lp.col_upper_ = col_upper
     lp.row_lower_ = _finite(lower)
     lp.row_upper_ = _finite(upper)
-    # What two parts of the program add to must be one entry: the solver keeps both, and has crashed on large programs.
-    matrix = coo_array((values, (rows, columns)), shape=(len(lower), len(cost))).tocsc()
-    matrix.sum_duplicates()
+    starts, indices, entries = _by_column(rows, columns, values, shape=(len(lower), len(cost)))
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = matrix.indptr.astype(np.int32)
-    lp.a_matrix_.index_ = matrix.indices.astype(np.int32)
-    lp.a_matrix_.value_ = matrix.data
+    lp.a_matrix_.start_ = starts
+    lp.a_matrix_.index_ = indices
+    lp.a_matrix_.value_ = entries
     if num_integer:
         kinds = [highspy.HighsVarType.kInteger] * num_integer
         lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (len(cost) - num_integer)
@@ -118,11 +117,28 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         solver.setOptionValue(option, value)
     if not num_integer:
-        # On these relaxations presolving takes as long as the simplex method afterwards, and saves it next to nothing.
+        # On these relaxations presolving takes as long as the simplex method afterwards, and saves it next to nothing. They
+        # are sparse and short: what better prices and perturbed costs save in pivots costs more than the pivots.
         solver.setOptionValue("presolve", "off")
+        solver.setOptionValue("simplex_dual_edge_weight_strategy", 0)
+        solver.setOptionValue("dual_simplex_cost_perturbation_multiplier", 0.0)
     if solver.passModel(lp) == highspy.HighsStatus.kError:
         raise AssertionError("the solver refuses a program that was written for it")
     return solver, scale
+
+
+def _by_column(rows: Ints, columns: Ints, values: Floats, *, shape: tuple[int, int]) -> tuple[Index, Index, Floats]:
+    """A sparse matrix column by column: where each column starts, the row of each entry, its value.
+
+    What two parts of the program add to becomes one entry: the solver keeps both, and has crashed on large programs.
+    """
+    key = columns * shape[0] + rows
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    key, entries = key[first], np.add.reduceat(values[order], first) if len(first) else values
+    starts = np.searchsorted(key, np.arange(shape[1] + 1) * shape[0])
+    return starts.astype(np.int32), (key % shape[0]).astype(np.int32), entries
 
 
 def _finite(bounds: Floats) -> Floats:
