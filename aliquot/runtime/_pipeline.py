@@ -50,7 +50,10 @@ class StageForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStage:
-    """A stage's function as the compiler left it; `shapes` are those of its results, with their shardings."""
+    """A stage's function as the compiler left it; `shapes` are those of its results, with their shardings.
+
+    Equal functions of stages on the same devices have one `compiled`, which took time for the first of them alone.
+    """
 
     function: StageFunction
     compiled: Any
@@ -276,7 +279,8 @@ class Pipeline:
             if self.is_shared or not any(self.local):
                 self._check_processes()
             known: dict[tuple[int, Key], Any] = {}
-            stages = tuple(self._compile(k, f, known) for k, f in enumerate(self.functions))
+            shared: dict[tuple[Any, ...], Any] = {}
+            stages = tuple(self._compile(k, f, known, shared) for k, f in enumerate(self.functions))
             issuer = Issuer(self, stages, known, peers)
             if peers is not None:
                 self._agree(peers, issuer)
@@ -339,7 +343,13 @@ class Pipeline:
             wanted=tuple(wanted),
         )
 
-    def _compile(self, k: int, function: StageFunction, known: dict[tuple[int, Key], Any]) -> CompiledStage | None:
+    def _compile(
+        self,
+        k: int,
+        function: StageFunction,
+        known: dict[tuple[int, Key], Any],
+        shared: dict[tuple[Any, ...], Any],
+    ) -> CompiledStage | None:
         start = time.perf_counter()
         form = self.form_of(k, function, known)
         stage = function.program.stage
@@ -347,7 +357,7 @@ class Pipeline:
             return None
         lowered = form.jitted.lower(*form.arguments)
         middle = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = self._executable(form, lowered, shared)
         end = time.perf_counter()
         results = tuple(
             _shape(s.shape, s.dtype, asked if asked is not None else got)
@@ -364,6 +374,19 @@ class Pipeline:
             lower_s=middle - start,
             compile_s=end - middle,
         )
+
+    def _executable(self, form: StageForm, lowered: Any, shared: dict[tuple[Any, ...], Any]) -> Any:
+        """A program compiled, or what an earlier stage on the same devices has compiled of an equal one."""
+        mesh = self.contexts[form.function.program.stage].mesh
+        if sum(context.mesh == mesh for context in self.contexts) == 1:
+            return lowered.compile()
+        # The text leaves out lines of source, and of arrays what only JAX knows, such as a key's kind.
+        text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
+        results = tuple((r.shape, r.dtype) for r in form.results)
+        key = mesh, text, form.donated, form.arguments, results, form.wanted
+        if key not in shared:
+            shared[key] = lowered.compile()
+        return shared[key]
 
     def run(self, given: Mapping[int, Any]) -> list[Any]:
         """One step; see `Issuer.run`."""

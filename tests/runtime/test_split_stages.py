@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 from graph.layered import ROWS, WIDTH, layered
@@ -164,6 +165,22 @@ def test_no_device_waits_for_another_before_the_last_micro_batch(grouped):
         elif stage.function.program.round == 0:
             updates += len(found)
     assert updates > 0
+
+
+def test_stages_on_the_same_devices_share_what_is_compiled(monkeypatch):
+    """Six stages on two submeshes. The first is the embedding alone, whose gradient the second works out."""
+    calls, plain = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: calls.append(lowered) or plain(lowered))
+    compiled = made("interleaved-1f1b", sizes=(1, 1), first_layers=range(6), num_layers=6).compile()
+    forward, backward = (
+        {c.function.program.stage: c.compiled for c in compiled if c.function.program.part is part}
+        for part in (Part.FORWARD, Part.BACKWARD)
+    )
+    assert forward[1] is forward[3] and forward[2] is forward[4] and backward[2] is backward[4]
+    # Nothing else is shared: neither what differs, nor what is equal on other devices.
+    assert (len(set(map(id, forward.values()))), len(forward)) == (4, 6)
+    assert (len(set(map(id, backward.values()))), len(backward)) == (4, 5)
+    assert len(calls) == len({id(c.compiled) for c in compiled}) <= len(compiled) - 4
 
 
 def test_results_of_the_pipeline_take_the_place_of_its_state(grouped):
