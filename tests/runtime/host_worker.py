@@ -1,41 +1,74 @@
-"""One of several processes that train together; prints its losses. Run by `test_hosts.py`, not by pytest."""
+"""One of several processes that train together; prints its losses. Run by `test_hosts.py`, which imports the model."""
 
 import faulthandler
 import json
 import os
 import sys
 
-process, count, port, num_micro_batches = map(int, sys.argv[1:5])
-shape = tuple(map(int, sys.argv[5:]))
-faulthandler.dump_traceback_later(150, exit=True)
-# Programs are compiled for three steps each.
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count} --xla_backend_optimization_level=0"
-os.environ["JAX_PLATFORMS"] = "cpu"
+if __name__ == "__main__":
+    process, count, port, num_micro_batches = map(int, sys.argv[1:5])
+    shape = tuple(map(int, sys.argv[5:]))
+    faulthandler.dump_traceback_later(150, exit=True)
+    # Programs are compiled for three steps each.
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={8 // count} --xla_cpu_multi_thread_eigen=false "
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import numpy as np
 
-from aliquot import zoo  # noqa: E402
-from aliquot.graph import capture  # noqa: E402
-from aliquot.planners import ShardParallel  # noqa: E402
-from aliquot.runtime import initialize, shutdown  # noqa: E402
+from aliquot import zoo
+from aliquot.graph import capture
+from aliquot.planners import ManualParallel
+from aliquot.runtime import initialize, shutdown
 
-if count > 1:
+NUM_STEPS = 3
+_SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 32, "seq_len": 8}
+
+
+def workload():
+    """The model that all train."""
+    config = zoo.configure("llama-7b", **_SIZES)
+    return zoo.build(config, 16, dtype="float32", recompute="none", scan=True, optimizer="sgd")
+
+
+def batch_of(work, number):
+    """The whole batch of a step, the same in every process."""
+    random = np.random.default_rng(number)
+    return {name: random.integers(0, 32, x.shape).astype(x.dtype) for name, x in work.batch.items()}
+
+
+def method(shape):
+    """The batch over the first axis, feed-forward layers by columns and rows over the last: every process plans."""
+    data, tensor = ("x", "y") if len(shape) == 2 else (None, "x")
+    specs = {
+        "batch.*": (data,),
+        "state.params.layers*.up.kernel": (None, None, tensor),
+        "state.params.layers*.down.kernel": (None, tensor),
+        "state.params.embed.embedding": (tensor,),
+    }
+    return ManualParallel(specs=specs, mesh_shape=shape)
+
+
+def main():
+    """Train, and print what came out."""
     initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=60)
 
-from runtime.planned import build  # noqa: E402
+    from runtime.planned import build
 
-SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 32, "seq_len": 8}
-work = zoo.build(zoo.configure("llama-7b", **SIZES), 16, dtype="float32", recompute="none", scan=True, optimizer="sgd")
-step = build(capture(work.train_step, work.state, work.batch), ShardParallel(mesh_shape=shape), num_micro_batches)
-state = step.init(work.init, jax.random.key(0))
-losses = []
-for number in range(3):
-    random = np.random.default_rng(number)
-    batch = {name: random.integers(0, 32, x.shape).astype(x.dtype) for name, x in work.batch.items()}
-    state, metrics = step(state, step.local_part(batch))
-    losses.append(float(metrics["loss"]))
-spread = jax.tree.leaves(state)[0].sharding.num_devices
-print(json.dumps({"losses": losses, "devices": spread}), flush=True)
-if count > 1:
+    work = workload()
+    step = build(capture(work.train_step, work.state, work.batch), method(shape), num_micro_batches)
+    state = step.init(work.init, jax.random.key(0))
+    losses = []
+    for number in range(NUM_STEPS):
+        state, metrics = step(state, step.local_part(batch_of(work, number)))
+        losses.append(float(metrics["loss"]))
+    spread = {leaf.sharding.num_devices for leaf in jax.tree.leaves(state)}
+    print(json.dumps({"losses": losses, "devices": max(spread)}), flush=True)
     shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -132,8 +132,17 @@ class Split:
         ]
 
 
+_OPERATORS = {}
+
+
 def operators(case):
     """The different operators of the case's primitive, each with its rule and the values of its operands."""
+    if str(case) not in _OPERATORS:
+        _OPERATORS[str(case)] = _find_operators(case)
+    return _OPERATORS[str(case)]
+
+
+def _find_operators(case):
     # A capture wants an argument.
     fn, args = (case.fn, case.args) if case.args else (lambda _: case.fn(), (np.float32(0),))
     graph = capture(fn, *args)
@@ -197,9 +206,13 @@ def collectives(cuts, mesh):
     return set(COLLECTIVE.findall(compiled(cuts, mesh).as_text()))
 
 
+def is_key(value):
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def numbers(value):
     """An array as NumPy has it; of keys, their words."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         value = jax.random.key_data(value)
     return np.asarray(value)
 
