@@ -1,4 +1,7 @@
-"""The whole pipeline on one screen: capture a step, plan it, run it, explain it."""
+"""The whole pipeline on one screen: capture a step, plan it, run it, explain it.
+
+What runs or verifies plans is imported where that happens: planning is quicker without.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .core import InputError
@@ -32,9 +35,11 @@ from .planners import (
 )
 from .plans import ArrayInterface, ModelReference, Plan, require_match
 from .report import Alternative
-from .runtime import LazyStep, ParallelStep, PipelineStep, build_plan_pipeline
 from .sharding import NodeGraph, StagedStep, layer_step, plan_micro_batches, stage_step
-from .verify import Verification, first_that_fits, require_compiler, resolve_target, verify_pipeline, verify_plan
+
+if TYPE_CHECKING:
+    from .runtime import ParallelStep, PipelineStep
+    from .verify import Verification
 
 
 def plan(
@@ -75,6 +80,8 @@ def plan(
     cluster = cluster or Cluster.detect()
     method = method or Auto()
     if verify:
+        from .verify import require_compiler, resolve_target
+
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
@@ -114,7 +121,7 @@ def plan(
             def check_stages(proposed: Plan) -> Verification:
                 return _verified(proposed, full, on_missing_rule, progress=_as_lines(progress))
 
-            return first_that_fits(propose_stages, check_stages) if verify else propose_stages()
+            return _first_that_fits(propose_stages, check_stages) if verify else propose_stages()
         # One stage is no pipeline: the step stays one program, on the mesh that was found.
         mesh_shape = found.stages[0].decision.priced.mesh.shape
         method, num_micro_batches = staged.whole(mesh_shape), found.chain_plan.num_micro_batches
@@ -145,10 +152,18 @@ def plan(
             raise
 
     def check(proposed: Plan) -> Verification:
+        from .verify import verify_plan
+
         choices = decode_interior(proposed.stages[0], problem.nodes)
         return verify_plan(proposed, full, problem.nodes, choices, progress=_as_lines(progress))
 
-    return first_that_fits(propose, check) if verify else propose()
+    return _first_that_fits(propose, check) if verify else propose()
+
+
+def _first_that_fits(propose: Callable[..., Plan], check: Callable[[Plan], Verification]) -> Plan:
+    from .verify import first_that_fits
+
+    return first_that_fits(propose, check)
 
 
 def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
@@ -185,6 +200,8 @@ def parallelize(
             on_missing_rule=on_missing_rule,
             **options,
         )
+    from .runtime import LazyStep
+
     if not callable(step):
         raise InputError(f"parallelize needs a function, got a {type(step).__name__}.")
     if plan is not None and (method is not None or options):
@@ -279,6 +296,8 @@ def _verified(
     progress: Callable[[str], None] | None = None,
     cache: Path | None = None,
 ) -> Verification:
+    from .verify import verify_pipeline, verify_plan
+
     if plan.schedule != "none":
         staged, nodes = _staged(plan, graph, on_missing_rule)
         return verify_pipeline(plan, staged, nodes, target=target, progress=progress, cache=cache)
@@ -353,6 +372,8 @@ def _choices(plan: Plan, graph: Graph, problem: Problem) -> Any:
 def _prepare(
     plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str
 ) -> ParallelStep | PipelineStep:
+    from .runtime import ParallelStep
+
     if plan.schedule != "none":
         return _prepare_pipeline(plan, graph, devices, on_missing_rule)
     problem = _problem_of(plan, graph, on_missing_rule)
@@ -360,6 +381,8 @@ def _prepare(
 
 
 def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> PipelineStep:
+    from .runtime import PipelineStep, build_plan_pipeline
+
     staged, nodes = _staged(plan, graph, on_missing_rule)
     pipeline = build_plan_pipeline(staged, nodes, plan, devices)
     return PipelineStep(graph=staged.graph, plan=plan, pipeline=pipeline)

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from ..graph import Call, Item, Value
 
@@ -104,6 +102,10 @@ def _is_costly(item: Item, name: str) -> bool:
 
 def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[int]:
     """The nodes on the source's side of a minimum cut."""
+    # Slow to import, and only pipelines need it.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     rows, columns, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
     size = sink + 1
     graph = csr_array((capacity, (rows, columns)), shape=(size, size))
