@@ -43,3 +43,8 @@ def test_unknown_name_is_an_attribute_error():
 def test_import_needs_no_jax(module):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_planning_imports_nothing_that_runs_plans():
+    code = "import sys, aliquot; aliquot.plan; sys.exit(bool({'aliquot.runtime', 'aliquot.verify', 'scipy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
