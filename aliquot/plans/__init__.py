@@ -5,6 +5,8 @@ from ._arrays import format_dims as format_dims
 from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
 from ._arrays import unranged as unranged
+from ._collective_text import collective_table as collective_table
+from ._collective_text import stage_collective_table as stage_collective_table
 from ._describe import bound as bound
 from ._describe import describe as describe
 from ._describe import headline as headline
@@ -43,7 +45,6 @@ from ._stage_text import device_range as device_range
 from ._stage_text import equal_stages as equal_stages
 from ._stage_text import meshes as meshes
 from ._stage_text import short_layers as short_layers
-from ._stage_text import stage_collectives as stage_collectives
 from ._stage_text import stage_numbers as stage_numbers
 from ._stage_text import stage_remarks as stage_remarks
 from ._stage_text import stage_table as stage_table

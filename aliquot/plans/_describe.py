@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, format_dims, grouped_arrays
+from ._collective_text import collective_table, stage_collective_table
 from ._plan import Plan
-from ._stage_text import equal_stages, meshes, stage_collectives, stage_numbers, stage_remarks, stage_table
+from ._stage_text import equal_stages, meshes, stage_numbers, stage_remarks, stage_table
 
 _ARRAYS = 8
 _ARRAYS_OF_STAGES = 4
@@ -201,41 +202,16 @@ def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[s
 
 
 def _collectives_of_stages(plan: Plan) -> list[str]:
-    found = stage_collectives(plan)
-    if not found:
+    found = stage_collective_table(plan)
+    if not found.rows:
         return ["No communication is predicted within stages."]
-    rows = [
-        (
-            stage_numbers(numbers),
-            use.kind,
-            ", ".join(use.axes),
-            f"{use.count:g}",
-            format_bytes(use.num_bytes),
-            format_seconds(use.seconds),
-            use.label,
-        )
-        for numbers, use in found[:_COLLECTIVES]
-    ]
-    header = ("stages", "kind", "axes", "count", "bytes", "time", "what")
-    title = f"The most expensive of {len(found)} kinds of communication within a stage in a step (predicted)"
-    return [title, *table(header, rows, right=(3, 4, 5))]
+    title = f"The most expensive of {len(found.rows)} kinds of communication within a stage in a step (predicted)"
+    return [title, *table(found.header, found.rows[:_COLLECTIVES], right=found.right)]
 
 
 def _collectives(plan: Plan) -> list[str]:
-    uses = sorted(plan.prediction.collectives, key=lambda use: -use.seconds)
-    if not uses:
+    found = collective_table(plan)
+    if not found.rows:
         return ["No communication is predicted."]
-    rows = [
-        (
-            use.kind,
-            ", ".join(use.axes),
-            f"{use.count:g}",
-            format_bytes(use.num_bytes),
-            format_seconds(use.seconds),
-            use.label,
-        )
-        for use in uses[:_COLLECTIVES]
-    ]
-    header = ("kind", "axes", "count", "bytes", "time", "what")
-    title = f"The most expensive of {len(uses)} kinds of communication in a step (predicted)"
-    return [title, *table(header, rows, right=(2, 3, 4))]
+    title = f"The most expensive of {len(found.rows)} kinds of communication in a step (predicted)"
+    return [title, *table(found.header, found.rows[:_COLLECTIVES], right=found.right)]

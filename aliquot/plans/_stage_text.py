@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, grouped_arrays
-from ._plan import CollectiveUse, Plan, StagePlan, StagePrediction
+from ._plan import Plan, StagePlan, StagePrediction
 
 # `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no parameters of its own).
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d+)(?::(?P<stop>\d+))?(?P<rest>\D*)$")
@@ -169,17 +169,6 @@ def _common(patterns: Sequence[str]) -> str:
     shown = iter(["*" if len(set(each)) > 1 else each[0] for each in numbers])
     alike = len({_DIGITS.sub("*", pattern) for pattern in patterns}) == 1
     return _DIGITS.sub(lambda _: next(shown), patterns[0]) if alike else patterns[0]
-
-
-def stage_collectives(plan: Plan) -> list[tuple[tuple[int, ...], CollectiveUse]]:
-    """Communication inside the stages, equal in several stages once, the most expensive first."""
-    found: dict[object, tuple[list[int], CollectiveUse]] = {}
-    for index, stage in enumerate(plan.stages):
-        for use in stage.prediction.collectives if stage.prediction else ():
-            key = (use.kind, use.axes, stage.mesh_shape, use.count, use.num_bytes, _DIGITS.sub("*", use.label))
-            found.setdefault(key, ([], use))[0].append(index)
-    entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in found.values()]
-    return sorted(entries, key=lambda entry: -entry[1].seconds)
 
 
 def device_range(stage: StagePlan) -> tuple[int, int]:

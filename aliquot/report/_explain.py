@@ -16,6 +16,7 @@ from ..plans import (
     ArrayGroup,
     Plan,
     bound,
+    collective_table,
     device_range,
     format_dims,
     grouped_arrays,
@@ -25,8 +26,7 @@ from ..plans import (
     micro_batches,
     plan_devices,
     rebuild,
-    stage_collectives,
-    stage_numbers,
+    stage_collective_table,
     time_parts,
 )
 from ._stages import arrays_of_stages, stages
@@ -210,47 +210,23 @@ def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> 
 
 
 def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
-    uses = sorted(plan.prediction.collectives, key=lambda use: -use.seconds)
-    rows = [
-        (
-            use.kind,
-            ", ".join(use.axes),
-            f"{use.count:g}",
-            format_bytes(use.num_bytes),
-            format_seconds(use.seconds),
-            use.label,
-            _best_other(others.get(use.label)),
-        )
-        for use in uses[:_COLLECTIVES]
-    ]
-    title = "Most expensive communication of a step (predicted)"
-    if len(uses) > _COLLECTIVES:
-        title += f", {_COLLECTIVES} of {len(uses)} kinds"
-    header = ["kind", "axes", "count", "bytes", "time", "what"]
-    return columns(title, *_with_others(header, rows), right=(2, 3, 4))
+    found = collective_table(plan)
+    rows = [(*row, _best_other(others.get(row[-1]))) for row in found.rows[:_COLLECTIVES]]
+    title = _of_kinds("Most expensive communication of a step (predicted)", found.rows)
+    return columns(title, *_with_others(found.header, rows), right=found.right)
 
 
 def _collectives_of_stages(plan: Plan) -> Group:
-    found = stage_collectives(plan)
-    rows = [
-        (
-            stage_numbers(numbers),
-            use.kind,
-            ", ".join(use.axes),
-            f"{use.count:g}",
-            format_bytes(use.num_bytes),
-            format_seconds(use.seconds),
-            use.label,
-        )
-        for numbers, use in found[:_COLLECTIVES]
-    ]
-    title = "Most expensive communication within a stage in a step (predicted)"
-    if len(found) > _COLLECTIVES:
-        title += f", {_COLLECTIVES} of {len(found)} kinds"
-    return columns(title, ("stages", "kind", "axes", "count", "bytes", "time", "what"), rows, right=(3, 4, 5))
+    found = stage_collective_table(plan)
+    title = _of_kinds("Most expensive communication within a stage in a step (predicted)", found.rows)
+    return columns(title, found.header, found.rows[:_COLLECTIVES], right=found.right)
 
 
-def _with_others(header: list[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], Sequence[Sequence[str]]]:
+def _of_kinds(title: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"{title}, {_COLLECTIVES} of {len(rows)} kinds" if len(rows) > _COLLECTIVES else title
+
+
+def _with_others(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows, whose last cells are the alternatives: without that column where it would be empty."""
     if any(row[-1] for row in rows):
         return [*header, "best alternative (predicted)"], rows

@@ -4,7 +4,15 @@ import msgspec
 import pytest
 from sample_plans import sample_pipeline, sample_plan, sample_stage
 
-from aliquot.plans import equal_stages, headline, idle_parts, short_layers, stage_collectives, stage_numbers, time_parts
+from aliquot.plans import (
+    equal_stages,
+    headline,
+    idle_parts,
+    short_layers,
+    stage_collective_table,
+    stage_numbers,
+    time_parts,
+)
 
 replace = msgspec.structs.replace
 
@@ -150,8 +158,8 @@ def test_equal_stages_are_said_once():
 
 
 def test_equal_communication_is_said_once():
-    assert [numbers for numbers, _ in stage_collectives(sample_pipeline())] == [(0, 1, 2, 3)]
-    assert stage_collectives(sample_plan()) == []
+    assert [row[0] for row in stage_collective_table(sample_pipeline()).rows] == ["0-3"]
+    assert stage_collective_table(sample_plan()).rows == ()
 
 
 def test_stages_without_predictions_can_be_printed():
