@@ -132,6 +132,27 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
+class Journal:
+    """Rows by key, each written to a file at once."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {line["key"]: line["row"] for line in map(json.loads, lines)}
+
+    def row(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A row that is known, or is made now."""
+        if key not in self.rows:
+            started = time.perf_counter()
+            row = make()
+            self.rows[key] = row
+            say(f"{key} ({time.perf_counter() - started:.0f} s): {json.dumps(row)}")
+            if self._path:
+                with self._path.open("a") as file:
+                    file.write(json.dumps({"key": key, "row": row}) + "\n")
+        return self.rows[key]
+
+
 def versions() -> dict[str, str]:
     """Of Python and the packages that matter."""
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}

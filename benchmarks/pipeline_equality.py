@@ -4,17 +4,17 @@ A tied toy model and {gpt, llama, moe, wide_resnet} x {gpipe, 1f1b, interleaved-
 {1, 2, unequal} devices on eight virtual CPU devices: three AdamW steps in float64 against the plain step on one device. The
 same table is in the test `tests/runtime/test_pipeline.py`.
 
-    python benchmarks/pipeline_equality.py [--quick] [--only TEXT]
+    python benchmarks/pipeline_equality.py [--quick] [--only TEXT] [--journal FILE]
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from _results import Report, options, say, use_eight_devices
+from _equality import compare_all, finish, largest_differences, more_options
+from _results import Report, options, use_eight_devices
 
 use_eight_devices()
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -24,7 +24,7 @@ from runtime.pipeline_cases import BAR, MICRO_BATCHES, NUM_STEPS, all_cases, com
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, _more)
+    chosen = options(__doc__, more_options)
     report = Report(
         name="pipeline_equality",
         question="Equality of pipelines and plain steps",
@@ -37,35 +37,24 @@ def main() -> int:
             "Deterministic: one run each."
         ),
     )
-    rows: list[dict[str, Any]] = []
-    for case in covering(all_cases(["tiny"])) if chosen.quick else all_cases():
-        if chosen.only not in str(case):
-            continue
-        started = time.perf_counter()
-        loss, leaf, path = compare(case)
-        rows.append(
-            {
-                **{name: getattr(case, name) for name in ("model", "schedule", "stages", "mesh")},
-                "devices": "+".join(map(str, case.sizes)),
-                "loss": loss,
-                "leaf": leaf,
-                "worst leaf": path,
-                "within": loss <= BAR and leaf <= BAR,
-            }
-        )
-        say(f"{case}: {loss:.1e} {leaf:.1e} {path} ({time.perf_counter() - started:.0f} s)")
+    # A quick run takes the small model alone.
+    every = all_cases(["tiny"]) if chosen.quick else all_cases()
+    rows = compare_all(chosen, every, covering, _row)
     report.summary["cases"] = len(rows)
-    report.summary["largest difference of loss, of leaves"] = (
-        max((r["loss"] for r in rows), default=0.0),
-        max((r["leaf"] for r in rows), default=0.0),
-    )
-    report.summary["beyond the bar"] = sum(not r["within"] for r in rows)
-    report.tables = {"Cases": rows}
-    return report.finish(chosen, met=all(r["within"] for r in rows))
+    report.summary["largest difference of loss, of leaves"] = largest_differences(rows)
+    return finish(report, chosen, rows)
 
 
-def _more(parser: Any) -> None:
-    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
+def _row(case: Any) -> dict[str, Any]:
+    loss, leaf, path = compare(case)
+    return {
+        **{name: getattr(case, name) for name in ("model", "schedule", "stages", "mesh")},
+        "devices": "+".join(map(str, case.sizes)),
+        "loss": loss,
+        "leaf": leaf,
+        "worst leaf": path,
+        "within": loss <= BAR and leaf <= BAR,
+    }
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from _alpa_step import alpa_step
 from _alpa_suite import FAMILIES, UNLIMITED, Case, cases, describe, judge_theirs
-from _results import Report, options, say
+from _results import Journal, Report, options, say
 
 import aliquot as aq
 from aliquot import zoo
@@ -48,27 +48,6 @@ _DETAILS = ("ours is", "grid is", "alpa's is")
 # XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches asynchronous ones off besides.
 TODAYS_COMPILER = TARGETS["gpu"]
 COMPILER_OF_2022 = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0)
-
-
-class Journal:
-    """Rows by key, each written to a file at once."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path and path.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {line["key"]: line["row"] for line in map(json.loads, lines)}
-
-    def row(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A row that is known, or is made now."""
-        if key not in self.rows:
-            started = time.perf_counter()
-            row = make()
-            self.rows[key] = row
-            say(f"{key} ({time.perf_counter() - started:.0f} s): {json.dumps(row)}")
-            if self._path:
-                with self._path.open("a") as file:
-                    file.write(json.dumps({"key": key, "row": row}) + "\n")
-        return self.rows[key]
 
 
 def _chains(

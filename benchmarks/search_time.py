@@ -8,16 +8,10 @@ two-dimensional logical meshes, and takes the time until it ends.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
-from _results import Report, options, say
+from _commands import more_options, time_commands
+from _results import Report, options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +50,7 @@ CASES = tuple(
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, _more)
+    chosen = options(__doc__, more_options(repetitions=5))
     report = Report(
         name="search_time",
         question="Search time, from the start of the command to the plan",
@@ -68,55 +62,8 @@ def main() -> int:
             "trace and search as the plan's own provenance has them, in the median run."
         ),
     )
-    cases = [c for c in CASES if chosen.only in c.name]
-    if chosen.quick:
-        cases = [c for c in cases if c.model == "gpt-2.6b"]
-    runs: dict[str, list[tuple[float, dict[str, Any]]]] = {c.name: [] for c in cases}
-    for round_ in range(-1, 1 if chosen.quick else chosen.repetitions):
-        for case in cases if round_ >= 0 else cases[:1]:
-            seconds, plan = _run(case)
-            if round_ >= 0:
-                runs[case.name].append((seconds, plan))
-                say(f"{case.name}: {seconds:.1f} s")
-    rows = [_row(case, runs[case.name]) for case in cases]
-    report.tables = {"Commands": rows}
-    report.summary = {row["case"]: f"{row['median s']} of {row['limit s']} s" for row in rows}
-    return report.finish(chosen, met=all(row["median s"] <= row["limit s"] for row in rows))
-
-
-def _more(parser: Any) -> None:
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
-
-
-def _run(case: Case) -> tuple[float, dict[str, Any]]:
-    command = [sys.executable, "-c", "from aliquot.cli import main; main()", *case.command]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        raise SystemExit(f"{' '.join(case.command)} ended with {done.returncode}:\n{done.stderr}")
-    return seconds, json.loads(done.stdout)
-
-
-def _row(case: Case, runs: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    seconds = [s for s, _ in runs]
-    _, plan = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
-    return {
-        "case": case.name,
-        "limit s": case.limit_s,
-        "median s": round(median(seconds), 2),
-        "least s": round(min(seconds), 2),
-        "most s": round(max(seconds), 2),
-        "runs": len(runs),
-        "trace s": round(plan["trace_s"], 2),
-        "search s": round(plan["search_s"], 2),
-        "mesh": plan["mesh"],
-        "predicted step s": plan["step_time_s"],
-        "gap": plan["gap"],
-    }
+    return time_commands(report, chosen, CASES, warm_up=True, columns=("mesh",))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

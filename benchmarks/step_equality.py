@@ -4,17 +4,17 @@ Every method x {gpt, llama} x {unrolled, scan} x micro-batches {1, 4} x meshes {
 in float64 (three AdamW steps) and float32 (three SGD steps), against the plain step on one device. The same table is the
 test `tests/runtime/test_step_equality.py`.
 
-    python benchmarks/step_equality.py [--quick] [--only TEXT]
+    python benchmarks/step_equality.py [--quick] [--only TEXT] [--journal FILE]
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from _results import Report, options, say, use_eight_devices
+from _equality import compare_all, finish, largest_differences, more_options
+from _results import Report, options, use_eight_devices
 
 use_eight_devices()
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -24,7 +24,7 @@ from runtime.equality import LEAF, LOSS, NUM_STEPS, all_cases, compare, covering
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, _more)
+    chosen = options(__doc__, more_options)
     report = Report(
         name="step_equality",
         question="Equality of parallel and plain steps",
@@ -38,37 +38,23 @@ def main() -> int:
             "rounding alone, is measured on the scale of the queries' bias beside it. Deterministic: one run each."
         ),
     )
-    cases = covering(all_cases()) if chosen.quick else all_cases()
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        if chosen.only not in str(case):
-            continue
-        started = time.perf_counter()
-        found = compare(case)
-        rows.append(
-            {
-                **{name: getattr(case, name) for name in ("method", "mesh", "model", "form", "micro_batches", "dtype")},
-                "loss": found.loss,
-                "leaf": found.leaf,
-                "worst leaf": found.path,
-                "within": found.loss <= LOSS[case.dtype] and found.leaf <= LEAF[case.dtype],
-            }
-        )
-        say(f"{case}: {found.loss:.1e} {found.leaf:.1e} {found.path} ({time.perf_counter() - started:.0f} s)")
+    rows = compare_all(chosen, all_cases(), covering, _row)
     for dtype in LOSS:
         mine = [r for r in rows if r["dtype"] == dtype]
         report.summary[f"{dtype}, cases"] = len(mine)
-        report.summary[f"{dtype}, largest difference of loss, of leaves"] = (
-            max((r["loss"] for r in mine), default=0.0),
-            max((r["leaf"] for r in mine), default=0.0),
-        )
-    report.summary["beyond the bar"] = sum(not r["within"] for r in rows)
-    report.tables = {"Cases": rows}
-    return report.finish(chosen, met=all(r["within"] for r in rows))
+        report.summary[f"{dtype}, largest difference of loss, of leaves"] = largest_differences(mine)
+    return finish(report, chosen, rows)
 
 
-def _more(parser: Any) -> None:
-    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
+def _row(case: Any) -> dict[str, Any]:
+    found = compare(case)
+    return {
+        **{name: getattr(case, name) for name in ("method", "mesh", "model", "form", "micro_batches", "dtype")},
+        "loss": found.loss,
+        "leaf": found.leaf,
+        "worst leaf": found.path,
+        "within": found.loss <= LOSS[case.dtype] and found.leaf <= LEAF[case.dtype],
+    }
 
 
 if __name__ == "__main__":
