@@ -35,6 +35,8 @@ class Target:
             another one is split.
         combined_bytes: Up to how many bytes equal collectives are combined; then gradients wait for each other, or what
             they are made of does. 0 if nothing waits.
+        gathers_through_copies: Whether a gather along another dim than the first copies what enters it and what leaves it,
+            so that this dim comes first.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
@@ -64,6 +66,7 @@ class Target:
     gathered_ahead: float
     gathers_leading_dim: bool
     combined_bytes: int
+    gathers_through_copies: bool
     overlap_fraction: float
     matmul_efficiency: float
     bandwidth_efficiency: float
@@ -132,7 +135,8 @@ class Target:
 
 # Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in programs compiled by
 # XLA's CPU backend (JAX 0.10): a reduce-scatter becomes all-reduce and slice, bfloat16 and float16 are reduced in
-# float32, optimization barriers are dropped. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
+# float32, optimization barriers are dropped, a gather along a dim that is not the first gets that dim in front by its
+# layout, with a copy on either side. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
 # machine, for sizes of small models.
 _CPU = Target(
     kind="cpu",
@@ -146,6 +150,7 @@ _CPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
+    gathers_through_copies=True,
     overlap_fraction=0.0,
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
@@ -180,6 +185,7 @@ _GPU = Target(
     gathered_ahead=0.75,
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
+    gathers_through_copies=False,
     overlap_fraction=0.5,
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
@@ -208,6 +214,7 @@ _TPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
+    gathers_through_copies=False,
     overlap_fraction=0.7,
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,

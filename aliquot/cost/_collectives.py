@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from ..cluster import LogicalMesh, Target
+from ..sharding import Move, Spec
 
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
@@ -52,3 +53,20 @@ def collective_line(
         case "collective-permute":
             return fixed + link.latency_s, 1 / bandwidth
     raise AssertionError(f"unknown collective {kind}")
+
+
+def through_copies(move: Move, source: Spec, target: Target) -> bool:
+    """Whether a step on the way from `source` gathers a dim that the target's compiler first has to bring in front."""
+    return target.gathers_through_copies and move.kind == "all-gather" and any(source[a] > 0 for a in move.axes)
+
+
+def move_line(move: Move, copies: bool, mesh: LogicalMesh, target: Target) -> tuple[float, float]:
+    """`collective_line` of one step of a conversion, with two `copies` around it: of what enters and of what leaves.
+
+    Among n devices, B bytes that enter are read and written, and so are the n B that leave.
+    """
+    latency, per_byte = collective_line(move.kind, move.axes, mesh, target, move.group)
+    if copies:
+        latency += 2 * target.kernel_overhead_s
+        per_byte += 2 * (1 + move.group) / target.memory_bytes_per_s(mesh.cluster.device)
+    return latency, per_byte

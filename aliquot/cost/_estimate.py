@@ -15,7 +15,7 @@ from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
 from ..sharding import PARTIAL, Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
 from ._choices import can_split
-from ._collectives import collective_line, widening
+from ._collectives import collective_line, move_line, through_copies, widening
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, memory_model, timeline
 from ._priced import Ints, Priced, price
@@ -90,9 +90,9 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         count: float,
         entering: float,
         leaving: float,
-        group: int | None = None,
+        line: tuple[float, float],
     ) -> None:
-        latency, per_byte = collective_line(kind, axes, priced.mesh, priced.target, group)
+        latency, per_byte = line
         entry = found[kind, axes, label]
         entry[0] += count
         entry[1] += count * leaving
@@ -106,7 +106,8 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once and priced.repeats > 1)
         for move in reshard(source, target, sizes, priced.target.reduce_scatter) or ():
             leaving = result_fraction(move, sizes) * whole
-            note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, move.group)
+            line = move_line(move, through_copies(move, source, priced.target), priced.mesh, priced.target)
+            note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, line)
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])
         for c in node.collectives:
@@ -118,7 +119,8 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
             wide = widening(c.dtype, priced.target, total=once and priced.repeats > 1)
             local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
             grown = math.prod(sizes[a] for a in axes) if c.kind == "all-gather" else 1
-            note(c.kind, axes, c.label, count, local, local * float(grown))
+            line = collective_line(c.kind, axes, priced.mesh, priced.target)
+            note(c.kind, axes, c.label, count, local, local * float(grown), line)
     names = priced.mesh.axis_names
     uses = [
         CollectiveUse(

@@ -18,7 +18,7 @@ from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import PARTIAL, Edge, Move, Node, NodeCollective, NodeGraph, Projection, Spec, Work, reshard
 from ._choices import distinct_specs, enumerate_choices, shards
-from ._collectives import collective_line, widening
+from ._collectives import collective_line, move_line, through_copies, widening
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -117,7 +117,7 @@ class _Cache:
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
     lines: dict[tuple[Spec, Spec], tuple[float, float]] = field(default_factory=dict)
     tables: dict[tuple[_Specs, _Specs], tuple[Floats, Floats]] = field(default_factory=dict)
-    collectives: dict[tuple[str, tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
+    collectives: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -200,19 +200,18 @@ class _Pricer:
             moves = reshard(source, target, self.mesh.shape, self.target.reduce_scatter)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
-                fixed, slope = self.move_line(move)
+                fixed, slope = self.move_line(move, through_copies(move, source, self.target))
                 latency += fixed
                 per_byte += slope * move.fraction
             known = self.cache.lines[source, target] = latency, per_byte
         return known
 
-    def move_line(self, move: Move) -> tuple[float, float]:
-        """`collective_line` of one collective, which many conversions have in common."""
-        key = move.kind, move.axes, move.group
+    def move_line(self, move: Move, copies: bool) -> tuple[float, float]:
+        """`move_line` of one collective, which many conversions have in common."""
+        key = move.kind, move.axes, move.group, copies
         known = self.cache.collectives.get(key)
         if known is None:
-            known = collective_line(move.kind, move.axes, self.mesh, self.target, move.group)
-            self.cache.collectives[key] = known
+            known = self.cache.collectives[key] = move_line(move, copies, self.mesh, self.target)
         return known
 
     def waits(self, edge: Edge, source: Spec) -> bool:

@@ -1,18 +1,22 @@
 """Collectives and products against figures worked out by hand."""
 
 import dataclasses
+import functools
 import math
+import re
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import aliquot.cost._priced as priced_module
 from aliquot.cluster import TARGETS, Cluster, Device, Link, LogicalMesh
 from aliquot.cost import collective_line
-from aliquot.cost._collectives import widening
+from aliquot.cost._collectives import move_line, through_copies, widening
 from aliquot.cost._evaluate import hidden_seconds
 from aliquot.graph import Phase
-from aliquot.sharding import Work
+from aliquot.sharding import Work, reshard
 
 BYTES = 80e6
 INTRA = Link(latency_s=2e-6, bandwidth_bytes_per_s=100e9)
@@ -129,3 +133,36 @@ def test_groups_of_measured_sizes_reach_their_own_share():
     # Between hosts the network decides, and rings of one host say nothing about it.
     across = LogicalMesh(shape=(2, 4), cluster=cluster(per_host=4, hosts=2))
     assert collective_line("all-gather", (0,), across, target) == collective_line("all-gather", (0,), across, TARGET)
+
+
+@pytest.mark.parametrize(("source", "copied"), [((0,), False), ((1,), True), ((2,), True)])
+def test_a_gather_of_an_inner_dim_pays_for_two_copies(source, copied):
+    """80 MB enter on each of eight devices and 640 MB leave: read and written once more at 80 GB/s."""
+    target = dataclasses.replace(TARGET, gathers_through_copies=True, bandwidth_efficiency=0.8)
+    mesh = LogicalMesh(shape=(8,), cluster=cluster())
+    (move,) = reshard(source, (-1,), (8,), True)
+    assert through_copies(move, source, target) == copied
+    assert not through_copies(move, source, TARGET)
+    latency, per_byte = move_line(move, through_copies(move, source, target), mesh, target)
+    plain = collective_line("all-gather", (0,), mesh, target)
+    copies_s = 2 * (BYTES + 8 * BYTES) / 80e9 if copied else 0.0
+    assert per_byte * BYTES == pytest.approx(plain[1] * BYTES + copies_s)
+    assert latency == pytest.approx(plain[0] + (2 * target.kernel_overhead_s if copied else 0.0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_this_backend_brings_a_gathered_dim_in_front(dim, mesh):
+    """What the table says of gathers, in a program compiled here: the layout of the result has the gathered dim first."""
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh(8), in_specs=P(*[None] * dim, "x"), out_specs=P(), axis_names={"x"}, check_vma=False
+    )
+    def gather(x):
+        return jax.lax.all_gather(x * 2, "x", axis=dim, tiled=True) + 1
+
+    text = gather.lower(jax.ShapeDtypeStruct((8, 16, 32), np.float32)).compile().as_text()
+    (line,) = [line for line in text.splitlines() if " all-gather(" in line]
+    order = re.search(r"f32\[8,16,32\]\{([\d,]+)\}", line)[1].split(",")
+    assert int(order[-1]) == dim
+    assert TARGETS["cpu"].gathers_through_copies
