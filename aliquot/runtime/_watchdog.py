@@ -201,7 +201,7 @@ def _delay_aborts() -> None:
 
     JAX aborts from a thread of its own as soon as it loses process 0, often before the watch has had its turn. With the
     number of the signal as its argument, `sleep` is a handler for it, which needs nothing of an interpreter that may be
-    about to fall; afterwards the abort goes on.
+    about to fall; afterwards the abort goes on. (A signal from outside, which is no abort, then has no other effect.)
     """
     if os.name != "posix":
         return
