@@ -25,7 +25,7 @@ class PhaseCosts:
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
         state_bytes: parameters, optimizer state, gradients.
-        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, what comes from outside included.
+        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs included that both read.
         working_bytes: what else is needed at the worst moment.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
@@ -94,10 +94,25 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     if not backward:
         return 0.0
     moment = backward[0]
+    # Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads when that is due, and
+    # lets go of those that only its forward pass reads.
+    both = _read(graph, False) & _read(graph, True)
+    kept = {item.path: item.value in both for item in graph.inputs}
     found = 0.0
     for r, local in zip(model.residents, model.local_bytes, strict=True):
-        if r.category in _STATE or r.category == "batch":
+        if r.category in _STATE or not kept.get(r.label, True):
             continue
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))
         found += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
     return found
+
+
+def _read(graph: Graph, backward: bool) -> set[int]:
+    """Values that the backward pass reads, or what comes before it."""
+    return {
+        i
+        for op in graph.ops
+        if op.phase is not Phase.UPDATE and (op.phase is Phase.BACKWARD) is backward
+        for i in op.inputs
+        if isinstance(i, int)
+    }

@@ -1,0 +1,47 @@
+"""What a stage costs, by phase."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import aliquot as aq
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cost import make_problem, phase_costs, price
+from aliquot.sharding import layer_step, stage_step
+
+WIDTH, ROWS, VOCABULARY = 64, 32, 4096
+
+
+def train_step(state, batch):
+    """A tied table at both ends of two layers."""
+
+    def loss(params):
+        x = params["table"][batch["tokens"]]
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        logits = jax.nn.log_softmax(x @ params["table"].T)
+        return -jnp.take_along_axis(logits, batch["targets"][:, None], 1).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def kept_bytes(stage):
+    """By a stage of two for each micro-batch in flight, on one device."""
+    state = {"table": jnp.zeros((VOCABULARY, WIDTH)), "layers": [jnp.zeros((WIDTH, WIDTH))] * 2}
+    batch = {name: jnp.zeros((4 * ROWS,), jnp.int32) for name in ("tokens", "targets")}
+    layered = layer_step(aq.capture(train_step, state, batch), 4, layers="layers[*]")
+    extract = stage_step(layered, (0, 2)).extracts[stage]
+    cluster = Cluster.preset("1xV100-16GB")
+    problem = make_problem(extract.graph, cluster, num_micro_batches=4)
+    priced = price(problem.nodes, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster), repeats=4)
+    return phase_costs(priced, np.zeros(len(priced.nodes), np.int64), extract.graph).in_flight_bytes
+
+
+def test_what_only_the_backward_pass_reads_is_not_kept():
+    """The tied gradient of the last stage comes to the first one, larger than all that a micro-batch keeps."""
+    tokens, activation = 4 * ROWS, 4 * ROWS * WIDTH
+    logits = 4 * ROWS * VOCABULARY
+    # The input or result of each layer, and at the end what the loss keeps of the logits.
+    assert tokens <= kept_bytes(0) <= tokens + 3 * activation < 4 * VOCABULARY * WIDTH
+    assert activation <= kept_bytes(1) <= 3 * activation + 3 * logits + 2 * tokens
