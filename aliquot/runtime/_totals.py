@@ -38,7 +38,7 @@ class Totals:
     layout: Layout
     pins: Pins
     without: frozenset[str]
-    landing: dict[int, Spec] = field(init=False)
+    landing: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "landing", _landings(self.plan.whole, self.pins))
@@ -69,7 +69,8 @@ class Totals:
     def total_spec(self, value: int) -> Spec:
         """How the dims of a running total are split, that of the groups apart."""
         whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
-        return self.landing.get(value, whole)
+        chain = self.landing.get(value)
+        return chain[-1][0] if chain else whole
 
     def add_up(self, value: int, total: Any) -> Any:
         """The batch's value from a running total."""
@@ -78,8 +79,9 @@ class Totals:
         if self.plan.specs[value].kind is TimeKind.OWN:
             total = total / self.plan.num_parts
         total = total.astype(self.plan.whole.values[value].dtype)
-        spec = self.landing.get(value)
-        return total if spec is None else self.lowering.constrain(total, spec)
+        for spec, minor in self.landing.get(value, ()):
+            total = self.lowering.constrain(total, spec, minor=minor)
+        return total
 
     def combine(self, value: int, stack: Any) -> Any:
         """The batch's value of what is no sum, stacked by micro-batch, and by group where there are any."""
@@ -98,13 +100,21 @@ def is_summed(value: int, plan: MicroBatchPlan) -> bool:
     return kind is TimeKind.SUM or (kind is TimeKind.OWN and dtype.startswith(("float", "bfloat", "complex")))
 
 
-def _landings(graph: Graph, pins: Pins) -> dict[int, Spec]:
-    """Where results of pinned operators end up."""
-    found: dict[int, Spec] = {}
+def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]]:
+    """Splits that results of pinned operators take on, one after the other, each with the axes that are minor in it.
+
+    So do casts and transposes of them, which is what becomes of a product that makes a gradient.
+    """
+    found: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = {}
     for op in graph.ops:
         pin = pins.of(op)
+        chain = found.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
+        if chain and op.outputs[0] >= 0 and op.name in ("convert_element_type", "transpose"):
+            order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
+            places = {dim: place for place, dim in enumerate(order)}
+            found[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)
         if pin is not None:
-            for out, chain in zip(op.outputs, pin.results, strict=True):
-                if out >= 0 and chain:
-                    found[out] = chain[-1]
+            for out, specs, minor in zip(op.outputs, pin.results, pin.minor, strict=True):
+                if out >= 0 and specs:
+                    found[out] = tuple((spec, () if number else minor) for number, spec in enumerate(specs))
     return found

@@ -167,15 +167,19 @@ def _sites(naming: Naming) -> list[Site]:
 
 
 def _product_readers(naming: Naming) -> dict[int, list[Port]]:
-    """For each value class how the products that read it want it."""
+    """For each value class how the products that read it want it; and the stack of a loop that a product reads, too."""
     cuts = naming.cuts
     found: dict[int, list[Port]] = {}
+    stacked: dict[int, list[Port]] = {}
     for op_class in naming.order:
-        if cuts.rules[op_class].contracts:
-            for position, value_class, _ in cuts.operands(op_class):
+        for position, value_class, _ in cuts.operands(op_class):
+            if cuts.rules[op_class].contracts:
                 port = naming.product_port(op_class, cuts.rules[op_class].operands[position])
                 found.setdefault(value_class, []).append(port)
-    return found
+            elif cuts.first[op_class].name == "scan_stack":
+                port = naming.slot_port(cuts.operand_slot(op_class, value_class))
+                stacked.setdefault(value_class, []).append(port)
+    return {value_class: ports + stacked.get(value_class, []) for value_class, ports in found.items()}
 
 
 def _loop_ports(naming: Naming) -> dict[int, Port]:

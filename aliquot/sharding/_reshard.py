@@ -88,17 +88,23 @@ def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_sca
 def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
     """`source` with its sums finished: the split that an array should be asked for first, on its way to `target`.
 
-    A compiler with a reduce-scatter is asked for the target's split at once. One without all-reduces the whole array for
-    each dim that the sums' axes shall split, or, asked for a whole array, for each sum that a product left: whichever is
-    fewer. If only one dim is split, the other sums are finished on its shards.
+    A compiler with a reduce-scatter is asked for the target's split at once, but for one dim only: asked for several, XLA
+    all-reduces the whole array, where tiles of one dim can still be exchanged for those of another. One without all-reduces
+    the whole array for each dim that the sums' axes shall split, or, asked for a whole array, for each sum that a product
+    left: whichever is fewer. If only one dim is split, the other sums are finished on its shards.
     """
     reduced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL < t]
     kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
-    at_once = reduce_scatter or len(dims) == 1 or (len(kinds) > 1 and len(dims - {REPLICATED}) == 1)
-    return tuple(
-        (t if at_once else REPLICATED) if a in reduced else s
-        for a, (s, t) in enumerate(zip(source, target, strict=True))
-    )
+    landed = list(source)
+    if reduce_scatter:
+        first = next((target[a] for a in reduced if target[a] >= 0), REPLICATED)
+        for a in reduced:
+            landed[a] = first if target[a] >= 0 else REPLICATED
+    else:
+        at_once = len(dims) == 1 or (len(kinds) > 1 and len(dims - {REPLICATED}) == 1)
+        for a in reduced:
+            landed[a] = target[a] if at_once else REPLICATED
+    return tuple(landed)
 
 
 def scattered_behind(source: Spec, landed: Spec) -> tuple[int, ...]:

@@ -54,7 +54,6 @@ def test_sums_are_finished_by_the_collectives_that_are_priced(source, target, me
 
 def test_a_reduce_scatter_is_asked_for_the_split_at_once():
     assert landing((P, 1), (0, 1), True) == (0, 1)
-    assert landing((P, P), (0, 1), True) == (0, 1)
     assert landing((P, P), (0, 1), False) == (R, R)
 
 
@@ -83,6 +82,17 @@ def test_a_sum_is_scattered_behind_what_is_split_already(source, target, mesh):
     moves = reshard(source, target, SIZES, False)
     predicted = [(m.kind, round(4 * 64 * 128 * result_fraction(m, SIZES))) for m in moves]
     assert sorted((c.kind, c.num_bytes) for c in found) == sorted(predicted)
+
+
+def test_sums_are_scattered_along_one_dim_and_then_exchanged():
+    """Compilers of GPUs all-reduce the whole array if asked for several dims at once."""
+    assert landing((P, P), (0, 1), True) == (0, 0)
+    assert landing((P, P), (1, 0), True) == (1, 1)
+    assert landing((P, P, P), (1, R, 0), True) == (1, R, 1)
+    for target in ((0, 1), (1, 0)):
+        moves = reshard((P, P), target, SIZES, True)
+        assert [(m.kind, m.axes) for m in moves] == [("reduce-scatter", (0, 1)), ("all-to-all", (1,))]
+        assert [m.fraction for m in moves] == [1.0, 1 / 8]
 
 
 def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():

@@ -83,3 +83,47 @@ def test_a_description_of_another_release(tmp_path):
     plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("8xH100"), method=aq.DataParallel())
     with pytest.raises(InputError, match="description of odd is not understood by the compiler of JAX"):
         aq.verify(plan, mlp_step, *mlp(jnp.bfloat16), target=str(path), cache=tmp_path)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_gradients_are_scattered_along_two_dims_as_planned(num_micro_batches, tmp_path):
+    def step(state, batch):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])
+        mean = 0.9 * state["m"] + grad
+        return {"w": state["w"] - 0.1 * mean, "m": mean}, loss
+
+    weights = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+    shapes = dict.fromkeys("wm", weights), jax.ShapeDtypeStruct((65536, 2048), jnp.float32)
+    specs = {"state.w": (None, None), "state.m": ("x", "y"), "batch": (("x", "y"), None)}
+    method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
+    where = Cluster.preset("8xH100")
+    plan = aq.plan(step, *shapes, cluster=where, method=method, num_micro_batches=num_micro_batches)
+    assert plan.stages[0].data_axes == (("x", "y") if num_micro_batches > 1 else ())
+    found = aq.verify(plan, step, *shapes, cache=tmp_path)
+    assert found.stages[0].unintended == ()
+    moved = {each.kind: (each.predicted_bytes, each.compiled_bytes) for each in found.stages[0].collectives}
+    for kind in ("reduce-scatter", "all-to-all"):
+        predicted, compiled = moved[kind]
+        assert compiled == pytest.approx(predicted) and predicted == 2048 * 1024 * 4 / 8
+
+
+@pytest.mark.parametrize("method", [aq.Zero2Parallel(), aq.Zero3Parallel()], ids=lambda m: type(m).__name__)
+def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
+    def step(state, batch):
+        def loss(layers):
+            def turn(x, layer):
+                return jnp.tanh(x @ layer.astype(jnp.bfloat16)), None
+
+            return jnp.mean(jax.lax.scan(turn, batch, layers)[0].astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["layers"])
+        moments = 0.9 * state["moments"] + grads
+        return {"layers": state["layers"] - 0.1 * moments, "moments": moments}, value
+
+    layers = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
+    shapes = dict.fromkeys(("layers", "moments"), layers), jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method)
+    (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
+    gathers = [each for each in stage.collectives if each.kind == "all-gather"]
+    assert [each.compiled_bytes for each in gathers] == pytest.approx([each.predicted_bytes for each in gathers])
+    assert stage.unintended == ()
