@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from aliquot import zoo
 from aliquot.cluster import Cluster
 from aliquot.cost import make_problem
 from aliquot.graph import capture
-from aliquot.planners import ShardParallel
+from aliquot.planners import ShardParallel, Zero2Parallel
 from aliquot.runtime import find_collectives
 from aliquot.sharding import PARTIAL, REPLICATED, dims_of, make_pins, reshard, result_fraction, without_partial
 from aliquot.sharding._pins import _result_chain
@@ -132,3 +133,24 @@ def test_what_a_remat_region_takes_is_pinned():
     taken = {i for i in region.blocks[0].inputs if isinstance(i, int)}
     tanh = next(op for op in graph.ops if op.name == "tanh")
     assert {graph.inputs[0].value, tanh.outputs[0]} <= taken & set(pins.values)
+
+
+def test_weights_are_pinned_where_a_loop_keeps_them_split_otherwise():
+    """What a loop stacks up is pinned, too, and the compiler would have the product's operand follow it."""
+    config = zoo.configure("gpt-125m", num_layers=2, hidden_size=256, num_heads=4, seq_len=32, vocab_size=2048)
+    work = zoo.build(config, 32, dtype="bf16", scan=True, recompute="none")
+    graph = capture(work.train_step, work.state, work.batch)
+    problem = make_problem(graph, Cluster.preset("8xH100"))
+    decision = Zero2Parallel().solve(problem)
+    choices = [tuple(int(f) for f in t.choices[k]) for t, k in zip(decision.priced.nodes, decision.picks.tolist())]
+    stacks = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.name == "scan_stack"}
+    casts = [op for op in graph.ops if op.name == "convert_element_type" and op.params["new_dtype"] == jnp.bfloat16]
+    kernels = [op for op in casts if op.outputs[0] in stacks and len(graph.values[op.outputs[0]].shape) == 2]
+    assert len(kernels) == 6
+    for op in kernels:
+        port = problem.nodes.loop_ports[stacks[op.outputs[0]]]
+        choices[port.node] = (port.projection.index(1),)
+    pins = make_pins(graph, problem.nodes, choices, (8,))
+    for op in kernels:
+        assert pins.values[stacks[op.outputs[0]]] == (1,)
+        assert pins.of(op).results == (((R,),),)
