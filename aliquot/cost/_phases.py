@@ -42,13 +42,14 @@ class PhaseCosts:
     memory_bytes: dict[str, float]
 
 
-def phase_costs(priced: Priced, picks: Ints, graph: Graph) -> PhaseCosts:
+def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | None = None) -> PhaseCosts:
     """Costs by phase of a choice for every node of a step, or of some of its layers.
 
     Args:
         priced: with `repeats` micro-batches.
         picks: the choices.
         graph: what the node graph is of.
+        model: `memory_model(priced)`, where that is known.
     """
     compute, communication = np.zeros((2, len(Phase)))
     # Gradients wait for the last micro-batch over data axes alone; other sums happen in every backward pass.
@@ -70,7 +71,7 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph) -> PhaseCosts:
             phase = Phase.BACKWARD if edge.gradient and partial else edge.phase
             communication[phase] += paid
     seconds = compute + communication
-    model = memory_model(priced)
+    model = memory_model(priced) if model is None else model
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)

@@ -15,6 +15,7 @@ previous layer for the others); nothing that joins one copy to the next is lost.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Folding:
     runs: tuple[Run, ...]
 
 
+# Layers are cut and compared one after the other, by the classes of one graph.
+@functools.lru_cache(maxsize=1)
 def fold(graph: Graph, *, repeats: bool = True) -> Folding:
     """Classes of a graph; with `repeats=False` every operator and value is a class of its own."""
     if not repeats:

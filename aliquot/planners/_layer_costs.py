@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
-from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, make_problem, phase_costs, price
+from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
 from ..graph import Graph, Phase, Staging, extract_stages, fold, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
@@ -147,11 +147,15 @@ def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseC
     priced = price_option(replace(problem, cluster=cluster), shape)
     if priced is None:
         return None
+    if all(len(node.choices) == 1 for node in priced.nodes):
+        # The batch alone is split: nothing is left to choose, if that can be done at all.
+        picks = np.zeros(len(priced.nodes), np.int64)
+        return phase_costs(priced, picks, problem.graph) if np.isfinite(evaluate(priced, picks).total_s) else None
     search = Search(priced, fixed.everything(priced), limit_bytes=np.inf, relative_gap=1e-2, node_limit=20)
     if search.relax() is None:
         return None
     solution = search.rounded()
-    return phase_costs(priced, solution.picks, problem.graph) if solution else None
+    return phase_costs(priced, solution.picks, problem.graph, search.model) if solution else None
 
 
 def _weight_share(graph: Graph) -> float:

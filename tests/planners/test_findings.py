@@ -103,3 +103,29 @@ def test_an_entry_that_two_parts_of_a_program_add_to_counts_as_one():
     assert Relaxation(program).solve().values == pytest.approx([3.0])
     solver, _ = load(program, num_integer=0)
     assert solver.getNumNz() == 1
+
+
+def test_a_relaxation_that_pivots_in_vain_is_solved_another_way(monkeypatch):
+    """Costs that are far apart call for plain pivots; too few of them end early, and the optimum is the same."""
+    rng = np.random.default_rng(0)
+    program = Program()
+    columns = program.add_columns(10.0 ** rng.uniform(-6, 0, 60))
+    first = program.add_rows(30, 1.0, np.inf)
+    for row in range(30):
+        program.add_entries(np.full(8, first + row), rng.choice(columns, 8, replace=False), rng.uniform(0.5, 2.0, 8))
+    plain, limited = Relaxation(program), Relaxation(program)
+    assert plain.pivots_plainly
+    found = plain.solve()
+    assert plain.pivots_plainly and found.status == "optimal"
+    monkeypatch.setattr("aliquot.planners.intra.ilp._highs._PIVOTS_PER_ROW", 0.1)
+    assert limited.solve().bound_s == pytest.approx(found.bound_s, rel=1e-9)
+    assert not limited.pivots_plainly
+
+
+def test_costs_that_are_alike_call_for_careful_pivots():
+    program = Program()
+    columns = program.add_columns(np.linspace(1.0, 2.0, 5))
+    program.add_entries(np.full(5, program.add_rows(1, 1.0, np.inf)), columns, 1.0)
+    relaxation = Relaxation(program)
+    assert not relaxation.pivots_plainly
+    assert relaxation.solve().bound_s == pytest.approx(1.0)

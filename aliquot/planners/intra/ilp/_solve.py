@@ -58,7 +58,7 @@ class Search:
         self._allowed = allowed
         self._program, self._choices = build_program(priced, allowed)
         self._relaxation = Relaxation(self._program)
-        self._model = memory_model(priced)
+        self.model = memory_model(priced)
         self._times: list[int] = []
         self._excluded: list[Ints] = []
         self.gave_up = False
@@ -116,7 +116,7 @@ class Search:
                 if best is not None and best.step_time_s < found.step_time_s:
                     found = best
                 return self._judged(found, outcome.status)
-            if not self._add_rows(timeline(self._model, self.priced, picks)):
+            if not self._add_rows(timeline(self.model, self.priced, picks)):
                 # It misses the limit by less than the solver's tolerance.
                 self._exclude(self._program, self._choices, picks)
                 self._excluded.append(picks)
@@ -152,12 +152,12 @@ class Search:
         program, choices = build_program(self.priced, self._allowed)
         program.cost = [np.zeros_like(part) for part in program.cost]
         peak = int(program.add_columns(np.ones(1))[0])
-        use = timeline(self._model, self.priced, np.array([int(np.flatnonzero(m)[0]) for m in self._allowed]))
+        use = timeline(self.model, self.priced, np.array([int(np.flatnonzero(m)[0]) for m in self._allowed]))
         seen: set[int] = set()
         picks = np.zeros(0, np.int64)
         while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
             seen.add(moment)
-            add_memory_row(program, choices, self.priced, self._model, moment, self.limit_bytes)
+            add_memory_row(program, choices, self.priced, self.model, moment, self.limit_bytes)
             row = len(program.upper) - 1
             program.upper[row] -= 1.0
             program.add_entries(np.array([row]), np.array([peak]), -1.0)
@@ -165,11 +165,11 @@ class Search:
             values = Relaxation(program).solve().values
             assert values is not None, "some choice always exists when memory is unlimited"
             picks = _decode(choices, values)
-            use = timeline(self._model, self.priced, picks)
+            use = timeline(self.model, self.priced, picks)
         return picks
 
     def _solution(self, picks: Ints, status: str) -> Solution | None:
-        peak = float(timeline(self._model, self.priced, picks).max())
+        peak = float(timeline(self.model, self.priced, picks).max())
         if peak > self.limit_bytes * (1 + 1e-9):
             return None
         return Solution(
@@ -194,7 +194,7 @@ class Search:
             allowed.append(mask)
         program, choices = build_program(self.priced, allowed)
         for time in self._times:
-            add_memory_row(program, choices, self.priced, self._model, time, self.limit_bytes)
+            add_memory_row(program, choices, self.priced, self.model, time, self.limit_bytes)
         for picks in self._excluded:
             self._exclude(program, choices, picks)
         return program, choices
@@ -210,20 +210,20 @@ class Search:
         peaks = sorted((int(part[np.argmax(use[part])]) for part in stretches), key=lambda t: -use[t])
         for time in peaks[:3]:
             self._times.append(time)
-            add_memory_row(self._program, self._choices, self.priced, self._model, time, self.limit_bytes)
+            add_memory_row(self._program, self._choices, self.priced, self.model, time, self.limit_bytes)
         return True
 
     def _fractional_timeline(self, values: Floats) -> Floats:
         """Bytes over time under a fractional solution."""
-        change = np.zeros(self._model.num_times + 1)
-        for r, local in zip(self._model.residents, self._model.local_bytes, strict=True):
+        change = np.zeros(self.model.num_times + 1)
+        for r, local in zip(self.model.residents, self.model.local_bytes, strict=True):
             if r.node < 0:
                 num_bytes = float(local[0])
             else:
                 num_bytes = float(values[self._choices.columns[r.node]] @ local[self._choices.allowed[r.node]])
             np.add.at(change, r.births, num_bytes)
             np.subtract.at(change, r.deaths + 1, num_bytes)
-        for conversion in self._model.conversions:
+        for conversion in self.model.conversions:
             columns, weights = conversion_columns(self._choices, self.priced, conversion)
             num_bytes = float(values[columns] @ weights)
             if num_bytes:
