@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -18,14 +18,14 @@ _QUICK = "gpt-2.6b"
 
 
 class Case(Protocol):
-    """A command and the seconds it may take: what tables call it, the model, the arguments of `aliquot`."""
+    """A command and the seconds it may take (None: any): what tables call it, the model, the arguments of `aliquot`."""
 
     @property
     def name(self) -> str: ...
     @property
     def model(self) -> str: ...
     @property
-    def limit_s(self) -> float: ...
+    def limit_s(self) -> float | None: ...
     @property
     def command(self) -> list[str]: ...
 
@@ -45,12 +45,14 @@ def time_commands(
     chosen: argparse.Namespace,
     every: Sequence[Case],
     *,
+    growth: Mapping[str, Sequence[Case]] = {},
     warm_up: bool = False,
     columns: Sequence[str] = (),
 ) -> int:
     """Run the commands in turn, as often as was asked for, and write or print the answer. Returns an exit code.
 
     Args:
+        growth: tables of more commands without limits, each run once; left out with `--quick`.
         warm_up: run the first once before, untimed.
         columns: what else of the plans' answers tables show.
     """
@@ -60,13 +62,19 @@ def time_commands(
     runs: dict[str, list[tuple[float, dict[str, Any]]]] = {c.name: [] for c in cases}
     for _ in range(1 if chosen.quick else chosen.repetitions):
         for case in cases:
-            seconds, plan = _run(case)
-            runs[case.name].append((seconds, plan))
-            say(f"{case.name}: {seconds:.1f} s")
+            runs[case.name].append(_timed(case))
     rows = [_row(case, runs[case.name], columns) for case in cases]
     report.tables = {"Commands": rows}
+    for title, more in growth.items() if not chosen.quick else ():
+        report.tables[title] = [_row(c, [_timed(c)], columns) for c in more if chosen.only in c.name]
     report.summary = {row["case"]: f"{row['median s']} of {row['limit s']} s" for row in rows}
     return report.finish(chosen, met=all(row["median s"] <= row["limit s"] for row in rows))
+
+
+def _timed(case: Case) -> tuple[float, dict[str, Any]]:
+    seconds, plan = _run(case)
+    say(f"{case.name}: {seconds:.1f} s")
+    return seconds, plan
 
 
 def _run(case: Case) -> tuple[float, dict[str, Any]]:
@@ -85,7 +93,7 @@ def _row(case: Case, runs: Sequence[tuple[float, dict[str, Any]]], columns: Sequ
     _, plan = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
     return {
         "case": case.name,
-        "limit s": case.limit_s,
+        **({} if case.limit_s is None else {"limit s": case.limit_s}),
         "median s": round(median(seconds), 2),
         "least s": round(min(seconds), 2),
         "most s": round(max(seconds), 2),

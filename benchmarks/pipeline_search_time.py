@@ -20,7 +20,7 @@ class Case:
 
     model: str
     cluster: str
-    limit_s: float
+    limit_s: float | None = None
     more: tuple[str, ...] = ()
     global_batch: int = 1024
 
@@ -42,10 +42,28 @@ class Case:
 CASES = (
     Case(model="gpt-39b", cluster="8x8xV100-16GB", limit_s=10.0),
     Case(model="moe-70b", cluster="8x8xV100-32GB", limit_s=15.0, more=("--layers", "params.layers[*]")),
+    Case(
+        model="wide-resnet-13b",
+        cluster="4x8xV100-16GB",
+        limit_s=15.0,
+        more=("--micro-batch-semantics", "independent"),
+        global_batch=1536,
+    ),
     Case(model="gpt-125m", cluster="8xV100-32GB", limit_s=10.0, more=("--set", "num_layers=1024", "--scan")),
     Case(model="gpt-39b", cluster="8x8xV100-16GB", limit_s=10.0, more=("--scan",)),
     Case(model="gpt-2.6b", cluster="8xV100-16GB", limit_s=10.0),
 )
+
+GROWTH = {
+    "Growth with layers": tuple(
+        Case(model="gpt-1.3b", cluster="2x8xV100-32GB", more=("--set", f"num_layers={layers}"))
+        for layers in (12, 24, 48, 96)
+    ),
+    "Growth with devices": tuple(
+        Case(model="gpt-1.3b", cluster=f"{hosts}x8xV100-32GB", more=("--set", "num_layers=24"))
+        for hosts in (1, 2, 4, 8, 16)
+    ),
+}
 
 
 def main() -> int:
@@ -54,15 +72,16 @@ def main() -> int:
     report = Report(
         name="pipeline_search_time",
         question="Search time of pipelines, from the start of the command to the plan",
-        bar="; ".join(f"{c.name}: {c.limit_s:g} s" for c in CASES),
+        bar="; ".join(f"{c.name}: {c.limit_s:g} s" for c in CASES if c.limit_s),
         method=(
             "Wall time of a whole process, `aliquot plan MODEL --cluster C --global-batch 1024 --method pipeshard "
             "--micro-batches auto --json`: Python's start, imports, building and tracing the step, pricing layers on every "
             f"submesh, the search, the chosen stages solved as wholes. {chosen.repetitions} runs in turn over all cases; "
-            "median, least and most. Within: trace and search as the plan's own provenance has them, in the median run."
+            "median, least and most; one run for what shows growth. Within: trace and search as the plan's own provenance has "
+            "them, in the median run."
         ),
     )
-    return time_commands(report, chosen, CASES)
+    return time_commands(report, chosen, CASES, growth=GROWTH)
 
 
 if __name__ == "__main__":

@@ -129,27 +129,41 @@ def solve_pipeline(
     limit = (
         target_for(cluster.device).usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     )
+    task = _Task(
+        method=method,
+        graph=graph,
+        cluster=cluster,
+        limit_bytes=limit,
+        semantics=semantics,
+        on_missing_rule=on_missing_rule,
+        progress=progress,
+    )
     groups = [counts for counts in _counts(method, graph, cluster) if counts]
     for number, counts in enumerate(groups):
         try:
-            return _solve_with(method, graph, cluster, counts, limit, semantics, on_missing_rule, progress)
+            return _solve_with(task, counts)
         except InfeasibleError:
             if number == len(groups) - 1:
                 raise
     raise AssertionError("there is always a number of micro-batches to try")
 
 
-def _solve_with(
-    method: PipeshardParallel,
-    graph: Graph,
-    cluster: Cluster,
-    counts: list[int],
-    limit: float,
-    semantics: str,
-    on_missing_rule: str,
-    progress: Progress | None,
-) -> PipelineDecision:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Task:
+    """What `solve_pipeline` was asked for; `limit_bytes` is on each device."""
+
+    method: PipeshardParallel
+    graph: Graph
+    cluster: Cluster
+    limit_bytes: float
+    semantics: str
+    on_missing_rule: str
+    progress: Progress | None
+
+
+def _solve_with(task: _Task, counts: list[int]) -> PipelineDecision:
     """The best pipeline with one of some numbers of micro-batches."""
+    method, graph, limit = task.method, task.graph, task.limit_bytes
     # The largest micro-batch allows every submesh.
     first = counts[0]
     length = _scan_length(graph) if method.layers is None else 0
@@ -157,12 +171,12 @@ def _solve_with(
     sketch = sketch_step(sketched, first, layers=method.layers)
     chains, kinds = build_chains(
         sketch,
-        cluster,
+        task.cluster,
         counts=counts,
         memory_limit_bytes=limit,
         copies=_copies(length),
-        on_missing_rule=on_missing_rule,
-        progress=progress,
+        on_missing_rule=task.on_missing_rule,
+        progress=task.progress,
     )
     layered: LayeredStep | None = None
     inter = method.inter
@@ -184,17 +198,17 @@ def _solve_with(
                 cut if length else graph,
                 found.num_micro_batches,
                 layers=None if length else sketch.layers,
-                semantics=semantics,
-                on_missing_rule=on_missing_rule,
+                semantics=task.semantics,
+                on_missing_rule=task.on_missing_rule,
             )
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
-        result = _solve_stages(method, layered, chain, found, kinds, cluster, limit, on_missing_rule, progress)
+        result = _solve_stages(task, layered, chain, found, kinds)
         if isinstance(result, PipelineDecision):
             return result
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
-        f"No pipeline was found that fits {cluster.name}: the stages that the search proposed need "
+        f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed need "
         f"{needed / limit:.2f} times the memory of a device when they are looked at closely.\n"
         "  It could fit with more micro-batches, a smaller batch, or more devices.",
         required_bytes=int(needed),
@@ -237,17 +251,10 @@ def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[l
 
 
 def _solve_stages(
-    method: PipeshardParallel,
-    layered: LayeredStep,
-    chain: Chain,
-    found: ChainPlan,
-    kinds: Sequence[int],
-    cluster: Cluster,
-    limit: float,
-    on_missing_rule: str,
-    progress: Progress | None,
+    task: _Task, layered: LayeredStep, chain: Chain, found: ChainPlan, kinds: Sequence[int]
 ) -> PipelineDecision | float:
     """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much."""
+    limit = task.limit_bytes
     schedule = make_schedule(found.schedule, len(found.stages), found.num_micro_batches, found.num_submeshes)
     in_ranges = layered.graph.split is not None
     staged = stage_step(layered, [k if in_ranges else s.first_unit for k, s in enumerate(found.stages)])
@@ -256,19 +263,19 @@ def _solve_stages(
     groups = _alike(found, kinds, options, staged)
     for number, members in enumerate(groups):
         first = members[0]
-        if progress:
-            progress(f"stage {first} on {options[first].name}", number, len(groups))
+        if task.progress:
+            task.progress(f"stage {first} on {options[first].name}", number, len(groups))
         # What the others in flight hold is not there for the one that runs.
         held = [found.figures[k].held_bytes * (1 - 1 / max(1.0, found.figures[k].in_flight)) for k in members]
         problem = make_problem(
             staged.extracts[first].graph,
-            subcluster(cluster, options[first].submesh),
+            subcluster(task.cluster, options[first].submesh),
             num_micro_batches=layered.num_micro_batches,
             memory_limit_bytes=limit - max(held),
-            on_missing_rule=on_missing_rule,
+            on_missing_rule=task.on_missing_rule,
         )
         try:
-            decision, phases = _solve_stage(method, problem, options[first])
+            decision, phases = _solve_stage(task.method, problem, options[first])
         except InfeasibleError as error:
             return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
         solved |= dict.fromkeys(members, (problem, decision, phases))
@@ -302,7 +309,7 @@ def _solve_stages(
         times=times,
         stage_costs=costs,
         transfer_s=tuple(transfer),
-        planner=f"{type(method.inter).__name__} over ilp",
+        planner=f"{type(task.method.inter).__name__} over ilp",
     )
 
 
