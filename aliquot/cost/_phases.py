@@ -25,7 +25,8 @@ class PhaseCosts:
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
         state_bytes: parameters, optimizer state, gradients.
-        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs included that both read.
+        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs included that both read,
+            but for those that come with the batch.
         working_bytes: what else is needed at the worst moment.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
@@ -96,12 +97,13 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
         return 0.0
     moment = backward[0]
     # Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads when that is due, and
-    # lets go of those that only its forward pass reads.
+    # lets go of those that only its forward pass reads. What enters with the batch counts where it is made: the layers of a
+    # stage are added up.
     both = _read(graph, False) & _read(graph, True)
     kept = {item.path: item.value in both for item in graph.inputs}
     found = 0.0
     for r, local in zip(model.residents, model.local_bytes, strict=True):
-        if r.category in _STATE or not kept.get(r.label, True):
+        if r.category in _STATE or r.category == "batch" or not kept.get(r.label, True):
             continue
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))
         found += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
