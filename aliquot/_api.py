@@ -160,7 +160,7 @@ def plan(
     return _first_that_fits(propose, check) if verify else propose()
 
 
-def _first_that_fits(propose: Callable[..., Plan], check: Callable[[Plan], Verification]) -> Plan:
+def _first_that_fits(propose: Callable[[float | None], Plan], check: Callable[[Plan], Verification]) -> Plan:
     from .verify import first_that_fits
 
     return first_that_fits(propose, check)

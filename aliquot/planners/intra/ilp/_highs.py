@@ -15,9 +15,9 @@ Ints = NDArray[np.int64]
 Index = NDArray[np.int32]
 
 # Plain pivots are quicker where a few operators or conversions cost far more than most (a median below this share of the
-# largest cost: clusters of GPUs), by a factor of two on loops over layers. On CPUs, where costs are alike, they do not end.
+# largest cost: clusters of GPUs), at best by a factor of two. On CPUs, where costs are alike, they do not end.
 _SPREAD = 0.01
-# They take 0.3 to 0.7 pivots a row where they are quick.
+# They take a quarter to 0.7 pivots a row where they are quick.
 _PIVOTS_PER_ROW = 1.0
 
 
@@ -35,7 +35,10 @@ class Outcome:
 
 
 class Relaxation:
-    """The relaxation of a program. Solved again after rows were added, it starts from where it was."""
+    """The relaxation of a program. Solved again after rows were added, it starts from where it was.
+
+    `pivots_plainly` says how, and turns false for good where that did not end in time.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
