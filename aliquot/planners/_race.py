@@ -1,7 +1,8 @@
 """Search several meshes for one best decision: bounds of all first, then branching in their order, pruning by the best.
 
-What cannot be better than the best by more than the accepted gap is not looked into. While the first relaxations are solved
-in threads of their own, the next meshes are priced; nothing depends on which of them ends first.
+What cannot be better than the best by more than the accepted gap is not looked into. Meshes of one axis come first and are
+solved at once: they are small, and what fits on them limits what the others need consider. While the first relaxations of
+those are solved in threads of their own, the next are priced; nothing depends on which of them ends first.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ def race(
     try:
         for k, entry in enumerate(entries):
             report(f"{entry.name} on {entry.priced.mesh}", k, max(expected, k + 1))
-            runners.append(_Runner.start(entry, problem, limits, pool))
-        for runner in sorted(runners, key=lambda r: r.first.result() or 0.0):
-            runner.bound(_cutoff_s(best and best[1], limits))
-            if runner.rounded and (best is None or runner.rounded.step_time_s < best[1].step_time_s):
-                best = runner, runner.rounded
+            ceiling_s = best[1].step_time_s if best else np.inf
+            runners.append(runner := _Runner.start(entry, problem, limits, pool, ceiling_s))
+            if len(entry.priced.mesh.shape) == 1:
+                best = _bounded(runner, best, limits)
+        for runner in sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0):
+            best = _bounded(runner, best, limits)
         for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
             report(f"{runner.entry.name} on {runner.entry.priced.mesh}", len(runners), len(runners))
             found = runner.finish(best and best[1], _cutoff_s(best and best[1], limits))
@@ -90,11 +92,18 @@ def race(
     return _decision(best, runners, problem, method, planner, exact_space, best[1].status, limits)
 
 
+def _bounded(runner: _Runner, best: tuple[_Runner, Solution] | None, limits: Limits) -> tuple[_Runner, Solution] | None:
+    """Bounds a runner; the better of the best and its rounding."""
+    runner.bound(_cutoff_s(best and best[1], limits))
+    if runner.rounded and (best is None or runner.rounded.step_time_s < best[1].step_time_s):
+        return runner, runner.rounded
+    return best
+
+
 def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, Solution] | None:
     """The best rounding of the first relaxation and of those begun since."""
     for k, runner in enumerate(runners):
-        if k == 0 or not runner.first.cancel():
-            runner.first.result()
+        if not runner.outcome and (k == 0 or not runner.first.cancel()):
             runner.bound(-np.inf)
     rounded = [(r, r.rounded) for r in runners if r.rounded is not None]
     return min(rounded, key=lambda found: found[1].step_time_s, default=None)
@@ -115,18 +124,22 @@ class _Runner:
     outcome: str = ""
 
     @classmethod
-    def start(cls, entry: Entry, problem: Problem, limits: Limits, pool: ThreadPoolExecutor) -> _Runner:
+    def start(
+        cls, entry: Entry, problem: Problem, limits: Limits, pool: ThreadPoolExecutor, ceiling_s: float
+    ) -> _Runner:
         search = Search(
             entry.priced,
             entry.allowed,
             limit_bytes=problem.memory_limit_bytes,
             relative_gap=limits.relative_gap,
             node_limit=limits.node_limit,
+            ceiling_s=ceiling_s,
         )
         return cls(entry=entry, search=search, first=pool.submit(search.start))
 
     def bound(self, cutoff_s: float) -> None:
         """The relaxation with its memory rows, and its rounding."""
+        self.first.result()
         self.bound_s = self.search.relax(cutoff_s)
         self.rounded = self.search.rounded() if self.bound_s is not None else None
         self.outcome = "does not fit" if self.bound_s is None else "bounded"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....cost import Priced, evaluate, memory_model, timeline
+from ._affordable import affordable
 from ._highs import Outcome, Relaxation, solve_integers
 from ._program import Choices, Program, add_memory_row, build_program, conversion_columns
 
@@ -39,6 +40,8 @@ class Search:
 
     Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so
     that the bound of fewer rows holds, and a solution that fits everywhere is one of the whole problem.
+
+    Solutions that cost more than `ceiling_s` are not looked for.
     """
 
     def __init__(
@@ -49,25 +52,29 @@ class Search:
         limit_bytes: float,
         relative_gap: float = 1e-3,
         node_limit: int = 2000,
+        ceiling_s: float = np.inf,
     ) -> None:
         self.priced = priced
+        self.ceiling_s = ceiling_s
         self.limit_bytes = limit_bytes
         self.relative_gap = relative_gap
         self.node_limit = node_limit
         self.num_solves = 0
         self._allowed = allowed
-        self._program, self._choices = build_program(priced, allowed)
+        self._within, self._open = affordable(priced, allowed, ceiling_s)
+        self._program, self._choices = build_program(self._within, self._open)
         self._relaxation = Relaxation(self._program)
         self.model = memory_model(priced)
         self._times: list[int] = []
         self._excluded: list[Ints] = []
         self.gave_up = False
         self._values: Floats | None = None
+        self._picks: Ints | None = None
 
     def start(self) -> float | None:
         """The bound of the relaxation without memory rows, in seconds; None if no choice is possible. May run in a thread."""
         self._values = self._relax()
-        return self._relaxed.bound_s if self._values is not None else None
+        return self._bound_s()
 
     def relax(self, cutoff_s: float = np.inf) -> float | None:
         """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding.
@@ -77,19 +84,31 @@ class Search:
         if not self.num_solves:
             self.start()
         while True:
+            bound = self._bound_s()
+            if bound is None:
+                return None
+            self.lower_bound_s = bound
             values = self._values
             if values is None:
-                return None
-            self.lower_bound_s = self._relaxed.bound_s
-            if self.lower_bound_s >= cutoff_s or not self._add_rows(self._fractional_timeline(values)):
+                self._picks, self.integral = None, False
+                return bound
+            if bound >= cutoff_s or not self._add_rows(self._fractional_timeline(values)):
                 break
             self._values = self._relax()
         self._picks = _decode(self._choices, values)
         self.integral = not _is_fractional(self._choices, values)
-        return self.lower_bound_s
+        return bound
+
+    def _bound_s(self) -> float | None:
+        """The bound of the last relaxation. Where it has no solution, none is below the ceiling; without one there is none."""
+        if self._values is None:
+            return self.ceiling_s if np.isfinite(self.ceiling_s) else None
+        return min(self._relaxed.bound_s, self.ceiling_s)
 
     def rounded(self) -> Solution | None:
-        """The relaxation's solution, rounded; None if that does not fit."""
+        """The relaxation's solution, rounded; None if that does not fit, or if there is none."""
+        if self._picks is None:
+            return None
         return self._solution(self._picks, "optimal" if self.integral else "rounded")
 
     def branch(self, cutoff_s: float = np.inf) -> Solution | None:
@@ -192,9 +211,9 @@ class Search:
             mask = np.zeros(len(node.choices), bool)
             mask[kept[self._relaxed.reduced_costs[columns] <= room + 1e-12]] = True
             allowed.append(mask)
-        program, choices = build_program(self.priced, allowed)
+        program, choices = build_program(self._within, allowed)
         for time in self._times:
-            add_memory_row(program, choices, self.priced, self.model, time, self.limit_bytes)
+            add_memory_row(program, choices, self._within, self.model, time, self.limit_bytes)
         for picks in self._excluded:
             self._exclude(program, choices, picks)
         return program, choices

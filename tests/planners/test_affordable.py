@@ -1,0 +1,85 @@
+"""What a known solution rules out is left out of the program, and nothing else."""
+
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cost import make_problem, price
+from aliquot.planners import Auto, _race
+from aliquot.planners.intra.fixed import everything
+from aliquot.planners.intra.ilp import Search
+from aliquot.planners.intra.ilp._affordable import affordable
+
+CLUSTER = Cluster.preset("2x4xH100")
+CONFIG = zoo.configure("gpt-125m")
+UNLIMITED = 1e15
+
+
+@pytest.fixture(scope="module")
+def problem():
+    workload = zoo.build(CONFIG, 1024, optimizer="sgd")
+    graph = aq.capture(workload.train_step, workload.state, workload.batch)
+    return make_problem(graph, CLUSTER, memory_limit_bytes=UNLIMITED)
+
+
+@pytest.fixture(scope="module")
+def priced(problem):
+    return price(problem.nodes, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
+
+
+@pytest.fixture(scope="module")
+def best(priced):
+    return search(priced, np.inf)[1]
+
+
+def search(priced, ceiling_s):
+    """The bound and the solution of a search up to a ceiling."""
+    found = Search(priced, everything(priced), limit_bytes=UNLIMITED, relative_gap=0.0, ceiling_s=ceiling_s)
+    return found.relax(), found.branch()
+
+
+def num_conversions(priced):
+    return sum(int(np.isfinite(edge.seconds).sum()) for edge in priced.edges)
+
+
+def test_the_best_survives_its_own_ceiling(priced, best):
+    within, kept = affordable(priced, everything(priced), best.step_time_s)
+    assert all(mask[pick] for mask, pick in zip(kept, best.picks, strict=True))
+    for edge, table in zip(priced.graph.edges, within.edges, strict=True):
+        p, q = table.source_index[best.picks[edge.source]], table.target_index[best.picks[edge.target]]
+        assert np.isfinite(table.seconds[p, q])
+
+
+def test_a_ceiling_leaves_few_conversions(priced, best):
+    within, kept = affordable(priced, everything(priced), 1.05 * best.step_time_s)
+    assert num_conversions(within) < 0.5 * num_conversions(priced)
+    assert sum(mask.sum() for mask in kept) < 0.8 * sum(len(node.choices) for node in priced.nodes)
+
+
+def test_no_ceiling_leaves_all(priced):
+    assert affordable(priced, everything(priced), np.inf)[0] is priced
+
+
+def test_below_the_best_nothing_is_found_and_the_ceiling_is_a_bound(priced, best):
+    for share in (0.999, 0.5, 1e-6):
+        bound, found = search(priced, share * best.step_time_s)
+        assert bound == pytest.approx(share * best.step_time_s)
+        assert found is None or found.step_time_s >= best.step_time_s * (1 - 1e-9)
+
+
+def test_a_race_tells_later_meshes_what_fits_on_one_axis(problem, monkeypatch):
+    told = []
+
+    class Told(Search):
+        def __init__(self, priced, allowed, **options):
+            told.append((len(priced.mesh.shape), options["ceiling_s"]))
+            super().__init__(priced, allowed, **options)
+
+    monkeypatch.setattr(_race, "Search", Told)
+    decision = Auto().solve(problem)
+    single = [c.step_time_s for c in decision.candidates if "x" not in c.mesh and c.step_time_s is not None]
+    assert told[0] == (1, np.inf)
+    several = [ceiling for axes, ceiling in told if axes > 1]
+    assert len(several) == 2 and set(several) == {min(single)}
