@@ -90,15 +90,10 @@ def plan_micro_batches(
         raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
     parts = num_micro_batches * num_groups
     part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
-    own: frozenset[int] = frozenset()
-    while True:
-        walk = Walk(whole=graph, part=part, parts=parts, own=own, on_missing_rule=on_missing_rule)
-        walk.run()
-        if semantics == "exact" and (walk.violations or walk.conflicts):
-            raise _refusal(graph, walk)
-        if not walk.conflicts:
-            break
-        own |= walk.conflicts.keys()
+    walk = Walk(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
+    walk.run(settle=semantics == "independent")
+    if semantics == "exact" and (walk.violations or walk.conflicts):
+        raise _refusal(graph, walk)
     return MicroBatchPlan(
         whole=graph,
         part=part,
@@ -112,7 +107,9 @@ def plan_micro_batches(
         early_calls=frozenset(walk.early_calls),
         late_calls=frozenset(walk.late_calls),
         combine={output.path: _combine(walk, output.value) for output in graph.outputs},
-        independent=tuple(dict.fromkeys(describe(graph.ops[index]) for index in sorted(walk.violations.keys() | own))),
+        independent=tuple(
+            dict.fromkeys(describe(graph.ops[index]) for index in sorted(walk.violations.keys() | walk.own))
+        ),
     )
 
 

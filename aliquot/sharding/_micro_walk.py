@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role
+from ._micro_calls import first_op, ops_of, phase_of, standing_for
 from ._rule import DimRule, dim_rule
 from ._time_specs import (
     EQUAL,
@@ -49,8 +50,8 @@ class Walk:
     whole: Graph
     part: Graph
     parts: int
-    own: frozenset[int]
     on_missing_rule: str
+    own: set[int] = field(default_factory=set)
     specs: list[TimeSpec | None] = field(init=False)
     actions: dict[int, Action] = field(default_factory=dict)
     conversions: dict[tuple[int, int], Conversion] = field(default_factory=dict)
@@ -79,8 +80,12 @@ class Walk:
                     if type(i) is int:
                         self._feeds_backward[i] = 1
 
-    def run(self) -> None:
-        """Walk through the whole step."""
+    def run(self, *, settle: bool) -> None:
+        """Walk through the whole step.
+
+        Args:
+            settle: Where operators conflict, let each see one part alone and walk on from there; else note all conflicts.
+        """
         for item in self.whole.inputs:
             spec = split_at(0) if item.role is Role.BATCH else EQUAL
             self._set(item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), _TOP)
@@ -92,7 +97,47 @@ class Walk:
                 line = np.arange(array.shape[spec.dim]).reshape([-1 if d == spec.dim else 1 for d in range(array.ndim)])
                 if bool((array == line).all()):
                     self.positions[index] = (True,)
-        self._items(self.whole.body, _TOP)
+        if settle:
+            self._settle()
+        else:
+            self._items(self.whole.body.items, _TOP)
+
+    def _settle(self) -> None:
+        """Walk until a conflict, back to where it began, and on from there; what comes before stays as it is."""
+        items = self.whole.body.items
+        place = {k: n for n, item in enumerate(items) for k in standing_for(item, self.whole)}
+        at = 0
+        while at < len(items):
+            self._items(items[at : at + 1], _TOP)
+            at += 1
+            if self.conflicts:
+                first = min(place[k] for k in self.conflicts)
+                self.own |= self.conflicts.keys()
+                self.conflicts.clear()
+                for item in items[first:at]:
+                    self._undo(item)
+                at = first
+
+    def _undo(self, item: int | Call) -> None:
+        """Forget what was found out about an operator, which is walked through again."""
+        if isinstance(item, Call):
+            self.early_calls.discard(item)
+            self.late_calls.discard(item)
+            self.violations.pop(first_op(item, self.whole).index, None)
+            for block in item.blocks:
+                for inner in block.items:
+                    self._undo(inner)
+            made = item.outputs
+        else:
+            self.actions.pop(item, None)
+            self.violations.pop(item, None)
+            made = self.whole.ops[item].outputs
+        for out in made:
+            if out >= 0:
+                self.specs[out] = None
+                self.origin.pop(out, None)
+                self.positions.pop(out, None)
+                self.never.discard(out)
 
     # ---- small questions ---------------------------------------------------------------------------------------------
 
@@ -127,8 +172,8 @@ class Walk:
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
-    def _items(self, block: Block, depth: int) -> None:
-        for item in block.items:
+    def _items(self, items: Iterable[int | Call], depth: int) -> None:
+        for item in items:
             if isinstance(item, Call):
                 self._call(item, depth)
             else:
@@ -289,7 +334,7 @@ class Walk:
     def _call(self, call: Call, depth: int) -> None:
         specs = [self.spec(i) for i in call.inputs]
         kinds = {spec.kind for spec in specs}
-        phase = _phase(call, self.whole)
+        phase = phase_of(call, self.whole)
         update = phase is Phase.UPDATE and self._has_backward
         if depth == _TOP and (TimeKind.LATE in kinds or (update and kinds - {TimeKind.EQUAL})):
             self._late_call(call, specs, phase)
@@ -310,10 +355,10 @@ class Walk:
         for out in call.outputs:
             if out >= 0:
                 self._set(out, spec_by_shape(*self._shapes_of(out), self.parts) or WHOLE, True, _TOP)
-                self.origin[out] = _first(call, self.whole).index
+                self.origin[out] = first_op(call, self.whole).index
 
     def _late_call(self, call: Call, specs: Sequence[TimeSpec], phase: Phase) -> None:
-        first = _first(call, self.whole)
+        first = first_op(call, self.whole)
         if phase is not Phase.UPDATE and any(spec.kind is TimeKind.SPLIT for spec in specs):
             for operand in call.inputs:
                 if isinstance(operand, int) and self.specs[operand] == LATE:
@@ -327,14 +372,14 @@ class Walk:
 
     def _forget(self, call: Call) -> None:
         """Undo what the walk through a body decided, as the call now runs as it is."""
-        for item in _ops(call):
+        for item in ops_of(call):
             self.actions.pop(item, None)
             for k in range(len(self.whole.ops[item].inputs)):
                 self.conversions.pop((item, k), None)
 
     def _remat(self, call: Call, specs: Sequence[TimeSpec], depth: int) -> None:
         (block,) = call.blocks
-        self._items(block, max(depth, _REMAT))
+        self._items(block.items, max(depth, _REMAT))
         for out, inner in zip(call.outputs, block.outputs, strict=True):
             if out >= 0 and out != inner:
                 self._set(out, self.spec(inner), self._is_free((inner,)), depth)
@@ -365,7 +410,7 @@ class Walk:
         num_cond, num_body = call.eqn.params["cond_nconsts"], call.eqn.params["body_nconsts"]
         carried = block.inputs[num_body:]
         self._fixpoint(call, block, carried, specs[num_cond + num_body :], block.outputs)
-        self._items(condition, _LOOP)
+        self._items(condition.items, _LOOP)
         if self.spec(condition.outputs[0]).kind is not TimeKind.EQUAL:
             self._violate(call, "it ends when the batch says so")
         free = self._is_free(call.inputs)
@@ -376,7 +421,7 @@ class Walk:
         if specs[0].kind is not TimeKind.EQUAL:
             self._violate(call, "it branches on a value of the batch")
         for block in call.blocks:
-            self._items(block, _LOOP)
+            self._items(block.items, _LOOP)
         free = self._is_free(call.inputs)
         for position, out in enumerate(call.outputs):
             joined = self.spec(call.blocks[0].outputs[position])
@@ -400,7 +445,7 @@ class Walk:
                 assert isinstance(inner, int)
                 self._set(inner, spec, free, _LOOP)
             before = dict(self.violations)
-            self._items(block, _LOOP)
+            self._items(block.items, _LOOP)
             joined = [self._join(call, spec, self.spec(out)) for spec, out in zip(specs, results, strict=True)]
             if joined == specs:
                 return
@@ -418,7 +463,7 @@ class Walk:
         return a
 
     def _violate(self, call: Call, reason: str) -> None:
-        self.violations.setdefault(_first(call, self.whole).index, reason)
+        self.violations.setdefault(first_op(call, self.whole).index, reason)
 
 
 def indexed_dims(op: Op) -> tuple[int, ...]:
@@ -426,25 +471,3 @@ def indexed_dims(op: Op) -> tuple[int, ...]:
     numbers = op.params["dimension_numbers"]
     found: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
     return tuple(found)
-
-
-def _ops(call: Call) -> list[int]:
-    found: list[int] = []
-    for block in call.blocks:
-        for item in block.items:
-            found += _ops(item) if isinstance(item, Call) else [item]
-    return found
-
-
-def _first(call: Call, graph: Graph) -> Op:
-    """The operator that stands for a call in messages; one of its links where the body is empty."""
-    inside = _ops(call)
-    if inside:
-        return graph.ops[inside[0]]
-    results = set(call.outputs)
-    return next(op for op in graph.ops if results & set(op.outputs))
-
-
-def _phase(call: Call, graph: Graph) -> Phase:
-    inside = _ops(call)
-    return graph.ops[inside[0]].phase if inside else Phase.UPDATE

@@ -6,7 +6,7 @@ import pytest
 
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
-from aliquot.sharding import Action, TimeKind, plan_micro_batches
+from aliquot.sharding import Action, TimeKind, _micro_walk, plan_micro_batches
 
 W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
 BATCH = {
@@ -118,6 +118,31 @@ def test_unless_each_micro_batch_may_stand_for_itself(loss_fn):
     assert found.combine["[0]"] == "equal"
     assert any("test_micro_batches.py:" in line for line in found.independent)
     assert not plan(lambda w, b: losses(w, b).mean(), semantics="independent").independent
+
+
+def normalised(layers):
+    """A loss whose every layer takes statistics of the batch, which the next layer then depends on."""
+
+    def loss(w, b):
+        x = b["x"]
+        for _ in range(layers):
+            h = x @ w @ w.T
+            x = (h - h.mean(axis=0)) / jnp.sqrt(jnp.mean(h * h, axis=0) - h.mean(axis=0) ** 2 + 1e-5)
+        return (x**2).mean()
+
+    return loss
+
+
+def test_statistics_of_many_layers_are_settled_in_one_walk(monkeypatch):
+    walked = []
+    plainly = _micro_walk.follow
+    monkeypatch.setattr(_micro_walk, "follow", lambda op, *more: walked.append(op.index) or plainly(op, *more))
+    for layers in (4, 16):
+        walked.clear()
+        found = plan(normalised(layers), semantics="independent")
+        assert len(walked) < 2 * len(found.whole.ops)
+        # What depends on a statistic is no statistic: no product of weights sees one part alone.
+        assert found.independent and not any("dot_general" in line for line in found.independent)
 
 
 def test_a_batch_that_is_no_multiple():
