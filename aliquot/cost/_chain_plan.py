@@ -183,7 +183,12 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
 
 
 def judge_stages(
-    chain: Chain, stages: Sequence[StageChoice], schedule: str, *, num_submeshes: int | None = None
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    schedule: str,
+    *,
+    num_submeshes: int | None = None,
+    tables: Stretches | None = None,
 ) -> ChainPlan:
     """What stages cost under a schedule, by its closed form. Raises `InputError` for an unknown schedule.
 
@@ -191,8 +196,9 @@ def judge_stages(
 
     Args:
         num_submeshes: fewer than stages where these are interleaved.
+        tables: of the chain, where they are known.
     """
-    tables = Stretches.of(chain)
+    tables = tables or Stretches.of(chain)
     count = len(stages)
     submeshes = num_submeshes or count
     chunks = count // submeshes
@@ -288,6 +294,7 @@ def find_stage_faults(
     *,
     num_submeshes: int | None = None,
     check_memory: bool = True,
+    tables: Stretches | None = None,
 ) -> tuple[str, ...]:
     """Every reason why stages cannot be used: units, options, devices; one sentence each.
 
@@ -304,13 +311,14 @@ def find_stage_faults(
         faults += _faulty_devices(chain, stages, submeshes)
     if faults:
         return tuple(faults)
-    ends = Stretches.of(chain).last_end
+    tables = tables or Stretches.of(chain)
+    ends = tables.last_end
     for k, s in enumerate(stages):
         if ends[s.option, s.first_unit] < s.last_unit:
             name, unit = chain.options[s.option].name, chain.unit_names[ends[s.option, s.first_unit]]
             faults.append(f"stage {k} cannot run {unit} with option {name!r}")
     if check_memory and not faults:
-        figures = judge_stages(chain, stages, schedule, num_submeshes=num_submeshes).figures
+        figures = judge_stages(chain, stages, schedule, num_submeshes=num_submeshes, tables=tables).figures
         faults += [
             f"stage {k} needs {format_bytes(f.peak_bytes)} of {format_bytes(chain.memory_limit_bytes)} on each device"
             for k, f in enumerate(figures)

@@ -8,9 +8,9 @@ import pytest
 from planners.inter.chains import random_chain
 
 from aliquot.cluster import Link
-from aliquot.cost import Chain, StageChoice, StageOption, find_stage_faults, judge_stages
+from aliquot.cost import Chain, StageChoice, StageOption, Stretches, find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
-from aliquot.planners.inter.stages._recut import recut, two_sided_s
+from aliquot.planners.inter.stages._recut import _stage_costs, recut, recuts, two_sided_s
 
 
 def _slow_chain(seed: int, *, num_units: int, geometry: tuple[int, int], micro_batches: int = 32) -> Chain:
@@ -70,6 +70,29 @@ def test_equals_all_cuts(schedule, share):
         assert find_stage_faults(chain, found.stages, schedule) == () and found.peak_bytes <= limit
         # Exact for the slowest stage; what it leaves to the others weighs little, and less under 1f1b.
         assert best * (1 - 1e-9) <= two_sided_s(chain, found) <= best * (1.002 if schedule == "1f1b" else 1.03)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_slower_than_the_plans_slowest_need_not_be_looked_at(schedule):
+    """Cuts are the same whichever plan that fits they are looked for from; and in a long chain few are worth a look."""
+    chain = _slow_chain(5, num_units=60, geometry=(2, 4))
+    option = next(k for k, o in enumerate(chain.options) if o.submesh == (1, 1))
+    edges = ([60 * k // 8 for k in range(9)], [0, 2, 4, 6, 8, 10, 12, 14, 60], [0, 46, 48, 50, 52, 54, 56, 58, 60])
+    plans = [
+        judge_stages(
+            chain,
+            [
+                StageChoice(first_unit=i, last_unit=j, option=option, first_device=k)
+                for k, (i, j) in enumerate(itertools.pairwise(cuts))
+            ],
+            schedule,
+        )
+        for cuts in edges
+    ]
+    tables = Stretches.of(chain)
+    even, *others = (recuts(chain, tables, plan) for plan in plans)
+    assert all([p.stages for p in even] == [p.stages for p in found] for found in others)
+    assert max(cost.shape[1] for cost in _stage_costs(chain, tables, plans[0])[0]) < 20
 
 
 def test_no_grid_is_faster_in_simulation():

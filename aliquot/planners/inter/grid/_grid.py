@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....core import InfeasibleError, InputError, format_bytes
-from ....cost import Chain, ChainPlan, StageChoice, find_stage_faults, judge_stages
+from ....cost import Chain, ChainPlan, StageChoice, Stretches, find_stage_faults, judge_stages
 from .._base import AbstractInter, check_chains
 from .._simulated import fastest_simulated
 
@@ -49,6 +49,7 @@ class Grid(AbstractInter):
 
 def layouts(chain: Chain) -> Iterator[ChainPlan]:
     """Every regular plan that can run, whatever its memory."""
+    tables = Stretches.of(chain)
     for k, option in enumerate(chain.options):
         if option.dp is None or option.tp is None:
             continue
@@ -61,8 +62,8 @@ def layouts(chain: Chain) -> Iterator[ChainPlan]:
             StageChoice(first_unit=first, last_unit=last, option=k, first_device=stage * size)
             for stage, (first, last) in enumerate(zip(edges, edges[1:]))
         ]
-        if not find_stage_faults(chain, stages, _SCHEDULE, check_memory=False):
-            yield judge_stages(chain, stages, _SCHEDULE)
+        if not find_stage_faults(chain, stages, _SCHEDULE, check_memory=False, tables=tables):
+            yield judge_stages(chain, stages, _SCHEDULE, tables=tables)
 
 
 def _nothing_fits(plans: Sequence[tuple[ChainPlan, Chain]]) -> InfeasibleError:

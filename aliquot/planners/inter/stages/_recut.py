@@ -7,12 +7,17 @@ With the submeshes given, both ends of every edge are known, and cuts and option
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from ....cost import Chain, ChainPlan, StageChoice, Stretches, chain_in_flight, judge_stages
-from ._tables import Floats, Ints
+from ._limits import memory_ends
+from ._tables import Floats, Ints, last_within
 
 # A slower slowest stage may allow for a shorter way through all of them.
 _SLACKS = (0.0, 1e-3, 1e-2)
@@ -22,53 +27,105 @@ def two_sided_s(chain: Chain, plan: ChainPlan) -> float:
     """A plan's closed form with each edge counted at both its ends; the closed form itself where that is the same."""
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages):
         return plan.closed_form_s
-    times = np.array([f.forward_s + f.backward_s for f in plan.figures])
-    edges = np.array([*(f.transfer_s for f in plan.figures), 0.0])
-    received = times + 2 * edges[:-1]
-    return plan.closed_form_s + (plan.num_micro_batches - 1) * float((received + 2 * edges[1:]).max() - received.max())
+    received = [f.forward_s + f.backward_s + 2 * f.transfer_s for f in plan.figures]
+    return plan.closed_form_s + (plan.num_micro_batches - 1) * (max(_busy_s(plan)) - max(received))
+
+
+def _busy_s(plan: ChainPlan) -> list[float]:
+    """For how long a micro-batch keeps each stage's submesh busy, with the edges at both ends."""
+    behind = [*(f.transfer_s for f in plan.figures[1:]), 0.0]
+    return [f.forward_s + f.backward_s + 2 * f.transfer_s + 2 * b for f, b in zip(plan.figures, behind)]
 
 
 def recut(chain: Chain, plan: ChainPlan) -> ChainPlan:
     """A plan on the same submeshes with the best cuts and options by `two_sided_s`; the plan itself if it is no worse."""
-    count = len(plan.stages)
-    if chain.overlaps_transfers or plan.num_submeshes != count or count == 1:
-        return plan
-    costs, options = _stage_costs(chain, plan)
+    return best_cut(chain, plan, recuts(chain, Stretches.of(chain), plan))
+
+
+def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> ChainPlan:
+    """The least of some plans by `two_sided_s`, the first of equal ones."""
+    return min((plan, *others), key=lambda found: two_sided_s(chain, found))
+
+
+def recuts(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[ChainPlan, ...]:
+    """The best cuts and options on a plan's submeshes, for some allowances for the slowest stage; those that fit."""
+    if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages) or len(plan.stages) == 1:
+        return ()
+    costs, ends = _stage_costs(chain, tables, plan)
     slowest = _least_maximum(costs)
-    best = plan
+    found = []
     for slack in _SLACKS if np.isfinite(slowest) else ():
-        edges = _least_sum(np.where(costs <= slowest * (1 + slack) * (1 + 1e-12), costs, np.inf))
+        edges = _least_sum([np.where(c <= slowest * (1 + slack) * (1 + 1e-12), c, np.inf) for c in costs])
         stages = [
-            replace(stage, first_unit=int(i), last_unit=int(j), option=int(options[k, i, j]))
-            for k, (stage, i, j) in enumerate(zip(plan.stages, edges, edges[1:]))
+            replace(stage, first_unit=i, last_unit=j, option=_fastest(tables, own, i, j))
+            for stage, own, i, j in zip(plan.stages, ends, edges, edges[1:])
         ]
-        found = judge_stages(chain, stages, plan.schedule)
-        if found.peak_bytes <= chain.memory_limit_bytes and two_sided_s(chain, found) < two_sided_s(chain, best):
-            best = found
-    return best
+        judged = judge_stages(chain, stages, plan.schedule, tables=tables)
+        if judged.peak_bytes <= chain.memory_limit_bytes:
+            found.append(judged)
+    return tuple(found)
 
 
-def _stage_costs(chain: Chain, plan: ChainPlan) -> tuple[Floats, Ints]:
-    """[S, U + 1, U + 1]: what units [i, j) as stage k keep its submesh busy for, edges included, and the best option."""
-    tables, units, count = Stretches.of(chain), chain.num_units, len(plan.stages)
-    sums = tables.forward_s + tables.backward_s
-    first, last = np.triu_indices(units + 1, 1)
+# Of a stage the options of its submesh, and how far it may reach with each from each beginning, [options, U].
+_Ends: TypeAlias = tuple[Ints, Ints]
+
+
+def _stage_costs(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[list[Floats], list[_Ends]]:
+    """For each stage what units keep its submesh busy for, edges included: [U + 1, B], by last unit and first.
+
+    Column b of row j is for the units [j - B + b, j); B is the most units for which the stage is worth looking at: given
+    a plan that fits, no stage of a better one takes longer than its slowest, but for an allowance.
+    """
+    units, count = chain.num_units, len(plan.stages)
     kept = chain_in_flight(plan.schedule, chain.num_micro_batches, count, count)
     edges = np.zeros((count + 1, units + 1))
     for k in range(1, count):
         edges[k, 1:units] = _edge_s(chain, plan.stages[k - 1], plan.stages[k])
-    costs = np.full((count, units + 1, units + 1), np.inf)
-    options = np.zeros(costs.shape, np.int64)
+    most_s = np.inf
+    if plan.peak_bytes <= chain.memory_limit_bytes:
+        most_s = float(max(_busy_s(plan))) * (1 + _SLACKS[-1]) * (1 + 1e-9)
+    known: dict[tuple[tuple[int, int], float], tuple[Floats, _Ends]] = {}
+    costs, ends = [], []
     for k, stage in enumerate(plan.stages):
-        submesh = chain.options[stage.option].submesh
-        alike = np.array([o for o, option in enumerate(chain.options) if option.submesh == submesh])[:, None]
-        needed = tables.stage_bytes(alike, first, last, float(kept[k]))
-        runs = (tables.last_end[alike, first] >= last) & (needed <= chain.memory_limit_bytes)
-        times = np.where(runs, sums[alike, last] - sums[alike, first], np.inf)
-        chosen = times.argmin(axis=0)
-        costs[k, first, last] = times[chosen, np.arange(len(first))] + 2 * (edges[k, first] + edges[k + 1, last])
-        options[k, first, last] = alike[chosen, 0]
-    return costs, options
+        key = chain.options[stage.option].submesh, float(kept[k])
+        if key not in known:
+            known[key] = _stage_times(chain, tables, *key, most_s)
+        times, own = known[key]
+        before = _windows(edges[k, :-1], times.shape[1], 0.0)
+        costs.append(times + 2 * (before + edges[k + 1][:, None]))
+        ends.append(own)
+    return costs, ends
+
+
+def _stage_times(
+    chain: Chain, tables: Stretches, submesh: tuple[int, int], kept: float, most_s: float
+) -> tuple[Floats, _Ends]:
+    """As `_stage_costs`, without edges, each with the fastest option that fits."""
+    alike = np.array([o for o, option in enumerate(chain.options) if option.submesh == submesh])
+    sums = (tables.forward_s + tables.backward_s)[alike]
+    ends = np.minimum(tables.last_end[alike], memory_ends(chain, tables, alike, kept, chain.memory_limit_bytes))
+    ends = np.minimum(ends, last_within(sums, np.full(ends.shape, most_s)) if np.isfinite(most_s) else ends)
+    width = max(int((ends - np.arange(chain.num_units)).max()), 1)
+    lasts = np.arange(chain.num_units + 1)[:, None]
+    best = np.full((chain.num_units + 1, width), np.inf)
+    for row, reach in zip(sums, ends):
+        times = row[:, None] - _windows(row[:-1], width, 0.0)
+        np.minimum(best, times, out=best, where=lasts <= _windows(reach, width, 0))
+    best[0] = np.inf
+    return best, (alike, ends)
+
+
+def _fastest(tables: Stretches, ends: _Ends, first: int, last: int) -> int:
+    """The option of a stage that takes least for its units."""
+    alike, reach = ends
+    sums = tables.forward_s + tables.backward_s
+    times = np.where(reach[:, first] >= last, sums[alike, last] - sums[alike, first], np.inf)
+    return int(alike[times.argmin()])
+
+
+def _windows(values: NDArray[Any], width: int, outside: float) -> NDArray[Any]:
+    """[U + 1, width], row j holding `values[j - width : j]` of U values."""
+    return sliding_window_view(np.concatenate((np.full(width, outside, values.dtype), values)), width)
 
 
 def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
@@ -82,22 +139,22 @@ def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
     return chain.transfer_s(chain.boundary_bytes[:-1], sender, receiver, len(hosts) > 1)
 
 
-def _least_maximum(costs: Floats) -> float:
-    reached = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
+def _least_maximum(costs: Sequence[Floats]) -> float:
+    reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
     for stage in costs:
-        reached = np.maximum(reached[:, None], stage).min(axis=0)
+        reached = np.maximum(_windows(reached[:-1], stage.shape[1], np.inf), stage).min(axis=1)
     return float(reached[-1])
 
 
-def _least_sum(costs: Floats) -> list[int]:
+def _least_sum(costs: Sequence[Floats]) -> list[int]:
     """Where stages begin and the last one ends, with the least sum of their costs."""
-    reached = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
+    reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
     came = []
     for stage in costs:
-        total = reached[:, None] + stage
-        came.append(total.argmin(axis=0))
-        reached = total.min(axis=0)
-    edges = [costs.shape[1] - 1]
+        total = _windows(reached[:-1], stage.shape[1], np.inf) + stage
+        came.append(np.arange(len(total)) - stage.shape[1] + total.argmin(axis=1))
+        reached = total.min(axis=1)
+    edges = [len(costs[0]) - 1]
     for before in reversed(came):
         edges.append(int(before[edges[-1]]))
     return edges[::-1]

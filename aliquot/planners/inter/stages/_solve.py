@@ -15,7 +15,7 @@ from ..grid import layouts
 from ._boxes import Outcome, minimise
 from ._devices import DeviceProgram
 from ._infeasible import nothing_fits
-from ._recut import recut, two_sided_s
+from ._recut import best_cut, recuts, two_sided_s
 from ._rounds import RoundsProgram, round_counts
 
 _RECUTS = 12
@@ -126,10 +126,17 @@ class StageDP(AbstractInter):
             ]
         known.sort(key=lambda entry: two_sided_s(entry[1], entry[0]))
         again, seen = list(known), Counter[str]()
+        cut: dict[object, tuple[ChainPlan, ...]] = {}
+        tables = {chain.num_micro_batches: Stretches.of(chain) for chain in waiting}
         for plan, chain in known:
             seen[plan.schedule] += 1
             if seen[plan.schedule] <= _RECUTS:
-                again.append((recut(chain, plan), chain))
+                count = chain.num_micro_batches
+                # Cuts and options are found anew: plans of the same submeshes come to the same.
+                key = plan.schedule, count, tuple(chain.options[stage.option].submesh for stage in plan.stages)
+                if key not in cut:
+                    cut[key] = recuts(chain, tables[count], plan)
+                again.append((best_cut(chain, plan, cut[key]), chain))
         return sorted(again, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
     def _programs(self, chain: Chain, schedule: str) -> list[DeviceProgram | RoundsProgram]:
