@@ -9,6 +9,7 @@ from planners.inter.chains import GEOMETRIES, compare, even_chain, random_chain
 from aliquot.core import InfeasibleError, InputError
 from aliquot.cost import find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
+from aliquot.planners.inter.stages._devices import DeviceProgram
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
 
@@ -149,3 +150,19 @@ def test_submeshes_that_cannot_fill_the_cluster():
     three = tuple(replace(option, submesh=(1, 3), mesh_shape=(3,)) for option in chain.options)
     with pytest.raises(InfeasibleError, match=r"submeshes offered \(1x3\), no stages use all of 1x4"):
         StageDP().solve([replace(chain, options=three)])
+
+
+def test_numbers_of_stages_that_are_too_few_are_not_searched(monkeypatch):
+    """Where stages keep as many micro-batches as there are stages, each number of them is a program of its own."""
+    counts = []
+    plainly = DeviceProgram._run
+
+    def run(self, reach, kept, num_stages):
+        counts.append(num_stages)
+        return plainly(self, reach, kept, num_stages)
+
+    monkeypatch.setattr(DeviceProgram, "_run", run)
+    chain = replace(even_chain(32, devices=8, micro_batches=16), memory_limit_bytes=49.5)
+    plan = StageDP(schedules=("zero-bubble",)).solve([chain])
+    assert len(plan.stages) >= 5 and plan.peak_bytes <= 49.5
+    assert all(count is None or count >= 4 for count in counts)

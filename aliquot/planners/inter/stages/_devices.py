@@ -37,6 +37,7 @@ class DeviceProgram:
         self._counts = chain.device_counts()
         self._sizes, self._size_of = np.unique(self._counts, return_inverse=True)
         self._options_at = _usable_options(chain, self._counts)
+        self._sizes_before = {d: self._possible_sizes(d) for d in self._options_at}
         most = min(chain.num_units, chain.num_devices // int(self._counts.min()))
         self._deepest = num_stages or (1 if schedule == "gpipe" else min(chain.num_micro_batches, most))
         self._shares_bound = schedule == "zero-bubble" and num_stages is None
@@ -80,15 +81,35 @@ class DeviceProgram:
         attains it fits with all that it keeps, none of these is better.
         """
         best: tuple[float, Stages] | None = None
-        for count in range(1, self._deepest + 1):
-            bound = self._run(reach, self._kept(count, count)[-1:], None)
+        count = 1
+        while count <= self._deepest:
+            kept = self._kept(count, count)
+            fewest = self._fewest(reach, kept[-1:])
+            if fewest is None:
+                break
+            # Stages beyond the deepest keep no more than it.
+            if fewest > count < self._deepest:
+                count = min(fewest, self._deepest)
+                continue
+            bound = self._run(reach, kept[-1:], None)
             if bound is None or (best and bound[0] >= best[0]):
                 break
             if self._fits(bound[1]):
                 return bound[1]
-            run = self._run(reach, self._kept(count, count), count)
+            run = self._run(reach, kept, count)
             best = run if run and (best is None or run[0] < best[0]) else best
+            count += 1
         return best[1] if best else None
+
+    def _fewest(self, reach: Reach, kept: tuple[float, ...]) -> int | None:
+        """The least number of stages that keep so many micro-batches each; None if there are no such stages.
+
+        It only grows with what they keep: what is found for k micro-batches holds for all pipelines of k stages or more.
+        """
+        nothing = np.zeros_like(self.form.sums)
+        least, _ = self._fill(reach, kept, None, nothing, 0.0, 1.0)
+        fewest = float(least[0, -1, 1, 0])
+        return int(fewest) if np.isfinite(fewest) else None
 
     def _kept(self, depth: int, num_stages: int | None) -> tuple[float, ...]:
         """Micro-batches kept by stages with 0, 1, ... stages behind them."""
@@ -130,26 +151,41 @@ class DeviceProgram:
             kept: micro-batches kept by the last stage, the one before it, and so on; where the number of stages is not
                 given, the last entry is for all before.
         """
-        chain, units, depth = self.chain, self.chain.num_units, len(kept)
-        memory = self._memory_ends(kept)
-        # least[d, p, k, i]: of units i and later on devices d and later, in k stages (`depth` or more for the last),
-        # behind a stage of size p.
-        least = np.full((chain.num_devices + 1, len(self._sizes) + 1, depth + 1, units + 1), np.inf)
-        least[-1, :, 0, units] = 0
-        for d in sorted(self._options_at, reverse=True):
-            options = self._options_at[d]
-            ahead = self._ahead(least, d, options, num_stages) + self.form.sums[options, None, :]
-            sizes = self._sizes_before(d)
-            ends, extra = self._edge(reach, d, sizes, options)
-            ends = np.minimum(ends[:, :, None, :], memory[options])
-            found = RangeMinimum(ahead).of(np.arange(1, units + 1), ends)
-            found = found + (extra - self.form.sums[options, :-1])[:, :, None, :]
-            least[d, sizes, 1:, :units] = found.min(axis=1)
+        least, memory = self._fill(reach, kept, num_stages, self.form.sums, self.form.transfers, 0.0)
         first = least[0, -1, 1:, 0]
         count = num_stages or int(first.argmin()) + 1
         if not np.isfinite(first[count - 1]):
             return None
         return float(first[count - 1]), self._walk(least, reach, memory, count, num_stages)
+
+    def _fill(
+        self,
+        reach: Reach,
+        kept: tuple[float, ...],
+        num_stages: int | None,
+        sums: Floats,
+        transfers: float,
+        each: float,
+    ) -> tuple[Floats, Ints]:
+        """The recursion's table for a sum over stages of `sums`, of `transfers` times each edge's, and of `each`.
+
+        least[d, p, k, i] is that of units i and later on devices d and later, in k stages (the last: or more), behind a
+        stage of size p. With it come the ends that memory allows, [options, depth, U].
+        """
+        chain, units = self.chain, self.chain.num_units
+        memory = self._memory_ends(kept)
+        least = np.full((chain.num_devices + 1, len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf)
+        least[-1, :, 0, units] = 0
+        for d in sorted(self._options_at, reverse=True):
+            options = self._options_at[d]
+            ahead = self._ahead(least, d, options, num_stages) + sums[options, None, :]
+            sizes = self._sizes_before[d]
+            ends, extra = self._edge(reach, d, sizes, options, transfers)
+            ends = np.minimum(ends[:, :, None, :], memory[options])
+            found = RangeMinimum(ahead).of(np.arange(1, units + 1), ends)
+            found = found + (extra + each - sums[options, :-1])[:, :, None, :]
+            least[d, sizes, 1:, :units] = found.min(axis=1)
+        return least, memory
 
     def _ahead(self, least: Floats, device: int, options: Ints, num_stages: int | None) -> Floats:
         """[options, depth, U + 1]: what follows a stage on these devices, which then is one of 1, 2, ... stages."""
@@ -160,13 +196,13 @@ class DeviceProgram:
             np.minimum(ahead[:, -1], after[:, -1], out=ahead[:, -1])
         return np.asarray(ahead)
 
-    def _sizes_before(self, device: int) -> Ints:
+    def _possible_sizes(self, device: int) -> Ints:
         """Sizes that a stage ending in front of a device can have; the last entry for the first stage."""
         if device == 0:
             return np.array([len(self._sizes)])
         return np.array([k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))])
 
-    def _edge(self, reach: Reach, device: int, sizes: Ints, options: Ints) -> tuple[Ints, Floats]:
+    def _edge(self, reach: Reach, device: int, sizes: Ints, options: Ints, transfers: float) -> tuple[Ints, Floats]:
         """For each size before and option: ends of stages, and what the edge adds to the sum, [sizes, options, U]."""
         crosses = int(self.chain.num_hosts > 1 and device % self.chain.devices_per_host == 0)
         # The first stage's entry comes after all sizes, so it must not be taken for a large one.
@@ -175,7 +211,7 @@ class DeviceProgram:
         )
         row = crosses * (len(self._sizes) + 1) + smaller
         ends = reach.ends[row if len(reach.ends) > 1 else np.zeros((1, 1), np.int64), options]
-        return ends, self.form.transfers * self._transfers_s[crosses, smaller] + reach.blocked[row]
+        return ends, transfers * self._transfers_s[crosses, smaller] + reach.blocked[row]
 
     def _walk(self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None) -> Stages:
         """The stages of the least value, found again from the front."""
@@ -184,7 +220,7 @@ class DeviceProgram:
         sums, steps = self.form.sums, np.arange(self.chain.num_units + 1)
         while unit < self.chain.num_units:
             options = self._options_at[device]
-            ends, extra = self._edge(reach, device, np.array([size]), options)
+            ends, extra = self._edge(reach, device, np.array([size]), options, self.form.transfers)
             end = np.minimum(ends[0, :, unit], memory[options, count - 1, unit])[:, None]
             values = (
                 self._ahead(least, device, options, num_stages)[:, count - 1]

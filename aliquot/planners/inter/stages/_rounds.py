@@ -23,7 +23,7 @@ class RoundsProgram:
         self.form = schedule_form(_SCHEDULE, tables, chain.num_micro_batches, chunks)
         self._size = chain.num_devices // num_submeshes
         self._options = np.flatnonzero(chain.device_counts() == self._size)
-        self._kept = chain_in_flight(_SCHEDULE, chain.num_micro_batches, num_submeshes * chunks, num_submeshes)
+        self._kept: Floats | None = None
         self._memory: dict[float, Ints] = {}
         self._edges_s = np.stack([self._edge_s(k) for k in range(num_submeshes)] + [np.zeros(chain.num_units)])
 
@@ -77,6 +77,10 @@ class RoundsProgram:
         return edge
 
     def _memory_ends(self, stage: int) -> Ints:
+        # Most programs are ruled out before they are searched; a list of tasks would be too much for them.
+        if self._kept is None:
+            count = self.num_submeshes * self._chunks
+            self._kept = chain_in_flight(_SCHEDULE, self.chain.num_micro_batches, count, self.num_submeshes)
         kept = float(self._kept[stage])
         if kept not in self._memory:
             self._memory[kept] = memory_ends(

@@ -73,10 +73,11 @@ class StageDP(AbstractInter):
         searched = self._search(chains)
         if not searched.plans:
             raise nothing_fits(chains, self.schedules, self.num_stages)
-        fastest = fastest_simulated(searched.plans, self.simulated)
+        simulated: dict[object, ChainPlan] = {}
+        fastest = fastest_simulated(searched.plans, self.simulated, simulated)
         assert fastest is not None, "what fits by the bounds on micro-batches in flight fits when simulated"
         if self.simulated > 1:
-            other = fastest_simulated(self._more(chains, searched), self.simulated)
+            other = fastest_simulated(self._more(chains, searched), self.simulated, simulated)
             fastest = other if other and other.step_time_s < fastest.step_time_s else fastest
         best_s = searched.plans[0][0].closed_form_s
         bound_s = min(best_s, searched.bound_s)
@@ -92,9 +93,9 @@ class StageDP(AbstractInter):
         """All runs, those with the smallest bounds first."""
         runs = [
             _Run(program=program, schedule=schedule)
-            for chain in chains
+            for chain, tables in [(chain, Stretches.of(chain)) for chain in chains]
             for schedule in self.schedules
-            for program in self._programs(chain, schedule)
+            for program in self._programs(chain, tables, schedule)
         ]
         # A cutoff for each schedule: closed forms are not equally far from the simulation that has the last word.
         best_s = dict.fromkeys(self.schedules, math.inf)
@@ -104,8 +105,15 @@ class StageDP(AbstractInter):
             outcome = run.search(best_s[run.schedule], self)
             bound_s, complete = min(bound_s, outcome.bound_s), complete and outcome.complete
             for found in outcome.found[: self.simulated]:
-                plan = judge_stages(run.program.chain, found.stages, run.schedule, num_submeshes=run.num_submeshes)
-                plans.append((plan, run.program.chain))
+                program = run.program
+                plan = judge_stages(
+                    program.chain,
+                    found.stages,
+                    run.schedule,
+                    num_submeshes=run.num_submeshes,
+                    tables=program.tables,
+                )
+                plans.append((plan, program.chain))
                 best_s[run.schedule] = min(best_s[run.schedule], plan.closed_form_s)
         plans.sort(key=lambda entry: entry[0].closed_form_s)
         return _Searched(plans=tuple(plans), bound_s=bound_s, complete=complete)
@@ -139,8 +147,8 @@ class StageDP(AbstractInter):
                 again.append((best_cut(chain, plan, cut[key]), chain))
         return sorted(again, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
-    def _programs(self, chain: Chain, schedule: str) -> list[DeviceProgram | RoundsProgram]:
-        tables, limit = Stretches.of(chain), chain.memory_limit_bytes
+    def _programs(self, chain: Chain, tables: Stretches, schedule: str) -> list[DeviceProgram | RoundsProgram]:
+        limit = chain.memory_limit_bytes
         if schedule != "interleaved-1f1b":
             return [DeviceProgram(chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit)]
         return [
