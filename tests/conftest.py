@@ -1,15 +1,18 @@
 """Eight virtual CPU devices for every test, and a maker of meshes over them."""
 
+import gc
 import os
 
 # All of this must stand before JAX is first imported. Workers share few cores, so each keeps its kernels on one thread.
-# Programs of tests run a few times on a few numbers: fast machine code would cost more than it saves. What XLA makes of
-# a program, its collectives and its memory do not depend on that.
+# Programs of tests run a few times on a few numbers: fast machine code would cost more than it saves, and so would the
+# emitters of fusions, which take half of the time to compile. What XLA makes of a program and its collectives do not
+# depend on that, and its memory by less than a hundredth.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_cpu_multi_thread_eigen": "false",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_use_fusion_emitters": "false",
 }
 _kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in _FLAGS]
 os.environ["XLA_FLAGS"] = " ".join([*_kept, *(f"{name}={value}" for name, value in _FLAGS.items())])
@@ -17,6 +20,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_X64"] = "0"
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# Traces are many objects that stay. Looking for garbage among them as often as usual takes a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 import pytest  # noqa: E402
 

@@ -43,16 +43,17 @@ def small(graph):
     return [a.astype(x.dtype) for a, x in zip(drawn, leaves, strict=True)]
 
 
-def run(graph, arrays):
+def run(graph, arrays, emitters=False):
     """Outputs of a graph, compiled quickly rather than well."""
     lowered = jax.jit(lambda flat: evaluate(graph, flat)).lower(arrays)
-    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(arrays)
+    return lowered.compile(compiler_options={"xla_cpu_use_fusion_emitters": emitters})(arrays)
 
 
-def assert_splits(graph, bounds, arrays, rounded=False):
+def assert_splits(graph, bounds, arrays, rounded=False, emitters=False):
+    """With the emitters of fusions, which compile slowly, more steps have the same last bits in pieces as in whole."""
     split = split_scans(graph, bounds)
     check_consistent(split.graph)
-    got, want = split.join(run(split.graph, split.cut(arrays))), run(graph, arrays)
+    got, want = split.join(run(split.graph, split.cut(arrays), emitters)), run(graph, arrays, emitters)
     for output, a, b in zip(graph.outputs, got, want, strict=True):
         assert a.dtype == b.dtype
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -136,7 +137,7 @@ def clipped(monkeypatch):
 )
 def test_zoo_same_numbers(clipped, model, dtype, recompute):
     graph = zoo(model, dtype, recompute)
-    assert_splits(graph, (0, 1, 3), small(graph))
+    assert_splits(graph, (0, 1, 3), small(graph), emitters=True)
 
 
 @pytest.mark.parametrize("model", ["gpt-125m", "llama-7b"])
@@ -179,7 +180,8 @@ def test_state_of_layers_in_place():
 
     x = batch()["x"]
     graph = capture(train_step, layers, optimizer, x)
-    split = assert_splits(graph, BOUNDS, list(graph.calling.flatten((layers, optimizer, x), {}).leaves))
+    arrays = list(graph.calling.flatten((layers, optimizer, x), {}).leaves)
+    split = assert_splits(graph, BOUNDS, arrays, emitters=True)
     assert split.joined == split.recut == ()
     paths = [item.path for item in split.graph.inputs]
     assert {"layers.norm.mean[2:5]", "layers.dropout.rngs.key[0:2]"} <= set(paths)

@@ -1,6 +1,7 @@
-"""One of several processes that run pipelines together. Run by `test_pipeline_processes.py`, not by pytest.
+"""One of several processes that run pipelines together. Run by `test_pipeline_processes.py`, which imports the model.
 
-Usage: pipeline_worker.py PROCESS COUNT PORT DEVICES TASK [CASE...]; what it finds is its last line, as JSON.
+Usage: pipeline_worker.py PROCESS COUNT PORT DEVICES PLAIN TASK [CASE...]; PLAIN is a file with the plain step's losses and
+last state, where a task wants it. What a process finds is its last line, as JSON.
 """
 
 import faulthandler
@@ -9,33 +10,27 @@ import os
 import sys
 import time
 
-process, count, port, num_devices = map(int, sys.argv[1:5])
-task, cases = sys.argv[5], [json.loads(text) for text in sys.argv[6:]]
-faulthandler.dump_traceback_later(150, exit=True)
-# Programs are compiled for one or two steps each.
-os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={num_devices // count} --xla_cpu_multi_thread_eigen=false "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
+if __name__ == "__main__":
+    process, count, port, num_devices = map(int, sys.argv[1:5])
+    truth, task, cases = sys.argv[5], sys.argv[6], [json.loads(text) for text in sys.argv[7:]]
+    faulthandler.dump_traceback_later(150, exit=True)
+    # The last one counts.
+    devices = f"--xla_force_host_platform_device_count={num_devices // count}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from runtime.pipelines import pipeline
 
-from aliquot.core import PlanMismatchError  # noqa: E402
-from aliquot.runtime import initialize, shutdown  # noqa: E402
+from aliquot.core import PlanMismatchError
+from aliquot.runtime import initialize, shutdown
+from aliquot.runtime._check import compare
+from aliquot.runtime._watchdog import Peers
 
-jax.config.update("jax_enable_x64", True)
-if count > 1:
-    initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=100)
-
-from runtime.pipelines import pipeline  # noqa: E402
-
-from aliquot.runtime._check import compare  # noqa: E402
-from aliquot.runtime._watchdog import Peers  # noqa: E402
-
+NUM_STEPS = 3
 WIDTH, BATCH, WORDS = 8, 8, 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
 
@@ -64,7 +59,7 @@ def train_step(state, batch):
     loss, gradients = jax.value_and_grad(loss_of)(state["params"], noise, batch)
     updates, moments = OPTIMIZER.update(gradients, state["moments"], state["params"])
     new = {"params": optax.apply_updates(state["params"], updates), "moments": moments, "key": key}
-    return new, {"loss": loss, "norm": optax.global_norm(gradients)}
+    return new, {"loss": loss, "norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients)))}
 
 
 def evaluate(params, batch):
@@ -83,29 +78,26 @@ def say(**found):
     print(json.dumps(found), flush=True)
 
 
-PLAIN_STEP, PLAIN_INIT = jax.jit(train_step), jax.jit(init)
-
-
 def equal(case):
     """The worst difference to the plain step of any leaf, losses as read here, and what a check says."""
     key, is_checked = jax.random.key(0), case.pop("check", False)
     shapes = jax.eval_shape(init, key)
     step = pipeline(train_step, shapes, batch_of(0), **case)
-    state, plain = step.init(init, key), PLAIN_INIT(key)
+    state = step.init(init, key)
     leaves = jax.tree.leaves(state["params"])
     whole = sum(leaf.nbytes for leaf in leaves)
     kept = sum(leaf.nbytes for leaf in leaves if leaf.sharding.addressable_devices)
     losses = []
-    for number in range(3):
+    for number in range(NUM_STEPS):
         state, metrics = step(state, batch_of(number))
-        plain, wanted = PLAIN_STEP(plain, batch_of(number))
-        losses.append([float(metrics["loss"]), float(wanted["loss"])])
-    checked = step.check(state, batch_of(3)).largest if is_checked else 0.0
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(plain)[0]]
-    state_gap = compare(paths, jax.tree.leaves(state), jax.tree.leaves(plain))
+        losses.append(float(metrics["loss"]))
+    checked = step.check(state, batch_of(NUM_STEPS)).largest if is_checked else 0.0
+    wanted_losses, *wanted = np.load(truth).values()
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    state_gap = compare(paths, jax.tree.leaves(state), wanted)
     stages = [stage.stage for stage in step.stats().stages]
     return {
-        "losses": losses,
+        "losses": list(zip(losses, wanted_losses.tolist(), strict=True)),
         "check": checked,
         "state": state_gap.largest,
         "stages": stages,
@@ -145,7 +137,14 @@ def endless(case):
         say(step=number, loss=float(metrics["loss"]))
 
 
-TASKS = {"equal": equal, "refused": refused, "endless": endless}
-say(found=[TASKS[case.pop("task", task)](case) for case in cases])
-if count > 1:
+def main():
+    """All cases, one after the other."""
+    jax.config.update("jax_enable_x64", True)
+    initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=100)
+    tasks = {"equal": equal, "refused": refused, "endless": endless}
+    say(found=[tasks[case.pop("task", task)](case) for case in cases])
     shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,10 @@ import threading
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from runtime.pipeline_worker import NUM_STEPS, batch_of, init, train_step
 
 WORKER = Path(__file__).parent / "pipeline_worker.py"
 TIMEOUT_S = 240
@@ -27,7 +30,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(count: int, task: str, *cases: dict):
+def started(count: int, task: str, *cases: dict, plain: str = ""):
     """Processes of the worker. Whoever still runs at the end is killed: hung processes listen to nothing gentler."""
     tests = WORKER.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
@@ -35,7 +38,7 @@ def started(count: int, task: str, *cases: dict):
     devices = DEVICES if task != "endless" else count
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, (k, count, port, devices, task)), *map(json.dumps, cases)],
+            [sys.executable, str(WORKER), *map(str, (k, count, port, devices, plain, task)), *map(json.dumps, cases)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,13 +58,27 @@ def started(count: int, task: str, *cases: dict):
             process.stderr.close()
 
 
-def found(count: int, *cases: dict) -> list[list[dict]]:
+def found(count: int, *cases: dict, plain: str) -> list[list[dict]]:
     """What each process found in each case."""
-    with started(count, "equal", *cases) as processes:
+    with started(count, "equal", *cases, plain=plain) as processes:
         printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
     errors = "".join(said[-2000:] for _, said in printed)
     assert [process.returncode for process in processes] == [0] * count, errors
     return [json.loads(out.splitlines()[-1])["found"] for out, _ in printed]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> str:
+    """A file with the losses of plain steps, and the leaves of the state behind them."""
+    with jax.enable_x64(True):
+        state, step, losses = jax.jit(init)(jax.random.key(0)), jax.jit(train_step), []
+        for number in range(NUM_STEPS):
+            state, metrics = step(state, batch_of(number))
+            losses.append(float(metrics["loss"]))
+        leaves = jax.tree.leaves({**state, "key": jax.random.key_data(state["key"])})
+    path = tmp_path_factory.mktemp("plain") / "steps.npz"
+    np.savez(path, losses, *leaves)
+    return str(path)
 
 
 TWO = [
@@ -73,15 +90,15 @@ FOUR = [MISFIT, {"sizes": [1, 1, 1, 1], "schedule": "zero-bubble"}, {"sizes": [2
 
 
 @pytest.mark.parametrize(("count", "cases"), [(2, TWO), (4, FOUR)], ids=["two processes", "four processes"])
-def test_processes_train_as_one_device(count, cases):
-    by_process = found(count, *({"layers": 4, "micro_batches": 4, **case} for case in cases))
+def test_processes_train_as_one_device(count, cases, plain):
+    by_process = found(count, *({"layers": 4, "micro_batches": 4, **case} for case in cases), plain=plain)
     for process, results in enumerate(by_process):
         for case, result in zip(cases, results, strict=True):
             if case is MISFIT:
                 assert "processes 2, 3 have no device" in result["refused"], process
                 continue
-            for mine, plain in result["losses"]:
-                assert mine == pytest.approx(plain, rel=1e-9), (process, case)
+            for mine, wanted in result["losses"]:
+                assert mine == pytest.approx(wanted, rel=1e-9), (process, case)
             assert result["state"] < 1e-9, (process, case)
             assert result["check"] < 1e-9, (process, case)
             assert result["stages"] == list(range(len(case["sizes"]) * case.get("chunks", 1)))
