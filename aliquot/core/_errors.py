@@ -129,18 +129,26 @@ class MissingExtraError(AliquotError):
         return f"this needs {self.package}, which is not installed. Run: pip install 'aliquot[{self.extra}]'"
 
 
+_FILL_A_SCREEN = 60
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The half-sentence to put after an unknown name: the closest known one, if any is close, and the whole list.
 
-    Names that begin with what was typed win over those that merely look like it. Case does not count.
+    Names that begin with what was typed win over those that merely look like it. Case does not count. Of a list that
+    fills a screen, such as the paths of a model's state, only the likest are shown.
 
     >>> nearest("gpt-1.4b", ["gpt-125m", "gpt-1.3b"])
     "did you mean 'gpt-1.3b'? Known: gpt-125m, gpt-1.3b."
     """
     names = list(known)
-    listing = f"Known: {', '.join(names)}." if names else "None is known."
     typed = name.casefold()
     by_folded = {candidate.casefold(): candidate for candidate in names}
+    shown, others = names, ""
+    if len(names) > _FILL_A_SCREEN:
+        shown = [by_folded[folded] for folded in difflib.get_close_matches(typed, by_folded, n=8, cutoff=0.0)]
+        others = f" and {len(names) - len(shown)} others"
+    listing = f"Known: {', '.join(shown)}{others}." if names else "None is known."
     begun = [folded for folded in by_folded if typed and folded.startswith(typed)][:3]
     close = begun or difflib.get_close_matches(typed, by_folded, n=1, cutoff=0.5)
     suggested = " or ".join(repr(by_folded[folded]) for folded in close)
