@@ -86,8 +86,8 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         forward=forward,
         starts=tuple(starts),
         names=_names(starts, ends, users),
-        boundary_bytes=tuple(float(crossing[e]) if e < len(forward) else 0.0 for e in ends),
-        costs=tuple(float(costs[a:b].sum()) for a, b in zip(starts, ends, strict=True)),
+        boundary_bytes=_behind(crossing, ends),
+        costs=_weights(items, forward, starts),
     )
 
 
@@ -114,29 +114,36 @@ def range_layers(graph: Graph) -> Layers:
             "out instead of scanning over them, or use another method than pipeshard."
         )
     names = tuple(f"layers[{a}]" if b == a + 1 else f"layers[{a}..{b - 1}]" for a, b in itertools.pairwise(bounds))
-    layers = Layers(
+    starts = (0, *places[1:])
+    return Layers(
         items=items,
         forward=forward,
-        starts=(0, *places[1:]),
+        starts=starts,
         names=names,
-        boundary_bytes=(),
-        costs=(),
+        boundary_bytes=_behind(crossing_bytes(graph, items, forward), [*starts[1:], len(forward)]),
+        costs=_weights(items, forward, starts),
     )
-    return cut_alike(layers, graph)
 
 
 def cut_alike(layers: Layers, graph: Graph) -> Layers:
-    """The layers of the same step at another size of its batch."""
-    items = items_of(graph)
-    crossing = crossing_bytes(graph, items, layers.forward)
-    costs = np.array([items[k].cost for k in layers.forward])
-    ends = [*layers.starts[1:], len(layers.forward)]
-    return replace(
-        layers,
-        items=items,
-        boundary_bytes=tuple(float(crossing[e]) if e < len(layers.forward) else 0.0 for e in ends),
-        costs=tuple(float(costs[a:b].sum()) for a, b in zip(layers.starts, ends, strict=True)),
+    """The layers of the same step at another size of its batch; their weights stay as they are."""
+    # Only structured operators belong to their graph.
+    items = tuple(
+        replace(item, what=what) if isinstance(what, Call) else item
+        for item, what in zip(layers.items, graph.body.items, strict=True)
     )
+    ends = [*layers.starts[1:], len(layers.forward)]
+    return replace(layers, items=items, boundary_bytes=_behind(crossing_bytes(graph, items, layers.forward), ends))
+
+
+def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, ...]:
+    """Bytes that cross where layers end; none behind the last."""
+    return tuple(float(crossing[e]) if e < len(crossing) - 1 else 0.0 for e in ends)
+
+
+def _weights(items: Sequence[Item], forward: Sequence[int], starts: Sequence[int]) -> tuple[float, ...]:
+    costs = np.array([items[k].cost for k in forward])
+    return tuple(float(costs[a:b].sum()) for a, b in itertools.pairwise([*starts, len(forward)]))
 
 
 def crossing_bytes(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> NDArray[np.float64]:

@@ -161,6 +161,11 @@ class Walk:
         other = self.part.ops[op.index].eqn.outvars
         return [(tuple(a.aval.shape), tuple(b.aval.shape)) for a, b in zip(op.eqn.outvars, other, strict=True)]
 
+    def _same_results(self, op: Op) -> bool:
+        """Whether all results are as large on a part as on the whole batch."""
+        whole, part = self.whole.values, self.part.values
+        return all(out >= 0 and whole[out].shape == part[out].shape for out in op.outputs)
+
     def _is_free(self, operands: Sequence[Operand]) -> bool:
         return all(isinstance(i, Literal) or self.free[i] == 1 for i in operands)
 
@@ -187,6 +192,13 @@ class Walk:
             self._alone(op, specs, depth)
             return
         kinds = {spec.kind for spec in specs}
+        if kinds <= {TimeKind.EQUAL} and self._same_results(op):
+            # What every part computes alike needs no rule.
+            self.actions.pop(op.index, None)
+            free = self._is_free(op.inputs)
+            for out in op.outputs:
+                self._set(out, EQUAL, free, depth)
+            return
         update = op.phase is Phase.UPDATE and self._has_backward
         if TimeKind.LATE in kinds or (update and depth == _TOP and kinds - {TimeKind.EQUAL}):
             self._late(op, specs)

@@ -7,8 +7,10 @@ import pytest
 from graph.layered import ROWS, WIDTH, layered
 
 from aliquot.core import InputError
-from aliquot.graph import Run, cut_layers
+from aliquot.graph import Run, capture, cut_alike, cut_layers
 from aliquot.graph._layers import _places_in_run
+from aliquot.sharding import trace_part
+from aliquot.zoo import build
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,17 @@ def test_a_scalar_that_crosses_is_no_reason_to_cut_through_a_layer():
     crossing = np.array([0.0, *[1000.0, 1004.0] * 3, 1000.0, 0.0])
     users = [[f"params[{place // 2}].w"] for place in range(8)]
     assert _places_in_run(run, {k: k for k in range(8)}, crossing, users) == [0, 2, 4, 6]
+
+
+def test_layers_of_another_size_cross_what_they_cross_there():
+    """The same operators in the same layers; structured ones are those of their own graph."""
+    sizes = {"num_layers": 3, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "seq_len": 4, "vocab_size": 16}
+    work = build("gpt-125m", 8, overrides=sizes, recompute="block")
+    graph = capture(work.train_step, work.state, work.batch)
+    part = trace_part(graph, 4)
+    layers, own = cut_layers(graph), cut_layers(part)
+    alike = cut_alike(layers, part)
+    assert (alike.starts, alike.forward, alike.boundary_bytes) == (own.starts, own.forward, own.boundary_bytes)
+    for item, other in zip(alike.items, own.items, strict=True):
+        assert (item.what, item.inputs, item.outputs, item.ops) == (other.what, other.inputs, other.outputs, other.ops)
+        assert (item.phase, item.shared) == (other.phase, other.shared)
