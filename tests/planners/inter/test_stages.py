@@ -10,6 +10,7 @@ from aliquot.core import InfeasibleError, InputError
 from aliquot.cost import find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.planners.inter.stages._devices import DeviceProgram
+from aliquot.planners.inter.stages._tables import RunMinima
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
 
@@ -166,3 +167,15 @@ def test_numbers_of_stages_that_are_too_few_are_not_searched(monkeypatch):
     plan = StageDP(schedules=("zero-bubble",)).solve([chain])
     assert len(plan.stages) >= 5 and plan.peak_bytes <= 49.5
     assert all(count is None or count >= 4 for count in counts)
+
+
+def test_minima_of_runs():
+    rng = np.random.default_rng(0)
+    first, last = rng.integers(0, 9, (2, 5, 3, 7))
+    asked = RunMinima((3, 9), first, last)
+    for _ in range(2):
+        values = rng.random((3, 9))
+        found = asked.of(values)
+        for place in np.ndindex(5, 3, 7):
+            run = values[place[1], first[place] : last[place] + 1]
+            assert found[place] == run.min(initial=np.inf)

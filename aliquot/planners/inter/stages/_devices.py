@@ -10,14 +10,31 @@ Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from ....cost import Chain, StageChoice, Stretches, chain_in_flight, measure_form, schedule_form
 from ._boxes import Found
 from ._limits import Reach, memory_ends, reach_within, simple_lows
-from ._tables import Floats, Ints, RangeMinimum
+from ._tables import Floats, Ints, RunMinima
 
 Stages = tuple[StageChoice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What the first device of a stage decides: places that are alike have the same edges.
+
+    Attributes:
+        crosses: whether the stage before is on another host.
+        sizes: that it can have, by number; the one after all sizes stands for none before the first stage.
+        options: that fit here.
+    """
+
+    crosses: bool
+    sizes: tuple[int, ...]
+    options: tuple[int, ...]
 
 
 class DeviceProgram:
@@ -37,12 +54,14 @@ class DeviceProgram:
         self._counts = chain.device_counts()
         self._sizes, self._size_of = np.unique(self._counts, return_inverse=True)
         self._options_at = _usable_options(chain, self._counts)
-        self._sizes_before = {d: self._possible_sizes(d) for d in self._options_at}
+        self._places = {d: self._place(d) for d in self._options_at}
         most = min(chain.num_units, chain.num_devices // int(self._counts.min()))
         self._deepest = num_stages or (1 if schedule == "gpipe" else min(chain.num_micro_batches, most))
         self._shares_bound = schedule == "zero-bubble" and num_stages is None
         # How many following stages are told apart; grows when the stages found do not fit.
         self._depth = num_stages or 1
+        # No pipeline has fewer stages that fit, where all keep as many micro-batches as there are stages.
+        self._least_count = 1
         self._memory: dict[float, Ints] = {}
         self._transfers_s = self._transfer_tables()
 
@@ -60,7 +79,8 @@ class DeviceProgram:
         reach = reach_within(
             self.chain, self.tables, self.form, limits_s, self._transfers_s.reshape(-1, self.chain.num_units)
         )
-        stages = self._shared_search(reach) if self._shares_bound else self._deepening_search(reach)
+        unlimited = all(np.isinf(limit) for limit in limits_s)
+        stages = self._shared_search(reach, unlimited) if self._shares_bound else self._deepening_search(reach)
         if stages is None:
             return None
         sum_s, maxima_s = measure_form(self.chain, self.form, stages)
@@ -74,42 +94,40 @@ class DeviceProgram:
                 return run[1] if run else None
             self._depth = min(2 * self._depth, self._deepest)
 
-    def _shared_search(self, reach: Reach) -> Stages | None:
+    def _shared_search(self, reach: Reach, unlimited: bool) -> Stages | None:
         """Where every stage keeps as much as there are stages: each number by itself, while more could be better.
 
         If no stage keeps more than k micro-batches, the least sum bounds all pipelines of k stages or more; if what
         attains it fits with all that it keeps, none of these is better.
         """
         best: tuple[float, Stages] | None = None
-        count = 1
+        count = self._least_count
         while count <= self._deepest:
             kept = self._kept(count, count)
-            fewest = self._fewest(reach, kept[-1:])
-            if fewest is None:
-                break
-            # Stages beyond the deepest keep no more than it.
-            if fewest > count < self._deepest:
-                count = min(fewest, self._deepest)
-                continue
             bound = self._run(reach, kept[-1:], None)
             if bound is None or (best and bound[0] >= best[0]):
                 break
             if self._fits(bound[1]):
                 return bound[1]
+            # Stages beyond the deepest keep no more than it.
+            fewest = min(self._fewest(reach, kept[-1:]), self._deepest)
+            if fewest > count:
+                count = fewest
+                self._least_count = count if unlimited else self._least_count
+                continue
             run = self._run(reach, kept, count)
             best = run if run and (best is None or run[0] < best[0]) else best
             count += 1
         return best[1] if best else None
 
-    def _fewest(self, reach: Reach, kept: tuple[float, ...]) -> int | None:
-        """The least number of stages that keep so many micro-batches each; None if there are no such stages.
+    def _fewest(self, reach: Reach, kept: tuple[float, ...]) -> int:
+        """The least number of stages that keep so many micro-batches each, of which some are known to exist.
 
         It only grows with what they keep: what is found for k micro-batches holds for all pipelines of k stages or more.
         """
         nothing = np.zeros_like(self.form.sums)
         least, _ = self._fill(reach, kept, None, nothing, 0.0, 1.0)
-        fewest = float(least[0, -1, 1, 0])
-        return int(fewest) if np.isfinite(fewest) else None
+        return int(least[0, -1, 1, 0])
 
     def _kept(self, depth: int, num_stages: int | None) -> tuple[float, ...]:
         """Micro-batches kept by stages with 0, 1, ... stages behind them."""
@@ -176,15 +194,17 @@ class DeviceProgram:
         memory = self._memory_ends(kept)
         least = np.full((chain.num_devices + 1, len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf)
         least[-1, :, 0, units] = 0
+        known: dict[_Place, tuple[RunMinima, Floats]] = {}
         for d in sorted(self._options_at, reverse=True):
-            options = self._options_at[d]
+            options, place = self._options_at[d], self._places[d]
             ahead = self._ahead(least, d, options, num_stages) + sums[options, None, :]
-            sizes = self._sizes_before[d]
-            ends, extra = self._edge(reach, d, sizes, options, transfers)
-            ends = np.minimum(ends[:, :, None, :], memory[options])
-            found = RangeMinimum(ahead).of(np.arange(1, units + 1), ends)
-            found = found + (extra + each - sums[options, :-1])[:, :, None, :]
-            least[d, sizes, 1:, :units] = found.min(axis=1)
+            if place not in known:
+                ends, extra = self._edge(reach, place, options, transfers)
+                ends = np.minimum(ends[:, :, None, :], memory[options])
+                runs = RunMinima(ahead.shape, np.arange(1, units + 1), ends)
+                known[place] = runs, (extra + each - sums[options, :-1])[:, :, None, :]
+            runs, extra = known[place]
+            least[d, list(place.sizes), 1:, :units] = (runs.of(ahead) + extra).min(axis=1)
         return least, memory
 
     def _ahead(self, least: Floats, device: int, options: Ints, num_stages: int | None) -> Floats:
@@ -196,22 +216,21 @@ class DeviceProgram:
             np.minimum(ahead[:, -1], after[:, -1], out=ahead[:, -1])
         return np.asarray(ahead)
 
-    def _possible_sizes(self, device: int) -> Ints:
-        """Sizes that a stage ending in front of a device can have; the last entry for the first stage."""
-        if device == 0:
-            return np.array([len(self._sizes)])
-        return np.array([k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))])
+    def _place(self, device: int) -> _Place:
+        sizes = [len(self._sizes)]
+        if device:
+            sizes = [k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))]
+        crosses = self.chain.num_hosts > 1 and device % self.chain.devices_per_host == 0
+        return _Place(crosses=crosses, sizes=tuple(sizes), options=tuple(self._options_at[device].tolist()))
 
-    def _edge(self, reach: Reach, device: int, sizes: Ints, options: Ints, transfers: float) -> tuple[Ints, Floats]:
+    def _edge(self, reach: Reach, place: _Place, options: Ints, transfers: float) -> tuple[Ints, Floats]:
         """For each size before and option: ends of stages, and what the edge adds to the sum, [sizes, options, U]."""
-        crosses = int(self.chain.num_hosts > 1 and device % self.chain.devices_per_host == 0)
+        sizes = np.array(place.sizes, np.int64)[:, None]
         # The first stage's entry comes after all sizes, so it must not be taken for a large one.
-        smaller = np.where(
-            sizes[:, None] == len(self._sizes), sizes[:, None], np.minimum(sizes[:, None], self._size_of[options])
-        )
-        row = crosses * (len(self._sizes) + 1) + smaller
+        smaller = np.where(sizes == len(self._sizes), sizes, np.minimum(sizes, self._size_of[options]))
+        row = place.crosses * (len(self._sizes) + 1) + smaller
         ends = reach.ends[row if len(reach.ends) > 1 else np.zeros((1, 1), np.int64), options]
-        return ends, transfers * self._transfers_s[crosses, smaller] + reach.blocked[row]
+        return ends, transfers * self._transfers_s[int(place.crosses), smaller] + reach.blocked[row]
 
     def _walk(self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None) -> Stages:
         """The stages of the least value, found again from the front."""
@@ -220,7 +239,8 @@ class DeviceProgram:
         sums, steps = self.form.sums, np.arange(self.chain.num_units + 1)
         while unit < self.chain.num_units:
             options = self._options_at[device]
-            ends, extra = self._edge(reach, device, np.array([size]), options, self.form.transfers)
+            place = replace(self._places[device], sizes=(size,))
+            ends, extra = self._edge(reach, place, options, self.form.transfers)
             end = np.minimum(ends[0, :, unit], memory[options, count - 1, unit])[:, None]
             values = (
                 self._ahead(least, device, options, num_stages)[:, count - 1]

@@ -9,7 +9,7 @@ import numpy as np
 from ....cost import Chain, StageChoice, Stretches, chain_in_flight, measure_form, schedule_form
 from ._boxes import Found
 from ._limits import memory_ends, reach_within, simple_lows
-from ._tables import Floats, Ints, RangeMinimum
+from ._tables import Floats, Ints, RunMinima
 
 _SCHEDULE = "interleaved-1f1b"
 
@@ -52,7 +52,7 @@ class RoundsProgram:
             ends = reach.ends[row if len(reach.ends) > 1 else 0, options]
             ends_of.append(np.minimum(ends, self._memory_ends(k)))
             extra_of.append(self.form.transfers * self._edges_s[row] + reach.blocked[row] - sums[:, :-1])
-            found = RangeMinimum(sums + least[k + 1]).of(steps[1:], ends_of[-1])
+            found = RunMinima(sums.shape, steps[1:], ends_of[-1]).of(sums + least[k + 1])
             least[k, :units] = (found + extra_of[-1]).min(axis=0)
         if not np.isfinite(least[0, 0]):
             return None

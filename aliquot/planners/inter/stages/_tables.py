@@ -1,7 +1,8 @@
-"""Range minima over many rows at once, and ends of stages that grow until they exceed a limit."""
+"""Minima of runs over many rows at once, and ends of stages that grow until they exceed a limit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -14,34 +15,39 @@ Ints = NDArray[np.int64]
 _ROUNDING = 1e-12
 
 
-class RangeMinimum:
-    """The least of any run of entries along the last axis, in constant time after O(n log n)."""
+class RunMinima:
+    """The least entry of runs along the last axis; the same runs are asked for in many arrays.
 
-    def __init__(self, values: Floats) -> None:
-        rows, count = values.size // values.shape[-1], values.shape[-1]
-        levels = max(count.bit_length(), 1)
-        tables = np.empty((levels, rows, count))
-        tables[0] = values.reshape(rows, count)
-        for k in range(1, levels):
+    Args:
+        shape: of the arrays.
+        first, last: the runs, both ends included; they broadcast to [..., the shape of the rows, runs].
+    """
+
+    def __init__(self, shape: tuple[int, ...], first: Ints, last: Ints) -> None:
+        count = shape[-1]
+        self._rows = math.prod(shape[:-1])
+        self._count = count
+        self._levels = max(count.bit_length(), 1)
+        length = last - first + 1
+        logarithms = _LOGARITHMS if count < len(_LOGARITHMS) else np.frexp(np.arange(count + 1))[1] - 1
+        level = logarithms[np.maximum(length, 1)]
+        base = (np.arange(self._rows) * count).reshape(*shape[:-1], 1) + level * (self._rows * count)
+        self._low = base + np.minimum(first, last)
+        self._high = np.maximum(base + last - (1 << level) + 1, 0)
+        self._empty = length <= 0
+
+    def of(self, values: Floats) -> Floats:
+        """The least of each run, in O(n log n) for all; infinite for empty runs."""
+        tables = np.empty((self._levels, self._rows, self._count))
+        tables[0] = values.reshape(self._rows, self._count)
+        for k in range(1, self._levels):
             step = 1 << (k - 1)
             tables[k] = tables[k - 1]
             np.minimum(tables[k - 1, :, :-step], tables[k - 1, :, step:], out=tables[k, :, :-step])
-        self._flat = tables.reshape(-1)
-        self._level_stride = rows * count
-        self._starts = (np.arange(rows) * count).reshape(*values.shape[:-1], 1)
-        self._log = _LOGARITHMS if count < len(_LOGARITHMS) else np.frexp(np.arange(count + 1))[1] - 1
-
-    def of(self, first: Ints, last: Ints) -> Floats:
-        """The least of entries first to last, both included; infinite where first > last.
-
-        Shapes broadcast to [..., the shape of the rows, queries].
-        """
-        length = last - first + 1
-        level = self._log[np.maximum(length, 1)]
-        base = self._starts + level * self._level_stride
-        low = self._flat.take(base + np.minimum(first, last), mode="clip")
-        high = self._flat.take(base + last - (1 << level) + 1, mode="clip")
-        return np.where(length > 0, np.minimum(low, high), np.inf)
+        flat = tables.reshape(-1)
+        found = np.minimum(flat.take(self._low), flat.take(self._high))
+        np.copyto(found, np.inf, where=self._empty)
+        return found
 
 
 _LOGARITHMS = (np.frexp(np.arange(4096))[1] - 1).astype(np.int64)
