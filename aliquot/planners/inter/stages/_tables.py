@@ -45,7 +45,7 @@ class RunMinima:
             tables[k] = tables[k - 1]
             np.minimum(tables[k - 1, :, :-step], tables[k - 1, :, step:], out=tables[k, :, :-step])
         flat = tables.reshape(-1)
-        found = np.minimum(flat.take(self._low), flat.take(self._high))
+        found: Floats = np.minimum(flat.take(self._low), flat.take(self._high))
         np.copyto(found, np.inf, where=self._empty)
         return found
 
