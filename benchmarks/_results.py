@@ -27,15 +27,24 @@ _DEVICE_FLAGS = {
     # Eight devices share few cores: kernels with threads of their own would only get in each other's way.
     "--xla_cpu_multi_thread_eigen": "false",
 }
+# Where programs are looked at or run a few times: what XLA makes of them is the same, and compiled in half of the time.
+_PLAIN_CODE_FLAGS = {
+    "--xla_backend_optimization_level": "0",
+    "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_use_fusion_emitters": "false",
+}
 
 
-def use_eight_devices(*, x64: bool = False) -> None:
-    """Make this process's CPU look like eight devices. Call it before JAX is imported."""
-    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.split("=")[0] not in _DEVICE_FLAGS]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, *(f"{name}={value}" for name, value in _DEVICE_FLAGS.items())])
+def use_eight_devices(*, fast_code: bool = True) -> None:
+    """Make this process's CPU look like eight devices. Call it before JAX is imported.
+
+    Args:
+        fast_code: whether to spend time on machine code that runs fast.
+    """
+    flags = _DEVICE_FLAGS if fast_code else _DEVICE_FLAGS | _PLAIN_CODE_FLAGS
+    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, *(f"{name}={value}" for name, value in flags.items())])
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if x64:
-        os.environ["JAX_ENABLE_X64"] = "1"
 
 
 def options(

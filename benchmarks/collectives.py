@@ -16,7 +16,7 @@ from typing import Any
 
 from _results import Report, options, say, use_eight_devices
 
-use_eight_devices()
+use_eight_devices(fast_code=False)
 
 from _hlo import KINDS, Collective, bytes_by_kind, collectives  # noqa: E402
 from _workloads import SIZES, methods, plan_of, small, step_of  # noqa: E402

@@ -16,7 +16,7 @@ from typing import Any
 from _equality import compare_all, finish, largest_differences, more_options
 from _results import Report, options, use_eight_devices
 
-use_eight_devices()
+use_eight_devices(fast_code=False)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from runtime.pipeline_cases import BAR, MICRO_BATCHES, NUM_STEPS, all_cases, compare, covering  # noqa: E402

@@ -240,7 +240,7 @@ def _shown(row: dict[str, Any], found: Predicted) -> dict[str, Any]:
         "mesh": "x".join(map(str, row["mesh"])),
         "hidden": row["spec"]["hidden_size"],
         "measured s": step_s or "out of memory",
-        "predicted s": round(found.step_s, 4),
+        "predicted s": found.step_s,
         "error": f"{found.step_s / step_s - 1:+.1%}" if step_s else "",
         "of it compute s": round(found.compute_s, 4),
         "measured GiB": memory or "out of memory",
@@ -255,8 +255,8 @@ def _report(table: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Report:
         question="Predicted against published step times on 1 to 8 V100s",
         bar=(
             "step time: median error at most 8 %, worst at most 20 %; out of memory or not right in every row; tau-b at least 0.8 "
-            "at 4 and at 8 GPUs; peak memory: median error at most 10 %; the best plan for each number of GPUs at most every "
-            "row's measurement"
+            "at 4 and at 8 GPUs; peak memory: median error at most 10 %; the best plan for each number of GPUs, on today's "
+            "compiler at most every row's measurement, on that of 2022 at most every row's prediction"
         ),
         method=(
             "Rows of Alpa's benchmark (OSDI 2022 artifact, Apache-2.0), with the same model, mesh and method. Constants from "
@@ -265,8 +265,8 @@ def _report(table: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Report:
             "out in the strict sense; that each product gathers for itself was read off ZeRO-3 at 2 and 4 GPUs, which takes two "
             "gathers longer than ZeRO-2. Arguments of the comparison, that is "
             "what the compiler of 2022 did otherwise: nothing overlaps; partial activations are all-reduced at once; each product "
-            "gathers a split parameter for itself; all gradients wait for one combined collective. Rows of the heuristic "
-            "`shard-largest` are shown and not counted."
+            "gathers a split parameter for itself; all gradients wait for one combined collective. The best plans are predicted "
+            "for that compiler and for today's. Rows of the heuristic `shard-largest` are shown and not counted."
         ),
     )
     report.tables["Rows"] = table
@@ -315,12 +315,17 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
         "rows wrong about memory": len(wrong),
         "tau-b": {str(n): tau for n, tau in taus.items()},
         "peak memory, median error": float(np.median(memory)),
-        "best plans above their fastest row as measured": [
-            b["GPUs"] for b in best if b["best plan, predicted s"] > b["fastest row, measured s"]
-        ],
-        "best plans above their fastest row as predicted": [
-            b["GPUs"] for b in best if b["best plan, predicted s"] > b["fastest row, predicted s"]
-        ],
+        **{
+            f"GPUs whose best plan, on {compiler}, is above the fastest row as {how}": [
+                b["GPUs"] for b in best if b[ours] > b[f"fastest row, {how} s"] * (1 + 1e-9)
+            ]
+            or "none"
+            for compiler, ours in (
+                ("today's compiler", "with today's overlap, predicted s"),
+                ("that of 2022", "best plan, predicted s"),
+            )
+            for how in ("measured", "predicted")
+        },
     }
     return (
         float(np.median(errors)) <= 0.08
@@ -328,7 +333,8 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
         and not wrong
         and all(tau >= 0.8 for tau in taus.values())
         and float(np.median(memory)) <= 0.1
-        and not report.summary["best plans above their fastest row as measured"]
+        and report.summary["GPUs whose best plan, on today's compiler, is above the fastest row as measured"] == "none"
+        and report.summary["GPUs whose best plan, on that of 2022, is above the fastest row as predicted"] == "none"
     )
 
 
