@@ -34,7 +34,7 @@ def main() -> int:
             "same batches; the largest difference of any loss and of any leaf after the last step. The bias of the keys, "
             "whose gradient is rounding alone, is measured on the scale of the queries' bias beside it. Wide-ResNet, whose "
             "BatchNorm sees one micro-batch at a time, is compared with the SPMD program on the same independent parts. "
-            "Deterministic: one run each."
+            "Machine code is not optimized. Deterministic: one run each."
         ),
     )
     # A quick run takes the small model alone.

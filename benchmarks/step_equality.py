@@ -35,7 +35,8 @@ def main() -> int:
         method=(
             f"{NUM_STEPS} steps of the whole program and of the plain step on one device, from one state over the same batches; "
             "the largest difference of any loss and of any leaf after the last step. The bias of the keys, whose gradient is "
-            "rounding alone, is measured on the scale of the queries' bias beside it. Machine code is not optimized. Deterministic: one run each."
+            "rounding alone, is measured on the scale of the queries' bias beside it. Machine code is not optimized. "
+            "Deterministic: one run each."
         ),
     )
     rows = compare_all(chosen, all_cases(), covering, _row)
