@@ -163,11 +163,12 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
             child.wait()
         lines = out.read_text().splitlines()
         if not lines:
-            return {"outcome": (Path(folder, "err").read_text().strip().splitlines() or ["no message"])[-1][:200]}
+            return {"outcome": _last_error(folder)}
         found: dict[str, Any] = json.loads(lines[-1])
         if "compiled MiB" not in found:
             if report is None:
-                return {"outcome": f"not compiled in {chosen.timeout:.0f} s"}
+                late = time.perf_counter() - started_s > chosen.timeout
+                return {"outcome": f"not compiled in {chosen.timeout:.0f} s" if late else _last_error(folder)}
             found["compiled MiB"] = report
             entry = {"case": case, "key": found["key"], "compiled MiB": report}
             entry["seconds"] = round(time.perf_counter() - started_s, 1)
@@ -181,6 +182,12 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
                     shutil.copy(path, kept / path.name.split("after_optimizations")[-1].lstrip("-."))
                 (kept / "case.json").write_text(json.dumps(found | case))
     return _compared(found)
+
+
+def _last_error(folder: str) -> str:
+    """What a process wrote last that names an error."""
+    lines = Path(folder, "err").read_text().strip().splitlines() or ["no message"]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1])[:200]
 
 
 def _known(case: dict[str, Any], plans: str, journal: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -223,10 +230,12 @@ def _journal(path: str) -> dict[str, dict[str, Any]]:
 def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str) -> None:
     """Plan one combination, print the prediction, and compile it unless that was done before."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    import nvidia.cuda_nvcc
+    from aliquot.cluster import Cluster
+    from aliquot.verify import require_compiler, resolve_target
 
-    data = next(iter(nvidia.cuda_nvcc.__path__))
-    os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={data} {os.environ.get('ALIQUOT_DUMP', '')}"
+    target = resolve_target(case["gpu"], Cluster.preset(f"8x{case['gpu']}"))
+    flags = require_compiler(target)["XLA_FLAGS"]
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('ALIQUOT_DUMP', '')}"
     found, work, plan = predicted_now(case, plans)
     if found["key"] in known:
         found["compiled MiB"] = known[found["key"]]["compiled MiB"]

@@ -55,6 +55,15 @@ def test_a_step_on_gpus_that_are_not_here(cluster, dtype, tmp_path):
     assert gathered == pytest.approx(predicted, rel=0.05)
 
 
+def test_products_of_which_no_kernel_is_known_untuned(tmp_path):
+    """Rows of a width of 2560, as in a GPT of 2.6 thousand million parameters."""
+    config = {"num_layers": 2, "hidden_size": 2560, "num_heads": 32, "seq_len": 256, "vocab_size": 1024}
+    work = build("gpt-2.6b", 32, overrides=config, dtype="bf16", scan=True)
+    step = (work.train_step, work.state, work.batch)
+    plan = aq.plan(*step, cluster=Cluster.preset("8xA100-40GB"), method=aq.Zero3Parallel())
+    assert aq.verify(plan, *step, cache=tmp_path).fits
+
+
 def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
     plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("2x8xH100"), method=method)
