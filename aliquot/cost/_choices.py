@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -45,12 +46,21 @@ def shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Seq
     return np.asarray(np.prod(np.where(divides[choices], sizes, 1.0), axis=1), np.float64)
 
 
-def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[list[Spec], NDArray[np.int64]]:
-    """The different splits that choices give an array, and which one each choice gives."""
+def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:
+    """The different splits that choices give an array, and which one each choice gives (not to be written to)."""
+    return _distinct_specs(choices.tobytes(), choices.shape[1], projection)
+
+
+# Meshes of other sizes often leave the same choices.
+@functools.lru_cache(maxsize=1 << 14)
+def _distinct_specs(
+    choices_of_int64: bytes, num_axes: int, projection: Projection
+) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:
+    choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, num_axes)
     table = np.array([*projection, REPLICATED], np.int64)
     rows = table[choices]
     # One number for each row, in the order of the rows: to sort these is ten times faster than to sort the rows.
     least, base = int(table.min()), int(np.ptp(table)) + 1
     numbers = (rows - least) @ base ** np.arange(rows.shape[1] - 1, -1, -1)
     _, first, index = np.unique(numbers, return_index=True, return_inverse=True)
-    return [tuple(row) for row in rows[first].tolist()], np.asarray(index, np.int64)
+    return tuple(tuple(row) for row in rows[first].tolist()), np.asarray(index, np.int64)

@@ -164,9 +164,10 @@ class _Pricer:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
         latency, per_byte = self.lines(sources, targets)
-        once = np.array([self.waits(edge, source) for source in sources])
-        times = edge.count * np.where(once, 1, self.times(edge.phase))
-        wide = np.array([widening(edge.dtype, self.target, total=bool(w) and self.repeats > 1) for w in once])
+        waits = self.waits(edge, sources)
+        times = edge.count * np.where(waits, 1, self.times(edge.phase))
+        alone = widening(edge.dtype, self.target)
+        wide = np.where(waits, widening(edge.dtype, self.target, total=self.repeats > 1), alone)
         seconds = latency + per_byte * (edge.num_bytes * wide[:, None])
         return PricedEdge(
             sources=sources,
@@ -181,8 +182,7 @@ class _Pricer:
         """`distinct_specs`, once for all edges at one port."""
         known = self.cache.splits.get((node, projection))
         if known is None:
-            specs, index = distinct_specs(nodes[node].choices, projection)
-            known = self.cache.splits[node, projection] = tuple(specs), index
+            known = self.cache.splits[node, projection] = distinct_specs(nodes[node].choices, projection)
         return known
 
     def lines(self, sources: _Specs, targets: _Specs) -> tuple[Floats, Floats]:
@@ -214,10 +214,13 @@ class _Pricer:
             known = self.cache.collectives[key] = move_line(move, copies, self.mesh, self.target)
         return known
 
-    def waits(self, edge: Edge, source: Spec) -> bool:
-        """Whether a gradient is partial over data axes alone, so that it waits for the last micro-batch."""
-        partial = {a for a, placement in enumerate(source) if placement <= PARTIAL}
-        return edge.gradient and bool(partial) and partial <= self.data_axes
+    def waits(self, edge: Edge, sources: _Specs) -> NDArray[np.bool_]:
+        """Under which splits a gradient is partial over data axes alone, so that it waits for the last micro-batch."""
+        if not (edge.gradient and self.data_axes):
+            return np.zeros(len(sources), bool)
+        partial = np.array(sources) <= PARTIAL
+        others = [a for a in range(partial.shape[1]) if a not in self.data_axes]
+        return np.asarray(partial.any(axis=1) & ~partial[:, others].any(axis=1))
 
     def times(self, phase: Phase) -> int:
         """How often a step runs a phase."""

@@ -21,5 +21,5 @@ def test_splits_are_listed_once_and_in_order(given_):
     choices, projection = given_
     specs, index = distinct_specs(choices, projection)
     each = [tuple(projection[f] if f >= 0 else -1 for f in row) for row in choices.tolist()]
-    assert specs == sorted(set(each))
+    assert specs == tuple(sorted(set(each)))
     assert [specs[k] for k in index.tolist()] == each
