@@ -200,6 +200,7 @@ def _solve_with(task: _Task, counts: list[int]) -> PipelineDecision:
                 layers=None if length else sketch.layers,
                 semantics=task.semantics,
                 on_missing_rule=task.on_missing_rule,
+                known=None if length else sketch.part,
             )
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
         result = _solve_stages(task, layered, chain, found, kinds)

@@ -8,6 +8,7 @@ so that summands add up to the step's own result, whether a loss is a mean or a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from ..core import CaptureError, InputError
 from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, source_line, split_scans
 from ._micro_walk import Walk
-from ._one_example import one_example
+from ._resized import batch_size, resized
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
 
 SEMANTICS = ("exact", "independent")
@@ -70,6 +71,7 @@ def plan_micro_batches(
     num_groups: int = 1,
     semantics: str = "exact",
     on_missing_rule: str = "error",
+    known: Graph | None = None,
 ) -> MicroBatchPlan:
     """Decide how a step runs on micro-batches and gives the same result as on the whole batch.
 
@@ -81,6 +83,7 @@ def plan_micro_batches(
             of a sum over the batch (the statistics of BatchNorm), each part takes its own sum, scaled up to the batch;
             what such values leave behind as state is averaged over the parts.
         on_missing_rule: see `dim_rule`.
+        known: see `trace_part`.
 
     Raises:
         InputError: the parts do not divide the batch, or there is none.
@@ -89,7 +92,7 @@ def plan_micro_batches(
     if semantics not in SEMANTICS:
         raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
     parts = num_micro_batches * num_groups
-    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
+    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups, known=known))
     walk = Walk(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
     walk.run(settle=semantics == "independent")
     if semantics == "exact" and (walk.violations or walk.conflicts):
@@ -126,8 +129,11 @@ def _combine(walk: Walk, operand: Operand) -> str:
 # ---- the second trace ------------------------------------------------------------------------------------------------
 
 
-def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
+def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1, *, known: Graph | None = None) -> Graph:
     """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch.
+
+    Args:
+        known: the step traced on a part of another size, from which this one is worked out if it can be.
 
     Raises:
         InputError: the parts do not divide the batch, or there is none.
@@ -152,9 +158,14 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
             "batch."
         )
     (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
+    if known is not None and known is not graph:
+        if batch_size(known) == size:
+            return known
+        with contextlib.suppress(CaptureError):
+            return resized(known, graph, size)
     try:
         if size == 1 and parts > 1:
-            return one_example(_trace(graph, 2), _trace(graph, 4))
+            return resized(_trace(graph, 2), _trace(graph, 4), 1)
         return _trace(graph, size)
     except (TypeError, ValueError, IndexError) as error:
         raise CaptureError(

@@ -70,6 +70,7 @@ def layer_step(
     layers: str | int | Layers | None = None,
     semantics: str = "exact",
     on_missing_rule: str = "error",
+    known: Graph | None = None,
 ) -> LayeredStep:
     """A step cut into micro-batches and layers.
 
@@ -77,6 +78,7 @@ def layer_step(
         layers: see `cut_layers`; or those of the same step at another size. The layers of a step whose scans are cut are
             the ranges of these.
         num_micro_batches, semantics, on_missing_rule: see `plan_micro_batches`.
+        known: see `trace_part`.
 
     Raises:
         CaptureError, InputError: as `plan_micro_batches` and `cut_layers` say.
@@ -84,7 +86,9 @@ def layer_step(
     part, combine = graph, dict[str, str]()
     dims = _batch_dims_by_length(graph)
     if num_micro_batches > 1:
-        plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
+        plan = plan_micro_batches(
+            graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule, known=known
+        )
         part, combine = plan.part, plan.combine
         dims = {v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.SPLIT}
     return LayeredStep(

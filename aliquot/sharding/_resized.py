@@ -1,0 +1,153 @@
+"""A step on a batch of another size, worked out from its traces on two sizes, operator by operator.
+
+That is quicker than another trace. And a dim of size one is special to the code that writes traces: it broadcasts, it is
+squeezed, so that the trace on one example may be another program than the trace on many. The operators themselves know no
+such cases: each runs on one example with the sizes that two and four of them let one expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core import CaptureError
+from ..graph import Graph, Op, Role
+
+
+def batch_size(graph: Graph) -> int:
+    """Examples in the batch that a step was traced on."""
+    return next(graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH)
+
+
+def resized(small: Graph, large: Graph, size: int) -> Graph:
+    """The graph of a step on `size` examples, operator by operator that of `small`, for planning only.
+
+    Its loops and regions hold the equations of `small`: nothing can be run.
+
+    Raises:
+        CaptureError: the two are different programs, or something does not follow the size of the batch.
+    """
+    sizes = batch_size(small), batch_size(large)
+    if len(small.ops) != len(large.ops) or any(a.name != b.name for a, b in zip(small.ops, large.ops)):
+        raise CaptureError(
+            f"{small.name} is another program on {sizes[1]} examples than on {sizes[0]}: its Python code looks at the size of "
+            "the batch. Use fewer micro-batches."
+        )
+    line = _Line(small=sizes[0], large=sizes[1], size=size)
+    try:
+        values = tuple(
+            [
+                a if a.shape == b.shape else replace(a, shape=line.shape(a.shape, b.shape))
+                for a, b in zip(small.values, large.values, strict=True)
+            ]
+        )
+    except _Irregular:
+        raise CaptureError(
+            f"{small.name} cannot be cut into micro-batches of {size} examples: an array's shape does not follow the size of "
+            "the batch. Use fewer micro-batches."
+        ) from None
+    return replace(small, values=values, ops=tuple([_op(a, b, line) for a, b in zip(small.ops, large.ops)]))
+
+
+class _Irregular(Exception):
+    """What does not follow the size of the batch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """What a figure is at `size`, given what it is at two other sizes."""
+
+    small: int
+    large: int
+    size: int
+    # Equal layers share their equations.
+    equations: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    def number(self, small: int, large: int) -> int:
+        if small == large:
+            return small
+        change, rest = divmod((large - small) * (self.size - self.small), self.large - self.small)
+        if rest or small + change < 0:
+            raise _Irregular
+        return small + change
+
+    def shape(self, small: tuple[int, ...], large: tuple[int, ...]) -> tuple[int, ...]:
+        if len(small) != len(large):
+            raise _Irregular
+        return tuple([self.number(a, b) for a, b in zip(small, large)])
+
+    def parameter(self, small: Any, large: Any) -> Any:
+        if small is large:
+            return small
+        if type(small) is not type(large):
+            raise _Irregular
+        if isinstance(small, int) and not isinstance(small, bool):
+            return self.number(small, large)
+        if type(small) in (tuple, list):
+            if len(small) != len(large):
+                raise _Irregular
+            return type(small)([self.parameter(a, b) for a, b in zip(small, large)])
+        shapes = [_shapes(x) for x in (small, large)]
+        if shapes[0] is not None:
+            if shapes[0] != shapes[1]:
+                raise _Irregular
+        elif not (bool(small == large) or callable(small)):
+            raise _Irregular
+        return small
+
+    def equation(self, small: Any, large: Any, params: Mapping[str, Any]) -> Any:
+        """JAX's equation with other parameters, operands and results."""
+
+        def atom(a: Any, b: Any) -> Any:
+            shape = getattr(a.aval, "shape", None)
+            if shape is None or shape == b.aval.shape or not isinstance(a, Var):
+                return a
+            return Var(a.aval.update(shape=self.shape(shape, b.aval.shape)))
+
+        from jax.extend.core import Var
+
+        invars = [atom(a, b) for a, b in zip(small.invars, large.invars, strict=True)]
+        outvars = [atom(a, b) for a, b in zip(small.outvars, large.outvars, strict=True)]
+        return small.replace(params=dict(params), invars=invars, outvars=outvars)
+
+
+def _op(small: Op, large: Op, line: _Line) -> Op:
+    if small.eqn is None:
+        return small
+    key = id(small.eqn), id(large.eqn)
+    equation = line.equations.get(key)
+    if equation is None:
+        equation = line.equations[key] = _equation(small, large, line)
+    return small if equation is small.eqn else replace(small, params=equation.params, eqn=equation)
+
+
+def _equation(small: Op, large: Op, line: _Line) -> Any:
+    params = {}
+    for name, value in small.params.items():
+        try:
+            params[name] = line.parameter(value, large.params[name])
+        except _Irregular:
+            raise CaptureError(
+                f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: its parameter {name} does "
+                "not follow the size of the batch. Use fewer micro-batches, or a larger batch."
+            ) from None
+    atoms = zip((*small.eqn.invars, *small.eqn.outvars), (*large.eqn.invars, *large.eqn.outvars), strict=True)
+    alike = all(getattr(a.aval, "shape", None) == getattr(b.aval, "shape", None) for a, b in atoms)
+    if alike and all(params[name] is value for name, value in small.params.items()):
+        return small.eqn
+    try:
+        return line.equation(small.eqn, large.eqn, params)
+    except _Irregular:
+        raise CaptureError(
+            f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: the shape of an array does not "
+            "follow the size of the batch. Use fewer micro-batches, or a larger batch."
+        ) from None
+
+
+def _shapes(value: Any) -> list[Any] | None:
+    """Shapes that a program among the parameters takes and returns; None for anything else."""
+    inner = getattr(value, "jaxpr", value)
+    if not hasattr(inner, "invars"):
+        return None
+    return [getattr(v.aval, "shape", None) for v in (*inner.invars, *inner.outvars)]

@@ -1,0 +1,57 @@
+"""A step worked out for another size of its batch against the trace on that size."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aliquot.core import CaptureError
+from aliquot.graph import capture
+from aliquot.sharding import _micro_batches, layer_step, trace_part
+from aliquot.sharding._resized import resized
+from aliquot.zoo import build
+
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_len": 16, "vocab_size": 64}
+
+
+@pytest.fixture(scope="module")
+def step():
+    workload = build("gpt-125m", 32, overrides=SMALL)
+    return capture(workload.train_step, workload.state, workload.batch)
+
+
+def operands(op):
+    return [i if isinstance(i, int) else None for i in op.inputs]
+
+
+def shapes_of(op):
+    return [getattr(v.aval, "shape", None) for v in (*op.eqn.invars, *op.eqn.outvars)]
+
+
+@pytest.mark.parametrize("parts", [2, 4, 16])
+def test_operators_are_those_of_a_trace(step, parts):
+    found, traced = resized(trace_part(step, 8), step, 32 // parts), trace_part(step, parts)
+    assert [v.shape for v in found.values] == [v.shape for v in traced.values]
+    for a, b in zip(found.ops, traced.ops, strict=True):
+        assert (a.name, operands(a), a.outputs, a.phase) == (b.name, operands(b), b.outputs, b.phase)
+        assert a.params.keys() == b.params.keys()
+        assert all(str(a.params[k]) == str(b.params[k]) for k in a.params if "jaxpr" not in k)
+        assert shapes_of(a) == shapes_of(b)
+
+
+def test_layers_at_another_size_need_no_trace(step, monkeypatch):
+    known = trace_part(step, 8)
+    monkeypatch.setattr(_micro_batches, "build_graph", lambda *args: pytest.fail("traced again"))
+    assert layer_step(step, 8, known=known).part.values == known.values
+    assert layer_step(step, 16, known=known).micro_batch_size == 2
+
+
+def sizes_written_down(w, x):
+    return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w)[: x.shape[0] // 4] ** 2).sum())(w)
+
+
+def test_what_does_not_follow_the_size_is_traced():
+    graph = capture(sizes_written_down, jnp.ones((8, 8)), jax.ShapeDtypeStruct((64, 8), jnp.float32))
+    known = trace_part(graph, 4)
+    with pytest.raises(CaptureError, match="size of the batch"):
+        resized(known, graph, 6)
+    assert trace_part(graph, 8, known=known).values == trace_part(graph, 8).values
