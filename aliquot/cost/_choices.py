@@ -12,38 +12,83 @@ from numpy.typing import NDArray
 
 from ..sharding import REPLICATED, Choice, Node, Projection, Spec
 
+# Numbers in arrays of choices for which results are kept.
+_FEW = 1 << 10
+
 
 def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64]:
     """Every way to give each mesh axis one factor of a node or none, shape `(choices, axes)`.
 
     A factor may take several axes if their product divides its size. The first choice splits nothing.
     """
-    fitting = [
-        [-1, *(f for f, factor in enumerate(node.factors) if factor.size % size == 0 and factor.size >= size)]
-        for size in axis_sizes
-    ]
-    found = [c for c in itertools.product(*fitting) if _divides(node, c, axis_sizes)]
-    return np.array(found, np.int64).reshape(len(found), len(axis_sizes))
+    return _enumerate(tuple([factor.size for factor in node.factors]), tuple(axis_sizes))
+
+
+# Many nodes have factors of the same sizes.
+@functools.lru_cache(maxsize=1 << 12)
+def _enumerate(sizes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    fitting = [[-1, *(f for f, n in enumerate(sizes) if n % size == 0 and n >= size)] for size in axis_sizes]
+    found = [c for c in itertools.product(*fitting) if _divides(sizes, c, axis_sizes)]
+    choices = np.array(found, np.int64).reshape(len(found), len(axis_sizes))
+    choices.flags.writeable = False
+    return choices
 
 
 def can_split(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
     """Whether a choice is one of those that `enumerate_choices` lists."""
-    return all(-1 <= f < len(node.factors) for f in choice) and _divides(node, choice, axis_sizes)
+    sizes = [factor.size for factor in node.factors]
+    return all(-1 <= f < len(sizes) for f in choice) and _divides(sizes, choice, axis_sizes)
 
 
-def _divides(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
+def _divides(sizes: Sequence[int], choice: Choice, axis_sizes: Sequence[int]) -> bool:
     return all(
-        node.factors[f].size % math.prod(size for g, size in zip(choice, axis_sizes, strict=True) if g == f) == 0
+        sizes[f] % math.prod(size for g, size in zip(choice, axis_sizes, strict=True) if g == f) == 0
         for f in set(choice)
         if f >= 0
     )
 
 
 def shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """For each choice, into how many pieces it cuts something that the factors in `split_by` divide."""
+    """For each choice, into how many pieces it cuts something that the factors in `split_by` divide (not to be written to)."""
+    if choices.size > _FEW:
+        return _shards(choices, split_by, axis_sizes)
+    return _known_shards(choices.tobytes(), choices.shape, tuple(split_by), tuple(axis_sizes))
+
+
+def _shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
     divides = np.array([*split_by, False])
-    sizes = np.array(axis_sizes, np.float64)
-    return np.asarray(np.prod(np.where(divides[choices], sizes, 1.0), axis=1), np.float64)
+    return np.asarray(np.prod(np.where(divides[choices], axis_sizes, 1.0), axis=1), np.float64)
+
+
+# Many nodes have the same choices, and the same of their factors divide their arrays.
+@functools.lru_cache(maxsize=1 << 14)
+def _known_shards(
+    choices_of_int64: bytes, shape: tuple[int, ...], split_by: tuple[bool, ...], axis_sizes: tuple[int, ...]
+) -> NDArray[np.float64]:
+    found = _shards(np.frombuffer(choices_of_int64, np.int64).reshape(shape), split_by, axis_sizes)
+    found.flags.writeable = False
+    return found
+
+
+def joined_axes(
+    choices: NDArray[np.int64], factors: Sequence[int]
+) -> Sequence[tuple[tuple[int, ...], NDArray[np.int64]]]:
+    """The sets of axes that choices let split any of some factors, each with the choices that do; without the empty set."""
+    return _joined_axes(choices.tobytes(), choices.shape, tuple(factors))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _joined_axes(
+    choices_of_int64: bytes, shape: tuple[int, ...], factors: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], NDArray[np.int64]], ...]:
+    choices = np.frombuffer(choices_of_int64, np.int64).reshape(shape)
+    joined = np.isin(choices, np.array(factors))
+    found = []
+    for pattern in np.unique(joined, axis=0):
+        axes = tuple(int(a) for a in np.flatnonzero(pattern))
+        if axes:
+            found.append((axes, np.flatnonzero((joined == pattern).all(axis=1))))
+    return tuple(found)
 
 
 def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:

@@ -17,7 +17,7 @@ from ..cluster import LogicalMesh, Products, Target, target_for
 from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import PARTIAL, Edge, Move, Node, NodeCollective, NodeGraph, Projection, Spec, Work, reshard
-from ._choices import distinct_specs, enumerate_choices, shards
+from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
 from ._collectives import collective_line, move_line, through_copies, widening
 
 Floats = NDArray[np.float64]
@@ -116,7 +116,7 @@ class _Cache:
 
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
     lines: dict[tuple[Spec, Spec], tuple[float, float]] = field(default_factory=dict)
-    tables: dict[tuple[_Specs, _Specs], tuple[Floats, Floats]] = field(default_factory=dict)
+    tables: dict[tuple[_Specs, _Specs], tuple[Floats, Floats, NDArray[np.bool_]]] = field(default_factory=dict)
     collectives: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, float]] = field(default_factory=dict)
 
 
@@ -145,14 +145,9 @@ class _Pricer:
 
     def collective(self, collective: NodeCollective, choices: Ints) -> Floats:
         """Seconds of a node's own collective under each choice."""
-        joined = np.isin(choices, np.array(collective.factors))
         local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
         seconds = np.zeros(len(choices))
-        for pattern in np.unique(joined, axis=0):
-            axes = tuple(int(a) for a in np.flatnonzero(pattern))
-            if not axes:
-                continue
-            rows = (joined == pattern).all(axis=1)
+        for axes, rows in joined_axes(choices, collective.factors):
             latency, per_byte = collective_line(collective.kind, axes, self.mesh, self.target)
             once = collective.gradient and set(axes) <= self.data_axes
             times = collective.count * (1 if once else self.times(collective.phase))
@@ -163,19 +158,20 @@ class _Pricer:
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
-        latency, per_byte = self.lines(sources, targets)
+        latency, per_byte, moves = self.lines(sources, targets)
+        times = edge.count * self.times(edge.phase)
+        seconds = (latency + per_byte * (edge.num_bytes * widening(edge.dtype, self.target))) * times
         waits = self.waits(edge, sources)
-        times = edge.count * np.where(waits, 1, self.times(edge.phase))
-        alone = widening(edge.dtype, self.target)
-        wide = np.where(waits, widening(edge.dtype, self.target, total=self.repeats > 1), alone)
-        seconds = latency + per_byte * (edge.num_bytes * wide[:, None])
+        if waits.any():
+            wide = widening(edge.dtype, self.target, total=self.repeats > 1)
+            seconds = np.where(waits[:, None], (latency + per_byte * (edge.num_bytes * wide)) * edge.count, seconds)
         return PricedEdge(
             sources=sources,
             targets=targets,
             source_index=source_index,
             target_index=target_index,
-            seconds=seconds * times[:, None],
-            moves=np.isfinite(latency) & (latency + per_byte > 0),
+            seconds=seconds,
+            moves=moves,
         )
 
     def splits(self, node: int, projection: Projection, nodes: Sequence[PricedNode]) -> tuple[_Specs, Ints]:
@@ -185,12 +181,13 @@ class _Pricer:
             known = self.cache.splits[node, projection] = distinct_specs(nodes[node].choices, projection)
         return known
 
-    def lines(self, sources: _Specs, targets: _Specs) -> tuple[Floats, Floats]:
-        """Latencies and seconds per byte of the whole array, for all conversions between some splits."""
+    def lines(self, sources: _Specs, targets: _Specs) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """Latencies and seconds per byte of the whole array for all conversions between some splits, and which take any."""
         known = self.cache.tables.get((sources, targets))
         if known is None:
             both = np.array([[self.line(p, q) for q in targets] for p in sources])
-            known = self.cache.tables[sources, targets] = both[..., 0], both[..., 1]
+            moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
+            known = self.cache.tables[sources, targets] = both[..., 0], both[..., 1], moves
         return known
 
     def line(self, source: Spec, target: Spec) -> tuple[float, float]:

@@ -7,6 +7,7 @@ References: S. Rajbhandari et al., "ZeRO: memory optimizations toward training t
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -76,23 +77,38 @@ def regular_choices(
 
     What only the update touches stays free. None if the batch does not divide.
     """
-    others = [a for a in range(len(axis_sizes)) if a not in data_axes]
-    tensor_sizes = [1 if a in data_axes else n for a, n in enumerate(axis_sizes)]
     found = []
     for node in nodes.nodes:
         choices = enumerate_choices(node, axis_sizes)
         if node.index in kinds.parameters:
-            if others:
-                pieces = shards(choices, [True] * max(len(node.factors), 1), tensor_sizes)
-                choices = choices[pieces == pieces.max()]
+            choices = _furthest_split(choices.tobytes(), tuple(axis_sizes), data_axes)
         elif node.index not in kinds.update:
-            batch = list(nodes.batch_factors[node.index])
-            for a in data_axes:
-                choices = choices[np.isin(choices[:, a], batch) if batch else choices[:, a] == -1]
+            choices = _batch_alone(choices.tobytes(), len(axis_sizes), data_axes, nodes.batch_factors[node.index])
         if not len(choices):
             return None
         found.append(choices)
     return found
+
+
+# Many nodes have the same choices.
+@functools.lru_cache(maxsize=1 << 10)
+def _furthest_split(
+    choices_of_int64: bytes, axis_sizes: tuple[int, ...], data_axes: frozenset[int]
+) -> NDArray[np.int64]:
+    choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, len(axis_sizes))
+    sizes = [1 if a in data_axes else n for a, n in enumerate(axis_sizes)]
+    pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), sizes)
+    return choices[pieces == pieces.max()]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _batch_alone(
+    choices_of_int64: bytes, num_axes: int, data_axes: frozenset[int], batch: frozenset[int]
+) -> NDArray[np.int64]:
+    choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, num_axes)
+    for a in data_axes:
+        choices = choices[np.isin(choices[:, a], list(batch)) if batch else choices[:, a] == -1]
+    return choices
 
 
 def batch_restriction(
