@@ -15,7 +15,7 @@ from ..graph import Graph, Phase, Staging, extract_stages, fold, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
 from .intra import fixed
-from .intra.ilp import Search
+from .intra.ilp import Layouts, Search
 
 Floats = NDArray[np.float64]
 # For what only the first layer of a stage keeps; stages are judged by themselves once they are known.
@@ -100,10 +100,11 @@ def build_chains(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )
         solved = {}
+        layouts = Layouts()
         for k, (submesh, shape) in enumerate(sorted(meshes)):
             if progress:
                 progress(f"layer {step.layers.names[unit]}", number * len(meshes) + k, len(members) * len(meshes))
-            solved[submesh, shape] = _solve(problem, subcluster(cluster, submesh), shape)
+            solved[submesh, shape] = _solve(problem, subcluster(cluster, submesh), shape, layouts)
         costs.append([solved[o.submesh, o.mesh_shape] for o in options])
         shares.append(_weight_share(extract.graph))
     table = [costs[c] for c in classes]
@@ -142,7 +143,7 @@ def price_option(problem: Problem, shape: tuple[int, ...]) -> Priced | None:
     return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
 
 
-def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseCosts | None:
+def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...], layouts: Layouts) -> PhaseCosts | None:
     """Costs of the best splits on a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
     priced = price_option(replace(problem, cluster=cluster), shape)
     if priced is None:
@@ -151,11 +152,9 @@ def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...]) -> PhaseC
         # The batch alone is split: nothing is left to choose, if that can be done at all.
         picks = np.zeros(len(priced.nodes), np.int64)
         return phase_costs(priced, picks, problem.graph) if np.isfinite(evaluate(priced, picks).total_s) else None
-    search = Search(priced, fixed.everything(priced), limit_bytes=np.inf, relative_gap=1e-2, node_limit=20)
-    if search.relax() is None:
-        return None
-    solution = search.rounded()
-    return phase_costs(priced, solution.picks, problem.graph, search.model) if solution else None
+    search = Search(priced, fixed.everything(priced), limit_bytes=np.inf, layouts=layouts)
+    search.relax()
+    return None if search.picks is None else phase_costs(priced, search.picks, problem.graph, search.model)
 
 
 def _weight_share(graph: Graph) -> float:

@@ -8,7 +8,8 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from ._program import Choices, Program
+from ._layout import Choices
+from ._program import Program
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....cost import Conversion, MemoryModel, Priced
+from ._layout import Choices, Layouts, Prices, lay_out
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -67,145 +68,29 @@ class Program:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choices:
-    """Which columns stand for the choices of each node, and which choices these are."""
+def build_program(
+    priced: Priced, allowed: Sequence[NDArray[np.bool_]], known: Layouts | None = None
+) -> tuple[Program, Choices]:
+    """The program of a priced problem.
 
-    columns: tuple[Ints, ...]
-    allowed: tuple[Ints, ...]
-    shared: dict[int, dict[tuple[object, object], int]]
-    single: dict[int, tuple[Ints, Ints, Ints]]
-    num_integer: int
-
-
-def build_program(priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> tuple[Program, Choices]:
-    """The program of a priced problem; `allowed[n][k]` says which choices of node n may be taken."""
-    program = Program()
-    kept = [np.flatnonzero(mask) for mask in allowed]
-    overlap = priced.target.overlap_fraction
-    columns = []
-    for node, keep in zip(priced.nodes, kept, strict=True):
-        plain = node.compute_s[keep] + node.communication_s[keep]
-        columns.append(program.add_columns(plain if overlap else plain + node.gradient_s[keep]))
-    num_integer = program.num_columns
-    gradient = _Gradient()
-    backward = _Gradient()
-    for node, keep, mine in zip(priced.nodes, kept, columns, strict=True):
-        program.add_entries(np.full(len(mine), program.add_rows(1, 1.0, 1.0)), mine, 1.0)
-        gradient.add(mine, node.gradient_s[keep])
-        backward.add(mine, node.backward_s[keep])
-    shared: dict[int, dict[tuple[object, object], int]] = {}
-    single: dict[int, tuple[Ints, Ints, Ints]] = {}
-    by_share: dict[int, list[int]] = {}
-    for edge in priced.graph.edges:
-        by_share.setdefault(edge.share, []).append(edge.index)
-    for share, edges in by_share.items():
-        hidden = bool(overlap) and priced.graph.edges[edges[0]].gradient
-        _add_edges(program, priced, edges, columns, kept, shared.setdefault(share, {}), single, gradient, hidden)
-    if overlap:
-        _add_overlap(program, overlap, gradient, backward)
-    choices = Choices(
-        columns=tuple(columns), allowed=tuple(kept), shared=shared, single=single, num_integer=num_integer
+    Args:
+        allowed: `allowed[n][k]` says which choices of node n may be taken.
+        known: layouts of the same node graph.
+    """
+    layout = lay_out(priced, allowed) if known is None else known.of(priced, allowed)
+    prices = Prices.of(priced)
+    program = Program(
+        cost=[prices.plain[layout.node_prices], prices.conversions[layout.other_prices]],
+        num_columns=len(layout.node_prices) + len(layout.other_prices),
+        lower=list(layout.lower),
+        upper=list(layout.upper),
+        rows=[layout.rows],
+        columns=[layout.columns],
+        values=[layout.values],
     )
-    return program, choices
-
-
-@dataclass(slots=True)
-class _Gradient:
-    """A linear expression."""
-
-    columns: list[Ints] = field(default_factory=list)
-    values: list[Floats] = field(default_factory=list)
-
-    def add(self, columns: Ints, values: Floats) -> None:
-        some = values != 0
-        if some.any():
-            self.columns.append(columns[some])
-            self.values.append(values[some])
-
-    def joined(self) -> tuple[Ints, Floats]:
-        if not self.columns:
-            return np.zeros(0, np.int64), np.zeros(0)
-        return np.concatenate(self.columns), np.concatenate(self.values)
-
-
-def _add_edges(
-    program: Program,
-    priced: Priced,
-    edges: Sequence[int],
-    columns: Sequence[Ints],
-    kept: Sequence[Ints],
-    shared: dict[tuple[object, object], int],
-    single: dict[int, tuple[Ints, Ints, Ints]],
-    gradient: _Gradient,
-    hidden: bool,
-) -> None:
-    """Flows of edges that share conversions. A lone edge carries its costs itself."""
-    for index in edges:
-        edge, table = priced.graph.edges[index], priced.edges[index]
-        source_specs = table.source_index[kept[edge.source]]
-        target_specs = table.target_index[kept[edge.target]]
-        sources, targets = np.unique(source_specs), np.unique(target_specs)
-        seconds = table.seconds[np.ix_(sources, targets)]
-        p, q = np.nonzero(np.isfinite(seconds))
-        price = seconds[p, q]
-        alone = len(edges) == 1
-        paid = np.zeros(len(p)) if hidden or not alone else price
-        flow = program.add_columns(paid)
-        if alone:
-            single[index] = (flow, sources[p], targets[q])
-            if hidden:
-                gradient.add(flow, price)
-        first = program.add_rows(len(sources), 0.0, 0.0)
-        program.add_entries(first + p, flow, 1.0)
-        program.add_entries(first + np.searchsorted(sources, source_specs), columns[edge.source], -1.0)
-        first = program.add_rows(len(targets), 0.0, 0.0)
-        program.add_entries(first + q, flow, 1.0)
-        program.add_entries(first + np.searchsorted(targets, target_specs), columns[edge.target], -1.0)
-        if not alone:
-            _add_shared(
-                program, table.sources, table.targets, sources[p], targets[q], price, flow, shared, gradient, hidden
-            )
-
-
-def _add_shared(
-    program: Program,
-    source_specs: Sequence[object],
-    target_specs: Sequence[object],
-    p: Ints,
-    q: Ints,
-    price: Floats,
-    flow: Ints,
-    shared: dict[tuple[object, object], int],
-    gradient: _Gradient,
-    hidden: bool,
-) -> None:
-    """`flow <= shared`, and the price on the shared column, for each conversion that changes anything."""
-    keys = [(source_specs[a], target_specs[b]) for a, b in zip(p.tolist(), q.tolist(), strict=True)]
-    costly = np.array([k for k, (a, b) in enumerate(keys) if a != b], np.int64)
-    fresh = [k for k in costly.tolist() if keys[k] not in shared]
-    if fresh:
-        made = program.add_columns(np.zeros(len(fresh)) if hidden else price[fresh])
-        shared.update({keys[k]: int(column) for k, column in zip(fresh, made, strict=True)})
-        if hidden:
-            gradient.add(made, price[fresh])
-    if len(costly):
-        first = program.add_rows(len(costly), -np.inf, 0.0)
-        rows = first + np.arange(len(costly))
-        program.add_entries(rows, flow[costly], 1.0)
-        program.add_entries(rows, np.array([shared[keys[k]] for k in costly.tolist()]), -1.0)
-
-
-def _add_overlap(program: Program, overlap: float, gradient: _Gradient, backward: _Gradient) -> None:
-    """`z >= (1 - overlap) gradient` and `z >= gradient - backward`."""
-    exposed = program.add_columns(np.ones(1))
-    columns, values = gradient.joined()
-    back_columns, back_values = backward.joined()
-    first = program.add_rows(2, 0.0, np.inf)
-    program.add_entries(np.array([first, first + 1]), np.repeat(exposed, 2), 1.0)
-    program.add_entries(np.full(len(columns), first), columns, -(1 - overlap) * values)
-    program.add_entries(np.full(len(columns), first + 1), columns, -values)
-    program.add_entries(np.full(len(back_columns), first + 1), back_columns, back_values)
+    if layout.overlap_row >= 0:
+        program.add_entries(*layout.overlap(prices, priced.target.overlap_fraction))
+    return program, layout.choices
 
 
 def add_memory_row(

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ....cost import Priced, evaluate, memory_model, timeline
 from ._affordable import affordable
 from ._highs import Outcome, Relaxation, solve_integers
-from ._program import Choices, Program, add_memory_row, build_program, conversion_columns
+from ._layout import Choices, Layouts
+from ._program import Program, add_memory_row, build_program, conversion_columns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,7 +42,7 @@ class Search:
     Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so
     that the bound of fewer rows holds, and a solution that fits everywhere is one of the whole problem.
 
-    Solutions that cost more than `ceiling_s` are not looked for.
+    Solutions that cost more than `ceiling_s` are not looked for. `layouts` are those known from other meshes.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Search:
         relative_gap: float = 1e-3,
         node_limit: int = 2000,
         ceiling_s: float = np.inf,
+        layouts: Layouts | None = None,
     ) -> None:
         self.priced = priced
         self.ceiling_s = ceiling_s
@@ -62,7 +64,7 @@ class Search:
         self.num_solves = 0
         self._allowed = allowed
         self._within, self._open = affordable(priced, allowed, ceiling_s)
-        self._program, self._choices = build_program(self._within, self._open)
+        self._program, self._choices = build_program(self._within, self._open, layouts)
         self._relaxation = Relaxation(self._program)
         self.model = memory_model(priced)
         self._times: list[int] = []
@@ -92,7 +94,9 @@ class Search:
             if values is None:
                 self._picks, self.integral = None, False
                 return bound
-            if bound >= cutoff_s or not self._add_rows(self._fractional_timeline(values)):
+            if bound >= cutoff_s or not np.isfinite(self.limit_bytes):
+                break
+            if not self._add_rows(self._fractional_timeline(values)):
                 break
             self._values = self._relax()
         self._picks = _decode(self._choices, values)
@@ -104,6 +108,11 @@ class Search:
         if self._values is None:
             return self.ceiling_s if np.isfinite(self.ceiling_s) else None
         return min(self._relaxed.bound_s, self.ceiling_s)
+
+    @property
+    def picks(self) -> Ints | None:
+        """The relaxation's solution, rounded, after `relax`, whether it fits or not."""
+        return self._picks
 
     def rounded(self) -> Solution | None:
         """The relaxation's solution, rounded; None if that does not fit, or if there is none."""
