@@ -33,8 +33,10 @@ class Target:
         gathered_ahead: Share of the parameters that are gathered before anything else happens, outside of loops, 0 to 1.
         gathers_leading_dim: Whether parameters are gathered along their first dim alone, from transposed copies where
             another one is split.
-        combined_bytes: Up to how many bytes equal collectives are combined; then gradients wait for each other, or what
-            they are made of does. 0 if nothing waits.
+        combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are combined; then gradients
+            wait for each other. 0 if nothing waits.
+        hides_latency: Whether work beside collectives counts for more than memory when operators are put in order: products
+            that only the update needs are then put off. Otherwise only those that would take more than they free.
         gathers_through_copies: Whether a gather along another dim than the first copies what enters it and what leaves it,
             so that this dim comes first.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
@@ -66,6 +68,7 @@ class Target:
     gathered_ahead: float
     gathers_leading_dim: bool
     combined_bytes: int
+    hides_latency: bool
     gathers_through_copies: bool
     overlap_fraction: float
     matmul_efficiency: float
@@ -150,6 +153,7 @@ _CPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
+    hides_latency=False,
     gathers_through_copies=True,
     overlap_fraction=0.0,
     matmul_efficiency=0.75,
@@ -172,7 +176,8 @@ _CPU = Target(
 # buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
 # Memory: repeated work, zeroes, transposed copies and what waits, as in the buffers that XLA assigns for H100 and A100 (JAX
 # 0.10, benchmarks/memory_deviceless.py). Combined: XLA's default threshold for all-reduces, all-gathers and
-# reduce-scatters, 30 MiB. Ahead: fitted to one half of that benchmark's plans.
+# reduce-scatters, 30 MiB. Ahead: fitted to one half of that benchmark's plans. Latency: by default it is hidden only where
+# XLA has a model of kernels and collectives (`_HIDE_LATENCY`).
 _GPU = Target(
     kind="gpu",
     reduce_scatter=True,
@@ -185,6 +190,7 @@ _GPU = Target(
     gathered_ahead=0.75,
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
+    hides_latency=False,
     gathers_through_copies=False,
     overlap_fraction=0.5,
     matmul_efficiency=0.6,
@@ -214,6 +220,7 @@ _TPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
+    hides_latency=False,
     gathers_through_copies=False,
     overlap_fraction=0.7,
     matmul_efficiency=0.7,
@@ -231,6 +238,11 @@ TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TP
 """One target per device kind."""
 
 
+# XLA puts operators in order by its latency-hiding scheduler where its model of kernels and collectives serves, Hopper and
+# Blackwell, and elsewhere to save memory: so it is in the order of programs compiled for H100 and A100 (JAX 0.10).
+_HIDE_LATENCY = frozenset({"H100", "H200", "B200"})
+
+
 def target_for(device: Device) -> Target:
     """The target that compiles for `device`, with what was measured on that device where there is a file of it.
 
@@ -238,4 +250,6 @@ def target_for(device: Device) -> Target:
     ...                   memory_bandwidth_bytes_per_s=1.0, source="")).reduce_scatter
     True
     """
-    return replace(TARGETS[device.kind], **measured_figures(device.name))
+    target = TARGETS[device.kind]
+    hides_latency = target.hides_latency or device.name in _HIDE_LATENCY
+    return replace(target, hides_latency=hides_latency, **measured_figures(device.name))

@@ -38,7 +38,7 @@ def estimate(problem: Problem, plan: Plan) -> Prediction:
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
     """The prediction for a choice of every node."""
     time = evaluate(priced, picks)
-    model = memory_model(priced)
+    model = memory_model(priced, picks)
     peak, moment, parts = peak_memory(model, priced, picks)
     op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
     return Prediction(

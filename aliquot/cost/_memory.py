@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Phase
-from ..sharding import PARTIAL, Edge, NodeGraph, Projection, Resident, Spec, num_shards
+from ..sharding import Edge, NodeGraph, Resident, Spec, num_shards
 from ._choices import shards
 from ._priced import Floats, Ints, Priced
+from ._waiting import waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,8 +41,12 @@ class MemoryModel:
     conversions: tuple[Conversion, ...]
 
 
-def memory_model(priced: Priced) -> MemoryModel:
-    """Collect what takes memory in a priced problem."""
+def memory_model(priced: Priced, picks: Ints | None = None) -> MemoryModel:
+    """Collect what takes memory in a priced problem.
+
+    `picks` are what was chosen, if that is known: what depends on many choices together is then as they have it, and
+    otherwise the worst of what it can be.
+    """
     graph = priced.graph
     # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own until then.
     waiting = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
@@ -61,7 +66,7 @@ def memory_model(priced: Priced) -> MemoryModel:
         num_times=graph.num_ops + 1,
         residents=tuple(residents),
         local_bytes=tuple(local),
-        conversions=tuple(_conversions(priced)),
+        conversions=tuple(_conversions(priced, picks)),
     )
 
 
@@ -72,7 +77,7 @@ def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
         yield r
 
 
-def _conversions(priced: Priced) -> list[Conversion]:
+def _conversions(priced: Priced, picks: Ints | None) -> list[Conversion]:
     """One entry for each set of edges that share their conversions."""
     graph = priced.graph
     by_share: dict[int, list[int]] = {}
@@ -100,49 +105,19 @@ def _conversions(priced: Priced) -> list[Conversion]:
                 Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
             )
     if priced.target.combined_bytes:
-        found += _put_off(priced)
+        for w in waiting(priced, picks):
+            found.append(
+                Conversion(
+                    share=w.edge.share,
+                    edges=(w.edge.index,),
+                    local_bytes=(w.local_bytes,),
+                    births=w.births,
+                    deaths=w.deaths,
+                )
+            )
     if priced.target.gathers_leading_dim:
         found += _transposed(priced, parameters)
     return found
-
-
-def _put_off(priced: Priced) -> Iterator[Conversion]:
-    """What waits because of products for gradients, by how their results are summed over devices.
-
-    Small results are summed together. Before an all-reduce these products run last, and their operands wait for them;
-    before a reduce-scatter they run in turn, and their results wait for it, unless micro-batches follow.
-    """
-    landing = {e.source: e for e in priced.graph.edges if e.kind == "result"}
-    for r in priced.graph.residents:
-        edge = landing.get(r.reader)
-        if r.late_deaths is not None and edge is not None:
-            yield _waiting(priced, edge, r.num_bytes, r.read_projection, False, r.deaths + 1, r.late_deaths)
-        edge = landing.get(r.maker)
-        if r.early_births is not None and edge is not None:
-            yield _waiting(priced, edge, r.num_bytes, edge.source_projection, True, r.early_births, r.births - 1)
-
-
-def _waiting(
-    priced: Priced, edge: Edge, num_bytes: int, projection: Projection, scattered: bool, births: Ints, deaths: Ints
-) -> Conversion:
-    """`num_bytes`, split by the choices of the edge's source, where its partial sums become split (or whole)."""
-    p = priced.edges[edge.index]
-    choices = priced.nodes[edge.source].choices
-    first = [int(np.flatnonzero(p.source_index == s)[0]) for s in range(len(p.sources))]
-    local = num_bytes / shards(choices[first], tuple(d >= 0 for d in projection), priced.axis_sizes)
-    result = edge.num_bytes / shards(choices[first], tuple(d >= 0 for d in edge.source_projection), priced.axis_sizes)
-    together = 2 * result <= priced.target.combined_bytes
-    wanted = [[_lands(s, t, priced) is scattered for t in p.targets] for s in p.sources]
-    table = np.where(np.array(wanted) & together[:, None], local[:, None], 0.0)
-    return Conversion(share=edge.share, edges=(edge.index,), local_bytes=(table,), births=births, deaths=deaths)
-
-
-def _lands(source: Spec, target: Spec, priced: Priced) -> bool | None:
-    """Whether partial sums are scattered over all devices that hold them; None if micro-batches are added up first."""
-    summed = {a: t for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL}
-    if priced.repeats > 1 and summed.keys() <= priced.data_axes:
-        return None
-    return priced.repeats == 1 and bool(summed) and all(t >= 0 for t in summed.values())
 
 
 def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Conversion]:
