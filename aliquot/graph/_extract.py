@@ -179,11 +179,18 @@ class _Builder:
         return operand if isinstance(operand, Literal) else self._value(operand)
 
     def _op(self, op: Op) -> Op:
-        return replace(
-            op,
+        # Thousands of these: to replace some fields takes twice as long.
+        return Op(
             index=self._op_number[op.index],
+            name=op.name,
             inputs=tuple([self._operand(i) for i in op.inputs]),
             outputs=tuple([self._value(o) for o in op.outputs]),
+            params=op.params,
+            phase=op.phase,
+            scope=op.scope,
+            trips=op.trips,
+            eqn=op.eqn,
+            region=op.region,
         )
 
     def _what(self, what: int | Call) -> int | Call:

@@ -201,7 +201,13 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
             raise _different(whole, a, b)
     if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
         raise _different(whole, whole.ops[-1], part.ops[-1])
-    ops = tuple(replace(a, eqn=b.eqn, params=b.params) for a, b in zip(whole.ops, part.ops))
+    # Most operators read no literals, and are the part's own.
+    ops = tuple(
+        [
+            b if a.inputs == b.inputs and a.phase is b.phase else replace(a, eqn=b.eqn, params=b.params)
+            for a, b in zip(whole.ops, part.ops)
+        ]
+    )
     others = _calls(part.body.items)
     eqns = {call: next(others).eqn for call in _calls(whole.body.items)}
     return replace(part, ops=ops), eqns

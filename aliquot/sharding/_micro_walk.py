@@ -64,7 +64,8 @@ class Walk:
     origin: dict[int, int] = field(default_factory=dict)
     positions: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     never: set[int] = field(default_factory=set)
-    _rules: dict[int, DimRule] = field(default_factory=dict)
+    _rules: dict[tuple[int, int], DimRule] = field(default_factory=dict)
+    _outcomes: dict[tuple[object, ...], Followed | str] = field(default_factory=dict)
     _feeds_backward: bytearray = field(init=False)
     _has_backward: bool = field(init=False)
 
@@ -170,10 +171,23 @@ class Walk:
         return all(isinstance(i, Literal) or self.free[i] == 1 for i in operands)
 
     def _rule(self, op: Op) -> DimRule:
-        rule = self._rules.get(op.index)
-        if rule is None:
-            rule = self._rules[op.index] = dim_rule(op, self.whole, on_missing_rule=self.on_missing_rule)
-        return rule
+        key = self._equations(op)
+        if key not in self._rules:
+            self._rules[key] = dim_rule(op, self.whole, on_missing_rule=self.on_missing_rule)
+        return self._rules[key]
+
+    def _equations(self, op: Op) -> tuple[int, int]:
+        """The operator's equations, which layers that were traced once have in common; the graphs keep them alive."""
+        return (id(op.eqn), id(self.part.ops[op.index].eqn)) if op.eqn is not None else (op.index, -1)
+
+    def _outcome(self, op: Op, specs: Sequence[TimeSpec]) -> Followed | str:
+        """`follow`, once for equal operators that read equal specs."""
+        positions = self._by_position(op, specs)
+        key = self._equations(op), tuple(specs), positions
+        if key not in self._outcomes:
+            shapes = self._result_shapes(op)
+            self._outcomes[key] = follow(op, self._rule(op), specs, shapes, self.parts, positions)
+        return self._outcomes[key]
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -224,10 +238,10 @@ class Walk:
 
     def _follow(self, op: Op, specs: list[TimeSpec], depth: int) -> Followed | str:
         """`follow`; if that fails, once more with the whole batch's sums where no parameter takes part in them."""
-        rule, shapes = self._rule(op), self._result_shapes(op)
-        outcome = follow(op, rule, specs, shapes, self.parts, self._by_position(op, specs))
+        outcome = self._outcome(op, specs)
         if isinstance(outcome, Followed):
             return outcome
+        rule, shapes = self._rule(op), self._result_shapes(op)
         early = [
             (k, i)
             for k, (i, spec) in enumerate(zip(op.inputs, specs, strict=True))

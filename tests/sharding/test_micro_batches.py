@@ -6,7 +6,7 @@ import pytest
 
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
-from aliquot.sharding import Action, TimeKind, _micro_walk, plan_micro_batches
+from aliquot.sharding import Action, TimeKind, _micro_walk, dim_rule, plan_micro_batches
 
 W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
 BATCH = {
@@ -183,3 +183,28 @@ def test_the_update_runs_at_the_end():
     late = {found.whole.ops[k].name for k, action in found.actions.items() if action is Action.LATE}
     assert late == {"mul", "sub"}
     assert TimeKind.SUM in {s.kind for s in found.specs}
+
+
+def test_equal_layers_are_walked_through_by_one_rule(monkeypatch):
+    """Layers that JAX traced once share their equations."""
+    asked = []
+    monkeypatch.setattr(
+        _micro_walk, "dim_rule", lambda op, *args, **more: asked.append(op) or dim_rule(op, *args, **more)
+    )
+    layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
+
+    def step(ws, x):
+        def loss(ws):
+            h = x
+            for w in ws:
+                h = layer(w, h)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+
+    counts = []
+    for depth in (4, 12):
+        asked.clear()
+        plan_micro_batches(capture(step, [jnp.eye(8)] * depth, jnp.ones((16, 8))), 4)
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
