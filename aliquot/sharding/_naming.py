@@ -37,6 +37,7 @@ class Naming:
     readers: dict[int, set[int]] = field(default_factory=dict)
     storage: Storage = field(init=False)
     batch_values: frozenset[int] = field(init=False)
+    _slot_ports: dict[int, Port] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.cuts
@@ -96,6 +97,12 @@ class Naming:
         """How an array in a slot stands to its group's factors."""
         if slot is None:
             return Port(node=-1, projection=())
+        known = self._slot_ports.get(slot)
+        if known is None:
+            known = self._slot_ports[slot] = self._find_port(slot)
+        return known
+
+    def _find_port(self, slot: int) -> Port:
         store = self.cuts.slots
         node = self.of_group[store.group(slot)]
         projection = [REPLICATED] * len(self.group_classes[node])

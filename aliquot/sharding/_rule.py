@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from ..core import MissingRuleError
@@ -44,6 +44,7 @@ class DimRule:
         contracts: whether the operator does work over its whole factor space and chooses its own split (products,
             convolutions, gathers, scatters); other operators follow the arrays around them.
         flops_per_point: floating-point operations for each point of the factor space.
+        reduced: the factors that the operator sums (or otherwise reduces) away.
     """
 
     operands: tuple[Dims, ...]
@@ -53,18 +54,18 @@ class DimRule:
     reduce: str = "sum"
     contracts: bool = False
     flops_per_point: float = 0.0
+    reduced: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kept = {c for dims in self.results for dim in dims for c in dim}
+        reduced = {c for dims in self.operands for dim in dims for c in dim if c.islower() and c not in kept}
+        object.__setattr__(self, "reduced", frozenset(reduced))
 
     @property
     def factors(self) -> tuple[str, ...]:
         """The factors that may be split, in order of first appearance."""
         seen = dict.fromkeys(c for dims in (*self.operands, *self.results) for dim in dims for c in dim)
         return tuple(c for c in seen if c.islower())
-
-    @property
-    def reduced(self) -> frozenset[str]:
-        """The factors that the operator sums (or otherwise reduces) away."""
-        kept = {c for dims in self.results for dim in dims for c in dim}
-        return frozenset(c for dims in self.operands for dim in dims for c in dim if c.islower() and c not in kept)
 
     @property
     def flops(self) -> float:

@@ -98,7 +98,7 @@ def _furthest_split(
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, len(axis_sizes))
     sizes = [1 if a in data_axes else n for a, n in enumerate(axis_sizes)]
     pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), sizes)
-    return choices[pieces == pieces.max()]
+    return np.asarray(choices[pieces == pieces.max()], np.int64)
 
 
 @functools.lru_cache(maxsize=1 << 10)
