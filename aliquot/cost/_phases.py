@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,15 +93,9 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
 
 def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     """Bytes on a device of what is alive between the last forward and the first backward operator, without state."""
-    backward = [op.index for op in graph.ops if op.phase is Phase.BACKWARD]
-    if not backward:
+    moment, kept = _between_passes(graph)
+    if moment is None:
         return 0.0
-    moment = backward[0]
-    # Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads when that is due, and
-    # lets go of those that only its forward pass reads. What enters with the batch counts where it is made: the layers of a
-    # stage are added up.
-    both = _read(graph, False) & _read(graph, True)
-    kept = {item.path: item.value in both for item in graph.inputs}
     found = 0.0
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in _STATE or r.category == "batch" or not kept.get(r.label, True):
@@ -108,6 +103,20 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))
         found += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
     return found
+
+
+# One graph is looked at on mesh after mesh.
+@functools.lru_cache(maxsize=1)
+def _between_passes(graph: Graph) -> tuple[int | None, dict[str, bool]]:
+    """The first backward operator, if there is one; and for each input by its path whether both passes read it.
+
+    Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads when that is due, and
+    lets go of those that only its forward pass reads. What enters with the batch counts where it is made: the layers of a
+    stage are added up.
+    """
+    moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
+    both = _read(graph, False) & _read(graph, True)
+    return moment, {item.path: item.value in both for item in graph.inputs}
 
 
 def _read(graph: Graph, backward: bool) -> set[int]:
