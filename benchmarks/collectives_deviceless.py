@@ -53,7 +53,8 @@ def main() -> int:
             if max(c.predicted_bytes, c.compiled_bytes) >= 0.01 * total:
                 rows.append(_row(name, case["gpu"], c))
         paths = [each.path for each in plan.inputs]
-        strangers = unintended_collectives(predicted, compiled, paths)
+        sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+        strangers = unintended_collectives(predicted, compiled, paths, sizes)
         shares.append(sum(u.num_bytes for u in strangers) / total)
         unplanned += [{"plan": name, "share of its bytes": u.num_bytes / total, "what": str(u)} for u in strangers]
         say(f"{name}: {shares[-1]:.2%} unintended")

@@ -162,13 +162,14 @@ def _stage(
     used = list(_collectives(exports, programs))
     refused = [p.compiled for p in programs if p.compiled.refusal]
     here = [each for each in inputs if each.path in stage.shardings]
+    sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
     return StageVerification(
         predicted_bytes=predicted.peak_memory_bytes,
         predicted_parts=dict(predicted.memory_bytes),
         argument_bytes=sum(group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)),
         compiled=_together(programs, memory, used, refused),
         collectives=compare_collectives(predicted.collectives, used) if not refused else (),
-        unintended=unintended_collectives(predicted.collectives, used, ()) if not refused else (),
+        unintended=unintended_collectives(predicted.collectives, used, (), sizes) if not refused else (),
         held={kind: float(num_bytes) for kind, num_bytes in memory.parts.items()},
         programs=tuple(programs),
     )

@@ -224,7 +224,9 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
         argument_bytes=sum(group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)),
         compiled=compiled,
         collectives=compare_collectives(uses, found) if not compiled.refusal else (),
-        unintended=unintended_collectives(uses, found, paths),
+        unintended=unintended_collectives(
+            uses, found, paths, dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+        ),
     )
 
 

@@ -49,12 +49,20 @@ REDUCED = use("all-reduce", "x", 10, 10_000)
             ],
             [("all-gather", ("x",), 1200, "a")],
         ),
+        # A sum of which each device needs a part is half an all-reduce.
+        ([REDUCED], [found("reduce-scatter", "x", 10, 2_500)], []),
+        (
+            [REDUCED],
+            [found("all-reduce", "x", 5, 5_000), found("reduce-scatter", "x", 10, 2_500, "a")],
+            [("reduce-scatter", ("x",), 2_500, "a")],
+        ),
+        ([REDUCED], [found("reduce-scatter", "y", 10, 2_500, "a")], [("reduce-scatter", ("y",), 2_500, "a")]),
         ([REDUCED], [found("all-gather", "x", 1, 50)], []),
         ([], [found("all-gather", "x", 1, 4, "a")], [("all-gather", ("x",), 4, "a")]),
     ],
 )
 def test_what_no_prediction_explains(predicted, compiled, expected):
-    listed = unintended_collectives(predicted, compiled, ["state.w", "batch.tokens"])
+    listed = unintended_collectives(predicted, compiled, ["state.w", "batch.tokens"], {"x": 4, "y": 2})
     assert [(each.kind, each.axes, each.num_bytes, each.cause) for each in listed] == expected
 
 
