@@ -2,8 +2,9 @@
 
 Operators timed alone find their arrays in caches and their peers waiting at every collective; in a step they do not. So
 whole steps of a GPT and a Llama are timed under many plans, and their times fitted, without negative terms and in relative
-errors, as seconds per FLOP of products, per byte of memory traffic, per byte that rings pass on and per byte of
-all-to-alls. The fits on one family are also judged on the other.
+errors, as seconds per FLOP of products, per byte of memory traffic, per byte that rings pass on, per byte of all-to-alls
+and per collective. A product counts by its FLOP or by its bytes, whichever the judge finds longer. The fits on one family
+are also judged on the other.
 
     python benchmarks/calibrate_steps.py [--quick] [--rounds 8]
 """
@@ -27,7 +28,16 @@ from scipy.optimize import nnls  # noqa: E402
 import aliquot as aq  # noqa: E402
 from aliquot import zoo  # noqa: E402
 from aliquot.cluster import LogicalMesh  # noqa: E402
-from aliquot.cost import collective_uses, decode_interior, find_picks, make_problem, price, shards  # noqa: E402
+from aliquot.cost import (  # noqa: E402
+    collective_line,
+    collective_uses,
+    decode_interior,
+    find_picks,
+    make_problem,
+    price,
+    shards,
+)
+from aliquot.graph import Phase  # noqa: E402
 from aliquot.planners import (  # noqa: E402
     AbstractMethod,
     DataParallel,
@@ -43,7 +53,14 @@ SIZES: dict[str, tuple[int, dict[str, int]]] = {
     "even": (8, {"hidden_size": 384, "num_heads": 8, "ffn_size": 1536, "vocab_size": 1536, "seq_len": 64}),
     "wide": (8, {"hidden_size": 640, "num_heads": 8, "ffn_size": 2560, "vocab_size": 1024, "seq_len": 16}),
 }
-TERMS = ("FLOP of products", "bytes of memory", "bytes in rings", "bytes in all-to-alls")
+TERMS = (
+    "FLOP of products",
+    "bytes in forward and backward",
+    "bytes in the update",
+    "bytes in rings",
+    "bytes in all-to-alls",
+    "collectives",
+)
 STEPS = 2
 
 
@@ -54,7 +71,7 @@ class Timed:
     family: str
     size: str
     method: str
-    counts: tuple[float, float, float, float]
+    counts: tuple[float, ...]
     predicted_s: float
     measured_s: float
 
@@ -146,32 +163,50 @@ def _methods(work: Any) -> dict[str, AbstractMethod]:
         kept = {p: s for p, s in specs.items() if p.startswith("batch") or p.split(".")[-2] in layers}
         name = "x".join(map(str, shape))
         found[f"megatron {name}"] = ManualParallel(specs=kept, mesh_shape=shape)
+        # The same without ZeRO-1, to which the method above is free.
+        whole = {p.replace("state.params.", "state.*"): s for p, s in kept.items()}
+        found[f"megatron {name}, whole updates"] = ManualParallel(specs=whole, mesh_shape=shape)
         found[f"shard {name}"] = ShardParallel(mesh_shape=shape)
     return found
 
 
-def _counts(plan: Any, problem: Any) -> tuple[float, float, float, float]:
-    """FLOP, bytes of memory, bytes in rings and bytes in all-to-alls on each device in a step."""
+def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
+    """What each device does in a step, in the order of `TERMS`."""
     (stage,) = plan.stages
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     priced = price(problem.nodes, mesh)
     picks = find_picks(priced, decode_interior(stage, problem.nodes))
-    flops = memory = rings = across = 0.0
+    device, target = problem.cluster.device, priced.target
+    flops = rings = across = collectives = 0.0
+    memory = {True: 0.0, False: 0.0}
     for node, table, pick in zip(problem.nodes.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = table.choices[pick : pick + 1]
         for work in node.work:
-            flops += work.flops / float(shards(choice, work.split_by, mesh.shape)[0]) if work.flops else 0.0
-            memory += sum(b / float(shards(choice, by, mesh.shape)[0]) for b, by in work.arrays)
+            updates = work.phase is Phase.UPDATE
+            own_flops = work.flops / float(shards(choice, work.split_by, mesh.shape)[0]) if work.flops else 0.0
+            own_bytes = sum(b / float(shards(choice, by, mesh.shape)[0]) for b, by in work.arrays)
+            if work.flops and own_flops / target.product_flops_per_s(
+                device, work.dtype
+            ) > own_bytes / target.memory_bytes_per_s(device):
+                flops += own_flops
+            else:
+                memory[updates] += own_bytes
     axis_sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
     for use in collective_uses(priced, picks):
         n = int(np.prod([axis_sizes[a] for a in use.axes]))
+        collectives += use.count
+        # What the judge adds to a collective's own time is copies around it.
+        latency_s, per_byte_s = collective_line(use.kind, [stage.axis_names.index(a) for a in use.axes], mesh, target)
+        entering = use.num_bytes / n if use.kind == "all-gather" else use.num_bytes
+        copies_s = max(0.0, use.seconds - use.count * latency_s - entering * per_byte_s)
+        memory[False] += copies_s * target.memory_bytes_per_s(device)
         if use.kind == "all-to-all":
             across += use.num_bytes * (n - 1) / n
         else:
             rings += use.num_bytes * {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(
                 use.kind, (n - 1) / n
             )
-    return flops, memory, rings, across
+    return flops, memory[False], memory[True], rings, across, collectives
 
 
 def _fit(rows: list[Timed]) -> np.ndarray[Any, Any]:
