@@ -31,9 +31,14 @@ def test_what_is_changed_about_a_backend_reaches_its_measured_devices(monkeypatc
 
 
 def test_other_devices_keep_the_figures_of_their_backend():
-    assert target_for(DEVICES["H100"]) == TARGETS["gpu"] and target_for(DEVICES["v5e"]) == TARGETS["tpu"]
+    assert target_for(DEVICES["A100-40GB"]) == TARGETS["gpu"] and target_for(DEVICES["v5e"]) == TARGETS["tpu"]
     renamed = dataclasses.replace(DEVICES["V100-16GB"], name="my card")
     assert target_for(renamed) == TARGETS["gpu"]
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "B200"])
+def test_some_gpus_are_scheduled_to_hide_latency(name):
+    assert target_for(DEVICES[name]) == dataclasses.replace(TARGETS["gpu"], hides_latency=True) != TARGETS["gpu"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
