@@ -117,7 +117,6 @@ def _conversions(priced: Priced, picks: Ints | None) -> list[Conversion]:
             )
     if priced.target.gathers_leading_dim:
         found += _transposed(priced, parameters)
-        found += _gathered_anew(priced)
     return found
 
 
@@ -138,30 +137,6 @@ def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Co
                 local_bytes=(np.where(inner, local[:, None], 0.0),),
                 births=np.zeros_like(edge.starts),
                 deaths=np.full_like(edge.ends, priced.graph.num_ops),
-            )
-
-
-def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
-    """New parameters that are gathered along another dim than the first: not into their place, but to be copied there.
-
-    The update does it with one after the other, so each has a moment of its own, counted from the end.
-    """
-    moment = priced.graph.num_ops
-    for edge in priced.graph.edges:
-        if edge.kind != "alias" or edge.phase is not Phase.UPDATE or edge.rank < 2:
-            continue
-        p = priced.edges[edge.index]
-        inner = np.array([[_gathers_inner(s, t) for t in p.targets] for s in p.sources])
-        if inner.any():
-            local = np.array([edge.num_bytes / num_shards(t, priced.axis_sizes) for t in p.targets])
-            moments = np.maximum(moment - np.arange(len(edge.starts)), 0)
-            moment -= len(edge.starts)
-            yield Conversion(
-                share=edge.share,
-                edges=(edge.index,),
-                local_bytes=(np.where(inner & p.moves, local[None, :], 0.0),),
-                births=moments,
-                deaths=moments,
             )
 
 
