@@ -33,6 +33,7 @@ from ._evaluate import evaluate as evaluate
 from ._memory import Conversion as Conversion
 from ._memory import MemoryModel as MemoryModel
 from ._memory import converted as converted
+from ._memory import known_memory as known_memory
 from ._memory import memory_model as memory_model
 from ._memory import timeline as timeline
 from ._phases import PhaseCosts as PhaseCosts
@@ -48,3 +49,5 @@ from ._priced import PricedNode as PricedNode
 from ._priced import price as price
 from ._problem import Problem as Problem
 from ._problem import make_problem as make_problem
+from ._waiting import may_take_turns as may_take_turns
+from ._waiting import takes_turns as takes_turns

@@ -17,7 +17,7 @@ from ..sharding import PARTIAL, Choice, NodeGraph, Spec, reshard, result_fractio
 from ._choices import can_split
 from ._collectives import collective_line, move_line, through_copies, widening
 from ._evaluate import conversions, evaluate
-from ._memory import MemoryModel, converted, memory_model, timeline
+from ._memory import MemoryModel, converted, known_memory, timeline
 from ._priced import Ints, Priced, price
 from ._problem import Problem
 
@@ -38,7 +38,7 @@ def estimate(problem: Problem, plan: Plan) -> Prediction:
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
     """The prediction for a choice of every node."""
     time = evaluate(priced, picks)
-    model = memory_model(priced, picks)
+    model = known_memory(priced, picks)
     peak, moment, parts = peak_memory(model, priced, picks)
     op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
     return Prediction(

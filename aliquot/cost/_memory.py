@@ -17,7 +17,7 @@ from ..graph import Phase
 from ..sharding import Edge, NodeGraph, Resident, Spec, num_shards
 from ._choices import shards
 from ._priced import Floats, Ints, Priced
-from ._waiting import waiting
+from ._waiting import takes_turns, waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,15 +41,15 @@ class MemoryModel:
     conversions: tuple[Conversion, ...]
 
 
-def memory_model(priced: Priced, picks: Ints | None = None) -> MemoryModel:
+def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
     """Collect what takes memory in a priced problem.
 
-    `picks` are what was chosen, if that is known: what depends on many choices together is then as they have it, and
-    otherwise the worst of what it can be.
+    `in_turn`: whether collectives inside backward layers take turns with all-reduces, as `takes_turns` finds of choices.
+    Less waits then: what fits is among what fits with it, and what fits without it fits either way.
     """
     graph = priced.graph
     # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own until then.
-    waiting = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
+    summed = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
     residents, local = [], []
     for r in graph.residents:
         gradient = priced.repeats > 1 and r.category == "gradients"
@@ -57,7 +57,7 @@ def memory_model(priced: Priced, picks: Ints | None = None) -> MemoryModel:
             num_bytes = np.array([float(r.num_bytes)])
         else:
             split_by = tuple(dim >= 0 for dim in r.projection)
-            sizes = waiting if gradient else priced.axis_sizes
+            sizes = summed if gradient else priced.axis_sizes
             num_bytes = r.num_bytes / shards(priced.nodes[r.node].choices, split_by, sizes)
         for part in _summed(r, graph) if gradient else (r,):
             residents.append(part)
@@ -66,8 +66,13 @@ def memory_model(priced: Priced, picks: Ints | None = None) -> MemoryModel:
         num_times=graph.num_ops + 1,
         residents=tuple(residents),
         local_bytes=tuple(local),
-        conversions=tuple(_conversions(priced, picks)),
+        conversions=tuple(_conversions(priced, in_turn)),
     )
+
+
+def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
+    """What takes memory under known choices."""
+    return memory_model(priced, in_turn=takes_turns(priced, picks))
 
 
 def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
@@ -77,7 +82,7 @@ def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
         yield r
 
 
-def _conversions(priced: Priced, picks: Ints | None) -> list[Conversion]:
+def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
     """One entry for each set of edges that share their conversions."""
     graph = priced.graph
     by_share: dict[int, list[int]] = {}
@@ -105,7 +110,7 @@ def _conversions(priced: Priced, picks: Ints | None) -> list[Conversion]:
                 Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
             )
     if priced.target.combined_bytes:
-        for w in waiting(priced, picks):
+        for w in waiting(priced, in_turn):
             found.append(
                 Conversion(
                     share=w.edge.share,

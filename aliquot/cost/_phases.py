@@ -11,7 +11,7 @@ from ..graph import Graph, Phase
 from ..sharding import PARTIAL
 from ._estimate import peak_memory
 from ._evaluate import conversions
-from ._memory import MemoryModel, memory_model
+from ._memory import MemoryModel, known_memory
 from ._priced import Ints, Priced
 
 _STATE = frozenset({"parameters", "optimizer state", "gradients", "other state"})
@@ -51,7 +51,7 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
         priced: with `repeats` micro-batches.
         picks: the choices.
         graph: what the node graph is of.
-        model: `memory_model(priced)`, where that is known.
+        model: what `known_memory` finds, where that is known.
     """
     compute, communication = np.zeros((2, len(Phase)))
     # Gradients wait for the last micro-batch over data axes alone; other sums happen in every backward pass.
@@ -73,7 +73,7 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
             phase = Phase.BACKWARD if edge.gradient and partial else edge.phase
             communication[phase] += paid
     seconds = compute + communication
-    model = memory_model(priced) if model is None else model
+    model = known_memory(priced, picks) if model is None else model
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)

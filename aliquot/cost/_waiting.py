@@ -36,8 +36,8 @@ class Waiting:
     deaths: Ints
 
 
-def waiting(priced: Priced, picks: Ints | None) -> Iterator[Waiting]:
-    """What may wait in a priced problem. Without `picks`, what depends on many choices together is taken at its worst."""
+def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
+    """What may wait in a priced problem. `in_turn`: see `takes_turns`."""
     landings = {e.source: _Landing(priced, e) for e in priced.graph.edges if e.kind == "result" and e.gradient}
     operands: dict[int, list[Edge]] = {}
     for e in priced.graph.edges:
@@ -46,7 +46,6 @@ def waiting(priced: Priced, picks: Ints | None) -> Iterator[Waiting]:
     late = [int(r.late_deaths.min()) for r in priced.graph.residents if r.late_deaths is not None]
     end = min(late, default=0)
     hides = priced.target.hides_latency
-    in_turn = hides and _take_turns(priced, picks)
     for r in priced.graph.residents:
         landing = landings.get(r.reader)
         if r.late_deaths is not None and landing is not None:
@@ -108,17 +107,24 @@ class _Landing:
         return apart & self.reduced, np.where(self.everywhere, apart & self.together, True)
 
 
-def _take_turns(priced: Priced, picks: Ints | None) -> bool:
-    """Whether collectives inside backward layers certainly take turns with all-reduces of these layers' gradients."""
+def may_take_turns(priced: Priced) -> bool:
+    """Whether some choices may make collectives inside backward layers take turns with all-reduces."""
+    return priced.target.hides_latency and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
+
+
+def takes_turns(priced: Priced, picks: Ints) -> bool:
+    """Whether collectives inside backward layers take turns with all-reduces of these layers' gradients, under choices."""
+    if not may_take_turns(priced):
+        return False
     inside = reduced = False
     for edge in priced.graph.edges:
         if edge.count <= 1 or (edge.gradient and (edge.kind != "result" or edge.rank < 2)):
             continue
         p = priced.edges[edge.index]
-        at = np.s_[:, :] if picks is None else (p.source_index[picks[edge.source]], p.target_index[picks[edge.target]])
+        at = p.source_index[picks[edge.source]], p.target_index[picks[edge.target]]
         if edge.gradient:
             landing = _Landing(priced, edge)
-            reduced |= bool((landing.everywhere & landing.reduced)[at].all())
+            reduced |= bool((landing.everywhere & landing.reduced)[at])
         elif edge.phase is Phase.BACKWARD:
-            inside |= bool(p.moves[at].all())
+            inside |= bool(p.moves[at])
     return inside and reduced

@@ -154,7 +154,9 @@ def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...], layouts: 
         return phase_costs(priced, picks, problem.graph) if np.isfinite(evaluate(priced, picks).total_s) else None
     search = Search(priced, fixed.everything(priced), limit_bytes=np.inf, layouts=layouts)
     search.relax()
-    return None if search.picks is None else phase_costs(priced, search.picks, problem.graph, search.model)
+    if search.picks is None:
+        return None
+    return phase_costs(priced, search.picks, problem.graph, search.model(search.picks))
 
 
 def _weight_share(graph: Graph) -> float:

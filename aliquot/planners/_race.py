@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh
 from ..core import InfeasibleError, format_bytes
-from ..cost import Priced, Problem, memory_model, peak_memory
+from ..cost import Priced, Problem, known_memory, peak_memory
 from ._base import Candidate, Decision, Interrupted, Progress
 from ._neighbourhood import FEW_AXES
 from .intra.ilp import Search, Solution
@@ -210,7 +210,7 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
     smallest: tuple[float, dict[str, float], _Runner] | None = None
     for runner in runners:
         picks = runner.search.least_memory()
-        peak, _, parts = peak_memory(memory_model(runner.entry.priced), runner.entry.priced, picks)
+        peak, _, parts = peak_memory(known_memory(runner.entry.priced, picks), runner.entry.priced, picks)
         if smallest is None or peak < smallest[0]:
             smallest = peak, parts, runner
     assert smallest is not None

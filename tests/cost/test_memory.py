@@ -67,7 +67,7 @@ def test_timeline_is_what_is_alive(name, shape):
     cluster = Cluster.preset("4xcpu")
     problem = make_problem(aq.capture(*STEPS[name]), cluster)
     priced = price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster))
-    model = memory_model(priced)
+    model = memory_model(priced, in_turn=False)
     rng = np.random.default_rng(0)
     for _ in range(5):
         picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
@@ -117,7 +117,10 @@ def test_micro_batches_hold_their_gradients():
     cluster = Cluster.preset("2xH100")
     graph = aq.capture(*STEPS["mlp"])
     mesh = LogicalMesh(shape=(2,), cluster=cluster)
-    once, twice = (memory_model(price(make_problem(graph, cluster).nodes, mesh, repeats=repeats)) for repeats in (1, 2))
+    once, twice = (
+        memory_model(price(make_problem(graph, cluster).nodes, mesh, repeats=repeats), in_turn=False)
+        for repeats in (1, 2)
+    )
     for a, b in zip(once.residents, twice.residents):
         if a.category == "gradients":
             assert (b.births == 0).all() and (b.deaths == a.deaths).all()

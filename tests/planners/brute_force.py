@@ -89,7 +89,7 @@ class _Judge:
             self.seconds.append([getattr(table, name)[order] for name in _PARTS])
         self.shares = self._shares()
         self.memory = self._memory()
-        self.copies = [_Copies(self, priced, orders, c) for c in memory_model(priced).conversions]
+        self.copies = [_Copies(self, priced, orders, c) for c in memory_model(priced, in_turn=False).conversions]
 
     def picks(self, combinations: np.ndarray) -> list[np.ndarray]:
         """The choice of each node in each combination, the last node's changing fastest."""

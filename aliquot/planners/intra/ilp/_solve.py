@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Priced, evaluate, memory_model, timeline
+from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, takes_turns, timeline
 from ._affordable import affordable
 from ._highs import Outcome, Relaxation, solve_integers
 from ._layout import Choices, Layouts
@@ -17,6 +17,7 @@ from ._program import Program, add_memory_row, build_program, conversion_columns
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _INTEGRAL = 1e-6
+_NARROWED = "optimal where all products wait that may"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,7 +25,7 @@ class Solution:
     """The best choices found, with what is proved about them.
 
     `lower_bound_s` bounds every choice that fits in memory, from below. `status` is "optimal", "optimal within the
-    gap", "rounded" (nothing was branched), or names the limit that stopped the search.
+    gap", "rounded" (nothing was branched), or names the limit that stopped the search, or what it was narrowed to.
     """
 
     picks: Ints
@@ -41,6 +42,9 @@ class Search:
 
     Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so
     that the bound of fewer rows holds, and a solution that fits everywhere is one of the whole problem.
+
+    How long products for gradients wait depends on many choices together. Rows first take it that these make them run in
+    turn, which needs least; if what is then best does not, rows take it that none does, and the bound stays where it was.
 
     Solutions that cost more than `ceiling_s` are not looked for. `layouts` are those known from other meshes.
     """
@@ -66,12 +70,23 @@ class Search:
         self._within, self._open = affordable(priced, allowed, ceiling_s)
         self._program, self._choices = build_program(self._within, self._open, layouts)
         self._relaxation = Relaxation(self._program)
-        self.model = memory_model(priced)
+        self._models: dict[bool, MemoryModel] = {}
+        self._in_turn = may_take_turns(priced)
+        self._narrowed = False
         self._times: list[int] = []
         self._excluded: list[Ints] = []
         self.gave_up = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
+
+    def model(self, picks: Ints) -> MemoryModel:
+        """What takes memory under known choices."""
+        return self._model(takes_turns(self.priced, picks))
+
+    def _model(self, in_turn: bool) -> MemoryModel:
+        if in_turn not in self._models:
+            self._models[in_turn] = memory_model(self.priced, in_turn=in_turn)
+        return self._models[in_turn]
 
     def start(self) -> float | None:
         """The bound of the relaxation without memory rows, in seconds; None if no choice is possible. May run in a thread."""
@@ -134,9 +149,10 @@ class Search:
             outcome = solve_integers(
                 program, choices, node_limit=self.node_limit, relative_gap=self.relative_gap, ceiling_s=ceiling
             )
-            self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
+            if not self._narrowed:
+                self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
             if outcome.values is None:
-                self.gave_up = outcome.status != "infeasible"
+                self.gave_up = self._narrowed or outcome.status != "infeasible"
                 return best and self._judged(best, outcome.status)
             picks = _decode(choices, outcome.values)
             found = self._solution(picks, outcome.status)
@@ -144,7 +160,7 @@ class Search:
                 if best is not None and best.step_time_s < found.step_time_s:
                     found = best
                 return self._judged(found, outcome.status)
-            if not self._add_rows(timeline(self.model, self.priced, picks)):
+            if not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)) and not self._narrow(picks):
                 # It misses the limit by less than the solver's tolerance.
                 self._exclude(self._program, self._choices, picks)
                 self._excluded.append(picks)
@@ -159,11 +175,21 @@ class Search:
 
     def _judged(self, found: Solution, status: str = "optimal") -> Solution:
         """A solution with what is now known about it."""
-        if status == "infeasible" or found.step_time_s <= self.lower_bound_s * (1 + 1e-9):
+        gap = found.step_time_s - self.lower_bound_s
+        if gap <= 1e-9 * self.lower_bound_s or (status == "infeasible" and not self._narrowed):
             status = "optimal"
-        elif status == "optimal":
+        elif self._narrowed and gap > self.relative_gap * self.lower_bound_s and status in ("optimal", "infeasible"):
+            status = _NARROWED
+        elif status in ("optimal", "infeasible"):
             status = "optimal within the gap"
         return replace(found, status=status, lower_bound_s=self.lower_bound_s, num_solves=self.num_solves)
+
+    def _narrow(self, picks: Ints) -> bool:
+        """Whether choices fit only where products run in turn, which they do not have: from then on all wait."""
+        if not self._in_turn or takes_turns(self.priced, picks):
+            return False
+        self._in_turn, self._narrowed, self._times = False, True, []
+        return self._add_rows(timeline(self._model(False), self.priced, picks))
 
     def _exclude(self, program: Program, choices: Choices, picks: Ints) -> None:
         """Forbid one combination of choices."""
@@ -180,12 +206,13 @@ class Search:
         program, choices = build_program(self.priced, self._allowed)
         program.cost = [np.zeros_like(part) for part in program.cost]
         peak = int(program.add_columns(np.ones(1))[0])
-        use = timeline(self.model, self.priced, np.array([int(np.flatnonzero(m)[0]) for m in self._allowed]))
+        first = np.array([int(np.flatnonzero(m)[0]) for m in self._allowed])
+        use = timeline(self.model(first), self.priced, first)
         seen: set[int] = set()
         picks = np.zeros(0, np.int64)
         while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
             seen.add(moment)
-            add_memory_row(program, choices, self.priced, self.model, moment, self.limit_bytes)
+            add_memory_row(program, choices, self.priced, self._model(self._in_turn), moment, self.limit_bytes)
             row = len(program.upper) - 1
             program.upper[row] -= 1.0
             program.add_entries(np.array([row]), np.array([peak]), -1.0)
@@ -193,11 +220,11 @@ class Search:
             values = Relaxation(program).solve().values
             assert values is not None, "some choice always exists when memory is unlimited"
             picks = _decode(choices, values)
-            use = timeline(self.model, self.priced, picks)
+            use = timeline(self.model(picks), self.priced, picks)
         return picks
 
     def _solution(self, picks: Ints, status: str) -> Solution | None:
-        peak = float(timeline(self.model, self.priced, picks).max())
+        peak = float(timeline(self.model(picks), self.priced, picks).max())
         if peak > self.limit_bytes * (1 + 1e-9):
             return None
         return Solution(
@@ -222,7 +249,7 @@ class Search:
             allowed.append(mask)
         program, choices = build_program(self._within, allowed)
         for time in self._times:
-            add_memory_row(program, choices, self._within, self.model, time, self.limit_bytes)
+            add_memory_row(program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes)
         for picks in self._excluded:
             self._exclude(program, choices, picks)
         return program, choices
@@ -235,23 +262,25 @@ class Search:
             return False
         # The worst moment, and the worst of each other stretch that is over the limit.
         stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
+        model = self._model(self._in_turn)
         peaks = sorted((int(part[np.argmax(use[part])]) for part in stretches), key=lambda t: -use[t])
         for time in peaks[:3]:
             self._times.append(time)
-            add_memory_row(self._program, self._choices, self.priced, self.model, time, self.limit_bytes)
+            add_memory_row(self._program, self._choices, self.priced, model, time, self.limit_bytes)
         return True
 
     def _fractional_timeline(self, values: Floats) -> Floats:
         """Bytes over time under a fractional solution."""
-        change = np.zeros(self.model.num_times + 1)
-        for r, local in zip(self.model.residents, self.model.local_bytes, strict=True):
+        model = self._model(self._in_turn)
+        change = np.zeros(model.num_times + 1)
+        for r, local in zip(model.residents, model.local_bytes, strict=True):
             if r.node < 0:
                 num_bytes = float(local[0])
             else:
                 num_bytes = float(values[self._choices.columns[r.node]] @ local[self._choices.allowed[r.node]])
             np.add.at(change, r.births, num_bytes)
             np.subtract.at(change, r.deaths + 1, num_bytes)
-        for conversion in self.model.conversions:
+        for conversion in model.conversions:
             columns, weights = conversion_columns(self._choices, self.priced, conversion)
             num_bytes = float(values[columns] @ weights)
             if num_bytes:

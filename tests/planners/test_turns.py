@@ -1,0 +1,70 @@
+"""Searches where memory depends on many choices together: whether products for gradients run in turn or wait."""
+
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cost import evaluate, known_memory, make_problem, memory_model, price, takes_turns, timeline
+from aliquot.planners.intra.fixed import everything
+from aliquot.planners.intra.ilp import Search
+
+_CLUSTER = Cluster.preset("4xH100")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    config = zoo.configure(
+        "llama-7b", num_layers=3, hidden_size=256, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
+    )
+    work = zoo.build(config, 64, dtype="float32", recompute="block")
+    return make_problem(aq.capture(work.train_step, work.state, work.batch), _CLUSTER).nodes
+
+
+def on_mesh(nodes, *shape):
+    return price(nodes, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=_CLUSTER))
+
+
+def peak(model, priced, picks) -> float:
+    return float(timeline(model, priced, picks).max())
+
+
+def test_choices_that_run_in_turn_fit_where_others_would_not(nodes):
+    """The limit lies between what these choices need and what they would need if all products waited that may."""
+    priced = on_mesh(nodes, 2, 2)
+    rng = np.random.default_rng(0)
+    tried = 0
+    for _ in range(40):
+        picks = np.array([rng.integers(len(n.choices)) for n in priced.nodes])
+        known = peak(known_memory(priced, picks), priced, picks)
+        if not np.isfinite(evaluate(priced, picks).total_s):
+            continue
+        waiting = peak(memory_model(priced, in_turn=False), priced, picks)
+        if known * 1.05 > waiting:
+            continue
+        tried += 1
+        allowed = [np.arange(len(n.choices)) == pick for n, pick in zip(priced.nodes, picks)]
+        search = Search(priced, allowed, limit_bytes=(known + waiting) / 2)
+        assert search.relax() == pytest.approx(evaluate(priced, picks).total_s)
+        found = search.branch()
+        assert found is not None and (found.picks == picks).all() and found.peak_bytes == known
+    assert tried
+
+
+def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
+    """The bound is still one of all choices, and the status says what was searched."""
+    priced = on_mesh(nodes, 4)
+    free = Search(priced, everything(priced), limit_bytes=1e15)
+    free.relax()
+    best = free.branch()
+    least = free.least_memory()
+    low = peak(free.model(least), priced, least)
+    limit_bytes = low + 0.2 * (best.peak_bytes - low)
+    search = Search(priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-2, node_limit=20)
+    bound = search.relax()
+    found = search.branch()
+    assert not takes_turns(priced, found.picks)
+    assert peak(known_memory(priced, found.picks), priced, found.picks) == found.peak_bytes <= limit_bytes
+    assert bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
+    assert found.status == "optimal where all products wait that may"
