@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
 from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
-from ..graph import Graph, Phase, Staging, extract_stages, fold, stage_layers
+from ..graph import Block, Graph, Phase, Staging, extract_stages, fold, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
+from ._second import SecondProcess
 from .intra import fixed
 from .intra.ilp import Layouts, Search
 
@@ -73,6 +74,7 @@ def build_chains(
     copies: Sequence[int] = (),
     on_missing_rule: str = "error",
     progress: Progress | None = None,
+    second: SecondProcess | None = None,
 ) -> tuple[list[Chain], list[int]]:
     """Chains of a step, one for each number of micro-batches; and for each layer the number of its kind.
 
@@ -83,6 +85,7 @@ def build_chains(
         counts: numbers of micro-batches.
         copies: for each unit of the chains the layer that it is a copy of; by default every layer is one.
         memory_limit_bytes: on each device.
+        second: that takes part.
     """
     options = submesh_options(cluster, step.micro_batch_size)
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
@@ -91,22 +94,21 @@ def build_chains(
     numbers: dict[tuple[int, ...], int] = {}
     classes = [numbers.setdefault(by_layer[unit], len(numbers)) for unit in units]
     members = [units[classes.index(c)] for c in range(len(numbers))]
-    costs: list[list[PhaseCosts | None]] = []
     shares = []
-    meshes = {(o.submesh, o.mesh_shape) for o in options}
+    meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
     extracts = extract_stages(step.part, staged, step.batch_dims, members)
+    shared = (second or SecondProcess(wanted=False)).share(_solve_layer)
     for number, (unit, extract) in enumerate(zip(members, extracts, strict=True)):
+        if progress:
+            progress(f"layer {step.layers.names[unit]}", number, len(members))
         problem = make_problem(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )
-        solved = {}
-        layouts = Layouts()
-        for k, (submesh, shape) in enumerate(sorted(meshes)):
-            if progress:
-                progress(f"layer {step.layers.names[unit]}", number * len(meshes) + k, len(members) * len(meshes))
-            solved[submesh, shape] = _solve(problem, subcluster(cluster, submesh), shape, layouts)
-        costs.append([solved[o.submesh, o.mesh_shape] for o in options])
+        shared.add(_Layer(problem=_without_operators(problem), layouts=Layouts()), meshes)
         shares.append(_weight_share(extract.graph))
+    answers = shared.answers()
+    solved = [dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))]
+    costs = [[of[o.submesh, o.mesh_shape] for o in options] for of in solved]
     table = [costs[c] for c in classes]
     share = np.array([shares[c] for c in classes])
     chains = [
@@ -141,6 +143,33 @@ def price_option(problem: Problem, shape: tuple[int, ...]) -> Priced | None:
     if choices is None:
         return None
     return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layer:
+    """What is solved on mesh after mesh, and the layouts of its programs so far."""
+
+    problem: Problem
+    layouts: Layouts
+
+
+def _without_operators(problem: Problem) -> Problem:
+    """A problem with as much of its graph as prices depend on: what each pass reads."""
+    graph, nodes = problem.graph, problem.nodes
+    ops = [
+        replace(op, inputs=tuple([i for i in op.inputs if isinstance(i, int)]), params={}, scope="", eqn=None)
+        for op in graph.ops
+        if op.phase is not Phase.UPDATE
+    ]
+    block = Block(inputs=(), items=(), outputs=())
+    graph = replace(graph, values=(), ops=tuple(ops), body=block, constants={}, calling=None, split=None)
+    return replace(problem, graph=graph, nodes=replace(nodes, sites=(), output_ports=(), op_class=(), loop_ports={}))
+
+
+def _solve_layer(layer: _Layer, mesh: tuple[tuple[int, int], tuple[int, ...]]) -> PhaseCosts | None:
+    """`_solve` on a submesh and its shape."""
+    submesh, shape = mesh
+    return _solve(layer.problem, subcluster(layer.problem.cluster, submesh), shape, layer.layouts)
 
 
 def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...], layouts: Layouts) -> PhaseCosts | None:

@@ -29,11 +29,14 @@ from ._base import Decision, Progress
 from ._layer_costs import build_chains, price_option, subcluster
 from ._methods import ILP, ShardParallel
 from ._race import Entry, Limits, race
+from ._second import SecondProcess
 from .inter import AbstractInter, StageDP
 from .intra import fixed
 
 _ROUNDS = 4
 _MOST_MICRO_BATCHES = 1024
+# Smaller steps are searched before a second process is ready.
+_MANY_OPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +142,13 @@ def solve_pipeline(
         progress=progress,
     )
     groups = [counts for counts in _counts(method, graph, cluster) if counts]
-    for number, counts in enumerate(groups):
-        try:
-            return _solve_with(task, counts)
-        except InfeasibleError:
-            if number == len(groups) - 1:
-                raise
+    with SecondProcess(wanted=len(graph.ops) >= _MANY_OPS) as second:
+        for number, counts in enumerate(groups):
+            try:
+                return _solve_with(task, counts, second)
+            except InfeasibleError:
+                if number == len(groups) - 1:
+                    raise
     raise AssertionError("there is always a number of micro-batches to try")
 
 
@@ -161,7 +165,7 @@ class _Task:
     progress: Progress | None
 
 
-def _solve_with(task: _Task, counts: list[int]) -> PipelineDecision:
+def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> PipelineDecision:
     """The best pipeline with one of some numbers of micro-batches."""
     method, graph, limit = task.method, task.graph, task.limit_bytes
     # The largest micro-batch allows every submesh.
@@ -177,6 +181,7 @@ def _solve_with(task: _Task, counts: list[int]) -> PipelineDecision:
         copies=_copies(length),
         on_missing_rule=task.on_missing_rule,
         progress=task.progress,
+        second=second,
     )
     layered: LayeredStep | None = None
     inter = method.inter
@@ -189,7 +194,8 @@ def _solve_with(task: _Task, counts: list[int]) -> PipelineDecision:
     shrink, needed = 1.0, 0.0
     cut = graph
     for _ in range(_ROUNDS):
-        found = inter.solve([replace(chain, memory_limit_bytes=limit * shrink) for chain in chains])
+        within = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
+        found = inter.solve(within, second) if isinstance(inter, StageDP) else inter.solve(within)
         bounds = (*(s.first_unit for s in found.stages), length)
         if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ....core import InputError, nearest
-from ....cost import CHAIN_SCHEDULES, Chain, ChainPlan, Stretches, judge_stages
+from ....cost import CHAIN_SCHEDULES, Chain, ChainPlan, StageChoice, Stretches, judge_stages
+from ..._second import SecondProcess
 from .._base import AbstractInter, check_chains
 from .._simulated import fastest_simulated
 from ..grid import layouts
@@ -61,8 +62,8 @@ class StageDP(AbstractInter):
         if self.num_stages is not None and self.num_stages < 1:
             raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
 
-    def solve(self, chains: Sequence[Chain]) -> ChainPlan:
-        """See `AbstractInter.solve`.
+    def solve(self, chains: Sequence[Chain], second: SecondProcess | None = None) -> ChainPlan:
+        """See `AbstractInter.solve`; `second` takes part.
 
         The bound is one of closed forms and holds for everything that this planner may choose; so does the status, which
         says how well the least closed form is known. The answer's own closed form may lie above that where simulation
@@ -70,7 +71,7 @@ class StageDP(AbstractInter):
         """
         check_chains(chains)
         _check_count(chains[0], self.num_stages)
-        searched = self._search(chains)
+        searched = self._search(chains, second)
         if not searched.plans:
             raise nothing_fits(chains, self.schedules, self.num_stages)
         simulated: dict[object, ChainPlan] = {}
@@ -89,34 +90,20 @@ class StageDP(AbstractInter):
             status=proved if searched.complete else "solve limit",
         )
 
-    def _search(self, chains: Sequence[Chain]) -> _Searched:
+    def _search(self, chains: Sequence[Chain], second: SecondProcess | None) -> _Searched:
         """All runs, those with the smallest bounds first."""
-        runs = [
-            _Run(program=program, schedule=schedule)
-            for chain, tables in [(chain, Stretches.of(chain)) for chain in chains]
-            for schedule in self.schedules
-            for program in self._programs(chain, tables, schedule)
-        ]
-        # A cutoff for each schedule: closed forms are not equally far from the simulation that has the last word.
-        best_s = dict.fromkeys(self.schedules, math.inf)
-        bound_s, complete = math.inf, True
-        plans: list[tuple[ChainPlan, Chain]] = []
-        for run in sorted(runs, key=lambda run: run.floor_s):
-            outcome = run.search(best_s[run.schedule], self)
-            bound_s, complete = min(bound_s, outcome.bound_s), complete and outcome.complete
-            for found in outcome.found[: self.simulated]:
-                program = run.program
-                plan = judge_stages(
-                    program.chain,
-                    found.stages,
-                    run.schedule,
-                    num_submeshes=run.num_submeshes,
-                    tables=program.tables,
-                )
-                plans.append((plan, program.chain))
-                best_s[run.schedule] = min(best_s[run.schedule], plan.closed_form_s)
+        shared = (second or SecondProcess(wanted=False)).share(_search_schedule)
+        shared.add(
+            _Wanted(planner=self, tables=tuple((chain, Stretches.of(chain)) for chain in chains)), self.schedules
+        )
+        runs = sorted([run for found in shared.answers() for run in found], key=lambda run: run.order)
+        plans = [(plan, chains[run.chain]) for run in runs for plan in run.plans]
         plans.sort(key=lambda entry: entry[0].closed_form_s)
-        return _Searched(plans=tuple(plans), bound_s=bound_s, complete=complete)
+        return _Searched(
+            plans=tuple(plans),
+            bound_s=min([run.bound_s for run in runs], default=math.inf),
+            complete=all(run.complete for run in runs),
+        )
 
     def _more(self, chains: Sequence[Chain], searched: _Searched) -> list[tuple[ChainPlan, Chain]]:
         """Where a transfer holds up the stage that sends, too, which closed forms leave out: what else may be fast.
@@ -147,7 +134,8 @@ class StageDP(AbstractInter):
                 again.append((best_cut(chain, plan, cut[key]), chain))
         return sorted(again, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
-    def _programs(self, chain: Chain, tables: Stretches, schedule: str) -> list[DeviceProgram | RoundsProgram]:
+    def programs(self, chain: Chain, tables: Stretches, schedule: str) -> list[DeviceProgram | RoundsProgram]:
+        """What is to be minimised for a chain under a schedule."""
         limit = chain.memory_limit_bytes
         if schedule != "interleaved-1f1b":
             return [DeviceProgram(chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit)]
@@ -167,15 +155,20 @@ class _Searched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
-    """One program to search: a chain under a schedule."""
+class _Wanted:
+    """What is searched: chains with their tables, by a planner's limits."""
+
+    planner: StageDP
+    tables: tuple[tuple[Chain, Stretches], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Program:
+    """One program to search: a chain, by its number, under a schedule."""
 
     program: DeviceProgram | RoundsProgram
     schedule: str
-
-    @property
-    def num_submeshes(self) -> int | None:
-        return self.program.num_submeshes if isinstance(self.program, RoundsProgram) else None
+    chain: int
 
     @property
     def floor_s(self) -> float:
@@ -193,6 +186,49 @@ class _Run:
             relative_gap=planner.relative_gap,
             solve_limit=planner.solve_limit,
         )
+
+    def judged(self, stages: Sequence[StageChoice]) -> ChainPlan:
+        return judge_stages(
+            self.program.chain,
+            stages,
+            self.schedule,
+            num_submeshes=self.program.num_submeshes if isinstance(self.program, RoundsProgram) else None,
+            tables=self.program.tables,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """What came of a program; `order` is its place among all."""
+
+    order: tuple[float, int, int, int]
+    chain: int
+    plans: tuple[ChainPlan, ...]
+    bound_s: float
+    complete: bool
+
+
+def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
+    """All programs of a schedule.
+
+    Each schedule has a cutoff of its own: closed forms are not equally far from the simulation that has the last word.
+    """
+    planner = wanted.planner
+    programs = [
+        ((entry.floor_s, number, planner.schedules.index(schedule), k), entry)
+        for number, (chain, tables) in enumerate(wanted.tables)
+        for k, program in enumerate(planner.programs(chain, tables, schedule))
+        for entry in [_Program(program=program, schedule=schedule, chain=number)]
+    ]
+    best_s, runs = math.inf, []
+    for order, entry in sorted(programs, key=lambda known: known[0]):
+        outcome = entry.search(best_s, planner)
+        plans = tuple(entry.judged(found.stages) for found in outcome.found[: planner.simulated])
+        best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
+        runs.append(
+            _Run(order=order, chain=entry.chain, plans=plans, bound_s=outcome.bound_s, complete=outcome.complete)
+        )
+    return runs
 
 
 def _check_count(chain: Chain, num_stages: int | None) -> None:

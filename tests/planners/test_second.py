@@ -1,0 +1,166 @@
+"""Two processes that share the calls of a search: the answers are those of one."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from planners import second_calls
+from planners.test_pipeshard import plan_of
+
+from aliquot.planners import _pipeshard, _second
+from aliquot.planners._second import SecondProcess
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(_second, "_num_cores", lambda: 2)
+
+
+def _wait_until_ready(second):
+    """Until it has answered once."""
+    shared = second.share(second_calls.add)
+    shared.add(1, [1])
+    for _ in range(600):
+        if not isinstance(shared._answers[0], _second._Nothing):
+            assert shared.answers() == [2]
+            return
+        time.sleep(0.1)
+    raise AssertionError("the second process does not answer")
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_answers_come_in_order(wanted):
+    with SecondProcess(wanted=wanted) as second:
+        shared = second.share(second_calls.add)
+        shared.add(10, range(200))
+        shared.add(1000, range(3))
+        assert shared.answers() == [*range(10, 210), 1000, 1001, 1002]
+
+
+def test_both_processes_take_part_and_the_second_ends_with_the_block():
+    with SecondProcess(wanted=True) as second:
+        process = second.process
+        _wait_until_ready(second)
+        shared = second.share(second_calls.who)
+        shared.add(None, [0.05] * 20)
+        answers = shared.answers()
+        assert len(set(answers)) == 2
+        assert answers[0] != os.getpid() == answers[-1]
+    assert process.poll() is not None
+
+
+def test_it_ends_when_the_block_is_interrupted():
+    with pytest.raises(KeyboardInterrupt), SecondProcess(wanted=True) as second:
+        process = second.process
+        second.share(second_calls.who).add(None, [60.0])
+        raise KeyboardInterrupt
+    assert process.poll() is not None
+
+
+def test_nothing_waits_for_a_process_that_is_not_ready(monkeypatch, tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with SecondProcess(wanted=True) as second:
+        shared = second.share(second_calls.add)
+        shared.add(1, range(5))
+        assert shared.answers() == [1, 2, 3, 4, 5]
+
+
+def test_it_ends_when_all_calls_were_made_and_nobody_asked():
+    with pytest.raises(KeyboardInterrupt), SecondProcess(wanted=True) as second:
+        _wait_until_ready(second)
+        second.share(second_calls.add).add(1, [1])
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+
+def test_what_a_dead_process_leaves_is_done_here():
+    with SecondProcess(wanted=True) as second:
+        _wait_until_ready(second)
+        shared = second.share(second_calls.die_elsewhere)
+        shared.add(os.getpid(), range(50))
+        time.sleep(0.2)
+        assert shared.answers() == list(range(50))
+        shared = second.share(second_calls.add)
+        shared.add(1, range(5))
+        assert shared.answers() == [1, 2, 3, 4, 5]
+
+
+def test_answers_that_nobody_took_are_not_those_of_other_calls():
+    with SecondProcess(wanted=True) as second:
+        _wait_until_ready(second)
+        second.share(second_calls.add).add(1, range(1000))
+        shared = second.share(second_calls.add)
+        shared.add(5, range(3))
+        assert shared.answers() == [5, 6, 7]
+
+
+def test_errors_come_from_here():
+    with SecondProcess(wanted=True) as second:
+        _wait_until_ready(second)
+        shared = second.share(second_calls.refuse)
+        shared.add(None, [1, 2, 4])
+        with pytest.raises(ValueError, match="1 is odd"):
+            shared.answers()
+
+
+def test_what_calls_print_is_no_answer():
+    with SecondProcess(wanted=True) as second:
+        _wait_until_ready(second)
+        shared = second.share(second_calls.say)
+        shared.add(None, range(3))
+        time.sleep(0.2)
+        assert shared.answers() == [0, 1, 2]
+
+
+def test_one_core_gets_no_second_process(monkeypatch):
+    monkeypatch.setattr(_second, "_num_cores", lambda: 1)
+    assert SecondProcess(wanted=True).process is None
+
+
+def test_a_program_without_a_guard_is_not_run_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from aliquot.planners import _second\n"
+        "_second._num_cores = lambda: 2\n"
+        "print('begun')\n"
+        f"sys.path.append({str(Path(second_calls.__file__).parents[1])!r})\n"
+        "from planners import second_calls\n"
+        "with _second.SecondProcess(wanted=True) as second:\n"
+        "    shared = second.share(second_calls.add)\n"
+        "    shared.add(1, range(3))\n"
+        "    print(shared.answers())\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == "begun\n[1, 2, 3]\n"
+
+
+def test_a_pipeline_is_the_same_whoever_prices_its_layers(monkeypatch):
+    here = []
+
+    class Ready(SecondProcess):
+        def __enter__(self):
+            if self.process is not None:
+                _wait_until_ready(self)
+            here.append(0)
+            return self
+
+    def counted(share, number):
+        here[-1] += 1
+        return call(share, number)
+
+    call = _second.Share._call
+    monkeypatch.setattr(_second.Share, "_call", counted)
+    monkeypatch.setattr(_pipeshard, "SecondProcess", Ready)
+    plans = []
+    for fewest in (10**9, 0):
+        monkeypatch.setattr(_pipeshard, "_MANY_OPS", fewest)
+        plans.append(plan_of(num_stages=3, num_micro_batches=8))
+    assert plans[0] == plans[1]
+    assert 0 < here[1] < here[0]
