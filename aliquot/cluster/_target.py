@@ -29,6 +29,8 @@ class Target:
         honours_remat: Whether recomputation asked for in unrolled code survives; otherwise the compiler merges it away.
         repeats_cheap_work: Whether elementwise work is done again in each kernel that needs its result, where that moves
             fewer bytes than to store it.
+        held_product_bytes: Bytes of an element of float32 in memory where nothing but products read it, and of a parameter
+            that is cast once before loops of products; 0 if operands are held as they are and cast where they are read.
         zeroes_early: Whether the results of backward loops are zeroed before the forward loop's results are used.
         gathered_ahead: Share of the parameters that are gathered before anything else happens, outside of loops, 0 to 1.
         gathers_leading_dim: Whether parameters are gathered along their first dim alone, from transposed copies where
@@ -64,6 +66,7 @@ class Target:
     float32_product_dtype: str
     honours_remat: bool
     repeats_cheap_work: bool
+    held_product_bytes: int
     zeroes_early: bool
     gathered_ahead: float
     gathers_leading_dim: bool
@@ -149,6 +152,7 @@ _CPU = Target(
     float32_product_dtype="float32",
     honours_remat=False,
     repeats_cheap_work=False,
+    held_product_bytes=0,
     zeroes_early=False,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
@@ -186,6 +190,7 @@ _GPU = Target(
     float32_product_dtype="tf32",
     honours_remat=True,
     repeats_cheap_work=True,
+    held_product_bytes=0,
     zeroes_early=True,
     gathered_ahead=0.75,
     gathers_leading_dim=True,
@@ -207,7 +212,9 @@ _GPU = Target(
 # Float32 products take one bfloat16 pass at default precision (JAX documentation of `jax.lax.Precision`). Products: 70
 # % of peak, as the best published training runs reach 55 to 65 % of it overall (MaxText results on v5e). ICI at 90 %
 # and asynchronous by default ("How to Scale Your Model", Google DeepMind, 2025). Merging of partial sums happens in the
-# partitioner that GPUs use too.
+# partitioner that GPUs use too. Memory: repeated work, and what is held for products, as in the buffers that XLA assigns for
+# v5e and v5p (libtpu 0.0.42, benchmarks/memory_deviceless.py): in float32 steps, stacks of what products read are bfloat16,
+# and casts of weights stand before the loops. Zeroes for backward loops are made right before these, after the loss.
 _TPU = Target(
     kind="tpu",
     reduce_scatter=True,
@@ -215,7 +222,8 @@ _TPU = Target(
     widened_dtypes=(),
     float32_product_dtype="bfloat16",
     honours_remat=True,
-    repeats_cheap_work=False,
+    repeats_cheap_work=True,
+    held_product_bytes=2,
     zeroes_early=False,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
@@ -231,7 +239,7 @@ _TPU = Target(
     collective_overhead_s=2e-6,
     usable_memory_fraction=0.95,
     memory_advice="",
-    source="JAX and Google Cloud TPU documentation, MaxText; overlap assumed",
+    source="JAX and Google Cloud TPU documentation, MaxText; XLA TPU as of JAX 0.10: compiled programs; overlap assumed",
 )
 
 TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TPU)}

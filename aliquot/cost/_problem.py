@@ -55,6 +55,7 @@ def make_problem(
         merges_partial_sums=target.merges_partial_sums,
         repeats_cheap_work=target.repeats_cheap_work,
         zeroes_early=target.zeroes_early,
+        product_itemsize=target.held_product_bytes,
         delays_gradients=target.combined_bytes > 0,
         sums_gradients=num_micro_batches > 1,
         on_missing_rule=on_missing_rule,

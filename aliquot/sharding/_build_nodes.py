@@ -24,6 +24,7 @@ def build_nodes(
     zeroes_early: bool = False,
     delays_gradients: bool = False,
     sums_gradients: bool = False,
+    product_itemsize: int = 0,
     on_missing_rule: str = "error",
 ) -> NodeGraph:
     """Everything there is to decide about a step, for any mesh.
@@ -33,6 +34,7 @@ def build_nodes(
         merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
         repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients: what else is done that changes what is stored
             and when, see `find_storage`.
+        product_itemsize: in how many bytes operands of products are held, see `residents`.
         on_missing_rule: see `dim_rule`.
 
     Raises:
@@ -52,6 +54,7 @@ def build_nodes(
         residents=tuple(
             residents(
                 naming,
+                product_itemsize=product_itemsize,
                 repeats_cheap_work=repeats_cheap_work,
                 zeroes_early=zeroes_early,
                 delays_gradients=delays_gradients,

@@ -10,6 +10,7 @@ import numpy as np
 from ..graph import Phase, Role
 from ._materialised import Storage, find_storage
 from ._nodes import Port, Resident
+from ._operands import Casts, casts_of_parameters, only_multiplied
 from ._spec import REPLICATED
 
 if TYPE_CHECKING:
@@ -24,12 +25,19 @@ _CATEGORY_OF_ROLE = {
 }
 
 
-def residents(naming: Naming, **habits: bool) -> Iterator[Resident]:
+def residents(naming: Naming, *, product_itemsize: int = 0, **habits: bool) -> Iterator[Resident]:
     """All residents of a step. What replaces an input reuses its buffer and is not counted again.
 
-    For habits of compilers see `find_storage`.
+    Args:
+        product_itemsize: bytes of an element of float32 in memory where only products read it, and of a parameter that is
+            cast before loops; 0 if operands are held as they are and cast where they are read.
+        habits: of compilers, see `find_storage`.
     """
     storage = find_storage(naming.cuts, **habits)
+    narrow = only_multiplied(naming.cuts) if product_itemsize else []
+    casts = Casts(itemsize={}, replaced=frozenset(), until=0)
+    if product_itemsize:
+        casts = casts_of_parameters(naming.cuts, product_itemsize, in_loop=habits.get("sums_gradients", False))
     late_readers = _LateReaders(naming, storage)
     cuts = naming.cuts
     graph, folding = cuts.graph, cuts.folding
@@ -54,9 +62,22 @@ def residents(naming: Naming, **habits: bool) -> Iterator[Resident]:
                 births=np.zeros(len(members), np.int64),
                 deaths=np.full(len(members), end, np.int64),
             )
+            if value_class in casts.itemsize:
+                yield Resident(
+                    node=port.node,
+                    projection=port.projection,
+                    num_bytes=value.num_bytes * casts.itemsize[value_class] // value.itemsize,
+                    category="temporaries",
+                    label=f"cast of {naming.label_of_value(value_class)}",
+                    births=np.zeros(len(members), np.int64),
+                    deaths=np.full(len(members), casts.until, np.int64),
+                )
             continue
-        if not storage.stored[value_class] or members[0] in replacing:
+        if not storage.stored[value_class] or members[0] in replacing or value_class in casts.replaced:
             continue
+        num_bytes = value.num_bytes
+        if product_itemsize and narrow[value_class]:
+            num_bytes = num_bytes * product_itemsize // value.itemsize
         landed = naming.landed_ports(value_class)
         maker = naming.cuts.first[made[0]]
         early = storage.made_at[members[0]] < maker.index and maker.name == "scatter-add"
@@ -73,7 +94,7 @@ def residents(naming: Naming, **habits: bool) -> Iterator[Resident]:
         yield Resident(
             node=port.node,
             projection=port.projection,
-            num_bytes=value.num_bytes,
+            num_bytes=num_bytes,
             category=_category(naming, value_class),
             label=naming.label_of_value(value_class),
             births=late if made_late else births,

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -63,6 +65,91 @@ def test_a_habit_moves_the_peak(name, monkeypatch):
     usual = peak()
     monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(TARGETS["gpu"], **without))
     assert (usual > peak() * 1.01) if higher else (usual * 1.01 < peak())
+
+
+# The same for TPUs: the target without the habit, a step, micro-batches, and whether the habit makes the peak higher.
+TPU_HABITS = {
+    "work is repeated": ({"repeats_cheap_work": False}, {"recompute": "none", "sequences": 64}, 1, False),
+    "operands are stored narrow": ({"held_product_bytes": 0}, {"scan": True, "sequences": 64}, 1, False),
+    "parameters are cast before loops": (
+        {"held_product_bytes": 0},
+        {"scan": True, "hidden_size": 512, "recompute": "block"},
+        1,
+        True,
+    ),
+    "parameters are cast before micro-batches": ({"held_product_bytes": 0}, {"hidden_size": 512}, 2, True),
+}
+
+
+@pytest.mark.parametrize("name", TPU_HABITS)
+def test_a_habit_for_tpus_moves_the_peak(name, monkeypatch):
+    without, settings, micro_batches, higher = TPU_HABITS[name]
+    work = workload(**settings)
+
+    def peak() -> float:
+        plan = aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=Cluster.preset("v5e-4"),
+            method=DataParallel(),
+            num_micro_batches=micro_batches,
+        )
+        return plan.prediction.peak_memory_bytes
+
+    usual = peak()
+    monkeypatch.setitem(TARGETS, "tpu", dataclasses.replace(TARGETS["tpu"], **without))
+    assert (usual > peak() * 1.01) if higher else (usual * 1.01 < peak())
+
+
+def residents_for(cluster: str, train_step, *arguments, micro_batches: int = 1):
+    graph = aq.capture(train_step, *arguments)
+    return make_problem(graph, Cluster.preset(cluster), num_micro_batches=micro_batches).nodes.residents
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_tpus_cast_each_parameter_once_for_all_turns_of_a_loop(dtype):
+    """Those that products read in a loop, at two bytes an element: weights of layers, and with micro-batches the head too."""
+    config = zoo.configure(
+        "llama-7b", num_layers=3, hidden_size=64, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
+    )
+    work = zoo.build(config, 8, dtype=dtype, scan=True)
+
+    def casts(cluster: str, micro_batches: int) -> dict[str, int]:
+        found = residents_for(cluster, work.train_step, work.state, work.batch, micro_batches=micro_batches)
+        return {r.label: r.num_bytes for r in found if r.label.startswith("cast of")}
+
+    layers = casts("v5e-4", 1)
+    weights = 3 * (4 * 64 * 64 + 3 * 64 * 256)
+    assert len(layers) == 7 and sum(layers.values()) == 2 * weights
+    everything = casts("v5e-4", 2)
+    assert layers.items() < everything.items()
+    assert everything["cast of state.params.head.kernel"] == 2 * 64 * 512
+    assert not casts("4xA100-80GB", 2)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_tpus_store_in_two_bytes_what_only_products_at_default_precision_read(precision):
+    """The first product's result is also squared, the second product's operand is not."""
+
+    def train_step(params, x):
+        def loss(w):
+            h = jnp.dot(x, w["in"], precision=precision)
+            inner = jnp.dot(jnp.tanh(h), w["middle"], precision=precision)
+            return (jnp.dot(jnp.tanh(inner), w["out"], precision=precision) ** 2).sum() + (h**2).sum()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in ("in", "middle", "out")}
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    whole = 4 * 4096 * 64
+
+    def sizes(cluster: str) -> set[int]:
+        found = residents_for(cluster, train_step, params, x)
+        return {r.num_bytes for r in found if r.num_bytes >= whole // 2 and r.category != "batch"}
+
+    assert sizes("v5e-4") == ({whole, whole // 2} if precision is None else {whole})
+    assert sizes("4xA100-80GB") == {whole}
 
 
 def waiting_bytes(cluster: str, method, **settings) -> float:
