@@ -60,6 +60,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks
 
 # Not those that need a folder of figures or the compiler for GPUs; each says how to run it.
 BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/pipeline_suite.py %/calibrate_gpu.py,$(wildcard benchmarks/[a-z]*.py))

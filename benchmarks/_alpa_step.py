@@ -73,6 +73,7 @@ def alpa_step(
     """
     sizes = {name: spec[name] for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")}
     config = zoo.configure("gpt-2.6b", **sizes)
+    assert isinstance(config, zoo.ModelConfig)
     ends_def, ends_shapes, _ = _module(lambda key: _make(Ends, config, HALF, key))
     block_def, block_shapes, _ = _module(lambda key: _make(Block, config, HALF, key))
     block = _once(
@@ -96,7 +97,8 @@ def alpa_step(
         return -jnp.sum(chosen * jax.nn.log_softmax(ends.logits(x), axis=-1), axis=-1).mean()
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        ends_params, x = {name: part for name, part in params.items() if name != "layers"}, None
+        ends_params = {name: part for name, part in params.items() if name != "layers"}
+        x: Any = None
         for k, (first, last) in enumerate(itertools.pairwise(edges)):
             once = functools.partial(group, k)
             run = jax.checkpoint(once) if recompute and groups is not None else once

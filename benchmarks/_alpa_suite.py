@@ -93,8 +93,8 @@ def judge_theirs(case: Case, chain: Chain) -> tuple[ChainPlan | None, str]:
     boundaries = case.boundaries(chain.unit_names)
     best: tuple[tuple[bool, float], ChainPlan, str] | None = None
     for meshes in _meshes(case):
-        options = _options(chain, case, meshes)
-        if None in options:
+        options = [k for k in _options(chain, case, meshes) if k is not None]
+        if len(options) < len(meshes):
             continue
         planner = ManualStages(boundaries=boundaries, options=tuple(options), num_micro_batches=chain.num_micro_batches)
         try:

@@ -131,7 +131,7 @@ def _megatron_and_data(path: str, shape: tuple[int, ...], stacked: bool) -> P:
 
 def hand_plans() -> list[HandPlan]:
     """Data parallel, ZeRO-3, Megatron's tensor parallelism, data by tensor parallelism on two meshes, and ZeRO-1 of two."""
-    by_batch = {"residual": P("data", None, None), "logits": P("data", None, None)}
+    by_batch: dict[str, Any] = {"residual": P("data", None, None), "logits": P("data", None, None)}
     by_both = {"residual": P("data", None, None), "logits": P("data", None, "tensor")}
     tensor: dict[str, Any] = {"split": _megatron, "optimizer_split": _megatron, **by_both}
     spread = {**tensor, "optimizer_split": _megatron_and_data, "classic": False}

@@ -82,7 +82,7 @@ class Report:
 
     def finish(self, chosen: argparse.Namespace, *, met: bool | None) -> int:
         """Print the answer and, unless the run was quick, write it. Returns an exit code: 1 if the bar was missed."""
-        facts = {
+        facts: dict[str, Any] = {
             "question": self.question,
             "bar": self.bar,
             "met": met,

@@ -123,6 +123,7 @@ def _timed(family: str, size: str, chosen: Any) -> list[Timed]:
     """Every method's plan for one model, compiled and timed in turns."""
     global_batch, sizes = SIZES[size]
     work = zoo.build(zoo.configure(BASE[family], num_layers=2, **sizes), global_batch, dtype="float32")
+    assert isinstance(work.config, zoo.ModelConfig)
     cluster = aq.Cluster.detect()
     graph = aq.capture(work.train_step, work.state, work.batch)
     rng = np.random.default_rng(0)

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from planners.comparing import compare  # noqa: E402
+from planners.comparing import Comparison, compare  # noqa: E402
 
 _TOLERANCE = 1e-9
 
@@ -37,7 +37,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     started = time.perf_counter()
-    found = []
+    found: list[Comparison] = []
     seed = 0
     while len(found) < options.problems:
         comparison = compare(seed, most=1_000_000)

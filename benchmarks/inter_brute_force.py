@@ -90,6 +90,7 @@ def _tight(chain: Chain) -> Chain:
     try:
         StageDP(schedules=("1f1b",)).solve([replace(chain, memory_limit_bytes=1.0)])
     except InfeasibleError as error:
+        assert error.required_bytes is not None
         return replace(chain, memory_limit_bytes=1.02 * error.required_bytes)
     raise AssertionError("a byte is not enough")
 
@@ -138,6 +139,7 @@ def _timed(name: str, chain: Chain, schedules: tuple[str, ...]) -> dict:
         started = time.process_time()
         plan = StageDP(schedules=schedules).solve([chain])
         spent.append(time.process_time() - started)
+    assert plan.lower_bound_s is not None
     return {
         "chain": name,
         "schedules": ", ".join(schedules),

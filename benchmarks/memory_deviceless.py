@@ -212,7 +212,7 @@ def _last_error(folder: str) -> str:
 
 def _known(case: dict[str, Any], plans: str, journal: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Figures of one combination that was compiled before, from this process."""
-    found = {}
+    found: dict[str, Any] = {}
     if any(entry["case"] == case for entry in journal.values()):
         os.environ["JAX_PLATFORMS"] = "cpu"
         found, _, _ = predicted_now(case, plans)

@@ -65,9 +65,11 @@ def measure(step: PipelineStep, state: object, batch: dict, pairs: int) -> dict:
     pipeline = step._pipeline
     state, _ = jax.block_until_ready(step(state, batch))
     issuer = pipeline._issuer
+    assert issuer is not None
     actions = list(issuer._actions)
     stages = {id(s.compiled) for s in pipeline.compile() if s is not None}
-    walls, sums, seen = [], [], {}
+    walls, sums = [], []
+    seen: dict[int, object] = {}
 
     def alone(action):
         def call(*arrays):
@@ -113,7 +115,7 @@ def main() -> int:
     for schedule, num_stages, num_micro_batches in CASES[:1] if chosen.quick else CASES:
         case = {"schedule": schedule, "stages": num_stages, "micro-batches": num_micro_batches}
         _results.say(str(case))
-        rows.append(case | measure(*build(*case.values(), sizes), 3 if chosen.quick else 30))
+        rows.append(case | measure(*build(schedule, num_stages, num_micro_batches, sizes), 3 if chosen.quick else 30))
     report = _results.Report(
         name="pipeline_overhead",
         question="What does a pipeline take beside its programs?",

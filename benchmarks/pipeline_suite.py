@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -36,7 +37,7 @@ from aliquot.cost import Chain, ChainPlan
 from aliquot.graph import Layers, cut_alike, cut_layers
 from aliquot.planners import PipeshardParallel
 from aliquot.planners._layer_costs import build_chains
-from aliquot.planners._pipeshard import PipelineDecision, _counts, _solve_stages
+from aliquot.planners._pipeshard import PipelineDecision, _counts, _solve_stages, _Task
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step, sketch_step
 
@@ -59,6 +60,11 @@ def _chains(
         sketch = dataclasses.replace(sketch, layers=cut_alike(layers, sketch.part))
     limit = target_for(cluster.device).usable_bytes(cluster.device)
     return sketch, *build_chains(sketch, cluster, counts=counts, memory_limit_bytes=limit)
+
+
+def _own_counts(graph: Any, cluster: aq.Cluster) -> list[int]:
+    """All numbers of micro-batches that the planner may try."""
+    return [count for group in _counts(PipeshardParallel(), graph, cluster) for count in group]
 
 
 def _grouped(graph: Any, case: Case, groups: int) -> Layers:
@@ -84,7 +90,7 @@ def _compare(case: Case) -> dict[str, Any]:
     """Three plans of one case on one scale."""
     cluster, started = case.cluster(), time.perf_counter()
     graph, workload = _capture(case)
-    own = _counts(PipeshardParallel(), graph, cluster)
+    own = _own_counts(graph, cluster)
     theirs_count = case.plan["num_micro_batches"]
     _, chains, _ = _chains(graph, cluster, sorted({*own, theirs_count}), _LAYERS.get(case.family))
     mine = [c for c in chains if c.num_micro_batches in own]
@@ -169,7 +175,7 @@ class Fidelity:
         self.batch = case.plan["batch_size"]
         step = alpa_step({**case.spec, "batch": self.batch}, recompute=case.plan["use_remat"], groups=groups)
         self.graph = aq.capture(*step)
-        own = _counts(PipeshardParallel(), self.graph, self.cluster)
+        own = _own_counts(self.graph, self.cluster)
         counts = sorted({*own, case.plan["num_micro_batches"]})
         self.layers = None if groups is None else _grouped(self.graph, case, groups)
         self.sketch, self.chains, self.kinds = _chains(self.graph, self.cluster, counts, self.layers)
@@ -211,9 +217,16 @@ class Fidelity:
         count = plan.num_micro_batches
         if count not in self._layered:
             self._layered[count] = layer_step(self.graph, count, layers=self.sketch.layers)
-        result = _solve_stages(
-            PipeshardParallel(), self._layered[count], chain, plan, self.kinds, self.cluster, UNLIMITED, "error", None
+        task = _Task(
+            method=PipeshardParallel(),
+            graph=self.graph,
+            cluster=self.cluster,
+            limit_bytes=UNLIMITED,
+            semantics="exact",
+            on_missing_rule="error",
+            progress=None,
         )
+        result = _solve_stages(task, self._layered[count], chain, plan, self.kinds)
         return result if isinstance(result, PipelineDecision) else None
 
     def restricted(self, method: str) -> ChainPlan | None:
@@ -432,7 +445,7 @@ def main() -> int:
     if "plans" in chosen.part:
         for some in known.values():
             wanted = [c for c in some if not chosen.known or f"plans {c.name}" in journal.rows]
-            rows += [journal.row(f"plans {c.name}", lambda c=c: _compare(c)) for c in wanted]
+            rows += [journal.row(f"plans {c.name}", functools.partial(_compare, c)) for c in wanted]
             report.summary["cases not worked out"] = [
                 *report.summary.get("cases not worked out", []),
                 *(c.name for c in some if c not in wanted),

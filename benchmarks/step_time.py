@@ -236,7 +236,7 @@ def _interleave(runners: list[Runner], rounds: int, steps: int, order: np.random
             runners[k].sample(steps)
 
 
-def _ratio(a: Runner, b: Runner, order: np.random.Generator) -> Mapping[str, Any]:
+def _ratio(a: Runner, b: Runner, order: np.random.Generator) -> dict[str, Any]:
     """Median of the ratios of two programs' samples, with its bootstrap interval."""
     ratios = np.array(a.samples_s) / np.array(b.samples_s)
     drawn = np.median(order.choice(ratios, (10_000, len(ratios))), axis=1)
