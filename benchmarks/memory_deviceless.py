@@ -3,11 +3,12 @@
 Draws combinations of model, form, method, mesh, recomputation, micro-batches, number type, size and device so that every
 pair of choices occurs, plans each for eight devices, compiles the plan for that device without having one, and compares the
 peaks. A process of its own compiles each plan. What is fitted in `aliquot/cluster/_target.py` was fitted on the first half
-of the plans for GPUs alone.
+of the plans for GPUs alone. For TPUs nothing is fitted, but half of the plans were in sight while the model found its form.
 
 Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`, or of `libtpu`, on `PYTHONPATH`.
 
-    python benchmarks/memory_deviceless.py [--quick] [--count 80] [--tpus] [--journal compiled.jsonl] [--dumps FOLDER]
+    python benchmarks/memory_deviceless.py [--quick] [--count 80] [--journal compiled.jsonl] [--dumps FOLDER]
+    python benchmarks/memory_deviceless.py --tpus --count 12      (12 that were in sight, and 12 others)
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def main() -> int:
         _one_case(json.loads(chosen.case), _journal(chosen.journal), chosen.plans)
         return 0
     devices = TPUS if chosen.tpus else FACTORS["gpu"]
+    halves = ("seen", "reported") if chosen.tpus else ("fitted", "reported")
     limits = (0.08, 0.20) if chosen.tpus else (0.05, 0.15)
     report = Report(
         name="memory_deviceless",
@@ -78,7 +80,8 @@ def main() -> int:
             "depend on what is compared. Combinations are drawn with a seed so that every pair of choices that fits occurs, while "
             "their number allows; "
             + (
-                "nothing was fitted to them. One run each."
+                "of two draws, one was in sight while the model found its form, and the other is reported; no figure was "
+                "fitted. One run each."
                 if chosen.tpus
                 else "odd ones served to fit, even ones are reported; both were in sight while the model found its form. One "
                 "run each."
@@ -87,8 +90,15 @@ def main() -> int:
     )
     rows = []
     journal = _journal(chosen.journal)
-    for index, case in enumerate(draw(chosen.count, FACTORS | {"gpu": devices})[: 4 if chosen.quick else None]):
-        half = "reported" if chosen.tpus else ("fitted", "reported")[index % 2]
+    most = 4 if chosen.quick else None
+    cases = draw(chosen.count, FACTORS | {"gpu": devices})
+    chosen_cases = list(zip(itertools.cycle(halves), cases, strict=False))[:most]
+    if chosen.tpus:
+        others = draw(chosen.count, FACTORS | {"gpu": devices}, seed=1)
+        chosen_cases = [
+            (half, case) for half, some in zip(halves, (cases, others), strict=True) for case in some[:most]
+        ]
+    for half, case in chosen_cases:
         if chosen.known:
             rows.append({"half": half, **case, **_known(case, chosen.plans, journal)})
             say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
@@ -96,7 +106,7 @@ def main() -> int:
             rows.append({"half": half, **case, **_in_process(case, chosen)})
             say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
     met = []
-    for gpu, half in itertools.product(devices, ("fitted", "reported")):
+    for gpu, half in itertools.product(devices, halves):
         errors = sorted(abs(r["error"]) for r in rows if (r["gpu"], r["half"]) == (gpu, half) and "error" in r)
         if errors:
             summary = {"plans": len(errors), "median": statistics.median(errors), "worst": errors[-1]}
@@ -117,7 +127,9 @@ def _more(parser: Any) -> None:
     parser.add_argument("--dumps", default="", help="keep the compiler's reports here")
     parser.add_argument("--plans", default="", help="keep plans here; what is planned here is not planned again")
     parser.add_argument("--known", action="store_true", help="compile nothing that the journal does not hold")
-    parser.add_argument("--half", default="", choices=("", "fitted", "reported"), help="only these combinations")
+    parser.add_argument(
+        "--half", default="", choices=("", "fitted", "seen", "reported"), help="only these combinations"
+    )
     parser.add_argument("--only", default="", help="any text: write no result file")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one combination")
     parser.add_argument("--case", default="", help="one combination as JSON; prints its figures")
@@ -162,7 +174,9 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
     It is ended once the compiler has reported its buffers: to make code of the program would take as long again.
     """
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_gpu_autotune_level=0"
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+        if not chosen.tpus:
+            flags += " --xla_gpu_autotune_level=0"
         command = [sys.executable, __file__, "--case", json.dumps(case), "--journal", chosen.journal]
         command += ["--plans", getattr(chosen, "plans", "")]
         out = Path(folder) / "out"
@@ -185,7 +199,6 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
             return {"outcome": _last_error(folder)}
         found: dict[str, Any] = json.loads(lines[-1])
         if not found.pop("known"):
-            report = report or found.get("compiled MiB")
             if report is None:
                 late = time.perf_counter() - started_s > chosen.timeout
                 return {"outcome": f"not compiled in {chosen.timeout:.0f} s" if late else _last_error(folder)}
@@ -233,12 +246,24 @@ def _compared(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage_report(folder: Path) -> float | None:
-    """The peak that the compiler reports, in MiB, once it has gone on to the program's code."""
+    """The peak that the compiler reports, in MiB, once it has gone on from there.
+
+    For TPUs it is what the compiler itself holds against a chip's memory, to the digits that it shows where it refuses a
+    program. The temporaries of `memory_analysis` are more than that.
+    """
+    for path in folder.glob("*.cl_*.after_optimizations-memory-usage-report.txt"):
+        if Path(str(path).replace("-memory-usage-report", "_after_buffer_assignment")).exists():
+            return _total_mib(path)
     for path in folder.glob("*_gpu_after_optimizations-memory-usage-report.txt"):
         if next(folder.glob(path.name.split(".sm_")[0] + "*.ll"), None):
-            total = re.search(r"Total bytes: (\d+)", path.read_text())
-            return int(total[1]) / 2**20 if total else None
+            return _total_mib(path)
     return None
+
+
+def _total_mib(report: Path) -> float | None:
+    """What a report says of the device's main memory, which comes first."""
+    total = re.search(r"Total bytes: (\d+)", report.read_text())
+    return int(total[1]) / 2**20 if total else None
 
 
 def _journal(path: str) -> dict[str, dict[str, Any]]:
@@ -255,8 +280,8 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
 
     target = resolve_target(case["gpu"], Cluster.preset(_cluster(case)))
     needed = require_compiler(target)
-    if target.kind == "gpu":
-        os.environ["XLA_FLAGS"] = f"{needed['XLA_FLAGS']} {os.environ.get('ALIQUOT_DUMP', '')}"
+    os.environ.update(needed)
+    os.environ["XLA_FLAGS"] = f"{needed.get('XLA_FLAGS', '')} {os.environ.get('ALIQUOT_DUMP', '')}".strip()
     found, work, plan = predicted_now(case, plans)
     found["known"] = found["key"] in known
     if found["known"]:
@@ -264,11 +289,7 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
     print(json.dumps(found), flush=True)
     if found["known"]:
         return
-    if target.kind == "gpu":
-        _compile(work, plan, case["gpu"])
-    else:
-        found["compiled MiB"] = _verified(work, plan) / 2**20
-        print(json.dumps(found), flush=True)
+    _compile(work, plan, target)
 
 
 def _cluster(case: dict[str, Any]) -> str:
@@ -324,26 +345,19 @@ def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
     return msgspec.structs.replace(plan, prediction=estimate(problem, plan))
 
 
-def _compile(work: Any, plan: Any, gpu: str) -> None:
+def _compile(work: Any, plan: Any, target: Any) -> None:
     from jax.experimental import topologies
 
     import aliquot as aq
-    from aliquot.verify import GPU_DESCRIPTIONS
 
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name="eight", topology="1x1x8", target_config=GPU_DESCRIPTIONS[gpu].text()
-    ).devices
-    aq.parallelize(work.train_step, plan, devices=devices).prepare(work.state, work.batch).lower().compile()
-
-
-def _verified(work: Any, plan: Any) -> float:
-    """Bytes that a compiler which ends by itself assigns."""
-    import aliquot as aq
-
-    (stage,) = aq.verify(plan, work.train_step, work.state, work.batch).stages
-    if stage.compiled_bytes is None:
-        raise RuntimeError(f"CompileError: {stage.compiled.refusal}")
-    return float(stage.compiled_bytes)
+    topology = target.topology(8, 8 if target.kind == "gpu" else 4)
+    if target.kind == "gpu":
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="eight", topology=topology, target_config=target.description
+        )
+    else:
+        described = topologies.get_topology_desc(topology, "tpu")
+    aq.parallelize(work.train_step, plan, devices=described.devices).prepare(work.state, work.batch).lower().compile()
 
 
 def _workload(case: dict[str, Any]) -> Any:
