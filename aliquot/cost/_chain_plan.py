@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import InputError, format_bytes, nearest
-from ..plans import make_schedule
+from ..plans import interleaved_in_flight, make_schedule
 from ._chain import Chain, Stretches
 from ._pipeline import StageCosts, simulate
 
@@ -157,7 +157,11 @@ def schedule_form(schedule: str, stretches: Stretches, num_micro_batches: int, c
         case "interleaved-1f1b":
             slowest = Maximum(sums=times, weight=num_micro_batches * chunks - 1.0, transfers=2, link=1)
             return ScheduleForm(sums=times / chunks, transfers=2 / chunks, maxima=(slowest, once))
-    raise InputError(f"Unknown schedule {schedule!r}: {nearest(schedule, CHAIN_SCHEDULES)}")
+    raise _unknown(schedule)
+
+
+def _unknown(schedule: str) -> InputError:
+    return InputError(f"Unknown schedule {schedule!r}: {nearest(schedule, CHAIN_SCHEDULES)}")
 
 
 def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_submeshes: int) -> Floats:
@@ -169,6 +173,8 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
     Reference: Narayanan et al., 2021, section 2.2; Qi et al., 2023, section 2.2.
     """
     kept: Ints
+    if schedule not in CHAIN_SCHEDULES:
+        raise _unknown(schedule)
     match schedule:
         case "gpipe":
             kept = np.full(num_stages, num_micro_batches)
@@ -177,8 +183,7 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
         case "1f1b":
             kept = np.arange(num_stages, 0, -1)
         case _:
-            lists = make_schedule(schedule, num_stages, num_micro_batches, num_submeshes)
-            kept = np.array([lists.in_flight(stage) for stage in range(num_stages)])
+            kept = np.array(interleaved_in_flight(num_stages, num_micro_batches, num_submeshes))
     return np.minimum(kept, num_micro_batches).astype(np.float64)
 
 

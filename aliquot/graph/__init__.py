@@ -22,6 +22,7 @@ from ._render import to_dot as to_dot
 from ._render import to_text as to_text
 from ._segments import Folding as Folding
 from ._segments import Run as Run
+from ._segments import find_repeats as find_repeats
 from ._segments import fold as fold
 from ._segments import wildcard as wildcard
 from ._source import source_line as source_line

@@ -7,6 +7,7 @@ way around. A wanted number of layers is then chosen among these places by a dyn
 from __future__ import annotations
 
 import fnmatch
+import functools
 import itertools
 import os
 import re
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..core import InputError, nearest
 from ._dataflow import Item, items_of
-from ._segments import Run, fold
+from ._segments import Run, find_repeats
 from ._split_reach import scans_over_layers
 from ._types import Call, Graph, Phase, Role
 
@@ -188,7 +189,7 @@ def _places(
     place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
     found: set[int] = set()
     covered = np.zeros(len(forward) + 1, bool)
-    for run in fold(graph).runs:
+    for run in find_repeats(graph).runs:
         ops = range(run.start, run.start + run.period * run.count)
         inside = [place_of[k] for k in ops if k in place_of]
         if not inside or graph.ops[run.start].trips > 1:
@@ -239,6 +240,8 @@ def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list
     return places
 
 
+# Every place of a layer is looked at, and most see the same paths.
+@functools.lru_cache(maxsize=1 << 14)
 def _numbers(path: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\d+", path))
 

@@ -57,8 +57,6 @@ class Folding:
     runs: tuple[Run, ...]
 
 
-# Layers are cut and compared one after the other, by the classes of one graph.
-@functools.lru_cache(maxsize=1)
 def fold(graph: Graph, *, repeats: bool = True) -> Folding:
     """Classes of a graph; with `repeats=False` every operator and value is a class of its own."""
     if not repeats:
@@ -70,18 +68,42 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
             value_members=tuple((i,) for i in values),
             runs=(),
         )
-    origin = _origins(graph)
-    keys = _keys(graph, origin)
-    runs = _find_runs(graph, keys)
-    classes = _classes(graph, keys, origin, runs)
+    found = find_repeats(graph)
+    origin = found.origin
+    classes = _refined_by_users(graph, found.op_class)
     value_class = _value_classes(graph, classes, origin)
     return Folding(
         op_class=classes,
         members=_members(classes),
         value_class=value_class,
         value_members=_members(value_class),
-        runs=tuple(runs),
+        runs=found.runs,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Repeats:
+    """What repeats in a graph, before its update is looked at more closely.
+
+    Attributes:
+        op_class: class of each operator; those of the update may be too few.
+        runs: as in `Folding`.
+        origin: for each value that comes from one input alone the wildcarded path of that input.
+    """
+
+    op_class: Ints
+    runs: tuple[Run, ...]
+    origin: tuple[str | None, ...]
+
+
+# Layers are cut and compared one after the other, by the classes of one graph.
+@functools.lru_cache(maxsize=1)
+def find_repeats(graph: Graph) -> Repeats:
+    """Repeats and classes of forward and backward operators: the quicker part of `fold`, for whoever needs no more."""
+    origin = _origins(graph)
+    keys = _keys(graph, origin)
+    runs = _find_runs(graph, keys)
+    return Repeats(op_class=_classes(graph, keys, origin, runs), runs=tuple(runs), origin=tuple(origin))
 
 
 def wildcard(path: str) -> str:
@@ -203,7 +225,7 @@ def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int
 
 
 def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Sequence[Run]) -> Ints:
-    """The class of each operator."""
+    """The class of each operator; see `_refined_by_users`."""
     in_run = np.full(len(keys), -1, np.int64)
     for number, run in enumerate(runs):
         offsets = np.arange(run.period * run.count) % run.period
@@ -224,7 +246,7 @@ def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Seque
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 of_value[out] = (int(classes[k]), position)
-    return _refined_by_users(graph, classes)
+    return classes
 
 
 def _refined_by_users(graph: Graph, classes: Ints) -> Ints:

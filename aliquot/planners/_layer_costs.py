@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
 from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
-from ..graph import Block, Graph, Phase, Staging, extract_stages, fold, stage_layers
+from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
 from ._second import SecondProcess
@@ -120,7 +120,7 @@ def build_chains(
 
 def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
     """For each layer what it computes. Layers of one kind cost the same."""
-    op_class = fold(graph).op_class
+    op_class = find_repeats(graph).op_class
     ops: list[list[int]] = [[] for _ in range(staging.num_stages)]
     for item, stage in zip(staging.items, staging.stage, strict=True):
         if stage >= 0 and item.phase is not Phase.UPDATE:

@@ -193,7 +193,7 @@ _NOTHING = _Nothing()
 
 def serve() -> None:
     """What the second process does: answer what comes by standard input, until that ends."""
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
     # What imports and functions print is no answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -39,6 +39,7 @@ from ._schedules import Schedule as Schedule
 from ._schedules import Task as Task
 from ._schedules import TaskKind as TaskKind
 from ._schedules import dependencies as dependencies
+from ._schedules import interleaved_in_flight as interleaved_in_flight
 from ._schedules import make_schedule as make_schedule
 from ._stage_text import StageTable as StageTable
 from ._stage_text import device_range as device_range

@@ -300,6 +300,35 @@ def interleaved(num_stages: int, num_micro_batches: int, num_submeshes: int) -> 
     return tuple(lists)
 
 
+def interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshes: int) -> list[int]:
+    """`Schedule.in_flight` of every stage of an interleaved schedule, without its lists: a search asks for many of them."""
+    if num_submeshes == num_stages:
+        return [min(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+    chunks = -(-num_stages // num_submeshes)
+    groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
+    # Where the forward tasks of each chunk stand among a submesh's, and its backward tasks; some there are too many.
+    forwards: list[list[int]] = [[] for _ in range(chunks)]
+    backwards: list[list[int]] = [[] for _ in range(chunks)]
+    for group in groups:
+        count = sum(1 for k in group if k < num_micro_batches)
+        for turn in range(chunks):
+            start = group.start * chunks + turn * len(group)
+            forwards[turn] += range(start, start + count)
+            backwards[chunks - 1 - turn] += range(start, start + count)
+    total = groups[-1].stop * chunks
+    found = []
+    for stage in range(num_stages):
+        chunk, submesh = divmod(stage, num_submeshes)
+        ahead = min(2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups)), total)
+        ended, most = 0, 0
+        for begun, place in enumerate(forwards[chunk], 1):
+            while ended < num_micro_batches and backwards[chunk][ended] < place - ahead:
+                ended += 1
+            most = max(most, begun - ended)
+        found.append(most)
+    return found
+
+
 def _groups(count: int, at_least: int) -> list[range]:
     """The numbers below `count` in stretches of even lengths, none below `at_least` and as many as that allows."""
     number = count // at_least

@@ -7,7 +7,7 @@ import pytest
 from graph.layered import ROWS, WIDTH, layered
 
 from aliquot.core import InputError
-from aliquot.graph import Run, capture, cut_alike, cut_layers
+from aliquot.graph import Phase, Run, capture, cut_alike, cut_layers, find_repeats, fold
 from aliquot.graph._layers import _places_in_run
 from aliquot.sharding import trace_part
 from aliquot.zoo import build
@@ -90,3 +90,17 @@ def test_layers_of_another_size_cross_what_they_cross_there():
     for item, other in zip(alike.items, own.items, strict=True):
         assert (item.what, item.inputs, item.outputs, item.ops) == (other.what, other.inputs, other.outputs, other.ops)
         assert (item.phase, item.shared) == (other.phase, other.shared)
+
+
+def test_what_the_quick_search_for_repeats_finds_is_refined_in_the_update_alone():
+    graph = layered(4)
+    quick, whole = find_repeats(graph), fold(graph)
+    assert (
+        [(r.start, r.period, r.count) for r in quick.runs] == [(r.start, r.period, r.count) for r in whole.runs] != []
+    )
+    passes = [op.index for op in graph.ops if op.phase is not Phase.UPDATE]
+    pairs = set(zip(quick.op_class[passes].tolist(), whole.op_class[passes].tolist(), strict=True))
+    assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}) < len(passes)
+    update = [op.index for op in graph.ops if op.phase is Phase.UPDATE]
+    pairs = set(zip(quick.op_class[update].tolist(), whole.op_class[update].tolist(), strict=True))
+    assert len({a for a, _ in pairs}) <= len({b for _, b in pairs}) == len(pairs)

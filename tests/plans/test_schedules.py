@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.core import InputError
-from aliquot.plans import SCHEDULES, Schedule, Task, TaskKind, dependencies, make_schedule
+from aliquot.plans import SCHEDULES, Schedule, Task, TaskKind, dependencies, interleaved_in_flight, make_schedule
 
 UNITS = {TaskKind.FORWARD: 1, TaskKind.BACKWARD: 2, TaskKind.BACKWARD_INPUT: 1, TaskKind.BACKWARD_WEIGHT: 1}
 KINDS = {
@@ -83,6 +83,13 @@ def test_in_flight(sizes):
         until_input = made["zero-bubble"].in_flight(stage, TaskKind.BACKWARD_INPUT)
         assert until_input == min(micro_batches, stages - stage)
         assert made["inference"].in_flight(stage) == 1
+
+
+@given(counts())
+@settings(deadline=None, max_examples=200)
+def test_in_flight_of_interleaved_without_its_lists(sizes):
+    schedule = make_schedule("interleaved-1f1b", *sizes)
+    assert interleaved_in_flight(*sizes) == [schedule.in_flight(stage) for stage in range(sizes[0])]
 
 
 @given(counts())
