@@ -18,7 +18,7 @@ from ._program import Dims, PortableProgram
 from ._targets import CompileTarget
 from ._wheels import require_compiler
 
-_FORMAT = "2"
+_FORMAT = "3"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 

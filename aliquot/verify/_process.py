@@ -24,7 +24,9 @@ Progress: TypeAlias = Callable[[str], None]
 
 _POLL_S = 0.05
 _OUT_OF_MEMORY = re.compile(
-    r"(?:Used|total hbm usage >=|requires?|allocat\w+) +([\d.]+)([KMGT])(?:i?B)? of", re.IGNORECASE
+    r"(?:(?:Used|total hbm usage >=|requires?|allocat\w+) +|total memory required for HLO temporaries \()"
+    r"([\d.]+)([KMGT])(?:i?B)?(?: of|\) exceeds)",
+    re.IGNORECASE,
 )
 
 

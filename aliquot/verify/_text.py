@@ -28,6 +28,7 @@ _OURS = ("sharding_constraint", "call_exported", "run", "")
 _LIBRARIES = re.compile(r"[/\\](?:jax|flax|optax|equinox)[/\\]")
 _OURSELVES = re.compile(r"[/\\]aliquot[/\\](?:(?:runtime|graph|sharding|verify)[/\\]|_api\.py)")
 _STEPS = 60
+_TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
 
 
 def compiled_collectives(
@@ -168,6 +169,12 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _BODY = re.compile(r" while\(.*\bbody=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+
+
+def reported_bytes(report: str) -> int | None:
+    """What a memory usage report of XLA says of a device's main memory, which comes first; None if it says nothing."""
+    found = _TOTAL.search(report)
+    return int(found[1]) if found else None
 
 
 def estimated_cycles(text: str) -> float:

@@ -14,6 +14,7 @@ from aliquot.runtime import CompiledCollective
 from aliquot.verify import CompileError, CompilerMissingError, default_cache, require_compiler, resolve_target
 from aliquot.verify import _compile as compiling
 from aliquot.verify import _wheels as wheels
+from aliquot.verify import _worker as working
 
 
 @jax.checkpoint
@@ -133,9 +134,16 @@ def test_compilers_that_fail(plan, cache, tmp_path, monkeypatch, script, error, 
         assert list(cache.glob("*.txt"))
 
 
-def test_a_program_that_does_not_fit_is_an_answer(plan, cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm.",
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (20.50G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_a_program_that_does_not_fit_is_an_answer(words, plan, cache, tmp_path, monkeypatch):
     path = tmp_path / "python"
-    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm."
+    words = f"RESOURCE_EXHAUSTED: {words}"
     path.write_text(f'#!/bin/sh\necho \'{{"error": "E", "message": "{words}"}}\' > $3/result.json\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr("sys.executable", str(path))
@@ -174,6 +182,21 @@ def test_compilers_that_are_not_installed(target, versions, messages, monkeypatc
     with pytest.raises(CompilerMissingError) as refusal:
         require_compiler(resolve_target(target, Cluster.preset("8xH100")))
     assert all(message in str(refusal.value) for message in messages), str(refusal.value)
+
+
+def test_what_tpus_need_is_what_their_compiler_reports(tmp_path):
+    """Main memory alone, whatever the temporaries were said to be; without a report they stay."""
+    memory = {"argument_bytes": 1000, "output_bytes": 900, "alias_bytes": 800, "temp_bytes": 7000, "live_bytes": 5}
+    working._correct_temporaries(memory, tmp_path / "reports")
+    assert memory["temp_bytes"] == 7000
+    (tmp_path / "reports").mkdir()
+    report = tmp_path / "reports" / "module_0000.jit_call.cl_1.after_optimizations-memory-usage-report.txt"
+    report.write_text(
+        "Memory Space: default (color=0)\nTotal bytes: 6100 (6.0KiB)\n\nMemory Space: vmem (color=1)\nTotal bytes: 9"
+    )
+    working._correct_temporaries(memory, tmp_path / "reports")
+    assert memory["temp_bytes"] == 5000 and memory["live_bytes"] == 5
+    assert not (tmp_path / "reports").exists()
 
 
 def test_where_answers_are_kept(monkeypatch, tmp_path):
