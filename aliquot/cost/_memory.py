@@ -122,6 +122,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
             )
     if priced.target.gathers_leading_dim:
         found += _transposed(priced, parameters)
+        found += _gathered_anew(priced)
     return found
 
 
@@ -142,6 +143,30 @@ def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Co
                 local_bytes=(np.where(inner, local[:, None], 0.0),),
                 births=np.zeros_like(edge.starts),
                 deaths=np.full_like(edge.ends, priced.graph.num_ops),
+            )
+
+
+def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
+    """New parameters that are gathered along another dim than the first: not into their place, but to be copied there.
+
+    That is the last that a step does. Where latency is hidden, the copies wait for all gathers.
+    """
+    if not priced.target.hides_latency:
+        return
+    for edge in priced.graph.edges:
+        if edge.kind != "alias" or edge.phase is not Phase.UPDATE or edge.rank < 2:
+            continue
+        p = priced.edges[edge.index]
+        inner = np.array([[_gathers_inner(s, t) for t in p.targets] for s in p.sources])
+        if inner.any():
+            local = np.array([edge.num_bytes / num_shards(t, priced.axis_sizes) for t in p.targets])
+            moments = np.full_like(edge.starts, priced.graph.num_ops)
+            yield Conversion(
+                share=edge.share,
+                edges=(edge.index,),
+                local_bytes=(np.where(inner & p.moves, local[None, :], 0.0),),
+                births=moments,
+                deaths=moments,
             )
 
 

@@ -14,7 +14,7 @@ from ..core import InputError
 from ..cost import Problem, price
 from ._base import AbstractMethod, Decision, Progress
 from ._neighbourhood import FEW_AXES, choices_to_try
-from ._race import Entry, Limits, race
+from ._race import Entry, Limits, goes_first, race
 from .intra import fixed
 
 
@@ -195,7 +195,8 @@ def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()
 def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) -> list[LogicalMesh]:
     if shape is not None:
         return [_mesh(problem, shape)]
-    return [_mesh(problem, s) for s in logical_mesh_shapes(problem.cluster.num_devices, max_axes)]
+    meshes = [_mesh(problem, s) for s in logical_mesh_shapes(problem.cluster.num_devices, max_axes)]
+    return sorted(meshes, key=lambda mesh: not goes_first(mesh))
 
 
 def _variants(

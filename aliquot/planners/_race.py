@@ -70,7 +70,7 @@ def race(
             report(f"{entry.name} on {entry.priced.mesh}", k, max(expected, k + 1))
             ceiling_s = best[1].step_time_s if best else np.inf
             runners.append(runner := _Runner.start(entry, problem, limits, pool, ceiling_s))
-            if len(entry.priced.mesh.shape) == 1:
+            if goes_first(entry.priced.mesh):
                 best = _bounded(runner, best, limits)
         for runner in sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0):
             best = _bounded(runner, best, limits)
@@ -90,6 +90,15 @@ def race(
     if best is None:
         raise _infeasible(problem, runners, method)
     return _decision(best, runners, problem, method, planner, exact_space, best[1].status, limits)
+
+
+def goes_first(mesh: LogicalMesh) -> bool:
+    """Whether a search on this mesh ends before others begin, to which what it finds is a ceiling.
+
+    One axis makes small programs. Hosts by devices leaves fewer dims without a split than one long axis, and often fits where
+    that does not.
+    """
+    return len(mesh.shape) == 1 or mesh.shape == (mesh.cluster.num_hosts, mesh.cluster.devices_per_host)
 
 
 def _bounded(runner: _Runner, best: tuple[_Runner, Solution] | None, limits: Limits) -> tuple[_Runner, Solution] | None:

@@ -152,8 +152,8 @@ def test_tpus_store_in_two_bytes_what_only_products_at_default_precision_read(pr
     assert sizes("4xA100-80GB") == {whole}
 
 
-def waiting_bytes(cluster: str, method, **settings) -> float:
-    """What each device holds for products for gradients, or of their results, beyond the last other use of it."""
+def held(cluster: str, method, **settings):
+    """What a plan holds in more than one split, or for longer than it is used: conversions, their bytes, and their edges."""
     work = workload(recompute="block", hidden_size=256, **settings)
     plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset(cluster), method=method)
     problem = make_problem(aq.capture(work.train_step, work.state, work.batch), Cluster.preset(cluster))
@@ -164,8 +164,12 @@ def waiting_bytes(cluster: str, method, **settings) -> float:
     priced = price(problem.nodes, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
     picks = np.zeros(len(choices), np.int64)
     found = converted(known_memory(priced, picks), priced, picks)
-    edges = problem.nodes.edges
-    return sum(b for c, b in found if edges[c.edges[0]].kind == "result" and edges[c.edges[0]].gradient)
+    return [(c, num_bytes, problem.nodes.edges[c.edges[0]]) for c, num_bytes in found]
+
+
+def waiting_bytes(cluster: str, method, **settings) -> float:
+    """What each device holds for products for gradients, or of their results, beyond the last other use of it."""
+    return sum(b for _, b, edge in held(cluster, method, **settings) if edge.kind == "result" and edge.gradient)
 
 
 def test_products_that_take_more_than_they_free_run_last():
@@ -191,6 +195,20 @@ def test_products_run_in_turn_where_layers_have_collectives_beside_all_reduces()
         assert (low <= known * (1 + 1e-12)).all() and (known <= high * (1 + 1e-12)).all()
         saved.append((known < high * 0.999).any())
     assert any(saved) and not all(saved)
+
+
+def test_new_parameters_wait_for_all_gathers_before_they_are_copied():
+    """Stacks of 3 layers are split along another dim than the first: what is gathered is copied to its place at the end."""
+
+    def gathered(cluster: str, **settings) -> list:
+        return [(c, b) for c, b, edge in held(cluster, Zero2Parallel(), **settings) if edge.kind == "alias"]
+
+    stacks = gathered("4xH100", scan=True)
+    assert max(num_bytes for _, num_bytes in stacks) == 4 * 3 * 256 * 256
+    assert len({int(m) for c, _ in stacks for m in (*c.births, *c.deaths)}) == 1
+    # Layers by themselves are mostly split along the first dim.
+    assert 2 * sum(b for _, b in gathered("4xH100")) < sum(b for _, b in stacks)
+    assert not gathered("4xA100-80GB", scan=True)
 
 
 def test_cheap_work_is_not_stored():
