@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...cost import Chain, ChainPlan, simulate_stages
 
 _ROUNDING = 1e-9
 
 
-def fastest_simulated(
-    plans: Iterable[tuple[ChainPlan, Chain]], most: int, known: dict[object, ChainPlan] | None = None
-) -> ChainPlan | None:
-    """The fastest in simulation of the first `most` different plans of each schedule; None without plans.
+def worth_simulating(
+    plans: Iterable[tuple[ChainPlan, Chain]], most: int, known: Iterable[ChainPlan] = ()
+) -> list[ChainPlan]:
+    """The first `most` different plans of each schedule, less those that are known.
 
     Args:
-        plans: each with its chain, best first; the first of equally fast ones wins.
+        plans: each with its chain, best first.
         most: at least 1.
-        known: plans that were simulated before; those that are now join them.
     """
-    best: ChainPlan | None = None
     seen: Counter[str] = Counter()
     looked_at: set[object] = set()
-    known = {} if known is None else known
-    for plan, chain in plans:
-        key = (plan.stages, plan.schedule, plan.num_micro_batches, plan.num_submeshes)
+    left_out = {_key(plan) for plan in known}
+    found = []
+    for plan, _ in plans:
+        key = _key(plan)
         if key in looked_at or seen[plan.schedule] == most:
             continue
         looked_at.add(key)
         seen[plan.schedule] += 1
-        if key not in known:
-            known[key], peak_bytes = simulate_stages(chain, plan)
-            assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), "bounds on what is in flight were too low"
-        simulated = known[key]
-        if best is None or simulated.step_time_s < best.step_time_s:
-            best = simulated
-    return best
+        if key not in left_out:
+            found.append(plan)
+    return found
+
+
+def _key(plan: ChainPlan) -> object:
+    return plan.stages, plan.schedule, plan.num_micro_batches, plan.num_submeshes
+
+
+def simulated(chains: Sequence[Chain], plan: ChainPlan) -> ChainPlan:
+    """A plan of one of some chains with its step time by simulation."""
+    (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
+    found, peak_bytes = simulate_stages(chain, plan)
+    assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), "bounds on what is in flight were too low"
+    return found
+
+
+def fastest(plans: Sequence[ChainPlan]) -> ChainPlan | None:
+    """The first of those with the least step time; None without plans."""
+    return min(plans, key=lambda plan: plan.step_time_s, default=None)

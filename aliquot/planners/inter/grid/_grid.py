@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....core import InfeasibleError, InputError, format_bytes
 from ....cost import Chain, ChainPlan, StageChoice, Stretches, find_stage_faults, judge_stages
 from .._base import AbstractInter, check_chains
-from .._simulated import fastest_simulated
+from .._simulated import fastest, simulated, worth_simulating
 
 _SCHEDULE = "1f1b"
 
@@ -41,7 +41,7 @@ class Grid(AbstractInter):
             )
         fitting = [(plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes]
         fitting.sort(key=lambda found: found[0].closed_form_s)
-        best = fastest_simulated(fitting, max(self.simulated, 1))
+        best = fastest([simulated(chains, plan) for plan in worth_simulating(fitting, max(self.simulated, 1))])
         if best is None:
             raise _nothing_fits(plans)
         return best
