@@ -75,8 +75,9 @@ def main() -> int:
         bar="; ".join(f"{c.name}: {c.limit_s:g} s" for c in CASES if c.limit_s),
         method=(
             "Wall time of a whole process, `aliquot plan MODEL --cluster C --global-batch 1024 --method pipeshard "
-            "--micro-batches auto --json`: Python's start, imports of compiled modules, building and tracing the step, pricing layers on every "
-            f"submesh, the search, the chosen stages solved as wholes. One run to warm the disk, then {chosen.repetitions} in turn over all cases; "
+            "--micro-batches auto --json`: Python's start, imports of compiled modules, building and tracing the step, pricing "
+            "layers on every submesh, the search, the chosen stages solved as wholes. One run to warm the disk, then "
+            f"{chosen.repetitions} in turn over all cases; "
             "median, least and most; one run for what shows growth. Within: trace and search as the plan's own provenance has "
             "them, in the median run."
         ),

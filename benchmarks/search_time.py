@@ -57,7 +57,8 @@ def main() -> int:
         bar="; ".join(f"{c.name}: {c.limit_s:g} s" for c in CASES),
         method=(
             f"Wall time of a whole process, `aliquot plan MODEL --cluster C --global-batch N --method shard --json`: Python's "
-            f"start, imports of compiled modules, building and tracing the step, the search over all logical meshes of up to two axes, the plan. "
+            f"start, imports of compiled modules, building and tracing the step, the search over all logical meshes of up to "
+            f"two axes, the plan. "
             f"One run to warm the disk, then {chosen.repetitions} in turn over all cases; median, least and most. Within: "
             "trace and search as the plan's own provenance has them, in the median run."
         ),
