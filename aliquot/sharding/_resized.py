@@ -2,7 +2,7 @@
 
 That is quicker than another trace. And a dim of size one is special to the code that writes traces: it broadcasts, it is
 squeezed, so that the trace on one example may be another program than the trace on many. The operators themselves know no
-such cases: each runs on one example with the sizes that two and four of them let one expect.
+such cases: each runs on one example with the sizes that its sizes on two larger batches let one expect.
 """
 
 from __future__ import annotations
