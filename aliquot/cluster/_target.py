@@ -36,9 +36,10 @@ class Target:
         gathers_leading_dim: Whether parameters are gathered along their first dim alone, from transposed copies where
             another one is split.
         combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are combined; then gradients
-            wait for each other. 0 if nothing waits.
+            wait for each other. 0 if none are.
         hides_latency: Whether work beside collectives counts for more than memory when operators are put in order: products
             that only the update needs are then put off. Otherwise only those that would take more than they free.
+        all_reduces_apart: Whether other work can run beside an all-reduce; otherwise only beside other collectives.
         gathers_through_copies: Whether a gather along another dim than the first copies what enters it and what leaves it,
             so that this dim comes first.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
@@ -72,6 +73,7 @@ class Target:
     gathers_leading_dim: bool
     combined_bytes: int
     hides_latency: bool
+    all_reduces_apart: bool
     gathers_through_copies: bool
     overlap_fraction: float
     matmul_efficiency: float
@@ -107,6 +109,11 @@ class Target:
             problems.append(f"kind {self.kind!r} is none of {', '.join(KINDS)}")
         if problems:
             raise ClusterError(problems, asked=f"target {self.kind!r}")
+
+    @property
+    def delays_gradients(self) -> bool:
+        """Whether products that nothing but the update waits for may be put off."""
+        return self.hides_latency or self.combined_bytes > 0
 
     def collective_dtype(self, dtype: str) -> str:
         """The type in which a value of `dtype` travels.
@@ -158,6 +165,7 @@ _CPU = Target(
     gathers_leading_dim=False,
     combined_bytes=0,
     hides_latency=False,
+    all_reduces_apart=True,
     gathers_through_copies=True,
     overlap_fraction=0.0,
     matmul_efficiency=0.75,
@@ -196,6 +204,7 @@ _GPU = Target(
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
     hides_latency=False,
+    all_reduces_apart=True,
     gathers_through_copies=False,
     overlap_fraction=0.5,
     matmul_efficiency=0.6,
@@ -214,7 +223,8 @@ _GPU = Target(
 # and asynchronous by default ("How to Scale Your Model", Google DeepMind, 2025). Merging of partial sums happens in the
 # partitioner that GPUs use too. Memory: repeated work, and what is held for products, as in the buffers that XLA assigns for
 # v5e and v5p (libtpu 0.0.42, benchmarks/memory_deviceless.py): in float32 steps, stacks of what products read are bfloat16,
-# and casts of weights stand before the loops. Zeroes for backward loops are made right before these, after the loss.
+# and casts of weights stand before the loops. Zeroes for backward loops are made right before these, after the loss. Products
+# whose results are reduce-scattered stand behind all backward layers, those that are all-reduced in their layer.
 _TPU = Target(
     kind="tpu",
     reduce_scatter=True,
@@ -228,7 +238,8 @@ _TPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
-    hides_latency=False,
+    hides_latency=True,
+    all_reduces_apart=False,
     gathers_through_copies=False,
     overlap_fraction=0.7,
     matmul_efficiency=0.7,

@@ -109,7 +109,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
             found.append(
                 Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
             )
-    if priced.target.combined_bytes:
+    if priced.target.delays_gradients:
         for w in waiting(priced, in_turn):
             found.append(
                 Conversion(

@@ -56,7 +56,7 @@ def make_problem(
         repeats_cheap_work=target.repeats_cheap_work,
         zeroes_early=target.zeroes_early,
         product_itemsize=target.held_product_bytes,
-        delays_gradients=target.combined_bytes > 0,
+        delays_gradients=target.delays_gradients,
         sums_gradients=num_micro_batches > 1,
         on_missing_rule=on_missing_rule,
     )

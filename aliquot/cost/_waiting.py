@@ -5,7 +5,8 @@ One that saves memory runs such a product in turn if its operands free at least 
 One that hides latency goes from the end of a step to its beginning, runs one collective at a time, and puts these products
 beside collectives. All-reduces of gradients over the whole mesh take all of them, at the end, unless collectives inside
 backward layers take turns with them. What is reduce-scattered together leaves them to the collectives inside backward
-layers, which have used them up about halfway, and so does what is not summed over the whole mesh.
+layers, which have used them up about halfway, and so does what is not summed over the whole mesh. Where nothing runs beside
+all-reduces, products whose results are all-reduced run in turn, and the others are used up about halfway.
 
 Operands wait for products that are put off. Results that are reduce-scattered together, as small ones are, wait for that.
 """
@@ -59,7 +60,10 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
         if r.early_births is not None and landing is not None:
             last, _ = landing.put_off(operands.get(r.maker, []), in_turn)
             local = (landing.together & ~last) * landing.local_bytes(r.num_bytes, landing.edge.source_projection)
-            since = np.minimum((r.early_births + end) // 2 if hides else r.early_births, r.births)
+            if not (priced.target.all_reduces_apart or landing.total):
+                local = np.where(landing.scattered, local, r.num_bytes / landing.shards_left)
+            halfway_on = hides and priced.target.all_reduces_apart
+            since = np.minimum((r.early_births + end) // 2 if halfway_on else r.early_births, r.births)
             yield Waiting(edge=landing.edge, local_bytes=local, births=since, deaths=r.births - 1)
 
 
@@ -70,6 +74,7 @@ class _Landing:
         total: whether micro-batches are added up first.
         scattered, reduced: whether partial sums are reduce-scattered, or all-reduced.
         everywhere: whether every device of the mesh holds a part of the sums; one row for each way to leave.
+        shards_left: among how many devices the sum is split.
         together: whether it is reduce-scattered with others: two of what is left of it are within the limit.
     """
 
@@ -88,6 +93,7 @@ class _Landing:
         self.everywhere: Flags = (partial | (sizes == 1)).all(axis=1)[:, None]
         self._made = self.local_bytes(edge.num_bytes, edge.source_projection)
         pieces = [np.where(specs >= 0, sizes, 1).prod(axis=1) for specs in (sources, targets)]
+        self.shards_left: Floats = pieces[1][None, :].astype(np.float64)
         left = self._made * pieces[0][:, None] / pieces[1][None, :]
         self.together: Flags = self.scattered & (2 * left <= priced.target.combined_bytes)
 
@@ -103,6 +109,8 @@ class _Landing:
         if not self._priced.target.hides_latency:
             freed = sum(self.local_bytes(e.num_bytes, e.target_projection) for e in operands)
             return np.broadcast_to(self._made > freed, self.scattered.shape), np.zeros_like(self.scattered)
+        if not self._priced.target.all_reduces_apart:
+            return np.zeros_like(self.scattered), self.scattered
         apart: Flags = np.logical_and(self.everywhere, not in_turn)
         return apart & self.reduced, np.where(self.everywhere, apart & self.together, True)
 

@@ -79,6 +79,7 @@ TPU_HABITS = {
     ),
     "parameters are cast before micro-batches": ({"held_product_bytes": 0}, {"hidden_size": 512}, 2, True),
 }
+BLOCKS = {"recompute": "block", "sequences": 256, "hidden_size": 256}
 
 
 @pytest.mark.parametrize("name", TPU_HABITS)
@@ -100,6 +101,25 @@ def test_a_habit_for_tpus_moves_the_peak(name, monkeypatch):
     usual = peak()
     monkeypatch.setitem(TARGETS, "tpu", dataclasses.replace(TARGETS["tpu"], **without))
     assert (usual > peak() * 1.01) if higher else (usual * 1.01 < peak())
+
+
+@pytest.mark.parametrize("method", [DataParallel(), Zero3Parallel()])
+def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces(method, monkeypatch):
+    """Operands wait for the former; the latter run in turn, as if no latency were hidden, and their results wait."""
+    work = workload(**BLOCKS)
+
+    def peak(**habits: bool) -> float:
+        monkeypatch.setitem(TARGETS, "tpu", dataclasses.replace(usual, **habits))
+        plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset("v5e-4"), method=method)
+        return plan.prediction.peak_memory_bytes
+
+    usual = TARGETS["tpu"]
+    in_turn = peak(hides_latency=False)
+    if isinstance(method, DataParallel):
+        assert peak() == pytest.approx(in_turn, rel=0.01)
+        assert abs(peak(all_reduces_apart=True) / in_turn - 1) > 0.01
+    else:
+        assert peak() > 1.01 * in_turn
 
 
 def residents_for(cluster: str, train_step, *arguments, micro_batches: int = 1):
