@@ -3,12 +3,12 @@
 Draws combinations of model, form, method, mesh, recomputation, micro-batches, number type, size and device so that every
 pair of choices occurs, plans each for eight devices, compiles the plan for that device without having one, and compares the
 peaks. A process of its own compiles each plan. What is fitted in `aliquot/cluster/_target.py` was fitted on the first half
-of the plans for GPUs alone. For TPUs nothing is fitted, but half of the plans were in sight while the model found its form.
+of the plans for GPUs alone. For TPUs nothing is fitted, but two draws of three were in sight while the model found its form.
 
 Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`, or of `libtpu`, on `PYTHONPATH`.
 
     python benchmarks/memory_deviceless.py [--quick] [--count 80] [--journal compiled.jsonl] [--dumps FOLDER]
-    python benchmarks/memory_deviceless.py --tpus --count 12      (12 that were in sight, and 12 others)
+    python benchmarks/memory_deviceless.py --tpus --count 12      (24 that were in sight, and 12 others)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
             "depend on what is compared. Combinations are drawn with a seed so that every pair of choices that fits occurs, while "
             "their number allows; "
             + (
-                "of two draws, one was in sight while the model found its form, and the other is reported; no figure was "
+                "of three draws, two were in sight while the model found its form, and the last is reported; no figure was "
                 "fitted. One run each."
                 if chosen.tpus
                 else "odd ones served to fit, even ones are reported; both were in sight while the model found its form. One "
@@ -94,10 +94,8 @@ def main() -> int:
     cases = draw(chosen.count, FACTORS | {"gpu": devices})
     chosen_cases = list(zip(itertools.cycle(halves), cases, strict=False))[:most]
     if chosen.tpus:
-        others = draw(chosen.count, FACTORS | {"gpu": devices}, seed=1)
-        chosen_cases = [
-            (half, case) for half, some in zip(halves, (cases, others), strict=True) for case in some[:most]
-        ]
+        draws = [cases, *(draw(chosen.count, FACTORS | {"gpu": devices}, seed=seed) for seed in (1, 2))]
+        chosen_cases = [(halves[index == 2], case) for index, some in enumerate(draws) for case in some[:most]]
     for half, case in chosen_cases:
         if chosen.known:
             rows.append({"half": half, **case, **_known(case, chosen.plans, journal)})
