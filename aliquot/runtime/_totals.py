@@ -70,7 +70,7 @@ class Totals:
         """How the dims of a running total are split, that of the groups apart."""
         whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
         chain = self.landing.get(value)
-        return chain[-1][0] if chain else whole
+        return chain[-1][0] if chain else self.pins.values.get(value, whole)
 
     def add_up(self, value: int, total: Any) -> Any:
         """The batch's value from a running total."""
