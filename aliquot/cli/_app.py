@@ -51,4 +51,8 @@ def main() -> None:
     # Traces and plans are many objects that stay: to look for garbage among them as often as usual takes a twentieth of the
     # time, and hardly any of it is found.
     gc.set_threshold(1_000_000, 50, 100)
-    app()
+    try:
+        app()
+    finally:
+        # Nor is it worth to look for any at the very end, which Python does otherwise.
+        gc.freeze()

@@ -7,6 +7,7 @@ those are solved in threads of their own, the next are priced; nothing depends o
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,9 @@ from ..cost import Priced, Problem, known_memory, peak_memory
 from ._base import Candidate, Decision, Interrupted, Progress
 from ._neighbourhood import FEW_AXES
 from .intra.ilp import Search, Solution
+
+# Entries that are priced while one that goes first is solved; to solve it takes about as long.
+_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,11 +70,14 @@ def race(
     report = progress or (lambda what, done, of: None)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
-        for k, entry in enumerate(entries):
+        coming = iter(entries)
+        while (entry := next(coming, None)) is not None:
+            k = len(runners)
             report(f"{entry.name} on {entry.priced.mesh}", k, max(expected, k + 1))
             ceiling_s = best[1].step_time_s if best else np.inf
             runners.append(runner := _Runner.start(entry, problem, limits, pool, ceiling_s))
             if goes_first(entry.priced.mesh):
+                coming = itertools.chain(list(itertools.islice(coming, _AHEAD)), coming)
                 best = _bounded(runner, best, limits)
         for runner in sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0):
             best = _bounded(runner, best, limits)
@@ -217,7 +224,9 @@ def _mesh_name(mesh: LogicalMesh) -> str:
 def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> InfeasibleError:
     """The answer when nothing fits: the smallest plan, its parts, and what would make it fit."""
     smallest: tuple[float, dict[str, float], _Runner] | None = None
-    for runner in runners:
+    # On few axes that is found soon, and they split as far as many do.
+    axes = min(len(runner.entry.priced.mesh.shape) for runner in runners)
+    for runner in (r for r in runners if len(r.entry.priced.mesh.shape) == axes):
         picks = runner.search.least_memory()
         peak, _, parts = peak_memory(known_memory(runner.entry.priced, picks), runner.entry.priced, picks)
         if smallest is None or peak < smallest[0]:

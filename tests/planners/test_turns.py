@@ -68,3 +68,10 @@ def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
     assert peak(known_memory(priced, found.picks), priced, found.picks) == found.peak_bytes <= limit_bytes
     assert bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
     assert found.status == "optimal where all products wait that may"
+
+
+def test_what_can_never_fit_is_not_solved(nodes):
+    """Every array at its smallest is too much already."""
+    search = Search(on_mesh(nodes, 2, 2), everything(on_mesh(nodes, 2, 2)), limit_bytes=1e5)
+    assert search.relax() is None
+    assert search.num_solves == 0

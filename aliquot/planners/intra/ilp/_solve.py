@@ -75,7 +75,7 @@ class Search:
         self._narrowed = False
         self._times: list[int] = []
         self._excluded: list[Ints] = []
-        self.gave_up = False
+        self.gave_up = self._started = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
 
@@ -90,7 +90,9 @@ class Search:
 
     def start(self) -> float | None:
         """The bound of the relaxation without memory rows, in seconds; None if no choice is possible. May run in a thread."""
-        self._values = self._relax()
+        # To find out by pivots that nothing fits takes longest.
+        self._values = None if self._never_fits() else self._relax()
+        self._started = True
         return self._bound_s()
 
     def relax(self, cutoff_s: float = np.inf) -> float | None:
@@ -98,7 +100,7 @@ class Search:
 
         Above `cutoff_s` a bound is not lifted any further.
         """
-        if not self.num_solves:
+        if not self._started:
             self.start()
         while True:
             bound = self._bound_s()
@@ -117,6 +119,18 @@ class Search:
         self._picks = _decode(self._choices, values)
         self.integral = not _is_fractional(self._choices, values)
         return bound
+
+    def _never_fits(self) -> bool:
+        """Whether at some moment even the least that each array can take is too much."""
+        if not np.isfinite(self.limit_bytes) or not all(map(len, self._choices.allowed)):
+            return False
+        model = self._model(self._in_turn)
+        change = np.zeros(model.num_times + 1)
+        for r, local in zip(model.residents, model.local_bytes, strict=True):
+            least = float(local[0]) if r.node < 0 else float(local[self._choices.allowed[r.node]].min())
+            np.add.at(change, r.births, least)
+            np.subtract.at(change, r.deaths + 1, least)
+        return float(np.cumsum(change).max()) > self.limit_bytes * (1 + 1e-9)
 
     def _bound_s(self) -> float | None:
         """The bound of the last relaxation. Where it has no solution, none is below the ceiling; without one there is none."""
