@@ -7,7 +7,7 @@ another split for products. All copies of one array live from the first to the l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,14 +188,31 @@ def _waits_for_nothing(edge: Edge, parameters: set[tuple[int, int]], priced: Pri
 
 def timeline(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> Floats:
     """Bytes on each device while each operator runs. `picks[n]` is the choice of node `n`."""
+    return over_time(
+        model,
+        lambda r, local: local[picks[r.node]] if r.node >= 0 else local[0],
+        converted(model, priced, picks),
+    )
+
+
+def over_time(
+    model: MemoryModel,
+    taken: Callable[[Resident, Floats], float],
+    conversions: Iterable[tuple[Conversion, float]] = (),
+) -> Floats:
+    """Bytes on each device while each operator runs.
+
+    Args:
+        taken: the bytes of a resident, of what it takes under each choice of its node.
+        conversions: those that are held, each with its bytes.
+    """
     change = np.zeros(model.num_times + 1)
-    for r, local in zip(model.residents, model.local_bytes, strict=True):
-        num_bytes = local[picks[r.node]] if r.node >= 0 else local[0]
-        np.add.at(change, r.births, num_bytes)
-        np.subtract.at(change, r.deaths + 1, num_bytes)
-    for conversion, num_bytes in converted(model, priced, picks):
-        np.add.at(change, conversion.births, num_bytes)
-        np.subtract.at(change, conversion.deaths + 1, num_bytes)
+    parts: list[tuple[Resident | Conversion, float]] = [
+        (r, float(taken(r, local))) for r, local in zip(model.residents, model.local_bytes, strict=True)
+    ]
+    for what, num_bytes in [*parts, *conversions]:
+        np.add.at(change, what.births, num_bytes)
+        np.subtract.at(change, what.deaths + 1, num_bytes)
     return np.cumsum(change)[:-1]
 
 

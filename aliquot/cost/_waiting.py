@@ -117,7 +117,9 @@ class _Landing:
 
 def may_take_turns(priced: Priced) -> bool:
     """Whether some choices may make collectives inside backward layers take turns with all-reduces."""
-    return priced.target.hides_latency and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
+    target = priced.target
+    beside = target.hides_latency and target.all_reduces_apart
+    return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
 
 
 def takes_turns(priced: Priced, picks: Ints) -> bool:

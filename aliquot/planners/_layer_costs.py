@@ -106,7 +106,7 @@ def build_chains(
         )
         shared.add(_Layer(problem=_without_operators(problem), layouts=Layouts()), meshes)
         shares.append(_weight_share(extract.graph))
-    answers = shared.answers()
+    answers = shared.answers((lambda done, of: progress("layers on meshes", done, of)) if progress else None)
     solved = [dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))]
     costs = [[of[o.submesh, o.mesh_shape] for o in options] for of in solved]
     table = [costs[c] for c in classes]

@@ -116,10 +116,12 @@ class Share(Generic[T]):
             self._feeder = threading.Thread(target=self._feed, args=(process,), daemon=True)
             self._feeder.start()
 
-    def answers(self) -> list[T]:
-        """Of all calls, in the order in which they were added."""
+    def answers(self, report: Callable[[int, int], None] | None = None) -> list[T]:
+        """Of all calls, in the order in which they were added. `report` hears how many of how many have begun."""
         self._close()
         while (number := self._take(last=True)) is not None:
+            if report:
+                report(len(self._calls) - len(self._open) - 1, len(self._calls))
             self._call(number)
         self.wait()
         left = [number for number, answer in enumerate(self._answers) if isinstance(answer, _Nothing)]

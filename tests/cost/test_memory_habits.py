@@ -53,18 +53,20 @@ HABITS = {
 }
 
 
+def peak(work, cluster: str, method, num_micro_batches: int = 1) -> float:
+    """Predicted bytes of the plan of a method."""
+    arguments = work.train_step, work.state, work.batch
+    plan = aq.plan(*arguments, cluster=Cluster.preset(cluster), method=method, num_micro_batches=num_micro_batches)
+    return plan.prediction.peak_memory_bytes
+
+
 @pytest.mark.parametrize("name", HABITS)
 def test_a_habit_moves_the_peak(name, monkeypatch):
     without, settings, method, higher = HABITS[name]
-    work = workload(**settings)
-
-    def peak() -> float:
-        plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset("4xA100-80GB"), method=method)
-        return plan.prediction.peak_memory_bytes
-
-    usual = peak()
+    given = workload(**settings), "4xA100-80GB", method
+    usual = peak(*given)
     monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(TARGETS["gpu"], **without))
-    assert (usual > peak() * 1.01) if higher else (usual * 1.01 < peak())
+    assert (usual > peak(*given) * 1.01) if higher else (usual * 1.01 < peak(*given))
 
 
 # The same for TPUs: the target without the habit, a step, micro-batches, and whether the habit makes the peak higher.
@@ -85,22 +87,10 @@ BLOCKS = {"recompute": "block", "sequences": 256, "hidden_size": 256}
 @pytest.mark.parametrize("name", TPU_HABITS)
 def test_a_habit_for_tpus_moves_the_peak(name, monkeypatch):
     without, settings, micro_batches, higher = TPU_HABITS[name]
-    work = workload(**settings)
-
-    def peak() -> float:
-        plan = aq.plan(
-            work.train_step,
-            work.state,
-            work.batch,
-            cluster=Cluster.preset("v5e-4"),
-            method=DataParallel(),
-            num_micro_batches=micro_batches,
-        )
-        return plan.prediction.peak_memory_bytes
-
-    usual = peak()
+    given = workload(**settings), "v5e-4", DataParallel(), micro_batches
+    usual = peak(*given)
     monkeypatch.setitem(TARGETS, "tpu", dataclasses.replace(TARGETS["tpu"], **without))
-    assert (usual > peak() * 1.01) if higher else (usual * 1.01 < peak())
+    assert (usual > peak(*given) * 1.01) if higher else (usual * 1.01 < peak(*given))
 
 
 @pytest.mark.parametrize("method", [DataParallel(), Zero3Parallel()])
@@ -108,18 +98,17 @@ def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces
     """Operands wait for the former; the latter run in turn, as if no latency were hidden, and their results wait."""
     work = workload(**BLOCKS)
 
-    def peak(**habits: bool) -> float:
+    def with_habits(**habits: bool) -> float:
         monkeypatch.setitem(TARGETS, "tpu", dataclasses.replace(usual, **habits))
-        plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset("v5e-4"), method=method)
-        return plan.prediction.peak_memory_bytes
+        return peak(work, "v5e-4", method)
 
     usual = TARGETS["tpu"]
-    in_turn = peak(hides_latency=False)
+    in_turn = with_habits(hides_latency=False)
     if isinstance(method, DataParallel):
-        assert peak() == pytest.approx(in_turn, rel=0.01)
-        assert abs(peak(all_reduces_apart=True) / in_turn - 1) > 0.01
+        assert with_habits() == pytest.approx(in_turn, rel=0.01)
+        assert abs(with_habits(all_reduces_apart=True) / in_turn - 1) > 0.01
     else:
-        assert peak() > 1.01 * in_turn
+        assert with_habits() > 1.01 * in_turn
 
 
 def residents_for(cluster: str, train_step, *arguments, micro_batches: int = 1):

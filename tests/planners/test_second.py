@@ -52,6 +52,14 @@ def test_both_processes_take_part_and_the_second_ends_with_the_block():
     assert process.poll() is not None
 
 
+def test_progress_is_told_of_all_calls():
+    heard = []
+    shared = SecondProcess(wanted=False).share(second_calls.add)
+    shared.add(1, range(3))
+    assert shared.answers(lambda begun, of: heard.append((begun, of))) == [1, 2, 3]
+    assert heard == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_it_ends_when_the_block_is_interrupted():
     with pytest.raises(KeyboardInterrupt), SecondProcess(wanted=True) as second:
         process = second.process

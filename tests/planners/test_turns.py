@@ -6,7 +6,16 @@ import pytest
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import evaluate, known_memory, make_problem, memory_model, price, takes_turns, timeline
+from aliquot.cost import (
+    evaluate,
+    known_memory,
+    make_problem,
+    may_take_turns,
+    memory_model,
+    price,
+    takes_turns,
+    timeline,
+)
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 
@@ -68,6 +77,15 @@ def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
     assert peak(known_memory(priced, found.picks), priced, found.picks) == found.peak_bytes <= limit_bytes
     assert bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
     assert found.status == "optimal where all products wait that may"
+
+
+def test_where_nothing_runs_beside_all_reduces_no_choice_changes_what_waits(nodes):
+    tpus = Cluster.preset("v5e-4")
+    priced = price(nodes, LogicalMesh(shape=(4,), axis_names=("x",), cluster=tpus))
+    assert may_take_turns(on_mesh(nodes, 4)) and not may_take_turns(priced)
+    first = np.zeros(len(priced.nodes), np.int64)
+    either = [timeline(memory_model(priced, in_turn=in_turn), priced, first) for in_turn in (True, False)]
+    assert (either[0] == either[1]).all()
 
 
 def test_what_can_never_fit_is_not_solved(nodes):

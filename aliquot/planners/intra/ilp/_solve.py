@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, takes_turns, timeline
+from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, over_time, takes_turns, timeline
+from ....sharding import Resident
 from ._affordable import affordable
 from ._highs import Outcome, Relaxation, solve_integers
 from ._layout import Choices, Layouts
@@ -124,13 +125,11 @@ class Search:
         """Whether at some moment even the least that each array can take is too much."""
         if not np.isfinite(self.limit_bytes) or not all(map(len, self._choices.allowed)):
             return False
-        model = self._model(self._in_turn)
-        change = np.zeros(model.num_times + 1)
-        for r, local in zip(model.residents, model.local_bytes, strict=True):
-            least = float(local[0]) if r.node < 0 else float(local[self._choices.allowed[r.node]].min())
-            np.add.at(change, r.births, least)
-            np.subtract.at(change, r.deaths + 1, least)
-        return float(np.cumsum(change).max()) > self.limit_bytes * (1 + 1e-9)
+
+        def least(r: Resident, local: Floats) -> float:
+            return float(local[0] if r.node < 0 else local[self._choices.allowed[r.node]].min())
+
+        return float(over_time(self._model(self._in_turn), least).max()) > self.limit_bytes * (1 + 1e-9)
 
     def _bound_s(self) -> float | None:
         """The bound of the last relaxation. Where it has no solution, none is below the ceiling; without one there is none."""
@@ -285,22 +284,16 @@ class Search:
 
     def _fractional_timeline(self, values: Floats) -> Floats:
         """Bytes over time under a fractional solution."""
-        model = self._model(self._in_turn)
-        change = np.zeros(model.num_times + 1)
-        for r, local in zip(model.residents, model.local_bytes, strict=True):
-            if r.node < 0:
-                num_bytes = float(local[0])
-            else:
-                num_bytes = float(values[self._choices.columns[r.node]] @ local[self._choices.allowed[r.node]])
-            np.add.at(change, r.births, num_bytes)
-            np.subtract.at(change, r.deaths + 1, num_bytes)
+        choices, model = self._choices, self._model(self._in_turn)
+
+        def mixed(r: Resident, local: Floats) -> float:
+            return float(local[0] if r.node < 0 else values[choices.columns[r.node]] @ local[choices.allowed[r.node]])
+
+        copies = []
         for conversion in model.conversions:
-            columns, weights = conversion_columns(self._choices, self.priced, conversion)
-            num_bytes = float(values[columns] @ weights)
-            if num_bytes:
-                np.add.at(change, conversion.births, num_bytes)
-                np.subtract.at(change, conversion.deaths + 1, num_bytes)
-        return np.asarray(np.cumsum(change)[:-1], np.float64)
+            columns, weights = conversion_columns(choices, self.priced, conversion)
+            copies.append((conversion, float(values[columns] @ weights)))
+        return over_time(model, mixed, copies)
 
 
 def _decode(choices: Choices, values: Floats) -> Ints:
