@@ -48,8 +48,7 @@ def _options(
 
 def main() -> None:
     """Run the command line with this process's arguments. Ends the process with the verb's exit code."""
-    # Traces and plans are many objects that stay: to look for garbage among them as often as usual takes a twentieth of the
-    # time, and hardly any of it is found.
+    # Traces and plans are many objects that stay: to look for garbage among them as often as usual only takes time.
     gc.set_threshold(1_000_000, 50, 100)
     try:
         app()
