@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
-from .core import InputError
+from .core import InputError, collecting_seldom
 from .cost import Problem, decode_interior, make_problem
 from .graph import Graph, graph_fingerprint, split_scans
 from .graph import capture as capture
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .verify import Verification
 
 
+@collecting_seldom()
 def plan(
     step: Callable[..., Any],
     *args: Any,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..core import collect_seldom
 from ._cluster import cluster
 from ._demo import demo
 from ._diff import diff
@@ -48,8 +49,7 @@ def _options(
 
 def main() -> None:
     """Run the command line with this process's arguments. Ends the process with the verb's exit code."""
-    # Traces and plans are many objects that stay: to look for garbage among them as often as usual only takes time.
-    gc.set_threshold(1_000_000, 50, 100)
+    collect_seldom()
     try:
         app()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,6 +90,7 @@ def plan(
             global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides
         )
         built = resolve(model, options, where)
+        started = time.perf_counter()
         try:
             found = make_plan(
                 built, where, how, 1 if parts is None else parts, say, semantics=micro_batch_semantics, verify=verify
@@ -97,9 +99,9 @@ def plan(
             say.finish(_no_plan(built, where, method, parts, error))
             raise
         except KeyboardInterrupt as stopped:
-            _interrupted(getattr(stopped, "plan", None), out, say)
+            _interrupted(getattr(stopped, "plan", None), time.perf_counter() - started, out, say)
             raise typer.Exit(INTERRUPTED) from None
-        _deliver(found, out, say)
+        _deliver(found, time.perf_counter() - started, out, say)
 
 
 def make_plan(
@@ -131,8 +133,12 @@ def make_plan(
         )
 
 
-def summary(found: Plan, out: Path | None) -> dict[str, Any]:
-    """A plan's figures as `plan --json` prints them, all predicted but those below `compiled`."""
+def summary(found: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
+    """A plan's figures as `plan --json` prints them, all predicted but those below `compiled`.
+
+    Args:
+        plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling where that was asked for.
+    """
     p, provenance = found.prediction, found.provenance
     return {
         "feasible": True,
@@ -155,6 +161,7 @@ def summary(found: Plan, out: Path | None) -> dict[str, Any]:
         "status": provenance.status,
         "search_s": provenance.search_s,
         "trace_s": provenance.trace_s,
+        "plan_s": plan_s,
         "num_stages": len(found.stages),
         "num_micro_batches": found.num_micro_batches,
         "micro_batch_semantics": found.micro_batch_semantics,
@@ -189,21 +196,21 @@ def _check_batches(global_batch: int | None, micro_batches: int | None) -> None:
         )
 
 
-def _deliver(found: Plan, out: Path | None, say: Session) -> None:
+def _deliver(found: Plan, plan_s: float, out: Path | None, say: Session) -> None:
     if out is not None:
         found.save(out)
     say.show(str(found))
     if out is not None:
         say.show(f"\nWritten to {out}. Read on with: aliquot explain {out}")
-    say.finish(summary(found, out))
+    say.finish(summary(found, plan_s, out))
 
 
-def _interrupted(best: Plan | None, out: Path | None, say: Session) -> None:
+def _interrupted(best: Plan | None, plan_s: float, out: Path | None, say: Session) -> None:
     if best is None:
         say.note("interrupted before any plan was complete; nothing was written.")
         return
     say.note("interrupted; this is the best plan so far.")
-    _deliver(best, out, say)
+    _deliver(best, plan_s, out, say)
 
 
 def _no_plan(
@@ -224,6 +231,7 @@ def _no_plan(
         "gap": None,
         "search_s": None,
         "trace_s": None,
+        "plan_s": None,
         "num_stages": 0,
         "num_micro_batches": micro_batches,
         "schedule": None,

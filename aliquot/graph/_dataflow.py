@@ -81,7 +81,8 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
         behind = item.phase is not Phase.UPDATE or not seen.isdisjoint(item.inputs)
         if not late.isdisjoint(item.inputs):
             # A second training, of another set of parameters: it comes whole with the first one's update.
-            item = replace(item, phase=Phase.UPDATE)
+            if item.phase is not Phase.UPDATE:
+                item = replace(item, phase=Phase.UPDATE)
         elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
             # A loop that holds both passes counts as backward: its loss is at hand only then.
             item = replace(item, phase=Phase.BACKWARD)

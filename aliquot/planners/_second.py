@@ -8,7 +8,6 @@ made here: its error, if it is one, comes from here, too.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import queue
@@ -20,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
+
+from ..core import collect_seldom
 
 T = TypeVar("T")
 # While one call is worked on the next one waits there, not here for its turn on this process's interpreter.
@@ -195,7 +196,7 @@ _NOTHING = _Nothing()
 
 def serve() -> None:
     """What the second process does: answer what comes by standard input, until that ends."""
-    gc.set_threshold(1_000_000, 50, 100)
+    collect_seldom()
     # What imports and functions print is no answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -17,6 +17,7 @@ KEYS = {
     "gap",
     "search_s",
     "trace_s",
+    "plan_s",
     "num_stages",
     "num_micro_batches",
     "schedule",
@@ -42,6 +43,7 @@ def test_json_is_the_only_output():
     assert found.exit_code == 0, found.stderr
     answer = json.loads(found.stdout)
     assert set(answer) >= KEYS
+    assert answer["plan_s"] >= answer["trace_s"] + answer["search_s"]
     assert (answer["feasible"], answer["method"], answer["mesh"], answer["num_stages"]) == (True, "dp", [8], 1)
 
 
