@@ -136,7 +136,9 @@ def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
 
 
 def _cost(op: Op, sizes: Sequence[int]) -> float:
-    moved = sum([sizes[i] for i in op.inputs if isinstance(i, int)]) + sum([sizes[o] for o in op.outputs if o >= 0])
+    arrays = [sizes[i] for i in op.inputs if isinstance(i, int)] + [sizes[o] for o in op.outputs if o >= 0]
+    # A link moves one row of a stack in a round.
+    moved = min(arrays, default=0) if op.is_link else sum(arrays)
     flops = 0.0
     if op.name == "dot_general":
         (contracted, _), _ = op.params["dimension_numbers"]

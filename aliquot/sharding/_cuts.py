@@ -39,6 +39,14 @@ class Cuts:
         """Shape of the values of a class."""
         return self.graph.values[self.folding.value_members[value_class][0]].shape
 
+    def times_made(self, value_class: int) -> float:
+        """How often a value is made in a step, or taken in; a loop writes a stack once, row by row."""
+        made = self.producer[value_class]
+        if made is None:
+            return 1.0
+        op = self.first[made[0]]
+        return op.trips / self.shape(value_class)[0] if op.name == "scan_stack" else float(op.trips)
+
     def by_product(self, value_class: int) -> bool:
         """Whether a product makes it."""
         made = self.producer[value_class]

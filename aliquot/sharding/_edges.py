@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jax.lax import GatherScatterMode
 from numpy.typing import NDArray
 
 from ..graph import Phase, Role, wildcard
@@ -88,7 +89,6 @@ class EdgeBuilder:
             update = kind == "gradient" or (len(key) > 2 and key[2] == "update")  # type: ignore[arg-type, index]
             made = cuts.producer[value_class]
             births = self._births(value_class)
-            trips = cuts.first[made[0]].trips if made is not None else 1
             phase = cuts.first[made[0]].phase if made is not None else Phase.FORWARD
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
@@ -104,7 +104,7 @@ class EdgeBuilder:
                 target,
                 label=f"gradient of {parameter}" if gradient and parameter else "",
                 shared_as=self._sum_of(value_class) if kind == "landed" else None,
-                count=len(cuts.folding.value_members[value_class]) * trips,
+                count=len(cuts.folding.value_members[value_class]) * cuts.times_made(value_class),
                 phase=phase,
                 region=cuts.first[made[0]].region if made is not None else 0,
                 gradient=gradient,
@@ -208,6 +208,7 @@ class EdgeBuilder:
                 kind=kind,
                 starts=starts,
                 ends=ends,
+                masked=self._is_masked(value_class),
             )
         )
 
@@ -218,6 +219,12 @@ class EdgeBuilder:
             self.edges[index] = dataclasses.replace(
                 edge, starts=np.minimum(edge.starts, starts), ends=np.maximum(edge.ends, ends)
             )
+
+    def _is_masked(self, value_class: int) -> bool:
+        """Whether it is the result of a lookup in which rows outside the table are filled."""
+        made = self.naming.cuts.producer[value_class]
+        maker = self.naming.cuts.first[made[0]] if made is not None else None
+        return maker is not None and maker.name == "gather" and maker.params["mode"] == GatherScatterMode.FILL_OR_DROP
 
     def _births(self, value_class: int) -> NDArray[np.int64]:
         cuts = self.naming.cuts

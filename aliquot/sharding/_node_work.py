@@ -100,7 +100,7 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
             continue
         members = cuts.folding.value_members[value_class]
         trips = cuts.first[made[0]].trips if made is not None else 1
-        num_bytes = float(cuts.graph.values[members[0]].num_bytes) * len(members) * trips
+        num_bytes = cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
         split_by = _divided(naming.slot_port(slot).projection)
         if made is not None and slot == cuts.home(value_class):
             phase = cuts.first[made[0]].phase

@@ -11,14 +11,14 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import evaluate, price
-from aliquot.graph import Phase, Role
+from aliquot.graph import Phase, Role, cut_layers
 from aliquot.sharding import build_nodes
 
 ROWS, SEQ, WIDTH, HEADS, VOCAB = 8, 32, 64, 4, 128
 
 
-def nodes_of(family="gpt-125m", **options):
-    config = zoo.configure(family, num_layers=3, hidden_size=WIDTH, num_heads=HEADS, seq_len=SEQ, vocab_size=VOCAB)
+def nodes_of(family="gpt-125m", num_layers=3, **options):
+    config = zoo.configure(family, num_layers=num_layers, hidden_size=WIDTH, num_heads=HEADS, seq_len=SEQ, vocab_size=VOCAB)
     workload = zoo.build(config, ROWS, optimizer="sgd", **options)
     graph = aq.capture(workload.train_step, workload.state, workload.batch)
     return graph, build_nodes(graph)
@@ -122,6 +122,21 @@ def _heads_first(x, w):
 def _one_dim(x, w):
     fused = x @ w
     return [part.reshape(*part.shape[:2], HEADS, -1) for part in jnp.split(fused, 3, axis=-1)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_the_work_of_a_scan_grows_with_its_length(recompute):
+    """A round writes one row of a stack, not all of it: twice as many layers more are twice as much more of everything."""
+
+    def work(num_layers):
+        graph, nodes = nodes_of(num_layers=num_layers, scan=True, recompute=recompute)
+        works = [w for node in nodes.nodes for w in node.work]
+        moved = sum(num_bytes for w in works for num_bytes, _ in w.arrays)
+        converted = sum(e.num_bytes * e.count for e in nodes.edges)
+        return np.array([moved, converted, sum(w.kernels for w in works), sum(i.cost for i in cut_layers(graph).items)])
+
+    few, more, most = work(4), work(8), work(16)
+    np.testing.assert_allclose((most - more) / (more - few), 2.0, rtol=1e-9)
 
 
 def test_fused_projection_with_heads_in_front_is_free():
