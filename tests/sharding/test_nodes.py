@@ -18,7 +18,9 @@ ROWS, SEQ, WIDTH, HEADS, VOCAB = 8, 32, 64, 4, 128
 
 
 def nodes_of(family="gpt-125m", num_layers=3, **options):
-    config = zoo.configure(family, num_layers=num_layers, hidden_size=WIDTH, num_heads=HEADS, seq_len=SEQ, vocab_size=VOCAB)
+    config = zoo.configure(
+        family, num_layers=num_layers, hidden_size=WIDTH, num_heads=HEADS, seq_len=SEQ, vocab_size=VOCAB
+    )
     workload = zoo.build(config, ROWS, optimizer="sgd", **options)
     graph = aq.capture(workload.train_step, workload.state, workload.batch)
     return graph, build_nodes(graph)
