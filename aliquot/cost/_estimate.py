@@ -13,12 +13,12 @@ from ..cluster import LogicalMesh
 from ..core import PlanMismatchError
 from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
-from ..sharding import PARTIAL, Choice, NodeGraph, Spec, reshard, result_fraction, shards_of
+from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, waiting_apart
 from ._choices import can_split
 from ._collectives import collective_line, move_line, through_copies, widening
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, known_memory, timeline
-from ._priced import Ints, Priced, price
+from ._priced import Ints, Priced, price, scatters, waiting_axes
 from ._problem import Problem
 
 
@@ -101,26 +101,29 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     for edge_index, s, t in conversions(priced, picks):
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
         source, target = table.sources[s], table.targets[t]
-        once = edge.gradient and 0 < len(_partial_axes(source)) and _partial_axes(source) <= priced.data_axes
-        count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
-        whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once and priced.repeats > 1)
-        for move in reshard(source, target, sizes, priced.target.reduce_scatter) or ():
-            leaving = result_fraction(move, sizes) * whole
-            line = move_line(move, through_copies(move, source, priced.target), priced.mesh, priced.target)
-            note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, line)
+        changes = [(source, target)]
+        if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
+            changes = list(waiting_apart(source, target, priced.data_axes))
+        for (before, behind), once in zip(changes, (False, True), strict=False):
+            count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
+            whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once)
+            for move in reshard(before, behind, sizes, scatters(edge, priced.target)) or ():
+                leaving = result_fraction(move, sizes) * whole
+                line = move_line(move, through_copies(move, before, priced.target), priced.mesh, priced.target)
+                note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, line)
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])
         for c in node.collectives:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
             if math.prod(sizes[a] for a in axes) == 1:
                 continue
-            once = c.gradient and set(axes) <= priced.data_axes
-            count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
-            wide = widening(c.dtype, priced.target, total=once and priced.repeats > 1)
-            local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
-            grown = math.prod(sizes[a] for a in axes) if c.kind == "all-gather" else 1
-            line = collective_line(c.kind, axes, priced.mesh, priced.target)
-            note(c.kind, axes, c.label, count, local, local * float(grown), line)
+            for some, once in waiting_axes(c, axes, priced.data_axes):
+                count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
+                wide = widening(c.dtype, priced.target, total=once and priced.repeats > 1)
+                local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
+                grown = math.prod(sizes[a] for a in some) if c.kind == "all-gather" else 1
+                line = collective_line(c.kind, some, priced.mesh, priced.target)
+                note(c.kind, some, c.label, count, local, local * float(grown), line)
     names = priced.mesh.axis_names
     uses = [
         CollectiveUse(
@@ -129,10 +132,6 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         for (kind, axes, label), (count, total, seconds) in found.items()
     ]
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.kind, u.axes, u.label)))
-
-
-def _partial_axes(spec: Spec) -> set[int]:
-    return {a for a, placement in enumerate(spec) if placement <= PARTIAL}
 
 
 def encode_interior(nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str]) -> tuple[OpSharding, ...]:

@@ -64,14 +64,12 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
             gradient += float(node.gradient_s[pick])
         else:
             communication[Phase.BACKWARD] += float(node.gradient_s[pick])
-    for (index, source, _), paid in conversions(priced, picks).items():
-        edge = priced.graph.edges[index]
-        partial = {a for a, placement in enumerate(priced.edges[index].sources[source]) if placement <= PARTIAL}
-        if edge.gradient and (priced.repeats == 1 or (partial and partial <= priced.data_axes)):
-            gradient += paid
-        else:
-            phase = Phase.BACKWARD if edge.gradient and partial else edge.phase
-            communication[phase] += paid
+    for (index, source, target), paid in conversions(priced, picks).items():
+        edge, table = priced.graph.edges[index], priced.edges[index]
+        once = float(table.once_s[source, target])
+        gradient += once
+        partial = edge.gradient and min(table.sources[source]) <= PARTIAL
+        communication[Phase.BACKWARD if partial else edge.phase] += paid - once
     seconds = compute + communication
     model = known_memory(priced, picks) if model is None else model
     peak, _, parts = peak_memory(model, priced, picks)

@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 from ..cluster import LogicalMesh, Products, Target, target_for
 from ..graph import Phase
 from ..plans import item_bytes
-from ..sharding import PARTIAL, Edge, Move, Node, NodeCollective, NodeGraph, Projection, Spec, Work, reshard
+from ..sharding import (
+    PARTIAL,
+    Edge,
+    Move,
+    Node,
+    NodeCollective,
+    NodeGraph,
+    Projection,
+    Spec,
+    Work,
+    reshard,
+    waiting_apart,
+)
 from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
 from ._collectives import collective_line, move_line, through_copies, widening
 
@@ -51,9 +63,9 @@ class PricedNode:
 class PricedEdge:
     """Conversions of one edge.
 
-    `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible, and `moves[p, q]` says
-    whether it takes any collective. `source_index[k]` is the split that choice `k` of the source node gives the array,
-    likewise `target_index`.
+    `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible; `once_s[p, q]` of it is paid for
+    gradients behind the last micro-batch. `moves[p, q]` says whether it takes any collective. `source_index[k]`
+    is the split that choice `k` of the source node gives the array, likewise `target_index`.
     """
 
     sources: tuple[Spec, ...]
@@ -61,6 +73,7 @@ class PricedEdge:
     source_index: Ints
     target_index: Ints
     seconds: Floats
+    once_s: Floats
     moves: NDArray[np.bool_]
 
 
@@ -115,8 +128,8 @@ class _Cache:
     """What many edges of one mesh have in common."""
 
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
-    lines: dict[tuple[Spec, Spec], tuple[float, float]] = field(default_factory=dict)
-    tables: dict[tuple[_Specs, _Specs], tuple[Floats, Floats, NDArray[np.bool_]]] = field(default_factory=dict)
+    lines: dict[tuple[Spec, Spec, bool], tuple[float, float]] = field(default_factory=dict)
+    tables: dict[tuple[_Specs, _Specs, bool], tuple[Floats, Floats, NDArray[np.bool_]]] = field(default_factory=dict)
     collectives: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, float]] = field(default_factory=dict)
 
 
@@ -148,29 +161,29 @@ class _Pricer:
         local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
         seconds = np.zeros(len(choices))
         for axes, rows in joined_axes(choices, collective.factors):
-            latency, per_byte = collective_line(collective.kind, axes, self.mesh, self.target)
-            once = collective.gradient and set(axes) <= self.data_axes
-            times = collective.count * (1 if once else self.times(collective.phase))
-            wide = widening(collective.dtype, self.target, total=once and self.repeats > 1)
-            seconds[rows] = times * (latency + per_byte * local[rows] * wide)
+            for some, once in waiting_axes(collective, axes, self.data_axes):
+                latency, per_byte = collective_line(collective.kind, some, self.mesh, self.target)
+                times = collective.count * (1 if once else self.times(collective.phase))
+                wide = widening(collective.dtype, self.target, total=once and self.repeats > 1)
+                seconds[rows] += times * (latency + per_byte * local[rows] * wide)
         return seconds
 
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
-        latency, per_byte, moves = self.lines(sources, targets)
+        latency, per_byte, moves = self.lines(sources, targets, scatters(edge, self.target))
         times = edge.count * self.times(edge.phase)
         seconds = (latency + per_byte * (edge.num_bytes * widening(edge.dtype, self.target))) * times
-        waits = self.waits(edge, sources)
-        if waits.any():
-            wide = widening(edge.dtype, self.target, total=self.repeats > 1)
-            seconds = np.where(waits[:, None], (latency + per_byte * (edge.num_bytes * wide)) * edge.count, seconds)
+        once = seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
+        if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
+            seconds, once = self.waiting(edge, sources, targets, seconds)
         return PricedEdge(
             sources=sources,
             targets=targets,
             source_index=source_index,
             target_index=target_index,
             seconds=seconds,
+            once_s=once,
             moves=moves,
         )
 
@@ -181,26 +194,26 @@ class _Pricer:
             known = self.cache.splits[node, projection] = distinct_specs(nodes[node].choices, projection)
         return known
 
-    def lines(self, sources: _Specs, targets: _Specs) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def lines(self, sources: _Specs, targets: _Specs, scatter: bool) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Latencies and seconds per byte of the whole array for all conversions between some splits, and which take any."""
-        known = self.cache.tables.get((sources, targets))
+        known = self.cache.tables.get((sources, targets, scatter))
         if known is None:
-            both = np.array([[self.line(p, q) for q in targets] for p in sources])
+            both = np.array([[self.line(p, q, scatter) for q in targets] for p in sources])
             moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
-            known = self.cache.tables[sources, targets] = both[..., 0], both[..., 1], moves
+            known = self.cache.tables[sources, targets, scatter] = both[..., 0], both[..., 1], moves
         return known
 
-    def line(self, source: Spec, target: Spec) -> tuple[float, float]:
+    def line(self, source: Spec, target: Spec, scatter: bool) -> tuple[float, float]:
         """Latency and seconds per byte of the whole array, for one conversion."""
-        known = self.cache.lines.get((source, target))
+        known = self.cache.lines.get((source, target, scatter))
         if known is None:
-            moves = reshard(source, target, self.mesh.shape, self.target.reduce_scatter)
+            moves = reshard(source, target, self.mesh.shape, scatter)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
                 fixed, slope = self.move_line(move, through_copies(move, source, self.target))
                 latency += fixed
                 per_byte += slope * move.fraction
-            known = self.cache.lines[source, target] = latency, per_byte
+            known = self.cache.lines[source, target, scatter] = latency, per_byte
         return known
 
     def move_line(self, move: Move, copies: bool) -> tuple[float, float]:
@@ -211,17 +224,42 @@ class _Pricer:
             known = self.cache.collectives[key] = move_line(move, copies, self.mesh, self.target)
         return known
 
-    def waits(self, edge: Edge, sources: _Specs) -> NDArray[np.bool_]:
-        """Under which splits a gradient is partial over data axes alone, so that it waits for the last micro-batch."""
-        if not (edge.gradient and self.data_axes):
-            return np.zeros(len(sources), bool)
-        partial = np.array(sources) <= PARTIAL
-        others = [a for a in range(partial.shape[1]) if a not in self.data_axes]
-        return np.asarray(partial.any(axis=1) & ~partial[:, others].any(axis=1))
+    def waiting(self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats) -> tuple[Floats, Floats]:
+        """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes wait for the last micro-batch."""
+        found, once = seconds.copy(), np.zeros(seconds.shape)
+        total = edge.num_bytes * widening(edge.dtype, self.target, total=True)
+        each = edge.num_bytes * widening(edge.dtype, self.target)
+        for p, source in enumerate(sources):
+            if not any(source[a] <= PARTIAL for a in self.data_axes):
+                continue
+            for q, target in enumerate(targets):
+                before, behind = waiting_apart(source, target, self.data_axes)
+                lines = [self.line(*change, scatters(edge, self.target)) for change in (before, behind)]
+                once[p, q] = (lines[1][0] + lines[1][1] * total) * edge.count
+                found[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(edge.phase) + once[p, q]
+        return found, once
 
     def times(self, phase: Phase) -> int:
         """How often a step runs a phase."""
         return 1 if phase is Phase.UPDATE else self.repeats
+
+
+def scatters(edge: Edge, target: Target) -> bool:
+    """Whether partial sums that become split are reduce-scattered."""
+    return target.reduce_scatter and not edge.masked
+
+
+def waiting_axes(
+    collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
+) -> list[tuple[tuple[int, ...], bool]]:
+    """The axes of a collective for each micro-batch, and those of one behind the last, each with whether it is that.
+
+    Sums of gradients wait over data axes.
+    """
+    if not collective.gradient or collective.kind != "all-reduce":
+        return [(axes, False)]
+    parts = [(tuple(a for a in axes if (a in data_axes) is waits), waits) for waits in (False, True)]
+    return [(some, waits) for some, waits in parts if some]
 
 
 def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target) -> Floats:

@@ -67,7 +67,8 @@ def pipeline_on(
     for number, (stage, graph, mesh) in enumerate(zip(plan.stages, nodes, meshes, strict=True)):
         extract = step.extracts[number]
         choices = decode_interior(plan.stages[number if stage.like is None else stage.like], graph)
-        setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target.reduce_scatter))
+        waits = plan.num_micro_batches > 1
+        setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target.reduce_scatter, waits))
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
     return build_pipeline(
         step.graph,
@@ -88,8 +89,10 @@ def _setup(
     stage: StagePlan,
     mesh: Any,
     reduce_scatter: bool,
+    waits: bool,
 ) -> StageSetup:
-    own = make_pins(extract.graph, nodes, choices, stage.mesh_shape, reduce_scatter=reduce_scatter)
+    data_axes = [stage.axis_names.index(a) for a in stage.data_axes] if waits else []
+    own = make_pins(extract.graph, nodes, choices, stage.mesh_shape, reduce_scatter=reduce_scatter, data_axes=data_axes)
     taken = {i.value for i in graph.inputs}
     given: dict[int, PartitionSpec] = {}
     sent: dict[int, PartitionSpec] = {}

@@ -114,7 +114,5 @@ def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int
             places = {dim: place for place, dim in enumerate(order)}
             found[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)
         if pin is not None:
-            for out, specs, minor in zip(op.outputs, pin.results, pin.minor, strict=True):
-                if out >= 0 and specs:
-                    found[out] = tuple((spec, () if number else minor) for number, spec in enumerate(specs))
+            found |= {out: chain for out, chain in zip(op.outputs, pin.totals, strict=True) if out >= 0 and chain}
     return found

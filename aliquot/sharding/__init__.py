@@ -25,6 +25,7 @@ from ._pins import make_pins as make_pins
 from ._reshard import Move as Move
 from ._reshard import reshard as reshard
 from ._reshard import result_fraction as result_fraction
+from ._reshard import waiting_apart as waiting_apart
 from ._rule import DimRule as DimRule
 from ._rule import dim_rule as dim_rule
 from ._rule import register_dim_rule as register_dim_rule

@@ -161,7 +161,9 @@ class Naming:
 
     def enters_update(self, value: int) -> bool:
         """Whether the update reads a value, or what it only serves to make."""
-        value_class = self.serves(int(self.cuts.folding.value_class[value]), SUMS | PASSES)
+        value_class = self.serves(
+            int(self.cuts.folding.value_class[value]), SUMS | PASSES | {"reduce_sum", "scan_stack"}
+        )
         return Phase.UPDATE in self.value_read_phases[value_class]
 
     def serves(self, value_class: int, through: frozenset[str], ending: frozenset[str] | None = None) -> int:

@@ -99,6 +99,8 @@ class Edge:
         share: edges with one share number and one conversion are converted once for all of them.
         gradient: whether it ends in the update phase, so that with micro-batches it may wait for the last one.
         starts, ends: for each copy, the operators between which a converted array lives.
+        masked: whether something stands between its partial sums and any slice of it, so that a compiler all-reduces them: in a
+            lookup, what fills rows outside the table.
     """
 
     index: int
@@ -117,6 +119,7 @@ class Edge:
     kind: str
     starts: NDArray[np.int64] = field(repr=False)
     ends: NDArray[np.int64] = field(repr=False)
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,12 +7,12 @@ pinned where a product wants it in another split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..graph import Graph, Op
+from ..graph import Graph, Op, Phase
 from ._nodes import Choice, NodeGraph, Port, project
-from ._reshard import landing, scattered_behind
+from ._reshard import landing, scattered_behind, waiting_apart
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 
 
@@ -20,12 +20,14 @@ from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 class Pin:
     """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other.
 
-    In the first split of each result the axes in `minor` cut the tiles of all others.
+    In the first split of each result the axes in `minor` cut the tiles of all others. `totals` are those of its running
+    total, once that is added up over data axes: each split with the axes that are minor in it.
     """
 
     operands: tuple[Spec | None, ...]
     results: tuple[tuple[Spec, ...], ...]
     minor: tuple[tuple[int, ...], ...]
+    totals: tuple[tuple[tuple[Spec, tuple[int, ...]], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,12 +58,14 @@ def make_pins(
     axis_sizes: Sequence[int],
     *,
     reduce_scatter: bool = True,
+    data_axes: Collection[int] = (),
 ) -> Pins:
     """Pins of a step under a choice for every node.
 
     Args:
         axis_sizes: devices along each mesh axis.
         reduce_scatter: whether the compiler has one; see `landing`.
+        data_axes: along which sums of gradients wait for the last micro-batch.
     """
     whole: Spec = (REPLICATED,) * len(axis_sizes)
 
@@ -75,10 +79,18 @@ def make_pins(
     for site in nodes.sites:
         op = first_of[site.op_class]
         shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
-        pairs = [
-            _result_chain([spec(p) for p in ports], shape, axis_sizes, reduce_scatter)
-            for ports, shape in zip(site.results, shapes, strict=True)
-        ]
+        waiting = data_axes if op.phase is Phase.BACKWARD else ()
+        pairs: list[tuple[tuple[Spec, ...], tuple[int, ...]]] = []
+        totals: list[tuple[tuple[Spec, tuple[int, ...]], ...]] = []
+        for ports, shape in zip(site.results, shapes, strict=True):
+            each, total = _apart([spec(p) for p in ports], waiting)
+            if op.name == "gather":
+                pairs.append(_looked_up(each))
+                totals.append(())
+                continue
+            pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter))
+            chain, behind = _result_chain(total, shape, axis_sizes, reduce_scatter)
+            totals.append(tuple((own, () if number else behind) for number, own in enumerate(chain)))
         chains = [chain for chain, _ in pairs]
         for position, readers in enumerate(site.readers):
             if all((spec(p),) == chains[position] for p in readers):
@@ -87,6 +99,7 @@ def make_pins(
             operands=tuple(None if p is None else spec(p) for p in site.operands),
             results=tuple(chains),
             minor=tuple(minor for _, minor in pairs),
+            totals=tuple(totals),
         )
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
@@ -95,6 +108,22 @@ def make_pins(
             outputs[item.output] = own
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
     return Pins(by_class=by_class, op_class=nodes.op_class, inputs=inputs, outputs=tuple(outputs), values=values)
+
+
+def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], list[Spec]]:
+    """A result's own split and its users', for each summand along the axes `waiting`, and for their sum."""
+    if len(specs) < 2:
+        return specs, specs
+    each, total = waiting_apart(specs[0], specs[1], waiting)
+    return list(each), list(total)
+
+
+def _looked_up(specs: list[Spec]) -> tuple[tuple[Spec, ...], tuple[int, ...]]:
+    """A lookup's own split with its partial sums finished, then its users'.
+
+    Asked for the users' at once, XLA gathers the table, or exchanges rows among all devices.
+    """
+    return tuple(dict.fromkeys(without_partial(spec) for spec in specs)), ()
 
 
 def _result_chain(

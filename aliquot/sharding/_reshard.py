@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ._spec import PARTIAL, REPLICATED, Spec
@@ -105,6 +105,24 @@ def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
         for a in reduced:
             landed[a] = target[a] if at_once else REPLICATED
     return tuple(landed)
+
+
+def waiting_apart(source: Spec, target: Spec, waiting: Collection[int]) -> tuple[tuple[Spec, Spec], tuple[Spec, Spec]]:
+    """The change from `source` to `target` in two, where sums over some axes wait: of each summand, and of their sum.
+
+    Along the axes `waiting` each device keeps a summand of its own, in the first change as if it were whole there.
+
+    >>> waiting_apart((PARTIAL, PARTIAL), (0, 1), (0,))
+    (((-1, -2), (-1, 1)), ((-2, 1), (0, 1)))
+    """
+    axes = range(len(source))
+    kept = {a for a in waiting if source[a] <= PARTIAL < target[a]}
+
+    def each(spec: Spec) -> Spec:
+        return tuple(REPLICATED if a in kept else spec[a] for a in axes)
+
+    summed = tuple(source[a] if a in kept else target[a] for a in axes)
+    return (each(source), each(target)), (summed, target)
 
 
 def scattered_behind(source: Spec, landed: Spec) -> tuple[int, ...]:

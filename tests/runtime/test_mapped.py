@@ -167,3 +167,35 @@ def test_totals_of_stacked_gradients_stay_split(x64):
     assert step.plan.stages[0].data_axes == ("x",)
     assert not [c for c in step.stats().collectives if c.kind == "all-gather"]
     assert all(leaf.largest <= 1e-12 for leaf in step.check(layers, x).leaves)
+
+
+def test_sums_wait_along_data_axes_alone(x64):
+    """A gradient that is summed over other axes, too, is so for each micro-batch, and among groups behind the last."""
+
+    def train_step(state, x):
+        def loss(w, b):
+            return jnp.mean(jnp.tanh(x @ w + b) ** 2)
+
+        value, (dw, db) = jax.value_and_grad(loss, argnums=(0, 1))(state["w"], state["b"])
+        mean = 0.9 * state["m"] + dw
+        return {"w": state["w"] - 0.1 * mean, "m": mean, "b": state["b"] - 0.1 * db}, value
+
+    random = np.random.default_rng(0)
+    state = {"w": random.normal(size=(512, 256)), "m": random.normal(size=(512, 256)), "b": random.normal(size=256)}
+    x = random.normal(size=(32, 128, 512))
+    specs = {"state.w": (None, None), "state.m": ("y", "x"), "state.b": (None,), "x": ("x", "y", None)}
+    step = parallel(train_step, state, x, method=ManualParallel(specs=specs, mesh_shape=(4, 2)), num_micro_batches=4)
+    assert step.plan.stages[0].data_axes == ("x",)
+    planned, found = (
+        {
+            axes: sum(c.num_bytes for c in some if c.kind == "all-reduce" and c.axes == axes)
+            for axes in (("x",), ("y",), ("x", "y"))
+        }
+        for some in (step.plan.prediction.collectives, step.stats().collectives)
+    )
+    weights, bias, loss = 512 * 256 * 8, 256 * 8, 8
+    assert planned == {("x",): weights / 2 + bias, ("y",): 4 * (weights + bias), ("x", "y"): 4 * loss}
+    assert found == pytest.approx(
+        {("x",): weights / 2 + bias + loss, ("y",): 4 * (weights + bias + loss), ("x", "y"): 0}
+    )
+    assert all(leaf.largest <= 1e-12 for leaf in step.check(state, x).leaves)

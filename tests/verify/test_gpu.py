@@ -136,3 +136,49 @@ def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
     gathers = [each for each in stage.collectives if each.kind == "all-gather"]
     assert [each.compiled_bytes for each in gathers] == pytest.approx([each.predicted_bytes for each in gathers])
     assert stage.unintended == ()
+
+
+def test_sums_wait_along_data_axes_alone(tmp_path):
+    def step(state, batch):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])
+        mean = 0.9 * state["m"] + grad
+        return {"w": state["w"] - 0.1 * mean, "m": mean}, loss
+
+    weights = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+    shapes = dict.fromkeys("wm", weights), jax.ShapeDtypeStruct((64, 1024, 2048), jnp.float32)
+    specs = {"state.w": (None, None), "state.m": ("y", "x"), "batch": ("x", "y", None)}
+    method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=4)
+    assert plan.stages[0].data_axes == ("x",)
+    (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
+    assert stage.unintended == ()
+    moved = {e.axes: (e.predicted_bytes, e.compiled_bytes) for e in stage.collectives if e.kind == "reduce-scatter"}
+    whole = 2048 * 1024 * 4
+    assert moved == {("x",): (whole / 8, whole / 8), ("y",): (4 * whole / 2, 4 * whole / 2)}
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_lookups_in_a_split_table(num_micro_batches, mode, tmp_path):
+    """Asked for a split of the rows at once, XLA gathers the table, or exchanges rows among all devices."""
+
+    def step(state, batch):
+        def loss(table):
+            return jnp.mean(jnp.tanh(table.at[batch].get(mode=mode) @ state["up"] @ state["down"]) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(state["table"])
+        return {**state, "table": state["table"] - 0.1 * grad}, value
+
+    shape = jax.ShapeDtypeStruct
+    state = {"table": shape((65536, 1024), jnp.float32), "up": shape((1024, 4096), jnp.float32)}
+    state["down"] = shape((4096, 1024), jnp.float32)
+    shapes = state, shape((64, 128), jnp.int32)
+    specs = {"state.table": ("y", None), "state.up": (None, None), "state.down": (None, None), "batch": ("x", None)}
+    method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=num_micro_batches)
+    (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
+    assert stage.unintended == ()
+    kind = "all-reduce" if mode == "fill" else "reduce-scatter"
+    rows = 64 * 128 * 1024 * 4 / (4 if mode == "fill" else 8)
+    (found,) = [each for each in stage.collectives if (each.kind, each.axes) == (kind, ("y",))]
+    assert (found.predicted_bytes, found.compiled_bytes) == (rows, rows)
