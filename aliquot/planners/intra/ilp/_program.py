@@ -98,16 +98,7 @@ def add_memory_row(
 ) -> None:
     """Keep what is alive at one moment below the limit."""
     row = program.add_rows(1, -np.inf, 1.0)
-    fixed = 0.0
-    totals = [np.zeros(len(c)) for c in choices.columns]
-    for r, local in zip(model.residents, model.local_bytes, strict=True):
-        alive = int(np.count_nonzero((r.births <= time) & (r.deaths >= time)))
-        if not alive:
-            continue
-        if r.node < 0:
-            fixed += alive * float(local[0])
-        else:
-            totals[r.node] += alive * local[choices.allowed[r.node]]
+    fixed, totals = alive_bytes(choices, model, time)
     room = limit_bytes - fixed
     program.upper[row] = room / limit_bytes
     for mine, total in zip(choices.columns, totals, strict=True):
@@ -121,6 +112,21 @@ def add_memory_row(
             np.add.at(copies, mine, alive / limit_bytes * weights)
     some = np.flatnonzero(copies)
     program.add_entries(np.full(len(some), row), some, copies[some])
+
+
+def alive_bytes(choices: Choices, model: MemoryModel, time: int) -> tuple[float, list[Floats]]:
+    """Bytes on a device at one moment: of what no choice changes, and of each choice of each node; without conversions."""
+    fixed = 0.0
+    totals = [np.zeros(len(c)) for c in choices.columns]
+    for r, local in zip(model.residents, model.local_bytes, strict=True):
+        alive = int(np.count_nonzero((r.births <= time) & (r.deaths >= time)))
+        if not alive:
+            continue
+        if r.node < 0:
+            fixed += alive * float(local[0])
+        else:
+            totals[r.node] += alive * local[choices.allowed[r.node]]
+    return fixed, totals
 
 
 def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion) -> tuple[Ints, Floats]:

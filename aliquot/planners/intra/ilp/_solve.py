@@ -13,7 +13,7 @@ from ....sharding import Resident
 from ._affordable import affordable
 from ._highs import Outcome, Relaxation, solve_integers
 from ._layout import Choices, Layouts
-from ._program import Program, add_memory_row, build_program, conversion_columns
+from ._program import Program, add_memory_row, alive_bytes, build_program, conversion_columns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -143,10 +143,26 @@ class Search:
         return self._picks
 
     def rounded(self) -> Solution | None:
-        """The relaxation's solution, rounded; None if that does not fit, or if there is none."""
+        """The relaxation's solution, rounded to what it has most of, or to what of it needs least memory, if that does not fit.
+
+        None if neither does, or if there is none.
+        """
         if self._picks is None:
             return None
-        return self._solution(self._picks, "optimal" if self.integral else "rounded")
+        if self.integral:
+            return self._solution(self._picks, "optimal")
+        return self._solution(self._picks, "rounded") or self._solution(self._lightest(), "rounded")
+
+    def _lightest(self) -> Ints:
+        """Of each node's choices that the relaxation mixes the one that needs least where memory is short."""
+        assert self._picks is not None and self._values is not None
+        picks, model = self._picks.copy(), self._model(self._in_turn)
+        use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
+        for node, (columns, kept) in enumerate(zip(self._choices.columns, self._choices.allowed, strict=True)):
+            mixed = np.flatnonzero(self._values[columns] > _INTEGRAL)
+            if len(mixed) > 1 and use:
+                picks[node] = kept[mixed[np.argmin(sum(at[node][mixed] for at in use))]]
+        return picks
 
     def branch(self, cutoff_s: float = np.inf) -> Solution | None:
         """The best choices, after `relax`. None if nothing fits, or nothing below `cutoff_s` can exist."""

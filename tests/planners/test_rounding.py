@@ -1,0 +1,46 @@
+"""Where memory is short, relaxations mix choices: rounding them finds solutions that fit, to which others can be compared."""
+
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cost import make_problem, price, timeline
+from aliquot.planners.intra.fixed import everything
+from aliquot.planners.intra.ilp import Search
+
+_CLUSTER = Cluster.preset("8xH100")
+_UNLIMITED = 1e15
+
+
+@pytest.fixture(scope="module")
+def priced():
+    work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    return price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
+
+
+def peak(search, picks):
+    return float(timeline(search.model(picks), search.priced, picks).max())
+
+
+def test_what_needs_least_of_what_is_mixed_fits_where_most_of_it_does_not(priced):
+    allowed = everything(priced)
+    free = Search(priced, allowed, limit_bytes=_UNLIMITED)
+    free.relax()
+    most = peak(free, free.picks)
+    least = peak(free, free.least_memory())
+    missed = fitted = 0
+    for limit in np.linspace(least, most, 12)[1:-1]:
+        search = Search(priced, allowed, limit_bytes=limit)
+        bound = search.relax()
+        found = search.rounded()
+        if found is not None:
+            assert found.peak_bytes <= limit * (1 + 1e-9)
+            assert bound * (1 - 1e-9) <= found.step_time_s <= 1.05 * bound
+        if peak(search, search.picks) > limit:
+            missed += 1
+            fitted += found is not None
+    assert missed >= 3
+    assert fitted >= missed / 2
