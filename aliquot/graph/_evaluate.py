@@ -6,7 +6,8 @@ constrain it; without one the replay computes what the step computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +19,15 @@ from ._types import Block, Call, Graph, Literal, Op, Operand
 
 
 class ReplayHook:
-    """What a replay asks on its way. Every method returns what it is given; override those that matter."""
+    """What a replay asks on its way. The methods change nothing; override those that matter."""
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         """The operands that `op` gets, one for each of `op.inputs`."""
         return arrays
+
+    def run(self, op: Op, arrays: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Sequence[Any]:
+        """What `op` makes of its operands; `bind` runs an equation on operands, under the names of `op`."""
+        return bind(op.eqn, arrays)
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         """The results that later operators see, one for each of `op.outputs`."""
@@ -85,12 +90,13 @@ class _Replay:
                 continue
             op = ops[item]
             arrays: Sequence[Any] = [env[i] if type(i) is int else i.value for i in op.inputs]  # type: ignore[union-attr]
-            if hook is not None:
-                arrays = hook.operands(op, list(arrays))
             # JAX puts the names of a structured operator before those of its body by itself.
-            results: Sequence[Any] = compat.bind(op.eqn, arrays, None if nested else names.get(op.scope))
-            if hook is not None:
-                results = hook.results(op, list(results))
+            name_stack = None if nested else names.get(op.scope)
+            if hook is None:
+                results: Sequence[Any] = compat.bind(op.eqn, arrays, name_stack)
+            else:
+                bind = functools.partial(compat.bind, name_stack=name_stack)
+                results = hook.results(op, list(hook.run(op, hook.operands(op, list(arrays)), bind)))
             for index, array in zip(op.outputs, results, strict=True):
                 if index >= 0:
                     env[index] = array

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
 from ..sharding import REPLICATED, Pins, Spec, dims_of, without_partial
+from ._convolutions import Bind, in_each_group, with_features_in_place
 from ._mapped import differing
 
 
@@ -128,6 +129,14 @@ class _Constrain(ReplayHook):
             array if spec is None else self._pin(value, array, spec)
             for value, array, spec in zip(op.inputs, arrays, pin.operands, strict=True)
         ]
+
+    def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
+        if op.name != "conv_general_dilated":
+            return bind(op.eqn, arrays)
+        if self._without and any(value in self._differing for value in op.inputs):
+            axes = [str(name) for name in self._lowering.mesh.axis_names if name in self._without]
+            return in_each_group(op.eqn, arrays, bind, self._lowering.mesh, axes)
+        return with_features_in_place(op.eqn, arrays, bind)
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None

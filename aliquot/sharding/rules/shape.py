@@ -16,15 +16,19 @@ def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], p
 
     A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads, size)` passes a
     split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over the other side, and stay whole.
+    `dimensions` is the order in which the operand's dims are read.
     """
-    before, after = operands[0].shape, results[0]
-    if params.get("dimensions") is not None or math.prod(before) == 0:
+    shape, after = operands[0].shape, results[0]
+    if math.prod(shape) == 0:
         return whole(operands, results)
+    order = params.get("dimensions") or tuple(range(len(shape)))
+    before = tuple(shape[d] for d in order)
     f = Factors()
     old, new = ["1"] * len(before), ["1"] * len(after)
     for left, right in _groups(before, after):
         _refine(f, left, right, before, after, old, new)
-    return f.rule((tuple(old),), (tuple(new),), linear=(1,))
+    by_dim = dict(zip(order, old, strict=True))
+    return f.rule((tuple(by_dim[d] for d in range(len(shape))),), (tuple(new),), linear=(1,))
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
