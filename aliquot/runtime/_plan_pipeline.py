@@ -127,4 +127,5 @@ def _for_whole(graph: Graph, extract: Extract, own: Pins, num_axes: int) -> Pins
         inputs=tuple(by_value.get(i.value, whole) for i in graph.inputs),
         outputs=tuple(whole for _ in graph.outputs),
         values={extract.values[v]: s for v, s in own.values.items()},
+        totals={extract.values[v]: s for v, s in own.totals.items()},
     )

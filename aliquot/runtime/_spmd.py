@@ -110,7 +110,9 @@ class _Loop:
         self._layout = _layout(plan, pins, mesh, self._without)
         self._parts = cut_graph(plan, self._layout)
         self._specs = {item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)}
-        self._totals = Totals(plan=plan, lowering=lowering, layout=self._layout, pins=pins, without=self._without)
+        self._totals = Totals(
+            plan=plan, mesh=mesh, lowering=lowering, layout=self._layout, pins=pins, without=self._without
+        )
         self.__name__ = plan.whole.name
 
     def __call__(self, *flat: Any) -> list[Any]:

@@ -90,7 +90,9 @@ class StageContext:
         object.__setattr__(self, "without", without)
         totals = None
         if self.plan is not None:
-            totals = Totals(plan=self.plan, lowering=lowering, layout=self.layout, pins=self.pins, without=without)
+            totals = Totals(
+                plan=self.plan, mesh=self.mesh, lowering=lowering, layout=self.layout, pins=self.pins, without=without
+            )
         object.__setattr__(self, "totals", totals)
 
     @property

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from ..graph import Graph
 from ..sharding import MicroBatchPlan, Pins, Spec, TimeKind
@@ -28,12 +29,13 @@ class Totals:
 
     Attributes:
         plan: how the step is cut.
-        lowering, pins: how arrays are split.
+        mesh, lowering, pins: how arrays are split.
         layout: groups and micro-batches.
         without: mesh axes that the groups lie along.
     """
 
     plan: MicroBatchPlan
+    mesh: Mesh
     lowering: AbstractLowering
     layout: Layout
     pins: Pins
@@ -74,14 +76,27 @@ class Totals:
 
     def add_up(self, value: int, total: Any) -> Any:
         """The batch's value from a running total."""
+        chain = self.landing.get(value, ())
         if self.layout.groups > 1:
-            total = total.sum(0)
+            total = self._over_groups(total, *chain[0]) if chain else total.sum(0)
         if self.plan.specs[value].kind is TimeKind.OWN:
             total = total / self.plan.num_parts
         total = total.astype(self.plan.whole.values[value].dtype)
-        for spec, minor in self.landing.get(value, ()):
+        for spec, minor in chain:
             total = self.lowering.constrain(total, spec, minor=minor)
         return total
+
+    def _over_groups(self, total: Any, spec: Spec, minor: Sequence[int]) -> Any:
+        """The sum of the groups' totals, along the axes that split it first; at once, XLA would all-reduce all of it."""
+        names = [str(name) for name in self.mesh.axis_names]
+        axes = [name for name in names if name in self.without]
+        scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
+        if not 0 < len(scattered) < len(axes):
+            return total.sum(0)
+        apart = total.reshape(*(self.mesh.shape[name] for name in axes), *total.shape[1:])
+        left = apart.sum(scattered).reshape(-1, *total.shape[1:])
+        others = self.without - {axes[k] for k in scattered}
+        return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
 
     def combine(self, value: int, stack: Any) -> Any:
         """The batch's value of what is no sum, stacked by micro-batch, and by group where there are any."""
@@ -105,7 +120,7 @@ def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int
 
     So do casts and transposes of them, which is what becomes of a product that makes a gradient.
     """
-    found: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = {}
+    found: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
     for op in graph.ops:
         pin = pins.of(op)
         chain = found.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()

@@ -8,12 +8,16 @@ pinned where a product wants it in another split.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..graph import Graph, Op, Phase
 from ._nodes import Choice, NodeGraph, Port, project
 from ._reshard import landing, scattered_behind, waiting_apart
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
+
+Landing: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
+"""Splits, one after the other, each with the axes that are minor in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class Pin:
     operands: tuple[Spec | None, ...]
     results: tuple[tuple[Spec, ...], ...]
     minor: tuple[tuple[int, ...], ...]
-    totals: tuple[tuple[tuple[Spec, tuple[int, ...]], ...], ...]
+    totals: tuple[Landing, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +42,7 @@ class Pins:
         by_class: pins of operator classes; `of(op)` looks up an operator.
         inputs, outputs: splits of what the step takes and returns. A successor has the split of what it replaces.
         values: split of each value that has one, by value index, for loop carries and the like.
+        totals: what running totals of these are split like, one after the other, once they are added up over data axes.
     """
 
     by_class: dict[int, Pin]
@@ -45,6 +50,7 @@ class Pins:
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     values: dict[int, Spec]
+    totals: dict[int, Landing] = field(default_factory=dict)
 
     def of(self, op: Op) -> Pin | None:
         """The pin of an operator, or None."""
@@ -81,7 +87,7 @@ def make_pins(
         shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
         waiting = data_axes if op.phase is Phase.BACKWARD else ()
         pairs: list[tuple[tuple[Spec, ...], tuple[int, ...]]] = []
-        totals: list[tuple[tuple[Spec, tuple[int, ...]], ...]] = []
+        totals: list[Landing] = []
         for ports, shape in zip(site.results, shapes, strict=True):
             each, total = _apart([spec(p) for p in ports], waiting)
             if op.name == "gather":
@@ -89,8 +95,7 @@ def make_pins(
                 totals.append(())
                 continue
             pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter))
-            chain, behind = _result_chain(total, shape, axis_sizes, reduce_scatter)
-            totals.append(tuple((own, () if number else behind) for number, own in enumerate(chain)))
+            totals.append(_landing(total, shape, axis_sizes, reduce_scatter))
         chains = [chain for chain, _ in pairs]
         for position, readers in enumerate(site.readers):
             if all((spec(p),) == chains[position] for p in readers):
@@ -107,7 +112,18 @@ def make_pins(
         if item.output is not None:
             outputs[item.output] = own
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
-    return Pins(by_class=by_class, op_class=nodes.op_class, inputs=inputs, outputs=tuple(outputs), values=values)
+    sums = {}
+    for v, own in values.items() if data_axes else ():
+        partial = tuple(PARTIAL if a in data_axes else p for a, p in enumerate(own))
+        sums[v] = _landing([partial, own], graph.values[v].shape, axis_sizes, reduce_scatter)
+    return Pins(
+        by_class=by_class,
+        op_class=nodes.op_class,
+        inputs=inputs,
+        outputs=tuple(outputs),
+        values=values,
+        totals=sums,
+    )
 
 
 def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], list[Spec]]:
@@ -116,6 +132,11 @@ def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], lis
         return specs, specs
     each, total = waiting_apart(specs[0], specs[1], waiting)
     return list(each), list(total)
+
+
+def _landing(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool) -> Landing:
+    chain, behind = _result_chain(specs, shape, axis_sizes, reduce_scatter)
+    return tuple((spec, () if number else behind) for number, spec in enumerate(chain))
 
 
 def _looked_up(specs: list[Spec]) -> tuple[tuple[Spec, ...], tuple[int, ...]]:

@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from runtime.planned import parallel
 
+from aliquot.cluster import TARGETS
 from aliquot.graph import ReplayHook, capture, evaluate
 from aliquot.planners import ManualParallel, Zero3Parallel
+from aliquot.runtime import _plan_program
 from aliquot.runtime._mapped import differing
 
 
@@ -198,4 +200,24 @@ def test_sums_wait_along_data_axes_alone(x64):
     assert found == pytest.approx(
         {("x",): weights / 2 + bias + loss, ("y",): 4 * (weights + bias + loss), ("x", "y"): 0}
     )
+    assert all(leaf.largest <= 1e-12 for leaf in step.check(state, x).leaves)
+
+
+def test_groups_are_summed_along_the_axes_that_split_the_sum_first(x64, monkeypatch):
+    """As for compilers with a reduce-scatter, which would all-reduce whole gradients of which each device keeps a part."""
+    monkeypatch.setattr(_plan_program, "target_for", lambda device: TARGETS["gpu"])
+
+    def train_step(state, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])
+        mean = 0.9 * state["m"] + grad
+        return {"w": state["w"] - 0.1 * mean, "m": mean}, loss
+
+    random = np.random.default_rng(0)
+    state = {"w": random.normal(size=(512, 256)), "m": random.normal(size=(512, 256))}
+    x = random.normal(size=(2048, 512))
+    specs = {"state.w": (None, None), "state.m": ("y", None), "x": (("x", "y"), None)}
+    step = parallel(train_step, state, x, method=ManualParallel(specs=specs, mesh_shape=(4, 2)), num_micro_batches=2)
+    assert step.plan.stages[0].data_axes == ("x", "y")
+    found = [c for c in step.stats().collectives if c.kind == "all-reduce" and c.axes == ("x",)]
+    assert sum(c.num_bytes for c in found) == 512 * 256 * 8 / 2
     assert all(leaf.largest <= 1e-12 for leaf in step.check(state, x).leaves)

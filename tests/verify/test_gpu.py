@@ -182,3 +182,36 @@ def test_lookups_in_a_split_table(num_micro_batches, mode, tmp_path):
     rows = 64 * 128 * 1024 * 4 / (4 if mode == "fill" else 8)
     (found,) = [each for each in stage.collectives if (each.kind, each.axes) == (kind, ("y",))]
     assert (found.predicted_bytes, found.compiled_bytes) == (rows, rows)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_groups_are_summed_along_the_axes_that_split_the_sum_first(scan, tmp_path):
+    """Summed at once, XLA all-reduces whole gradients of which each device keeps a part."""
+
+    def step(state, batch):
+        def loss(layers):
+            def turn(x, layer):
+                return jnp.tanh(x @ layer), None
+
+            if scan:
+                return jnp.mean(jax.lax.scan(turn, batch, layers)[0] ** 2)
+            return jnp.mean(turn(turn(batch, layers[0])[0], layers[1])[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["w"])
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+        return {"w": jax.tree.map(lambda w, m: w - 0.1 * m, state["w"], moments), "m": moments}, value
+
+    one = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    layers = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.float32) if scan else [one, one]
+    specs = {"batch": (("x", "y"), None)} | ({"state.w": (None,) * 3, "state.m": (None, "y", None)} if scan else {})
+    specs |= {} if scan else {"state.w[*]": (None, None), "state.m[*]": ("y", None)}
+    shapes = {"w": layers, "m": layers}, jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
+    method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=4)
+    assert plan.stages[0].data_axes == ("x", "y")
+    (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
+    half = 2 * 1024 * 1024 * 4 / 2
+    moved = {(e.kind, e.axes): (e.predicted_bytes, e.compiled_bytes) for e in stage.collectives}
+    assert moved[("reduce-scatter", ("y",))] == (half, half)
+    assert moved[("all-reduce", ("x",))] == (half, half)
+    assert stage.unintended == ()
