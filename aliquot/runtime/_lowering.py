@@ -125,10 +125,10 @@ class _Constrain(ReplayHook):
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         if pin is None:
             return arrays
-        return [
-            array if spec is None else self._pin(value, array, spec)
-            for value, array, spec in zip(op.inputs, arrays, pin.operands, strict=True)
-        ]
+        for position, (spec, between) in enumerate(zip(pin.operands, pin.between, strict=True)):
+            for each in (*between, *(() if spec is None else (spec,))):
+                arrays[position] = self._pin(op.inputs[position], arrays[position], each)
+        return arrays
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         if op.name != "conv_general_dilated":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from ..graph import Graph, Phase, Role, fold
 from ._cuts import cut
@@ -152,7 +153,8 @@ def _sites(naming: Naming) -> list[Site]:
                 own = naming.product_port(op_class, rule.results[position], result=True)
                 landed = naming.landed_ports(int(cuts.folding.value_class[out])) if out >= 0 else []
                 results.append((own, *landed[:1]))
-            sites.append(Site(op_class=op_class, operands=operands, results=tuple(results)))
+            sources = _sources(naming, op_class, operands)
+            sites.append(Site(op_class=op_class, operands=operands, sources=sources, results=tuple(results)))
             continue
         ports: list[Port | None] = [None] * len(op.inputs)
         for position, value_class, _ in cuts.operands(op_class):
@@ -165,8 +167,21 @@ def _sites(naming: Naming) -> list[Site]:
         if any(p is not None for p in ports) or any(read):
             passed = tuple((naming.class_port(v),) if r else () for v, r in zip(made, read, strict=True))
             read_by = tuple(tuple(readers[v]) if r else () for v, r in zip(made, read, strict=True))
-            sites.append(Site(op_class=op_class, operands=tuple(ports), results=passed, readers=read_by))
+            sources = _sources(naming, op_class, ports)
+            sites.append(
+                Site(op_class=op_class, operands=tuple(ports), sources=sources, results=passed, readers=read_by)
+            )
     return sites
+
+
+def _sources(naming: Naming, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:
+    """Where the operands that are pinned arise, if all copies read the same."""
+    found: list[Port | None] = [None] * len(operands)
+    for position, value_class, _ in naming.cuts.operands(op_class):
+        if operands[position] is not None and len(naming.cuts.sources[op_class][position]) == 1:
+            port = naming.class_port(value_class)
+            found[position] = port if port.node >= 0 else None
+    return tuple(found)
 
 
 def _product_readers(naming: Naming) -> dict[int, list[Port]]:

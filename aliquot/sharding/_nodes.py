@@ -161,12 +161,15 @@ class Port:
 class Site:
     """Where the runtime pins a split: an operator class, with the ports of its operands and results.
 
+    `sources` are the ports at which the operands arise.
+
     A result may pass two: the operator's own split, then its users'. Where `readers` are given for a result, it is pinned
     only if one of them has another split.
     """
 
     op_class: int
     operands: tuple[Port | None, ...]
+    sources: tuple[Port | None, ...]
     results: tuple[tuple[Port, ...], ...]
     readers: tuple[tuple[Port, ...], ...] = ()
 

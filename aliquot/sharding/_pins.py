@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..graph import Graph, Op, Phase
+from ..graph import Graph, Op, Operand, Phase
 from ._nodes import Choice, NodeGraph, Port, project
-from ._reshard import landing, scattered_behind, waiting_apart
+from ._reshard import landing, scattered_behind, waiting_apart, way
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 
 Landing: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
@@ -24,11 +24,12 @@ Landing: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
 class Pin:
     """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other.
 
-    In the first split of each result the axes in `minor` cut the tiles of all others. `totals` are those of its running
-    total, once that is added up over data axes: each split with the axes that are minor in it.
+    On its way to an operand's split an array takes on those `between`. In the first split of each result the axes in `minor`
+    cut the tiles of all others. `totals` are those of its running total, once that is added up over data axes.
     """
 
     operands: tuple[Spec | None, ...]
+    between: tuple[tuple[Spec, ...], ...]
     results: tuple[tuple[Spec, ...], ...]
     minor: tuple[tuple[int, ...], ...]
     totals: tuple[Landing, ...]
@@ -78,6 +79,11 @@ def make_pins(
     def spec(port: Port) -> Spec:
         return project(choices[port.node], port.projection) if port.node >= 0 else whole
 
+    def between(operand: Operand, source: Port | None, target: Port | None) -> tuple[Spec, ...]:
+        if source is None or target is None or not isinstance(operand, int):
+            return ()
+        return _between(spec(source), spec(target), graph.values[operand].shape, axis_sizes)
+
     by_class = {}
     first_of: dict[int, Op] = {}
     for op in graph.ops:
@@ -91,7 +97,7 @@ def make_pins(
         for ports, shape in zip(site.results, shapes, strict=True):
             each, total = _apart([spec(p) for p in ports], waiting)
             if op.name == "gather":
-                pairs.append(_looked_up(each))
+                pairs.append((_looked_up(each, shape, axis_sizes), ()))
                 totals.append(())
                 continue
             pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter))
@@ -102,6 +108,7 @@ def make_pins(
                 chains[position] = ()
         by_class[site.op_class] = Pin(
             operands=tuple(None if p is None else spec(p) for p in site.operands),
+            between=tuple(between(*where) for where in zip(op.inputs, site.sources, site.operands, strict=True)),
             results=tuple(chains),
             minor=tuple(minor for _, minor in pairs),
             totals=tuple(totals),
@@ -139,12 +146,13 @@ def _landing(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int],
     return tuple((spec, () if number else behind) for number, spec in enumerate(chain))
 
 
-def _looked_up(specs: list[Spec]) -> tuple[tuple[Spec, ...], tuple[int, ...]]:
+def _looked_up(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
     """A lookup's own split with its partial sums finished, then its users'.
 
     Asked for the users' at once, XLA gathers the table, or exchanges rows among all devices.
     """
-    return tuple(dict.fromkeys(without_partial(spec) for spec in specs)), ()
+    first, last = without_partial(specs[0]), without_partial(specs[-1])
+    return tuple(dict.fromkeys((first, *_between(first, last, shape, axis_sizes), last)))
 
 
 def _result_chain(
@@ -164,4 +172,12 @@ def _result_chain(
     if not divides(shape, arrived, axis_sizes):
         arrived = without_partial(own)
     behind = scattered_behind(own, arrived)
-    return ((arrived,) if arrived == wanted and not behind else (arrived, wanted)), behind
+    if behind:
+        return (arrived, wanted), behind
+    return tuple(dict.fromkeys((arrived, *_between(arrived, wanted, shape, axis_sizes), wanted))), ()
+
+
+def _between(source: Spec, target: Spec, shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
+    """What to ask an array for between two splits; see `way`."""
+    *between, _ = way(source, target, tuple(axis_sizes))
+    return tuple(between) if all(divides(shape, spec, axis_sizes) for spec in between) else ()

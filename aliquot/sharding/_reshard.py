@@ -6,12 +6,14 @@ Partial sums are resolved where they arise; what remains is a change of tiling (
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ._spec import PARTIAL, REPLICATED, Spec
-from ._tilings import steps, tiling
+from ._tilings import Step, is_direct, steps, tiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +81,51 @@ def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_sca
     for kind in sorted({now[a] for a in reduced if a not in scattered}):
         resolve("all-reduce", tuple(a for a in reduced if now[a] == kind))
     # Axes that stay partial hold what the others do, side by side.
-    arrived = tiling(tuple(now), axis_sizes, scattered_behind(source, landed))
-    for step in steps(arrived, tiling(target, axis_sizes)):
-        moves.append(Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles))
+    behind = scattered_behind(source, landed)
+    arrived = tiling(tuple(now), axis_sizes, behind)
+    for spec in (target,) if behind else way(tuple(now), target, axis_sizes):
+        wanted = tiling(spec, axis_sizes)
+        for step in steps(arrived, wanted):
+            moves.append(Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles))
+        arrived = wanted
     return tuple(moves)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, ...]:
+    """The splits that an array should be asked for, one after the other, to get from one to another; the last is `target`.
+
+    Where the partitioner finds no way but to gather the array, axes change their places one after the other: of all such ways
+    that it finds step by step, the one whose collectives leave the fewest bytes on a device.
+
+    >>> way((-1, 0), (2, -1), (4, 2))
+    ((2, 0), (2, -1))
+    >>> way((0, -1), (1, -1), (4, 2))
+    ((1, -1),)
+    """
+    tilings = {spec: tiling(spec, axis_sizes) for spec in itertools.product(*zip(source, target, strict=True))}
+    if min((*source, *target)) <= PARTIAL or is_direct(tilings[source], tilings[target]):
+        return (target,)
+    reached: set[Spec] = set()
+    waiting: list[tuple[float, int, tuple[Spec, ...]]] = [(0.0, 0, (source,))]
+    while waiting:
+        left, count, path = heapq.heappop(waiting)
+        here = path[-1]
+        if here == target:
+            return path[1:]
+        if here in reached:
+            continue
+        reached.add(here)
+        for spec in tilings.keys() - reached:
+            if is_direct(tilings[here], tilings[spec]):
+                more = sum(_leaves(step) for step in steps(tilings[here], tilings[spec]))
+                heapq.heappush(waiting, (left + more, count + 1, (*path, spec)))
+    return (target,)
+
+
+def _leaves(step: Step) -> float:
+    """What a collective leaves on each device, as a fraction of the array."""
+    return (step.group if step.kind == "all-gather" else 1) / step.tiles
 
 
 def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:

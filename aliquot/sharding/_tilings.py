@@ -91,6 +91,11 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
     return _gather_all(now) if rest is None else (*_gather_to(now, coarser), *rest)
 
 
+def is_direct(now: Tiling, target: Tiling) -> bool:
+    """Whether the partitioner finds a way, without gathering what neither tiling needs gathered."""
+    return _steps(now, target) is not None
+
+
 def _steps(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     """As `steps`; None where only gathering everything is left."""
     if now == target or not now.dims:

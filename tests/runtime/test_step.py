@@ -270,3 +270,16 @@ def test_metadata_does_not_wait(mlp_step):
     assert metrics["loss"].dtype == jnp.float32
     assert new[0]["w"].sharding == mlp_step.shardings["params[0].w"]
     assert "all-reduce over x" in str(mlp_step.stats())
+
+
+def test_what_is_split_otherwise_is_not_gathered_on_its_way(capfd):
+    """Asked for another split at once, the compiler replicates some arrays, and says so."""
+    sizes = {"num_layers": 1, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2048}
+    work = zoo.build("llama-7b", 8, overrides=sizes | {"vocab_size": 2048, "seq_len": 32}, dtype="float32")
+    step = parallel(work.train_step, work.state, work.batch, method=ShardParallel(mesh_shape=(4, 2)))
+    sides: list[dict] = [{}, {}]
+    for side, uses in zip(sides, (step.plan.prediction.collectives, step.stats().collectives), strict=True):
+        for use in uses:
+            side[use.kind, use.axes] = side.get((use.kind, use.axes), 0.0) + use.num_bytes
+    assert sides[1] == pytest.approx(sides[0], rel=0.02)
+    assert "rematerialization" not in capfd.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from aliquot.sharding import PARTIAL, REPLICATED, dims_of, num_shards, reshard, result_fraction
-from aliquot.sharding._reshard import _reshard
+from aliquot.sharding._reshard import _reshard, way
 
 MESHES = [(2,), (8,), (2, 4), (4, 2), (2, 2, 2), (6,), (2, 3), (3, 2, 4), (64, 8)]
 
@@ -102,7 +102,7 @@ def test_one_axis(size):
         # Two axes on one dim move together.
         ((0, 0), (1, 1), ["all-to-all"]),
         # One dim to two others: everything is gathered.
-        ((0, 0), (1, 2), ["all-gather"]),
+        ((0, 0), (1, 2), ["all-to-all", "all-to-all"]),
     ],
 )
 def test_two_axes(source, target, kinds):
@@ -119,9 +119,15 @@ def _compiled(mesh, source, target):
     """Kinds of the collectives in a compiled conversion, with the bytes that each leaves on a device."""
     shardings = [
         NamedSharding(mesh, PartitionSpec(*[axes or None for axes in dims_of(spec, mesh.axis_names, len(SHAPE))]))
-        for spec in (source, target)
+        for spec in (source, *way(source, target, tuple(mesh.shape.values())))
     ]
-    convert = jax.jit(lambda x: x, in_shardings=shardings[0], out_shardings=shardings[1])
+
+    def ask(x):
+        for sharding in shardings[1:]:
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
+
+    convert = jax.jit(ask, in_shardings=shardings[0], out_shardings=shardings[-1])
     text = convert.lower(jax.ShapeDtypeStruct(SHAPE, jnp.float32)).compile().as_text()
     found = []
     pattern = r"= \(?(.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -146,6 +152,16 @@ def _check_against_xla(mesh, pairs):
 def test_xla_emits_the_same(mesh):
     sample = np.random.default_rng(0).permutation(len(PAIRS))[:96]
     _check_against_xla(mesh(2, 4), [PAIRS[k] for k in sample])
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 2, 2)])
+def test_nothing_is_gathered_that_may_stay_split(sizes):
+    """No collective leaves more on a device than it holds before, or behind."""
+    for source, target in itertools.product(itertools.product(range(-1, 3), repeat=len(sizes)), repeat=2):
+        assert way(source, target, sizes)[-1] == target
+        kept = max(1 / num_shards(source, sizes), 1 / num_shards(target, sizes))
+        moves = reshard(source, target, sizes, True)
+        assert all(result_fraction(m, sizes) <= kept * (1 + 1e-12) for m in moves)
 
 
 @pytest.mark.slow
