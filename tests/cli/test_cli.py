@@ -32,6 +32,11 @@ def test_starting_imports_nothing_heavy():
     assert done.stdout.strip() == "none", done.stdout + done.stderr
 
 
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "aliquot", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("aliquot 0."), done.stderr
+
+
 def test_version():
     assert run("--version").stdout.startswith("aliquot 0.")
 
