@@ -82,8 +82,9 @@ class Inliner:
             inner_scope = self._scope(scope, eqn)
             called = compat.inlined_body(eqn)
             if called is not None:
-                body, body_consts = called
-                results = self._walk(body, body_consts, operands, inner_scope, trips, region, items)
+                body, body_consts, given = called
+                taken = [operands[k] for k in given]
+                results = self._walk(body, body_consts, taken, inner_scope, trips, region, items)
             else:
                 results = self._structured(eqn, operands, inner_scope, trips, region, items)
                 if results is None:

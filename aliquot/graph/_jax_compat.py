@@ -52,14 +52,23 @@ def is_remat(eqn: Any) -> bool:
     return eqn.primitive.name in _REMAT_NAMES
 
 
-def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The open jaxpr of a call that means nothing to sharding, with its constants; None for any other equation."""
+def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
+    """The open jaxpr of a call that means nothing to sharding, with its constants and the positions of the operands that
+    it takes; None for any other equation."""
+    params = eqn.params
+    if eqn.primitive.name == "custom_linear_solve":
+        # The other jaxprs are for derivatives. Each has constants of its own, which stand before the right-hand sides.
+        lengths = params["const_lengths"]
+        before = lengths.matvec + lengths.vecmat
+        body, consts = open_body(params["jaxprs"].solve)
+        given = (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars)))
+        return body, consts, given
     if eqn.primitive.name not in _INLINED_CALLS:
         return None
     for key in _CALL_BODY_KEYS:
-        body = eqn.params.get(key)
+        body = params.get(key)
         if body is not None:
-            return open_body(body)
+            return *open_body(body), range(len(eqn.invars))
     return None
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
 from ..sharding import REPLICATED, Pins, Spec, dims_of, without_partial
-from ._convolutions import Bind, in_each_group, with_features_in_place
+from ._local import Bind, convolution, transform
 from ._mapped import differing
 
 
@@ -131,12 +131,17 @@ class _Constrain(ReplayHook):
         return arrays
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
-        if op.name != "conv_general_dilated":
+        if op.name not in ("conv_general_dilated", "fft"):
             return bind(op.eqn, arrays)
-        if self._without and any(value in self._differing for value in op.inputs):
-            axes = [str(name) for name in self._lowering.mesh.axis_names if name in self._without]
-            return in_each_group(op.eqn, arrays, bind, self._lowering.mesh, axes)
-        return with_features_in_place(op.eqn, arrays, bind)
+        mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))
+        without = self._without if differs else frozenset()
+        groups = [str(name) for name in mesh.axis_names if name in without]
+        if op.name == "conv_general_dilated":
+            return convolution(op.eqn, arrays, bind, mesh, groups)
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        spec = pin.operands[0] if pin is not None else None
+        split = PartitionSpec() if spec is None else partition(mesh, spec, arrays[0].shape, without)
+        return transform(op.eqn, arrays, bind, mesh, groups, split)
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None

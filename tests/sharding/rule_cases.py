@@ -196,6 +196,58 @@ case("reduce_window", "", lambda x: pool(x, np.float32(2), lambda a, b: a * b + 
 case("select_and_scatter_add", "", jax.grad(lambda x: jnp.sum(pool(x, -jnp.inf, lax.max) ** 2)), IMAGE)
 case("select_and_gather_add", "", lambda x: jax.jvp(lambda x: pool(x, -jnp.inf, lax.max), (x,), (x,)), IMAGE)
 
+GROUP_SIZES = np.array([3, 0, 8, 5], np.int32)
+ROWS_OF_GROUPS = floats(16, 8)
+A_MATRIX_EACH = floats(4, 8, 8)
+case("ragged_dot_general", "rows", lambda x, w: lax.ragged_dot(x, w, GROUP_SIZES), ROWS_OF_GROUPS, A_MATRIX_EACH)
+case(
+    "ragged_dot_general",
+    "matrices",
+    jax.grad(lambda w, x: jnp.sum(lax.ragged_dot(x, w, GROUP_SIZES) ** 2)),
+    A_MATRIX_EACH,
+    ROWS_OF_GROUPS,
+    tolerance=1e-4,
+    unplanned="all-gather",
+    why="each device sums up the sizes of some groups, and needs the sums of all",
+)
+case(
+    "ragged_dot_general",
+    "batch",
+    jax.vmap(lax.ragged_dot),
+    floats(8, 8, 4),
+    floats(8, 4, 4, 8),
+    np.stack([GROUP_SIZES // 2] * 8),
+)
+
+# ---- linear algebra and transforms -----------------------------------------------------------------------------------
+
+MATRICES = floats(8, 4, 4) + 4 * np.eye(4, dtype=np.float32)
+SYMMETRIC = MATRICES + np.swapaxes(MATRICES, 1, 2)
+case("cholesky", "", lambda s: lax.linalg.cholesky(s, symmetrize_input=False), SYMMETRIC)
+case("eig", "", lax.linalg.eig, MATRICES)
+case("eigh", "", lambda s: lax.linalg.eigh(s, symmetrize_input=False), SYMMETRIC)
+case("hessenberg", "", lax.linalg.hessenberg, MATRICES)
+case("householder_product", "", lax.linalg.householder_product, MATRICES, floats(8, 4))
+case("lu", "", lax.linalg.lu, MATRICES)
+case("lu_pivots_to_permutation", "", lambda p: lax.linalg.lu_pivots_to_permutation(p, 6), ints(8, 4, high=4))
+case("qr", "", lambda a: lax.linalg.qr(a, full_matrices=False), MATRICES)
+case("schur", "", lax.linalg.schur, MATRICES)
+case("svd", "", lambda a: lax.linalg.svd(a, full_matrices=False), MATRICES)
+case(
+    "symmetric_product",
+    "",
+    lambda a, c: lax.linalg.symmetric_product(a, c, symmetrize_output=False),
+    MATRICES,
+    SYMMETRIC,
+)
+case("triangular_solve", "", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), MATRICES, floats(8, 4, 2))
+case("tridiagonal", "", lax.linalg.tridiagonal, SYMMETRIC)
+case("tridiagonal_solve", "", lambda d, b: lax.linalg.tridiagonal_solve(d, d + 4, d, b), floats(8, 4), floats(8, 4, 2))
+NOT_SPLIT = {"unplanned": "all-gather", "why": "the partitioner splits no transforms; the runtime runs them on pieces"}
+case("fft", "", jnp.fft.fft, floats(8, 4), **NOT_SPLIT)
+case("fft", "two real dims", jnp.fft.rfft2, floats(8, 2, 4, 6), **NOT_SPLIT)
+case("fft", "inverse", lambda x: jnp.fft.irfft(x, axis=1), floats(8, 5), **NOT_SPLIT)
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -415,28 +467,14 @@ def opaque(primitive, fn, *args):
 DEVICES = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 S = np.eye(4, dtype=np.float32)
 opaque("after_all", lambda x: (lax.after_all(lax.create_token()), x)[1], X)
-opaque("cholesky", jnp.linalg.cholesky, S)
 opaque("create_token", lambda x: (lax.create_token(), x)[1], X)
-opaque("custom_linear_solve", lambda b: lax.custom_linear_solve(lambda x: 2 * x, b, lambda f, b: b / 2), X)
 opaque("custom_partitioning", partitioned, floats(8, 4))
 opaque("debug_callback", lambda x: jax.debug.callback(lambda x: None, x), X)
 opaque("debug_print", lambda x: jax.debug.print("{}", x), X)
-opaque("eig", jnp.linalg.eig, S)
-opaque("eigh", jnp.linalg.eigh, S)
 opaque("ffi_call", jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct((8,), np.float32)), X)
-opaque("fft", jnp.fft.fft, X)
-opaque("hessenberg", lambda s: lax.linalg.hessenberg(s), S)
-opaque("householder_product", lambda s, t: lax.linalg.householder_product(s, t), S, S[0])
 opaque("io_callback", lambda x: jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
-opaque("lu", jax.lax.linalg.lu, S)
 opaque("pallas_call", pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), np.float32), interpret=True), X)
 opaque("platform_index", lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
 opaque("pure_callback", lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
-opaque("qr", jnp.linalg.qr, S)
-opaque("schur", lambda s: lax.linalg.schur(s), S)
 opaque("shard_map", jax.shard_map(jnp.sin, mesh=DEVICES, in_specs=jax.P("x"), out_specs=jax.P("x")), X)
 opaque("sharding_constraint", lambda x: lax.with_sharding_constraint(x, jax.NamedSharding(DEVICES, jax.P("x"))), X)
-opaque("svd", jnp.linalg.svd, S)
-opaque("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), S, S)
-opaque("tridiagonal", lambda s: lax.linalg.tridiagonal(s), S)
-opaque("tridiagonal_solve", lambda a, b: lax.linalg.tridiagonal_solve(a, a, a, b), floats(4), floats(4, 4))

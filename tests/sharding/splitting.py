@@ -66,6 +66,9 @@ class Split:
         used = set(self.parts.values())
         if name in ("iota", "random_bits", "random_split"):
             return not used <= set("".join(first))
+        if name == "ragged_dot_general":
+            # The numbers of rows and of groups, which tell which row meets which.
+            return True
         if name == "gather":
             return bool(used & self.rule.reduced)
         if name.startswith("scatter"):

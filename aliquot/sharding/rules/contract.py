@@ -1,12 +1,14 @@
-"""Products."""
+"""Products, and products of rows that belong to groups."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
 from .._rule import DimRule, HasShape, register_dim_rule
+from ._factors import Factors
 
 
 @register_dim_rule("dot_general")
@@ -35,4 +37,48 @@ def _dot_general(
         linear=(1, 2),
         contracts=True,
         flops_per_point=2.0,
+    )
+
+
+@register_dim_rule("ragged_dot_general")
+def _ragged_dot_general(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """A product whose rows belong to groups, one after the other, as those of tokens sorted by their experts do.
+
+    With a matrix for each group, `out[m, n] = sum_k lhs[m, k] * rhs[group(m), k, n]`, the matrices stay together: XLA
+    gathers them. In their gradient, `out[g, k, n] = sum_m lhs[m, k] * rhs[m, n]` over the rows of group `g`, groups are
+    parallel. The sizes of all groups tell where a row stands, so that each device needs them all.
+    """
+    lhs, rhs, group_sizes = operands
+    numbers = params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    f = Factors()
+    left = {d: f.split(lhs.shape[d]) for d in (*lhs_batch, *lhs_contract)}
+    right = dict(zip((*rhs_batch, *rhs_contract), left.values(), strict=True))
+    batch = tuple(left[d] for d in lhs_batch)
+    groups = f.whole(group_sizes.shape[-1])
+    right |= dict.fromkeys(numbers.rhs_group_dimensions, groups)
+    out = [*([f.split(group_sizes.shape[-1])] if ragged in lhs_contract else []), *batch]
+    free = 1
+    for array, names in ((lhs, left), (rhs, right)):
+        for d, size in enumerate(array.shape):
+            if d not in names:
+                names[d] = f.split(size)
+                out.append(names[d])
+                free *= size if array is rhs else 1
+    each = batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
+    # Each row meets one group, so that groups are no work of their own.
+    flops = 2.0 * math.prod(lhs.shape) * free
+    return f.rule(
+        (
+            tuple(left[d] for d in range(len(lhs.shape))),
+            tuple(right[d] for d in range(len(rhs.shape))),
+            (*each, groups),
+        ),
+        (tuple(out),),
+        linear=(1, 2, 0),
+        contracts=True,
+        flops_per_point=flops / max(math.prod(f.sizes.values()), 1),
     )

@@ -18,7 +18,7 @@ def _pass_all(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], 
 
 
 def _opaque(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """A kernel, a callback, or a routine that works on whole matrices."""
+    """A kernel, a callback, or a generator that runs on a state."""
     return whole(operands, results)
 
 
@@ -35,9 +35,5 @@ register_dim_rule(
     replaceable=True,
 )(_opaque)
 
-_WHOLE_ROUTINES = (
-    "after_all cholesky create_token custom_linear_solve eig eigh fft hessenberg "
-    "householder_product lu platform_index qr random_gamma rng_bit_generator rng_uniform schur svd triangular_solve "
-    "tridiagonal tridiagonal_solve"
-).split()
+_WHOLE_ROUTINES = "after_all create_token platform_index random_gamma rng_bit_generator rng_uniform".split()
 register_dim_rule(*_WHOLE_ROUTINES)(_opaque)

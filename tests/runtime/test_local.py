@@ -1,4 +1,4 @@
-"""Convolutions whose kernels or images differ from group to group, which XLA splits badly in the form JAX gives them."""
+"""Operators that XLA splits badly in the form JAX gives them: convolutions in groups of devices, Fourier transforms."""
 
 import jax
 import jax.numpy as jnp
@@ -61,5 +61,26 @@ def test_gradients_of_kernels(step, num_micro_batches):
 def test_images_stay_where_they_are(batch):
     args = arguments(batch)
     planned = parallel(of_the_batch, *args, method=aq.DataParallel(), num_micro_batches=4)
+    text = planned.lower().compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+def mixed_by_transforms(params, images):
+    """A layer that mixes positions in frequency space, there and back."""
+
+    def loss(params, images):
+        waves = jnp.fft.rfft2(images, axes=(1, 2)) * params["first"].sum()
+        mixed = jnp.fft.irfft2(waves, s=(8, 8), axes=(1, 2)) + jnp.fft.fft(images, axis=1).real
+        return jnp.mean(jnp.tanh(jnp.einsum("nhwi,xyio->nhwo", mixed, params["first"])) ** 2)
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, images))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_each_device_transforms_what_it_has(num_micro_batches):
+    args = arguments()
+    planned = parallel(mixed_by_transforms, *args, method=aq.DataParallel(), num_micro_batches=num_micro_batches)
+    check = planned.check(*args)
+    assert check.largest < 1e-5, str(check)
     text = planned.lower().compile().as_text()
     assert "all-gather" not in text and "all-to-all" not in text

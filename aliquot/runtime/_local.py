@@ -1,0 +1,99 @@
+"""Operators that XLA's SPMD partitioner does not split well in the form in which JAX writes them.
+
+Where each group of devices has images and kernels of its own, as in the gradient of a kernel, JAX's batching makes the
+groups groups of features. The partitioner gathers such images from all devices, so here each group convolves by itself.
+And of a convolution with one input channel in each group of features that is split over the groups it gets wrong what it
+computes where the features of image and result are not at the same position.
+
+Fourier transforms it does not split at all. Here each device transforms what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import Mesh, PartitionSpec
+
+Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""Runs an equation on operands."""
+
+
+def convolution(eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]) -> list[Any]:
+    """A convolution, of which a `vmap` along these mesh axes may give each group of devices its own operands."""
+
+    def run(*operands: Any) -> Any:
+        return _with_features_in_place(eqn, operands, bind)
+
+    whole = [PartitionSpec()] * len(arrays)
+    return [_on_pieces(run, arrays, mesh, groups, whole, PartitionSpec())]
+
+
+def transform(
+    eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str], split: PartitionSpec
+) -> list[Any]:
+    """A Fourier transform of an array that is split so, along dims that are not transformed; `groups` as above."""
+
+    def run(*operands: Any) -> Any:
+        (result,) = bind(eqn, operands)
+        return result
+
+    return [_on_pieces(run, arrays, mesh, groups, [split], split)]
+
+
+def _on_pieces(
+    run: Callable[..., Any],
+    arrays: Sequence[Any],
+    mesh: Mesh,
+    groups: Sequence[str],
+    operands: Sequence[PartitionSpec],
+    result: PartitionSpec,
+) -> Any:
+    """What `run` makes of the pieces of arrays that are split so, of each group's arrays under a `vmap` over groups."""
+
+    def mapped(function: Callable[..., Any], ins: Sequence[PartitionSpec], out: PartitionSpec, *given: Any) -> Any:
+        axes = {
+            axis for spec in (*ins, out) for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())
+        }
+        if not axes:
+            return function(*given)
+        return jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=out, axis_names=axes, check_vma=False)(
+            *given
+        )
+
+    if not groups:
+        return mapped(run, operands, result, *arrays)
+
+    @custom_vmap
+    def alone(*given: Any) -> Any:
+        return mapped(run, operands, result, *given)
+
+    @alone.def_vmap
+    def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, bool]:
+        def own(*mine: Any) -> Any:
+            return run(*(a[0] if b else a for a, b in zip(mine, batched, strict=True)))[None]
+
+        lead = tuple(groups)
+        ins = [PartitionSpec(lead, *spec) if b else spec for spec, b in zip(operands, batched, strict=True)]
+        return mapped(own, ins, PartitionSpec(lead, *result), *given), True
+
+    return alone(*arrays)
+
+
+def _with_features_in_place(eqn: Any, arrays: Sequence[Any], bind: Bind) -> Any:
+    """A convolution, where need be with the features of its result at the position that they have in the image."""
+    numbers = eqn.params["dimension_numbers"]
+    _, channels, *_ = numbers.lhs_spec
+    out_spec = numbers.out_spec
+    one_channel = arrays[1].shape[numbers.rhs_spec[1]] == 1
+    if eqn.params["feature_group_count"] == 1 or not one_channel or out_spec[1] == channels:
+        (result,) = bind(eqn, arrays)
+        return result
+    position = out_spec[1]
+    moved = tuple(channels if d == position else position if d == channels else d for d in out_spec)
+    params = {**eqn.params, "dimension_numbers": numbers._replace(out_spec=moved)}
+    (result,) = bind(eqn.replace(params=params), arrays)
+    return jnp.swapaxes(result, position, channels)

@@ -1,0 +1,52 @@
+"""Linear algebra and Fourier transforms: leading dims are a batch, the matrices or transformed dims stay whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
+from ._factors import Factors
+
+
+def _batched(inner: int) -> DimRuleFn:
+    """Routines on one problem for each element of a batch; `inner` dims of the first operand are the problem's."""
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        f = Factors()
+        count = len(operands[0].shape) - inner
+        batch = f.splits(operands[0].shape[:count])
+
+        def dims(shape: Sequence[int]) -> tuple[str, ...]:
+            return (*batch, *f.wholes(shape[count:]))
+
+        return f.rule(tuple(dims(o.shape) for o in operands), tuple(dims(shape) for shape in results))
+
+    return declare
+
+
+_ON_MATRICES = (
+    "cholesky eig eigh hessenberg householder_product lu qr schur svd symmetric_product triangular_solve tridiagonal"
+).split()
+register_dim_rule(*_ON_MATRICES)(_batched(2))
+register_dim_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_batched(1))
+
+
+@register_dim_rule("fft")
+def _fft(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """The last dims are transformed, and a real transform leaves one of another size: `5 n log2 n` operations each."""
+    f = Factors()
+    shape, lengths = operands[0].shape, params["fft_lengths"]
+    count = len(shape) - len(lengths)
+    batch = f.splits(shape[:count])
+    before, after = (*batch, *f.wholes(shape[count:])), (*batch, *f.wholes(results[0][count:]))
+    size = math.prod(lengths)
+    flops = 5.0 * math.prod(shape[:count]) * size * math.log2(max(size, 1))
+    return f.rule(
+        (before,),
+        (after,),
+        linear=(1,),
+        contracts=True,
+        flops_per_point=flops / max(math.prod(f.sizes.values()), 1),
+    )
