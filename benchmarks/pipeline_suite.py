@@ -13,7 +13,6 @@ so that families can be run one by one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,7 +32,7 @@ from _results import Journal, Report, options, say
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import TARGETS, target_for
-from aliquot.core import AliquotError, InfeasibleError
+from aliquot.core import AliquotError
 from aliquot.cost import Chain, ChainPlan
 from aliquot.graph import Layers, cut_alike, cut_layers
 from aliquot.planners import PipeshardParallel
@@ -174,8 +173,8 @@ class Fidelity:
     def __init__(self, case: Case, groups: int | None) -> None:
         self.case, self.cluster = case, case.cluster()
         self.batch = case.plan["batch_size"]
-        self.step = alpa_step({**case.spec, "batch": self.batch}, recompute=case.plan["use_remat"], groups=groups)
-        self.graph = aq.capture(*self.step)
+        step = alpa_step({**case.spec, "batch": self.batch}, recompute=case.plan["use_remat"], groups=groups)
+        self.graph = aq.capture(*step)
         own = _own_counts(self.graph, self.cluster)
         counts = sorted({*own, case.plan["num_micro_batches"]})
         self.layers = None if groups is None else _grouped(self.graph, case, groups)
@@ -211,33 +210,6 @@ class Fidelity:
             "peak memory / usable": float(result.times.peak_bytes.max()) / chain.memory_limit_bytes,
         }
 
-    def row_of_one_program(self, label: str, published: float) -> dict[str, Any]:
-        """A published figure beside our best plan without stages, which the planner of single programs finds."""
-        head = {"GPUs": self.case.gpus, "model": self.case.plan["model"], "row": label, "published TFLOP/s": published}
-        most = self.case.plan["num_micro_batches"]
-        found = []
-        for count in sorted({max(1, most // 4), max(1, most // 2), most}):
-            with contextlib.suppress(InfeasibleError):
-                found.append(
-                    aq.plan(*self.step, cluster=self.cluster, method=aq.ShardParallel(), num_micro_batches=count)
-                )
-        if not found:
-            return {**head, "predicted TFLOP/s": None, "counted": "no", "plan": "none that fits"}
-        best = min(found, key=lambda plan: plan.prediction.step_time_s)
-        p = best.prediction
-        flops = gpt_flops(self.case.spec, self.batch) / self.cluster.num_devices / 1e12
-        mesh = "x".join(map(str, best.stages[0].mesh_shape))
-        return {
-            **head,
-            "predicted TFLOP/s": flops / p.step_time_s,
-            "error": flops / p.step_time_s / published - 1,
-            "counted": "no: our plan under its restriction",
-            "plan": f"one program x {best.num_micro_batches}: mesh {mesh}",
-            "step s": p.step_time_s,
-            "of it communication": (p.communication_s + p.gradient_s) / p.step_time_s,
-            "peak memory / usable": p.peak_memory_bytes / p.memory_limit_bytes,
-        }
-
     def _chain(self, count: int) -> Chain:
         return next(c for c in self.chains if c.num_micro_batches == count)
 
@@ -263,6 +235,8 @@ class Fidelity:
         match method:
             case "megatron":
                 return _answer(Grid(), self.chains)
+            case "alpa.intra_only":
+                return _answer(dataclasses.replace(only_1f1b, num_stages=1), self.chains)
             case "alpa.inter_only":
                 single = [_with_options(c, [o.num_devices == 1 for o in c.options]) for c in self.chains]
                 return self._renamed(_answer(only_1f1b, single), single[0])
@@ -324,8 +298,6 @@ def _fidelity(suite: Mapping[str, Any], journal: Journal, chosen: Sequence[Case]
 
             def make(method: str = method, tflops: float = tflops, case: Case = case) -> dict[str, Any]:
                 priced = model()
-                if method == "alpa.intra_only":
-                    return priced.row_of_one_program(method, tflops)
                 if method != "alpa.auto":
                     return priced.row(method, tflops, priced.restricted(method), counted=False)
                 theirs, _ = judge_theirs(case, priced._chain(case.plan["num_micro_batches"]))
@@ -394,9 +366,8 @@ def _report() -> Report:
             "is faster. GPT throughput: the step that Alpa's benchmark ran, nothing overlaps, every stage solved as a whole at "
             "its number of micro-batches without a memory limit, the artifact's count of operations. Constants are those of "
             "calibration/v100.toml; none was fitted to a row. Rows whose plan is not published show our best plan under the "
-            "row's restriction (one program, by the planner of such; one GPU for each stage; equal submeshes; a grid) and do not "
-            "count for the error, but do for the ranking. Stages are cut between Alpa's layers there, each of which is worked out "
-            "again as a whole. Alpa's "
+            "row's restriction (one stage; one GPU for each stage; equal submeshes; a grid) and do not count for the error, "
+            "but do for the ranking. Stages are cut between Alpa's layers there, each of which is worked out again as a whole. Alpa's "
             "ablations `auto_stage` and `equal_layer` (its own plans again) and `equal_eqn` (cuts inside of blocks) are left "
             "out. Rows come from a journal of runs family by family; the seconds below are those of the last, and pricing and "
             "search have columns of their own."
