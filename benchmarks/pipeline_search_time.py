@@ -60,6 +60,9 @@ GROWTH = {
         Case(model="gpt-1.3b", cluster="2x8xV100-32GB", more=("--set", f"num_layers={layers}"))
         for layers in (12, 24, 48, 96)
     ),
+    "A thousand layers written out": (
+        Case(model="gpt-125m", cluster="8xV100-32GB", more=("--set", "num_layers=1024")),
+    ),
     "Growth with devices": tuple(
         Case(model="gpt-1.3b", cluster=f"{hosts}x8xV100-32GB", more=("--set", "num_layers=24"))
         for hosts in (1, 2, 4, 8, 16)
