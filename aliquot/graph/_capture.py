@@ -70,7 +70,15 @@ def _collector_paused() -> Iterator[None]:
 def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     calling = replace(calling)  # what it learns from this trace must not reach graphs of other traces
     structs = [compat.shape_struct(leaf) for leaf in leaves]
-    closed = compat.trace(lambda *flat: calling.run(flat), structs)
+    try:
+        closed = compat.trace(lambda *flat: calling.run(flat), structs)
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            error.add_note(
+                "A plan is made from the step that one device would run on the whole batch. Take out collectives over "
+                "devices, such as `jax.lax.pmean(grads, axis)`: the plan puts in what its splits need."
+            )
+        raise
     inliner = Inliner()
     input_values = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
     body = inliner.block(closed.jaxpr, closed.consts, input_values, "", 1)

@@ -85,6 +85,9 @@ class Inliner:
                 body, body_consts, given = called
                 taken = [operands[k] for k in given]
                 results = self._walk(body, body_consts, taken, inner_scope, trips, region, items)
+            elif compat.is_placement(eqn):
+                # A plan decides where arrays are; the step may have been written for other devices.
+                results = operands
             else:
                 results = self._structured(eqn, operands, inner_scope, trips, region, items)
                 if results is None:

@@ -26,6 +26,7 @@ _INLINED_CALLS = frozenset(
 )
 # Not annotated in JAX.
 _shape_struct: Any = jax.ShapeDtypeStruct
+_PLACEMENTS = frozenset({"reshard", "sharding_constraint"})
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -45,6 +46,11 @@ def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
     """The shape of a Python number, as JAX traces it."""
     struct: jax.ShapeDtypeStruct = _shape_struct((), jax.numpy.result_type(type(number)), weak_type=True)
     return struct
+
+
+def is_placement(eqn: Any) -> bool:
+    """Whether the equation only says where arrays are, and returns them as they are."""
+    return eqn.primitive.name in _PLACEMENTS
 
 
 def is_remat(eqn: Any) -> bool:

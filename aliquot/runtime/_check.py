@@ -61,17 +61,17 @@ def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
     calling = replace(graph.calling)
     (device, *_) = jax.local_devices()
     with jax.default_device(device):
-        on_one = [_on(leaf, device) for leaf in leaves]
+        on_one = [_whole(leaf) for leaf in leaves]
         return list(jax.jit(lambda *flat: calling.run(flat))(*on_one))
 
 
-def _on(leaf: Any, device: Any) -> Any:
-    """All of an array on one device of this process."""
+def _whole(leaf: Any) -> Any:
+    """All of an array on the default device, which a step that names devices of its own may move it away from."""
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jax.device_put(gather(leaf), device), impl=jax.random.key_impl(leaf))
-    return jax.device_put(gather(leaf), device)
+        return jax.random.wrap_key_data(jax.device_put(gather(leaf)), impl=jax.random.key_impl(leaf))
+    return jax.device_put(gather(leaf))
 
 
 def compare(paths: Sequence[str], found: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:

@@ -1,7 +1,9 @@
-"""Models of other families: experts on sorted tokens, linear algebra for each example, layers in frequency space."""
+"""Models of other families: experts on sorted tokens, linear algebra for each example, layers in frequency space; and
+steps with what was written for other ways to run them."""
 
 from __future__ import annotations
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from graph.step_base import ROWS, WIDTH, Step, batch, sgd, step
@@ -68,3 +70,37 @@ def layers_in_frequency_space() -> Step:
     x = jax.random.normal(jax.random.key(0), (ROWS, 8, WIDTH))
     params = {"gain": jnp.ones((5, WIDTH)), "turn": jnp.ones((5, WIDTH)) / 2}
     return _train(loss_fn, params, {"x": x}, roles={"parameter": 2, "batch": 1})
+
+
+@step
+def equinox_batch_norm_and_error() -> Step:
+    """Statistics by a collective over the examples of a `vmap`, and a check of the inputs as the step runs."""
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(WIDTH, "batch", mode="ema")
+    linear = eqx.nn.Linear(WIDTH, 3, key=jax.random.key(0))
+
+    def train_step(model, state, batch):
+        def loss_fn(model, state):
+            norm, linear = model
+            x = eqx.error_if(batch["x"], jnp.isnan(batch["x"]).any(), "an input is not a number")
+            normed, state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+            return jnp.mean((jax.vmap(linear)(normed) - batch["y"]) ** 2), state
+
+        (loss, state), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), state, loss
+
+    # Whether it is the first step, the running mean and variance.
+    roles = {"parameter": 4, "state": 3, "batch": 2}
+    return Step(fn=train_step, args=((norm, linear), state, batch()), roles=roles, results=8)
+
+
+@step
+def placed_by_hand() -> Step:
+    """A step written for a mesh of its own, on which it says where its arrays are."""
+    rows = jax.NamedSharding(jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("rows"))
+
+    def loss_fn(params, batch):
+        hidden = jnp.tanh(jax.lax.with_sharding_constraint(batch["x"], rows) @ params["w"])
+        return jnp.mean(jax.lax.with_sharding_constraint(hidden, rows) ** 2)
+
+    params = {"w": jax.random.normal(jax.random.key(0), (WIDTH, 4))}
+    return _train(loss_fn, params, {"x": batch()["x"]}, roles={"parameter": 1, "batch": 1})

@@ -25,6 +25,15 @@ def test_no_arrays():
         capture(train_step)
 
 
+def test_collectives_over_devices():
+    def averaged(params, batch):
+        return sgd(params, jax.lax.pmean(jax.grad(mse)(params, batch), "devices"))
+
+    with pytest.raises(NameError, match="devices") as caught:
+        capture(averaged, mlp_params(), batch())
+    assert any("Take out collectives over devices" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_users_own_error(wrap):
     class OwnError(Exception):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import equinox.internal
 import jax
 import jax.experimental
 import jax.extend.core.primitives
@@ -175,6 +176,11 @@ case(
     floats(8, 4),
     floats(8, 4),
 )
+for name in ("psum", "pmax", "pmin"):
+    over_rows = jax.vmap(partial(getattr(lax, name), axis_name="rows"), axis_name="rows", out_axes=None)
+    case(name, "over vmap", over_rows, floats(8, 8))
+for name in ("unvmap_any", "unvmap_all", "unvmap_max"):
+    case(name, "", getattr(equinox.internal, name), ints(8, 8) if name == "unvmap_max" else bools(8, 8))
 case("cumsum", "column", lambda x: jnp.cumsum(x, 0), floats(8, 8))
 case("cumsum", "reversed", lambda x: lax.cumsum(x, 1, reverse=True), floats(8, 8))
 case("cumprod", "row", lambda x: jnp.cumprod(x, 1), floats(8, 8))
@@ -477,4 +483,3 @@ opaque("pallas_call", pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), np.f
 opaque("platform_index", lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
 opaque("pure_callback", lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
 opaque("shard_map", jax.shard_map(jnp.sin, mesh=DEVICES, in_specs=jax.P("x"), out_specs=jax.P("x")), X)
-opaque("sharding_constraint", lambda x: lax.with_sharding_constraint(x, jax.NamedSharding(DEVICES, jax.P("x"))), X)

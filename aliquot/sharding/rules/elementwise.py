@@ -9,7 +9,7 @@ from typing import Any
 from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
 
 # How linear the result is in the operands; see `DimRule.linear`.
-_JOINTLY_LINEAR = "add add_any complex conj copy imag name neg real sharding_constraint stop_gradient sub tie".split()
+_JOINTLY_LINEAR = "add add_any complex conj copy imag name neg real stop_gradient sub tie".split()
 _BILINEAR = ("mul",)
 _LINEAR_IN_FIRST = ("div",)
 _NONLINEAR = (

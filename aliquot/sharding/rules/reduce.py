@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
+from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule, whole
 from ._factors import Factors
 
 _COMBINED_BY = {
@@ -32,6 +32,39 @@ def _reduction(kind: str) -> DimRuleFn:
 
 for _name, _kind in _COMBINED_BY.items():
     register_dim_rule(_name)(_reduction(_kind))
+
+
+def _collective(kind: str) -> DimRuleFn:
+    """What `vmap` makes of a collective over its own axis: a reduction of each operand along dims."""
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        if params.get("axis_index_groups") is not None:
+            return whole(operands, results)
+        f = Factors()
+        before = [f.splits(o.shape) for o in operands]
+        after = [tuple(x for d, x in enumerate(dims) if d not in params["axes"]) for dims in before]
+        linear = (1,) * len(operands) if kind == "sum" else ()
+        return f.rule(before, after, linear=linear, reduce=kind)
+
+    return declare
+
+
+for _name, _kind in {"psum": "sum", "pmax": "max", "pmin": "min"}.items():
+    register_dim_rule(_name)(_collective(_kind))
+
+
+def _of_all(kind: str) -> DimRuleFn:
+    """Equinox's reductions over all elements, and over all examples of a `vmap` around them."""
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        f = Factors()
+        return f.rule((f.splits(operands[0].shape),), ((),), reduce=kind)
+
+    return declare
+
+
+for _name, _kind in {"unvmap_any": "or", "unvmap_all": "and", "unvmap_max": "max"}.items():
+    register_dim_rule(_name)(_of_all(_kind))
 
 
 @register_dim_rule("argmax", "argmin", "reduce_xor")
