@@ -36,7 +36,7 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
     """Answer the questions of `Reach` in one walk down and one walk up."""
     size = len(values)
     forward, backward, learned = bytearray(size), bytearray(size), bytearray(size)
-    floating = bytearray("float" in value.dtype for value in values)
+    floating = bytearray(_is_floating(value) for value in values)
     for op in ops:
         is_forward, is_backward = op.phase is Phase.FORWARD, op.phase is Phase.BACKWARD
         is_learned = is_backward
@@ -65,6 +65,10 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
     return Reach(read=read, forward=forward, backward=backward, learned=learned, key=key)
 
 
+def _is_floating(value: Value) -> bool:
+    return "float" in value.dtype or "complex" in value.dtype
+
+
 def assign_roles(
     reach: Reach, values: Sequence[Value], inputs: Sequence[Input], outputs: Sequence[Output], batch: set[str]
 ) -> tuple[Input, ...]:
@@ -78,7 +82,7 @@ def assign_roles(
 
     def role(item: Input) -> Role:
         value = values[item.value]
-        floating = "float" in value.dtype
+        floating = _is_floating(value)
         if item.path in batch:
             return Role.BATCH
         if item.output is None:
@@ -110,8 +114,8 @@ def batch_paths(
     """Paths of what each step gets anew; `names` are the arguments in order, `arguments` names that of each input.
 
     These are the arrays in arguments without any successor that begin with the batch's dim. Its size is the one that an
-    argument's arrays agree on; where several arguments do, the size with most arrays. Where nothing is trained, the
-    first argument holds the parameters.
+    argument's arrays agree on; where several arguments do, the size with most arrays, and of equals that of the last
+    argument, as a batch comes behind the parameters. Where nothing is trained, the first argument holds the parameters.
     """
     groups: dict[str, list[Input]] = {name: [] for name in names if name in set(arguments)}
     for name, item in zip(arguments, inputs, strict=True):
@@ -125,7 +129,7 @@ def batch_paths(
         for items in fresh
     ]
     agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
-    votes = Counter(size for pairs in (agreeing or sized) for _, size in pairs)
+    votes = Counter(size for pairs in reversed(agreeing or sized) for _, size in pairs)
     if not votes:
         return set()
     size = votes.most_common(1)[0][0]

@@ -104,3 +104,39 @@ def placed_by_hand() -> Step:
 
     params = {"w": jax.random.normal(jax.random.key(0), (WIDTH, 4))}
     return _train(loss_fn, params, {"x": batch()["x"]}, roles={"parameter": 1, "batch": 1})
+
+
+@step
+def complex_parameters() -> Step:
+    """A linear recurrence with complex weights, which go down the conjugate of what JAX calls their gradient."""
+
+    def loss_fn(params, batch):
+        hidden = batch["x"] @ params["into"]
+        _, states = jax.lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (0.5j + 0 * hidden, hidden)
+        )
+        return jnp.mean(jnp.abs(states @ params["out"]) ** 2)
+
+    def train_step(params, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g.conj(), params, grads), loss
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "into": jax.random.normal(keys[0], (WIDTH, 8), jnp.complex64),
+        "out": jax.random.normal(keys[1], (8, 3), jnp.complex64),
+    }
+    x = jax.random.normal(keys[2], (ROWS, 5, WIDTH))
+    return Step(fn=train_step, args=(params, {"x": x}), roles={"parameter": 2, "batch": 1}, gradients=2, results=3)
+
+
+@step
+def gradient_of_one_array() -> Step:
+    """Nothing but the order of its arguments tells the batch."""
+
+    def gradient(weights, x):
+        return jax.grad(lambda w, x: jnp.tanh(x @ w).sum())(weights, x)
+
+    args = (jax.random.normal(jax.random.key(0), (WIDTH, 4)), batch()["x"])
+    roles = {"parameter": 1, "batch": 1}
+    return Step(fn=gradient, args=args, roles=roles, results=1, stateless=("weights",))
