@@ -1,8 +1,8 @@
 """Search several meshes for one best decision: bounds of all first, then branching in their order, pruning by the best.
 
 What cannot be better than the best by more than the accepted gap is not looked into. Meshes of one axis come first and are
-solved at once: they are small, and what fits on them limits what the others need consider. While the first relaxations of
-those are solved in threads of their own, the next are priced; nothing depends on which of them ends first.
+solved at once: they are small, and what fits on them limits what the others need consider. Relaxations of those are solved in
+threads of their own, the first ones while further meshes are priced; nothing depends on which of them ends first.
 """
 
 from __future__ import annotations
@@ -78,9 +78,15 @@ def race(
             runners.append(runner := _Runner.start(entry, problem, limits, pool, ceiling_s))
             if goes_first(entry.priced.mesh):
                 coming = itertools.chain(list(itertools.islice(coming, _AHEAD)), coming)
-                best = _bounded(runner, best, limits)
-        for runner in sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0):
-            best = _bounded(runner, best, limits)
+                best = _bounded(runner, best, _cutoff_s(best and best[1], limits))
+        waiting = sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0)
+        for runner in waiting:
+            # What fits as it is limits how far the bounds of the others are lifted.
+            best = _bounded(runner, best, -np.inf)
+        cutoff_s = _cutoff_s(best and best[1], limits)
+        for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in waiting]:
+            lifted.result()
+            best = _better(best, runner)
         for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
             report(f"{runner.entry.name} on {runner.entry.priced.mesh}", len(runners), len(runners))
             found = runner.finish(best and best[1], _cutoff_s(best and best[1], limits))
@@ -108,9 +114,15 @@ def goes_first(mesh: LogicalMesh) -> bool:
     return len(mesh.shape) == 1 or mesh.shape == (mesh.cluster.num_hosts, mesh.cluster.devices_per_host)
 
 
-def _bounded(runner: _Runner, best: tuple[_Runner, Solution] | None, limits: Limits) -> tuple[_Runner, Solution] | None:
+def _bounded(
+    runner: _Runner, best: tuple[_Runner, Solution] | None, cutoff_s: float
+) -> tuple[_Runner, Solution] | None:
     """Bounds a runner; the better of the best and its rounding."""
-    runner.bound(_cutoff_s(best and best[1], limits))
+    runner.bound(cutoff_s)
+    return _better(best, runner)
+
+
+def _better(best: tuple[_Runner, Solution] | None, runner: _Runner) -> tuple[_Runner, Solution] | None:
     if runner.rounded and (best is None or runner.rounded.step_time_s < best[1].step_time_s):
         return runner, runner.rounded
     return best
