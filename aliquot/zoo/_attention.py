@@ -32,9 +32,11 @@ def causal_attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array) ->
         weights = _causal_softmax(jnp.einsum("bshe,bthe->bhst", q_bshe, k_btke))
         return jnp.einsum("bhst,bthe->bshe", weights, v_btke)
     q_bskge = q_bshe.reshape(*q_bshe.shape[:2], num_kv_heads, num_heads // num_kv_heads, head_dim)
-    weights = _causal_softmax(jnp.einsum("bskge,btke->bkgst", q_bskge, k_btke))
-    out_bskge = jnp.einsum("bkgst,btke->bskge", weights, v_btke)
-    return out_bskge.reshape(q_bshe.shape)
+    # Heads first, or JAX transposes the scores, which are as large as the sequence is long once more.
+    q_bkgse = q_bskge.transpose(0, 2, 3, 1, 4)
+    weights = _causal_softmax(jnp.einsum("bkgse,btke->bkgst", q_bkgse, k_btke))
+    out_bkgse = jnp.einsum("bkgst,btke->bkgse", weights, v_btke)
+    return out_bkgse.transpose(0, 3, 1, 2, 4).reshape(q_bshe.shape)
 
 
 def _causal_softmax(scores: jax.Array) -> jax.Array:
