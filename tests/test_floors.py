@@ -23,6 +23,7 @@ FLOORS = {
     "_api": 8,
     "zoo": 8,
     "cli": 9,
+    "__main__": 10,
 }
 
 # Where a library that not everybody has, or that may change under us, can be imported.
@@ -39,7 +40,7 @@ CONFINED = {
     "highspy": ("planners/",),
     "sqlite3": ("cost/", "profiling/", "interop/"),
 }
-JAX_FREE_AT_IMPORT = ("core/", "cluster/", "plans/", "cli/", "__init__.py")
+JAX_FREE_AT_IMPORT = ("core/", "cluster/", "plans/", "cli/", "__init__.py", "__main__.py")
 
 
 def package_files() -> list[str]:
