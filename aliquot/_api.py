@@ -86,6 +86,7 @@ def plan(
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
+    searched_s = 0.0
     if isinstance(method, PipeshardParallel):
         captured = time.perf_counter()
         staged = method if num_micro_batches == 1 else replace(method, num_micro_batches=num_micro_batches)
@@ -123,6 +124,7 @@ def plan(
                 return _verified(proposed, full, on_missing_rule, progress=_as_lines(progress))
 
             return _first_that_fits(propose_stages, check_stages) if verify else propose_stages()
+        searched_s = time.perf_counter() - captured
         # One stage is no pipeline: the step stays one program, on the mesh that was found.
         mesh_shape = found.stages[0].decision.priced.mesh.shape
         method, num_micro_batches = staged.whole(mesh_shape), found.chain_plan.num_micro_batches
@@ -138,8 +140,8 @@ def plan(
             full,
             model=model or ModelReference(kind="closure", name=full.name),
             version=version("aliquot"),
-            trace_s=traced - started,
-            search_s=time.perf_counter() - traced,
+            trace_s=traced - started - searched_s,
+            search_s=time.perf_counter() - traced + searched_s,
             combine=combine,
             semantics=micro_batch_semantics,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
-from aliquot.planners import AbstractInter
+from aliquot.planners import AbstractInter, solve_pipeline
 from aliquot.plans import Plan, violations
 
 LAYERS = 6
@@ -101,9 +103,16 @@ def test_more_stages_than_layers_are_refused():
         plan_of(num_stages=50, num_micro_batches=4)
 
 
-def test_what_is_searched_may_come_out_as_one_program():
+def test_what_is_searched_may_come_out_as_one_program(monkeypatch):
+    def slowly(*args, **options):
+        time.sleep(0.5)
+        return solve_pipeline(*args, **options)
+
+    monkeypatch.setattr(sys.modules["aliquot._api"], "solve_pipeline", slowly)
     plan = plan_of(cluster="1xV100-16GB")
     assert (len(plan.stages), plan.schedule) == (1, "none")
+    # To search for stages is no tracing.
+    assert plan.provenance.search_s >= 0.5
 
 
 def test_nothing_fits():
