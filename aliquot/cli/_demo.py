@@ -23,7 +23,7 @@ _MODEL = "gpt-10m"
 _BATCH = 8
 _LEARNING_RATE = 1e-3
 _DEVICES = 8
-_STEPS = 16
+_STEPS = 12
 _SEED = 0
 _TOLERANCE = 1e-4
 
