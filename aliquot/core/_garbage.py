@@ -12,17 +12,19 @@ _THRESHOLDS = (1_000_000, 50, 100)
 
 
 def collect_seldom() -> None:
-    """Look for garbage a thousand times less often from now on: for processes that only plan."""
+    """Look for garbage a thousand times less often from now on: for processes that are this package's own."""
     gc.set_threshold(*_THRESHOLDS)
 
 
 @contextlib.contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """The same within a block; other threads notice it, too. Blocks do not stop what a user has stopped."""
+    """The same within a block. Other threads notice it, too; who looks as seldom already, or never, goes on so."""
     before = gc.get_threshold()
-    if before[0] > 0:
+    changes = 0 < before[0] < _THRESHOLDS[0]
+    if changes:
         collect_seldom()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if changes:
+            gc.set_threshold(*before)

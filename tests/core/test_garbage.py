@@ -22,10 +22,22 @@ def test_seldom_inside_and_as_before_outside():
     assert gc.get_threshold() == (700, 10, 10)
 
 
-def test_what_a_user_has_stopped_stays_stopped():
-    gc.set_threshold(0, 10, 10)
+@pytest.mark.parametrize("own", [(0, 10, 10), (5_000_000, 10, 10)])
+def test_a_user_who_looks_never_or_more_seldom_goes_on_so(own):
+    gc.set_threshold(*own)
     with collecting_seldom():
-        assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold() == own
+    assert gc.get_threshold() == own
+
+
+def test_the_first_of_two_that_overlap_puts_back_what_was():
+    gc.set_threshold(700, 10, 10)
+    first, second = collecting_seldom(), collecting_seldom()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 10)
 
 
 def test_planning_looks_seldom():
