@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ._arrays import is_key, struct, stub
 from ._instructions import Run, Send
 from ._stage_functions import Form, Key
-from ._transfer import Move, plan_broadcast, plan_move, stub
+from ._transfer import Move, plan_broadcast, plan_move
 from ._watchdog import Peers
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Issuer:
         return _Action(number, _taker(step.inputs), call, outputs, mine)
 
     def _sent(self, step: Send) -> tuple[list[Any], list[NamedSharding]]:
-        pipeline, structs, targets = self._pipeline, [], []
+        pipeline, looks, targets = self._pipeline, [], []
         for slot in step.inputs:
             stage, key, _ = pipeline.instructions.slots[slot]
             if key.form is Form.GIVEN:
@@ -114,20 +115,19 @@ class Issuer:
                     pipeline.graph.values[key.value].shape,
                     pipeline.contexts[stage].given_sharding(key.value),
                 )
-                struct = _struct(shape, pipeline.leaf_dtype(key.value), sharding)
+                looks.append(struct(shape, pipeline.leaf_dtype(key.value), sharding))
             else:
-                struct = self._known[stage, key]
-            structs.append(struct)
-            targets.append(pipeline.target(step.target, key, struct.shape))
-        return structs, targets
+                looks.append(self._known[stage, key])
+            targets.append(pipeline.target(step.target, key, looks[-1].shape))
+        return looks, targets
 
     def _stubs(self) -> dict[int, Any]:
         """Results that lie on other processes, as this one sees them, by slot."""
         found = {}
         for result, slot in zip(self._pipeline.results, self._results, strict=True):
             if result is not None and slot is not None and not self._pipeline.local[result[0]]:
-                struct = self._known[result[0], Key(Form.LATE, result[1])]
-                found[slot] = stub(struct.shape, struct.sharding, struct.dtype)
+                look = self._known[result[0], Key(Form.LATE, result[1])]
+                found[slot] = stub(look.shape, look.sharding, look.dtype)
         return found
 
     def _plan_shares(self) -> list[tuple[tuple[int, ...], Move]]:
@@ -139,18 +139,17 @@ class Issuer:
         for result, slot in zip(self._pipeline.results, self._results, strict=True):
             if result is None or slot is None or result[1] in state:
                 continue
-            struct = self._known[result[0], Key(Form.LATE, result[1])]
-            is_key = jnp.issubdtype(struct.dtype, jax.dtypes.extended)
-            if is_key or math.prod(struct.shape) * struct.dtype.itemsize > SHARED_RESULT_BYTES:
+            look = self._known[result[0], Key(Form.LATE, result[1])]
+            if is_key(look) or math.prod(look.shape) * look.dtype.itemsize > SHARED_RESULT_BYTES:
                 continue
-            if struct.sharding.is_fully_replicated:
-                by_stage.setdefault(result[0], {})[slot] = struct
+            if look.sharding.is_fully_replicated:
+                by_stage.setdefault(result[0], {})[slot] = look
         return [(tuple(of), plan_broadcast(list(of.values()))) for _, of in sorted(by_stage.items())]
 
     def signature(self) -> str:
         """What all processes must have in common."""
         sends = [self._sent(step) for step in self._pipeline.instructions.steps if isinstance(step, Send)]
-        shapes = [[(s.shape, str(s.dtype), s.sharding.spec) for s in structs] for structs, _ in sends]
+        shapes = [[(s.shape, str(s.dtype), s.sharding.spec) for s in looks] for looks, _ in sends]
         specs = [[target.spec for target in targets] for _, targets in sends]
         shared = [slots for slots, _ in self._shares]
         return repr((self._pipeline.instructions.steps, shapes, specs, shared, jax.__version__))
@@ -167,7 +166,7 @@ class Issuer:
             received: list[Any] = []
             for pair in pairs:
                 ends = [NamedSharding(Mesh(np.array([first[k]]), ("one",)), PartitionSpec()) for k in pair]
-                move = plan_move([_struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
+                move = plan_move([struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
                 assert move is not None
                 held = [_put(np.zeros(1, np.uint8), ends[0])] if pair[0] == jax.process_index() else []
                 received += move(*held)
@@ -310,11 +309,6 @@ def _taker(inputs: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
         return lambda slots: ()
     (slot,) = inputs
     return lambda slots: (slots[slot],)
-
-
-def _struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(tuple(shape), dtype, sharding=sharding)
 
 
 def _put(array: Any, sharding: NamedSharding) -> jax.Array:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ..core import InputError
-from ._transfer import lies_elsewhere, share_with_all, stub, words
+from ._arrays import stub, words
+from ._transfer import lies_elsewhere, share_with_all
 
 
 def place(

@@ -1,9 +1,10 @@
 """Arrays from one stage's mesh to another's, in one process or between processes.
 
 Within a process `jax.device_put` moves anything anywhere. Between processes it is a pull by the receiver, for which both
-ends must be split alike over equally many devices. Pulls are matched by their order alone, in every process: each must issue
-all of them, also those between two others, with an empty array of the sender's sharding in place of what it does not hold.
-What was sent must not be donated: nothing tells the sender when it was pulled.
+ends must be split alike over equally many devices; `_route` takes arrays apart where an end has devices of several.
+Pulls are matched by their order alone, in every process: each must issue all of them, also those between two others, with
+an empty array of the sender's sharding in place of what it does not hold. What was sent must not be donated: nothing tells
+the sender when it was pulled.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ..core import PlanMismatchError
+from ._arrays import is_key, keys_from, struct, stub, words, words_of
+from ._route import WORTH_CUTTING_BYTES, plan_route
 
 Move = Callable[..., Sequence[Any]]
-
-# Below this an array that every receiving device needs whole goes to one of them, which hands it on.
-_WORTH_CUTTING_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +31,10 @@ class Wire:
     target: NamedSharding
 
 
-def stub(shape: Sequence[int], sharding: Sharding, dtype: Any) -> jax.Array:
-    """This process's view of an array that lies on other processes only."""
-    if not jnp.issubdtype(dtype, jax.dtypes.extended):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
-
-
 def processes_of(sharding: Sharding) -> frozenset[int]:
     """The processes that hold a part."""
     devices: Any = sharding.device_set
     return frozenset(device.process_index for device in devices)
-
-
-def crosses(source: Sharding, target: Sharding) -> bool:
-    """Whether arrays go from one process to another."""
-    return processes_of(source) != processes_of(target)
 
 
 def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]) -> Move | None:
@@ -61,19 +47,17 @@ def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSh
     Returns:
         A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or gives none. None where
         there is nothing to do.
-
-    Raises:
-        PlanMismatchError: the meshes lie on processes in a way that no transfer can follow.
     """
     source: Any = structs[0].sharding
     target = targets[0]
     senders, receivers, own = processes_of(source), processes_of(target), jax.process_index()
-    if senders == receivers:
+    if senders == receivers and (len(senders) == 1 or source.device_set == target.device_set):
         goals = list(targets)
         return (lambda *arrays: jax.device_put(list(arrays), goals)) if own in senders else None
-    _check(source.mesh, target.mesh)
-    plain = [_without_key(struct) for struct in structs]
     spans = len(senders) > 1 or len(receivers) > 1
+    if spans and (senders & receivers or source.mesh.devices.size != target.mesh.devices.size):
+        return plan_route(structs, targets)
+    plain = [words_of(look) for look in structs]
     wires = [_wire(s, t, spans) for s, t in zip(plain, targets, strict=True)]
     goals = [wire.target for wire in wires]
     stubs = [] if own in senders else [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
@@ -111,7 +95,7 @@ def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire])
 def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire], targets: Sequence[Any]) -> Move:
     goals = [wire.target for wire in wires]
     changed = [k for k, (w, t) in enumerate(zip(wires, targets, strict=True)) if w.target != t]
-    keys = [k for k, s in enumerate(structs) if _is_key(s)]
+    keys = [k for k, s in enumerate(structs) if is_key(s)]
     last = [targets[k] for k in changed]
 
     def receive(*_: Any) -> Sequence[Any]:
@@ -120,44 +104,23 @@ def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire
             for k, array in zip(changed, jax.device_put([found[k] for k in changed], last), strict=True):
                 found[k] = array
         for k in keys:
-            found[k] = jax.random.wrap_key_data(found[k], impl=jax.random.key_impl(structs[k]))
+            found[k] = keys_from(found[k], structs[k])
         return found
 
     return receive
 
 
-def _check(source: Any, target: Any) -> None:
-    groups = [{device.process_index for device in mesh.devices.flat} for mesh in (source, target)]
-    shared = groups[0] & groups[1]
-    sizes = [mesh.devices.size for mesh in (source, target)]
-    several = max(len(group) for group in groups) > 1
-    advice = "Let every stage have devices of one process only, or all stages equally many whole processes."
-    if shared:
-        raise PlanMismatchError(
-            f"two stages exchange arrays, one on processes {sorted(groups[0])} and the other on {sorted(groups[1])}",
-            asked="stages share some of their processes but not all",
-            advice=advice,
-        )
-    if several and sizes[0] != sizes[1]:
-        raise PlanMismatchError(
-            f"two stages exchange arrays, one with {sizes[0]} devices on processes {sorted(groups[0])}, the other with "
-            f"{sizes[1]} on {sorted(groups[1])}",
-            asked="stages of unequal size that span processes cannot exchange arrays",
-            advice=advice,
-        )
-
-
-def _wire(struct: Any, target: NamedSharding, spans: bool) -> Wire:
+def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
     """The cheapest form that both ends can make: no byte crosses twice, and all devices of the smaller end take part."""
-    source: NamedSharding = struct.sharding
+    source: NamedSharding = look.sharding
     n, m = source.mesh.devices.size, target.mesh.devices.size
-    if spans or (m <= n and _num_parts(struct.shape, target) == m):
+    if spans or (m <= n and _num_parts(look.shape, target) == m):
         return Wire(_like(target, source.mesh), target)
-    if n <= m and _num_parts(struct.shape, source) == n:
+    if n <= m and _num_parts(look.shape, source) == n:
         return Wire(source, _like(source, target.mesh))
     parts = min(n, m)
-    dims = [d for d, size in enumerate(struct.shape) if size % parts == 0 and size >= parts]
-    if dims and math.prod(struct.shape) * struct.dtype.itemsize >= _WORTH_CUTTING_BYTES:
+    dims = [d for d, size in enumerate(look.shape) if size % parts == 0 and size >= parts]
+    if dims and math.prod(look.shape) * look.dtype.itemsize >= WORTH_CUTTING_BYTES:
         spec = PartitionSpec(*[None] * dims[0], "parts")
     else:
         parts, spec = 1, PartitionSpec()
@@ -181,32 +144,6 @@ def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
         return form
     devices = mesh.devices.reshape(-1)[: own.devices.size].reshape(own.devices.shape)
     return NamedSharding(Mesh(devices, own.axis_names, axis_types=own.axis_types), form.spec)
-
-
-def _is_key(struct: Any) -> bool:
-    return bool(jnp.issubdtype(struct.dtype, jax.dtypes.prng_key))
-
-
-def _without_key(struct: Any) -> Any:
-    if not _is_key(struct):
-        return struct
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(struct.shape, struct.dtype))
-    return _struct(words.shape, words.dtype, NamedSharding(struct.sharding.mesh, struct.sharding.spec))
-
-
-def words(array: Any) -> Any:
-    """An array, or the words of random keys: keys cannot cross."""
-    if not _is_key(array):
-        return array
-    if array.sharding.addressable_devices:
-        return jax.random.key_data(array)
-    plain = _without_key(array)
-    return stub(plain.shape, plain.sharding, plain.dtype)
-
-
-def _struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(tuple(shape), dtype, sharding=sharding)
 
 
 # ---- to every process ------------------------------------------------------------------------------------------------
@@ -260,5 +197,5 @@ def share_with_all(array: jax.Array) -> jax.Array:
     elif sharding.addressable_devices:
         found = [jax.jit(lambda x: x, out_shardings=whole)(array)]
     readable: jax.Array
-    (readable,) = plan_broadcast([_struct(array.shape, array.dtype, whole)])(*found)
+    (readable,) = plan_broadcast([struct(array.shape, array.dtype, whole)])(*found)
     return readable

@@ -26,7 +26,7 @@ import optax
 from runtime.pipelines import pipeline
 
 from aliquot.core import PlanMismatchError
-from aliquot.runtime import initialize, shutdown
+from aliquot.runtime import _route, initialize, shutdown
 from aliquot.runtime._check import compare
 from aliquot.runtime._watchdog import Peers
 
@@ -43,11 +43,13 @@ def init(key):
     return {"params": params, "moments": OPTIMIZER.init(params), "key": keys[5]}
 
 
-def loss_of(params, noise, batch):
-    """Cross entropy, with dropped features."""
+def loss_of(params, noise, batch, key=None):
+    """Cross entropy, with dropped features: at the beginning, and with a key by one number at the end."""
     x = params["embed"][batch["x"]] * noise
     for layer in params["layers"]:
         x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    if key is not None:
+        x = x * jax.random.bernoulli(jax.random.fold_in(key, 1), 0.9, (WIDTH,))
     scores = jax.nn.log_softmax(x @ params["embed"].T)
     return -jnp.take_along_axis(scores, batch["y"][:, None], 1).mean()
 
@@ -56,7 +58,7 @@ def train_step(state, batch):
     """AdamW on clipped gradients."""
     key, own = jax.random.split(state["key"])
     noise = jax.random.bernoulli(own, 0.9, (batch["x"].size, WIDTH)).astype(float)
-    loss, gradients = jax.value_and_grad(loss_of)(state["params"], noise, batch)
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"], noise, batch, own)
     updates, moments = OPTIMIZER.update(gradients, state["moments"], state["params"])
     new = {"params": optax.apply_updates(state["params"], updates), "moments": moments, "key": key}
     return new, {"loss": loss, "norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients)))}
@@ -81,6 +83,9 @@ def say(**found):
 def equal(case):
     """The worst difference to the plain step of any leaf, losses as read here, and what a check says."""
     key, is_checked = jax.random.key(0), case.pop("check", False)
+    if case.pop("cut", False):
+        # However small they are here.
+        _route.WORTH_CUTTING_BYTES = 0
     shapes = jax.eval_shape(init, key)
     step = pipeline(train_step, shapes, batch_of(0), **case)
     state = step.init(init, key)

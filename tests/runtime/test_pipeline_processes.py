@@ -20,7 +20,7 @@ from runtime.pipeline_worker import NUM_STEPS, batch_of, init, train_step
 WORKER = Path(__file__).parent / "pipeline_worker.py"
 TIMEOUT_S = 240
 DEATH_S = 30
-DEVICES = 4
+DEVICES = {2: 4, 3: 6, 4: 4}
 
 
 def free_port() -> int:
@@ -35,7 +35,7 @@ def started(count: int, task: str, *cases: dict, plain: str = ""):
     tests = WORKER.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
     port = free_port()
-    devices = DEVICES if task != "endless" else count
+    devices = DEVICES[count] if task != "endless" else count
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), *map(str, (k, count, port, devices, plain, task)), *map(json.dumps, cases)],
@@ -84,12 +84,21 @@ def plain(tmp_path_factory) -> str:
 TWO = [
     {"sizes": [1, 1, 2], "schedule": "gpipe", "micro_batches": 2},
     {"sizes": [2, 2], "chunks": 2, "schedule": "interleaved-1f1b", "check": True},
+    # The stage in the middle has a device of either process.
+    {"sizes": [1, 2, 1], "cut": True},
 ]
+# Stages of unequal size, one of them on two processes: two pieces of an array for each device of the smaller one.
+THREE = [{"sizes": [4, 2], "cut": True, "micro_batches": 2}, {"sizes": [2, 4], "micro_batches": 2}]
 MISFIT = {"task": "refused", "sizes": [1, 1]}
-FOUR = [MISFIT, {"sizes": [1, 1, 1, 1], "schedule": "zero-bubble"}, {"sizes": [2, 2], "layers": 2}]
+FOUR = [
+    MISFIT,
+    {"sizes": [1, 1, 1, 1], "schedule": "zero-bubble"},
+    {"sizes": [2, 2], "layers": 2},
+    {"sizes": [1, 2, 1]},
+]
 
 
-@pytest.mark.parametrize(("count", "cases"), [(2, TWO), (4, FOUR)], ids=["two processes", "four processes"])
+@pytest.mark.parametrize(("count", "cases"), [(2, TWO), (3, THREE), (4, FOUR)], ids=["two", "three", "four"])
 def test_processes_train_as_one_device(count, cases, plain):
     by_process = found(count, *({"layers": 4, "micro_batches": 4, **case} for case in cases), plain=plain)
     for process, results in enumerate(by_process):

@@ -1,0 +1,214 @@
+"""Arrays between stages of unequal size, or with processes in common, of which one has devices of several processes.
+
+JAX moves an array between processes only to as many devices of other processes, split alike. So the sending stage cuts it into as many
+pieces as the larger stage has devices, each piece goes from one device to one device, and the receiving stage puts them
+together in its own split: no byte crosses twice, and every device of either end takes its share.
+
+Reference: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
+section 4.1 (scatter and gather around transfers between stages).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ._arrays import keys_from, stub, words, words_of
+
+# Below this an array crosses whole: the devices of the receiving stage hand it on.
+WORTH_CUTTING_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How one array is cut: along `dim` into `count` pieces of `length`, the last one padded; one piece is the whole."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    dim: int
+    count: int
+    length: int
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a piece, its dim first, as one row of what devices hold."""
+        if self.count == 1:
+            return (1, *self.shape)
+        rest = [size for d, size in enumerate(self.shape) if d != self.dim]
+        return (1, self.length, *rest)
+
+    def on_each(self, devices: int) -> int:
+        """How many pieces a device holds at most; the first devices are filled first."""
+        return -(-self.count // devices)
+
+    def apart(self, x: Any, devices: int) -> list[Any]:
+        """Rows of pieces: of each array, row k is device k's."""
+        if self.count == 1:
+            return [jnp.broadcast_to(x[None], (devices, *self.shape))]
+        each = self.on_each(devices)
+        x = jnp.moveaxis(x, self.dim, 0)
+        x = jnp.pad(x, [(0, devices * each * self.length - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+        x = x.reshape(devices, each, self.length, *x.shape[1:])
+        return [x[:, k] for k in range(each)]
+
+    def together(self, rows: Sequence[Any]) -> Any:
+        """The array of which `apart` made rows."""
+        if self.count == 1:
+            return rows[0][0]
+        x = jnp.stack(list(rows), axis=1)
+        x = x.reshape(-1, *x.shape[3:])[: self.shape[self.dim]]
+        return jnp.moveaxis(x, 0, self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """Pieces from one device to another: of each the array and its number."""
+
+    source: Any
+    target: Any
+    pieces: tuple[tuple[int, int], ...]
+
+
+def plan_route(
+    structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]
+) -> Callable[..., Sequence[Any]]:
+    """What this process does to move arrays between two meshes, any devices of any processes each.
+
+    Args:
+        structs: of each array, with its sharding at the sender; the same mesh for all.
+        targets: where each shall lie; the same mesh for all.
+
+    Returns:
+        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or gives none.
+    """
+    source: Any = structs[0].sharding
+    ends = [_row(mesh) for mesh in (source.mesh, targets[0].mesh)]
+    senders, receivers = ([*end.mesh.devices.flat] for end in ends)
+    own = jax.process_index()
+    cuts = [_cut(words_of(struct), max(len(senders), len(receivers))) for struct in structs]
+    legs = _legs(cuts, senders, receivers)
+    take = _taker(cuts, ends[0], senders, own)
+    give = _giver(structs, cuts, ends[1], receivers, targets, own)
+
+    def move(*arrays: Any) -> Sequence[Any]:
+        held = take(arrays)
+        arrived: dict[tuple[int, int], Any] = {}
+        for leg in legs:
+            sender, receiver = leg.source.process_index, leg.target.process_index
+            if sender == own:
+                found = [held[piece] for piece in leg.pieces]
+            elif sender == receiver:
+                continue
+            else:
+                lead = SingleDeviceSharding(leg.source)
+                found = [stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces]
+            # Of arrays from or to different devices in one call, ends may pull different ones first, and wait for ever.
+            moved = jax.device_put(found, SingleDeviceSharding(leg.target))
+            if receiver == own:
+                arrived.update(zip(leg.pieces, moved, strict=True))
+        return give(arrived)
+
+    return move
+
+
+def _row(mesh: Any) -> NamedSharding:
+    """One row for each device of a mesh."""
+    devices = mesh.devices.reshape(-1)
+    return NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
+
+
+def _cut(struct: Any, count: int) -> _Cut:
+    shape, num_bytes = tuple(struct.shape), math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
+    if not shape or num_bytes < WORTH_CUTTING_BYTES:
+        return _Cut(shape, struct.dtype, 0, 1, 0)
+    even = [d for d, size in enumerate(shape) if size % count == 0]
+    dim = even[0] if even else max(range(len(shape)), key=shape.__getitem__)
+    return _Cut(shape, struct.dtype, dim, count, -(-shape[dim] // count))
+
+
+def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]) -> list[_Leg]:
+    """All ways between two devices, in an order that is the same in every process."""
+    between: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for array, cut in enumerate(cuts):
+        each = cut.on_each(len(senders)), cut.on_each(len(receivers))
+        for piece in range(cut.count):
+            between.setdefault((piece // each[0], piece // each[1]), []).append((array, piece))
+    return [_Leg(senders[a], receivers[b], tuple(pieces)) for (a, b), pieces in sorted(between.items())]
+
+
+def _taker(
+    cuts: Sequence[_Cut], end: NamedSharding, senders: Sequence[Any], own: int
+) -> Callable[[Sequence[Any]], dict[tuple[int, int], Any]]:
+    """From arrays at the sender to the pieces that this process holds."""
+    here = {device: k for k, device in enumerate(senders) if device.process_index == own}
+    if not here:
+        return lambda arrays: {}
+    apart = jax.jit(
+        lambda arrays: [cut.apart(words(x), len(senders)) for cut, x in zip(cuts, arrays, strict=True)],
+        out_shardings=[[end] * cut.on_each(len(senders)) for cut in cuts],
+    )
+
+    def take(arrays: Sequence[Any]) -> dict[tuple[int, int], Any]:
+        held = {}
+        for array, (cut, rows) in enumerate(zip(cuts, apart(list(arrays)), strict=True)):
+            for k, row in enumerate(rows):
+                for shard in row.addressable_shards:
+                    piece = here[shard.device] * len(rows) + k
+                    if piece < cut.count:
+                        held[array, piece] = shard.data
+        return held
+
+    return take
+
+
+def _giver(
+    structs: Sequence[Any],
+    cuts: Sequence[_Cut],
+    end: NamedSharding,
+    receivers: Sequence[Any],
+    targets: Sequence[NamedSharding],
+    own: int,
+) -> Callable[[dict[tuple[int, int], Any]], Sequence[Any]]:
+    """From the pieces that came to this process to arrays at the receiver."""
+    here = [(k, device) for k, device in enumerate(receivers) if device.process_index == own]
+    if not here:
+        return lambda arrived: []
+
+    def join(rows: Sequence[Sequence[Any]]) -> list[Any]:
+        found = [cut.together(own) for cut, own in zip(cuts, rows, strict=True)]
+        return [keys_from(x, look) for x, look in zip(found, structs, strict=True)]
+
+    together = jax.jit(join, out_shardings=list(targets))
+    # What devices hold that no piece goes to.
+    blanks: dict[tuple[int, int], Any] = {}
+    for array, cut in enumerate(cuts):
+        each = cut.on_each(len(receivers))
+        for place, device in here:
+            for piece in range(max(place * each, cut.count), (place + 1) * each):
+                blanks[array, piece] = jax.device_put(np.zeros(cut.piece, cut.dtype), device)
+
+    def give(arrived: dict[tuple[int, int], Any]) -> Sequence[Any]:
+        held = blanks | arrived
+        rows = []
+        for array, cut in enumerate(cuts):
+            each = cut.on_each(len(receivers))
+            shape = (len(receivers), *cut.piece[1:])
+            rows.append(
+                [
+                    jax.make_array_from_single_device_arrays(
+                        shape, end, [held[array, place * each + k] for place, _ in here]
+                    )
+                    for k in range(each)
+                ]
+            )
+        made: list[Any] = together(rows)
+        return made
+
+    return give
