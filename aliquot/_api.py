@@ -29,6 +29,7 @@ from .planners import (
     Progress,
     find_alternatives,
     follow,
+    solve_one_program,
     solve_pipeline,
     write_pipeline,
     write_plan,
@@ -86,7 +87,8 @@ def plan(
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
-    searched_s = 0.0
+    searched_s, decided = 0.0, None
+    made: dict[int, tuple[Problem, dict[str, str]]] = {}
     if isinstance(method, PipeshardParallel):
         captured = time.perf_counter()
         staged = method if num_micro_batches == 1 else replace(method, num_micro_batches=num_micro_batches)
@@ -103,22 +105,32 @@ def plan(
             )
 
         found = search(memory_limit_bytes)
-        if len(found.stages) > 1:
 
-            def propose_stages(limit_bytes: float | None = None) -> Plan:
-                chosen = found if limit_bytes is None else search(limit_bytes)
-                return write_pipeline(
-                    chosen,
-                    full,
-                    cluster,
-                    model=model or ModelReference(kind="closure", name=full.name),
-                    version=version("aliquot"),
-                    trace_s=captured - started,
-                    search_s=time.perf_counter() - captured,
-                    memory_limit_bytes=found.chain.memory_limit_bytes,
-                    semantics=micro_batch_semantics,
-                    layers=staged.layers,
-                )
+        def propose_stages(limit_bytes: float | None = None) -> Plan:
+            chosen = found if limit_bytes is None else search(limit_bytes)
+            return write_pipeline(
+                chosen,
+                full,
+                cluster,
+                model=model or ModelReference(kind="closure", name=full.name),
+                version=version("aliquot"),
+                trace_s=captured - started,
+                search_s=time.perf_counter() - captured,
+                memory_limit_bytes=found.chain.memory_limit_bytes,
+                semantics=micro_batch_semantics,
+                layers=staged.layers,
+            )
+
+        def problem_with(count: int) -> Problem:
+            made[count] = _problem(full, cluster, count, micro_batch_semantics, on_missing_rule, memory_limit_bytes)
+            return made[count][0]
+
+        try:
+            decided = solve_one_program(staged, found, problem_with, progress)
+        except Interrupted as interrupted:
+            interrupted.plan = propose_stages() if len(found.stages) > 1 else None
+            raise
+        if len(found.stages) > 1 and decided is None:
 
             def check_stages(proposed: Plan) -> Verification:
                 return _verified(proposed, full, on_missing_rule, progress=_as_lines(progress))
@@ -126,9 +138,9 @@ def plan(
             return _first_that_fits(propose_stages, check_stages) if verify else propose_stages()
         searched_s = time.perf_counter() - captured
         # One stage is no pipeline: the step stays one program, on the mesh that was found.
-        mesh_shape = found.stages[0].decision.priced.mesh.shape
-        method, num_micro_batches = staged.whole(mesh_shape), found.chain_plan.num_micro_batches
-    problem, combine = _problem(
+        num_micro_batches = decided.priced.repeats if decided else found.chain_plan.num_micro_batches
+        method = staged.whole((decided or found.stages[0].decision).priced.mesh.shape)
+    problem, combine = made.get(num_micro_batches) or _problem(
         full, cluster, num_micro_batches, micro_batch_semantics, on_missing_rule, memory_limit_bytes
     )
     traced = time.perf_counter()
@@ -147,6 +159,8 @@ def plan(
         )
 
     def propose(limit_bytes: float | None = None) -> Plan:
+        if decided is not None and limit_bytes is None:
+            return write(decided)
         limited = problem if limit_bytes is None else replace(problem, memory_limit_bytes=limit_bytes)
         try:
             return write(method.solve(limited, progress))

@@ -17,6 +17,7 @@ from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
 from ._pipeshard import PipelineDecision as PipelineDecision
 from ._pipeshard import PipeshardParallel as PipeshardParallel
+from ._pipeshard import solve_one_program as solve_one_program
 from ._pipeshard import solve_pipeline as solve_pipeline
 from ._registry import METHODS as METHODS
 from ._registry import PIPELINES as PIPELINES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_s
 from ._base import Decision, Progress
 from ._layer_costs import build_chains, price_option, subcluster
 from ._methods import ILP, ShardParallel
+from ._one_program import OneProgram, as_one_program, fewer_micro_batches
 from ._race import Entry, Limits, race
 from ._second import SecondProcess
 from .inter import AbstractInter, StageDP
@@ -93,7 +94,7 @@ class StageDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineDecision:
-    """A pipeline with what is known about it."""
+    """A pipeline with what is known about it; `program` is what the step would take without stages, if that was asked."""
 
     layered: LayeredStep
     staged: StagedStep
@@ -105,6 +106,7 @@ class PipelineDecision:
     stage_costs: StageCosts
     transfer_s: tuple[float, ...]
     planner: str
+    program: OneProgram | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -150,6 +152,31 @@ def solve_pipeline(
                 if number == len(groups) - 1:
                     raise
     raise AssertionError("there is always a number of micro-batches to try")
+
+
+def solve_one_program(
+    method: PipeshardParallel,
+    found: PipelineDecision,
+    problem_with: Callable[[int], Problem],
+    progress: Progress | None = None,
+) -> Decision | None:
+    """The step as one program with fewer micro-batches than stages want, or None if that is no faster.
+
+    Args:
+        problem_with: the step's problem for a number of micro-batches.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    if found.program is None or found.program.least_s >= found.step_time_s:
+        return None
+    return fewer_micro_batches(
+        method.whole(found.program.mesh_shape),
+        problem_with,
+        most=found.chain_plan.num_micro_batches,
+        faster_than_s=found.step_time_s,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +238,9 @@ def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> Pipeli
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
         result = _solve_stages(task, layered, chain, found, kinds)
         if isinstance(result, PipelineDecision):
-            return result
+            free = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
+            free = free and isinstance(inter, StageDP)
+            return replace(result, program=as_one_program(chains) if free else None)
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(

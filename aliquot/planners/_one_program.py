@@ -1,0 +1,90 @@
+"""One program instead of stages: with fewer, larger micro-batches than keep stages busy, that may be the fastest.
+
+What a program gathers for every micro-batch, such as parameters that are held split, grows with their number; so does what
+it starts. Memory falls with it. Prices of single layers show neither.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..core import InfeasibleError
+from ..cost import Chain, Problem
+from ._base import Decision, Progress
+from ._methods import ShardParallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneProgram:
+    """A step as one program on all devices: the mesh on which layers take least in sum, and how long if all fitted."""
+
+    mesh_shape: tuple[int, ...]
+    least_s: float
+
+
+def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
+    """What layers take on all devices; None if they cannot run there."""
+    found = [
+        (_seconds(chain, k), option.mesh_shape)
+        for chain in chains
+        for k, option in enumerate(chain.options)
+        if option.num_devices == chain.num_devices
+    ]
+    least_s, mesh_shape = min(found, default=(math.inf, ()))
+    return OneProgram(mesh_shape=mesh_shape, least_s=least_s) if math.isfinite(least_s) else None
+
+
+def _seconds(chain: Chain, option: int) -> float:
+    passes = float(chain.forward_s[:, option].sum() + chain.backward_s[:, option].sum())
+    return chain.num_micro_batches * passes + float(chain.once_s[:, option].sum())
+
+
+def fewer_micro_batches(
+    method: ShardParallel,
+    problem_with: Callable[[int], Problem],
+    *,
+    most: int,
+    faster_than_s: float,
+    progress: Progress | None = None,
+) -> Decision | None:
+    """The best program with fewer micro-batches; None if none is faster than what there is already.
+
+    From the square root of `most` by halves downwards as long as that makes it faster, or upwards until it fits.
+
+    Args:
+        problem_with: the problem for a number of micro-batches.
+        most: micro-batches; its divisors are tried.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    divisors = [n for n in range(1, most) if most % n == 0]
+    place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
+    best, step = None, -1
+    while 0 <= place < len(divisors):
+        count = divisors[place]
+        try:
+            found = method.solve(problem_with(count), progress)
+        except InfeasibleError:
+            if best is not None:
+                break
+            step = 1
+        else:
+            if best is not None and found.step_time_s >= best.step_time_s:
+                break
+            best = found
+            if step > 0:
+                break
+        place = _next(divisors, place, step)
+    return best if best is not None and best.step_time_s < faster_than_s else None
+
+
+def _next(divisors: Sequence[int], place: int, step: int) -> int:
+    """Where the next divisor lies that is half or less, or twice or more; outside if there is none."""
+    wanted = divisors[place] * 2**step
+    if step < 0:
+        return bisect.bisect_right(divisors, wanted) - 1
+    return bisect.bisect_left(divisors, wanted)

@@ -1,0 +1,84 @@
+"""One program with fewer micro-batches: which numbers are tried, and what comes of it."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import aliquot as aq
+from aliquot.core import InfeasibleError
+from aliquot.planners._one_program import fewer_micro_batches
+
+
+class Seconds:
+    """A method whose problem is a number of micro-batches: what each takes, or nothing if it does not fit."""
+
+    def __init__(self, seconds):
+        self.seconds, self.tried = seconds, []
+
+    def solve(self, problem, progress):
+        self.tried.append(problem)
+        if problem not in self.seconds:
+            raise InfeasibleError("too large", required_bytes=2, available_bytes=1)
+        return types.SimpleNamespace(step_time_s=self.seconds[problem], count=problem)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "tried", "found"),
+    [
+        pytest.param({n: 10 + n for n in (1, 2, 4, 8, 16)}, 64, [8, 4, 2, 1], 1, id="the fewest are fastest"),
+        pytest.param({4: 14, 8: 12, 16: 16}, 64, [8, 4], 8, id="fewer take longer"),
+        pytest.param({8: 12}, 64, [8, 4], 8, id="fewer do not fit"),
+        pytest.param({32: 12, 16: 11}, 64, [8, 16], 16, id="more are needed"),
+        pytest.param({}, 64, [8, 16, 32], None, id="none fits"),
+        pytest.param({8: 30, 4: 31}, 64, [8, 4], None, id="none is faster than stages"),
+        pytest.param({3: 5, 1: 6}, 15, [3, 1], 3, id="odd numbers"),
+        pytest.param({}, 1, [], None, id="there are no fewer"),
+    ],
+)
+def test_numbers_of_micro_batches(seconds, most, tried, found):
+    method = Seconds(seconds)
+    best = fewer_micro_batches(method, lambda count: count, most=most, faster_than_s=20)
+    assert method.tried == tried
+    assert (best and best.count) == found
+
+
+WIDTH, ROWS = 4096, 256
+
+
+def step(state, batch):
+    def loss(params):
+        x = batch["x"]
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["w"])
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], gradients)
+    return {"params": jax.tree.map(lambda w, m: w - 0.1 * m, state["params"], mu), "mu": mu}, {"loss": value}
+
+
+def plan_of(**options):
+    params = {"layers": [{"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)} for _ in range(4)]}
+    return aq.plan(
+        step,
+        {"params": params, "mu": params},
+        {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)},
+        cluster=aq.Cluster.preset("4xV100-16GB"),
+        method=aq.PipeshardParallel(**options),
+    )
+
+
+def test_a_search_for_stages_may_end_in_one_program_with_large_micro_batches():
+    """Stages want many micro-batches. One program gathers parameters for each of them."""
+    free, many = plan_of(num_stages=1), plan_of(num_stages=1, num_micro_batches=64)
+    assert (len(free.stages), len(many.stages)) == (1, 1)
+    assert free.num_micro_batches < 16 and many.num_micro_batches == 64
+    assert free.prediction.step_time_s < 0.8 * many.prediction.step_time_s
+
+
+def test_what_is_wanted_is_kept():
+    assert len(plan_of(num_stages=2).stages) == 2
+    assert len(plan_of(num_stages=2, schedule="gpipe").stages) == 2
+    assert plan_of(num_micro_batches=64).num_micro_batches == 64
