@@ -37,6 +37,9 @@ class Target:
             another one is split.
         combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are combined; then gradients
             wait for each other. 0 if none are.
+        library_convolves: Whether convolutions are a library's: it reads kernels with their output features first, so that
+            others are copied into this order, and turns them round by itself.
+        indexes_maxima: Whether gradients of maxima over windows are scattered by positions found beforehand.
         hides_latency: Whether work beside collectives counts for more than memory when operators are put in order: products
             that only the update needs are then put off. Otherwise only those that would take more than they free.
         all_reduces_apart: Whether other work can run beside an all-reduce; otherwise only beside other collectives.
@@ -72,6 +75,8 @@ class Target:
     gathered_ahead: float
     gathers_leading_dim: bool
     combined_bytes: int
+    library_convolves: bool
+    indexes_maxima: bool
     hides_latency: bool
     all_reduces_apart: bool
     gathers_through_copies: bool
@@ -164,6 +169,8 @@ _CPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
+    library_convolves=False,
+    indexes_maxima=False,
     hides_latency=False,
     all_reduces_apart=True,
     gathers_through_copies=True,
@@ -186,10 +193,10 @@ _CPU = Target(
 # all-reduces (A100: 235 of 300 GB/s). Overlap: half, an assumption until measured; the latency-hiding scheduler needs
 # free work next to each gradient. Launch: about 2 us within a CUDA graph, more outside. Memory: CUDA context, NCCL
 # buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
-# Memory: repeated work, zeroes, transposed copies and what waits, as in the buffers that XLA assigns for H100 and A100 (JAX
-# 0.10, benchmarks/memory_deviceless.py). Combined: XLA's default threshold for all-reduces, all-gathers and
-# reduce-scatters, 30 MiB. Ahead: fitted to one half of that benchmark's plans. Latency: by default it is hidden only where
-# XLA has a model of kernels and collectives (`_HIDE_LATENCY`).
+# Memory: repeated work, zeroes, transposed copies, what convolutions and maxima hold, and what waits, as in the buffers that
+# XLA assigns for H100 and A100 (JAX 0.10, benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's
+# default threshold for all-reduces, all-gathers and reduce-scatters, 30 MiB. Ahead: fitted to one half of that benchmark's
+# plans. Latency: by default it is hidden only where XLA has a model of kernels and collectives (`_HIDE_LATENCY`).
 _GPU = Target(
     kind="gpu",
     reduce_scatter=True,
@@ -203,6 +210,8 @@ _GPU = Target(
     gathered_ahead=0.75,
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
+    library_convolves=True,
+    indexes_maxima=True,
     hides_latency=False,
     all_reduces_apart=True,
     gathers_through_copies=False,
@@ -238,6 +247,8 @@ _TPU = Target(
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
+    library_convolves=False,
+    indexes_maxima=False,
     hides_latency=True,
     all_reduces_apart=False,
     gathers_through_copies=False,

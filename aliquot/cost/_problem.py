@@ -58,6 +58,8 @@ def make_problem(
         product_itemsize=target.held_product_bytes,
         delays_gradients=target.delays_gradients,
         sums_gradients=num_micro_batches > 1,
+        library_convolves=target.library_convolves,
+        indexes_maxima=target.indexes_maxima,
         on_missing_rule=on_missing_rule,
     )
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes

@@ -8,6 +8,10 @@ backward layers take turns with them. What is reduce-scattered together leaves t
 layers, which have used them up about halfway, and so does what is not summed over the whole mesh. Where nothing runs beside
 all-reduces, products whose results are all-reduced run in turn, and the others are used up about halfway.
 
+Halfway, as there are about two collectives inside backward layers for each product: what gathers a parameter for the
+recomputed layer and for its gradient. Normalisations over the batch add sums of their own, and products then last for less
+of the way. Those whose results are all-reduced run beside these sums, too, but for one for each all-reduce.
+
 Operands wait for products that are put off. Results that are reduce-scattered together, as small ones are, wait for that.
 """
 
@@ -44,27 +48,70 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
     for e in priced.graph.edges:
         if e.kind == "operand" and e.target in landings:
             operands.setdefault(e.target, []).append(e)
-    late = [int(r.late_deaths.min()) for r in priced.graph.residents if r.late_deaths is not None]
-    end = min(late, default=0)
-    hides = priced.target.hides_latency
+    paces = _paces(priced, landings)
+    late_on = priced.target.hides_latency and priced.target.all_reduces_apart
     for r in priced.graph.residents:
         landing = landings.get(r.reader)
         if r.late_deaths is not None and landing is not None:
             local = landing.local_bytes(r.num_bytes, r.read_projection)
-            last, halfway = landing.put_off(operands.get(r.reader, []), in_turn)
-            yield Waiting(edge=landing.edge, local_bytes=last * local, births=r.deaths + 1, deaths=r.late_deaths)
-            if halfway.any():
-                until = np.maximum((r.deaths + end) // 2, r.deaths)
-                yield Waiting(edge=landing.edge, local_bytes=halfway * local, births=r.deaths + 1, deaths=until)
+            for where, pace in landing.put_off(operands.get(r.reader, []), in_turn, paces):
+                until = pace.runs_at(r.deaths) if pace else r.late_deaths
+                yield Waiting(edge=landing.edge, local_bytes=where * local, births=r.deaths + 1, deaths=until)
         landing = landings.get(r.maker)
         if r.early_births is not None and landing is not None:
-            last, _ = landing.put_off(operands.get(r.maker, []), in_turn)
+            last = np.zeros_like(landing.scattered)
+            for where, pace in landing.put_off(operands.get(r.maker, []), in_turn, paces):
+                last = last | where if pace is None else last
             local = (landing.together & ~last) * landing.local_bytes(r.num_bytes, landing.edge.source_projection)
             if not (priced.target.all_reduces_apart or landing.total):
                 local = np.where(landing.scattered, local, r.num_bytes / landing.shards_left)
-            halfway_on = hides and priced.target.all_reduces_apart
-            since = np.minimum((r.early_births + end) // 2 if halfway_on else r.early_births, r.births)
+            since = np.minimum(paces.scattered.runs_at(r.early_births) if late_on else r.early_births, r.births)
             yield Waiting(edge=landing.edge, local_bytes=local, births=since, deaths=r.births - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """How products that are put off are used up, from operator `end` backwards.
+
+    Collectives at the end take those whose operands are there in the last `at_end` operators. For the rest of the way, the
+    ones inside layers have taken all by `share` of it.
+    """
+
+    end: int
+    share: float
+    at_end: float = 0.0
+
+    def runs_at(self, times: Ints) -> Ints:
+        """When products run whose operands are there at `times`."""
+        way = np.maximum(self.end - times - self.at_end, 0.0)
+        found: Ints = np.maximum((self.end - way * self.share).astype(np.int64), times)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Paces:
+    """Of products whose results are reduce-scattered, and of those whose results are all-reduced: None if all run last."""
+
+    scattered: _Pace
+    reduced: _Pace | None
+
+
+def _paces(priced: Priced, landings: dict[int, _Landing]) -> _Paces:
+    waits = [r for r in priced.graph.residents if r.late_deaths is not None]
+    update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
+    if not _sums_inside(priced) or not waits:
+        return _Paces(scattered=_Pace(end=update, share=0.5), reduced=None)
+    inside = priced.graph.batch_sums
+    edges = [landing.edge for landing in landings.values()]
+    products = sum(e.count for e in edges)
+    # The others are combined with each other.
+    all_reduces = sum(e.count * min(e.num_bytes / max(priced.target.combined_bytes, 1), 1.0) for e in edges)
+    end = max(int(r.deaths.max()) for r in waits)
+    begin = min(int(r.deaths.min()) for r in waits)
+    return _Paces(
+        scattered=_Pace(end=end, share=products / (2 * products + inside)),
+        reduced=_Pace(end=end, share=products / inside, at_end=all_reduces / products * (end - begin)),
+    )
 
 
 class _Landing:
@@ -85,7 +132,7 @@ class _Landing:
         sources, targets = np.array(p.sources, np.int64), np.array(p.targets, np.int64)
         first = [int(np.flatnonzero(p.source_index == s)[0]) for s in range(len(p.sources))]
         self._choices = priced.nodes[edge.source].choices[first]
-        partial = sources <= PARTIAL
+        partial = (sources <= PARTIAL) & (sizes > 1)
         self.total = priced.repeats > 1
         some: Flags = np.logical_and(partial.any(axis=1, keepdims=True), not self.total)
         self.scattered: Flags = some & (~partial[:, None, :] | (targets >= 0)[None, :, :]).all(axis=2)
@@ -102,23 +149,32 @@ class _Landing:
         split_by = tuple(d >= 0 for d in projection)
         return np.asarray(num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64)[:, None]
 
-    def put_off(self, operands: list[Edge], in_turn: bool) -> tuple[Flags, Flags]:
-        """Whether the product runs last, and whether halfway to the end."""
+    def put_off(self, operands: list[Edge], in_turn: bool, paces: _Paces) -> list[tuple[Flags, _Pace | None]]:
+        """Where the product is put off, and how far: None to the update."""
         if self.total:
-            return np.zeros_like(self.scattered), np.zeros_like(self.scattered)
+            return []
         if not self._priced.target.hides_latency:
             freed = sum(self.local_bytes(e.num_bytes, e.target_projection) for e in operands)
-            return np.broadcast_to(self._made > freed, self.scattered.shape), np.zeros_like(self.scattered)
+            return [(np.broadcast_to(self._made > freed, self.scattered.shape), None)]
         if not self._priced.target.all_reduces_apart:
-            return np.zeros_like(self.scattered), self.scattered
+            return [(self.scattered, paces.scattered)]
         apart: Flags = np.logical_and(self.everywhere, not in_turn)
-        return apart & self.reduced, np.where(self.everywhere, apart & self.together, True)
+        return [
+            (apart & self.reduced, paces.reduced),
+            (np.where(self.everywhere, apart & self.together, True), paces.scattered),
+        ]
+
+
+def _sums_inside(priced: Priced) -> bool:
+    """Whether layers have sums over the batch about as often as products for gradients."""
+    products = sum(e.count for e in priced.graph.edges if e.kind == "result" and e.gradient)
+    return bool(products) and 2 * priced.graph.batch_sums > products
 
 
 def may_take_turns(priced: Priced) -> bool:
     """Whether some choices may make collectives inside backward layers take turns with all-reduces."""
     target = priced.target
-    beside = target.hides_latency and target.all_reduces_apart
+    beside = target.hides_latency and target.all_reduces_apart and not _sums_inside(priced)
     return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
 
 

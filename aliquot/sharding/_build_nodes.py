@@ -11,7 +11,7 @@ from ._cuts import cut
 from ._edges import EdgeBuilder
 from ._materialised import taken_by_regions
 from ._naming import Naming
-from ._node_work import group_collectives, group_work, product_collectives, product_work
+from ._node_work import batch_sums, group_collectives, group_work, product_collectives, product_work
 from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site
 from ._residents import residents
 
@@ -25,6 +25,8 @@ def build_nodes(
     zeroes_early: bool = False,
     delays_gradients: bool = False,
     sums_gradients: bool = False,
+    library_convolves: bool = False,
+    indexes_maxima: bool = False,
     product_itemsize: int = 0,
     on_missing_rule: str = "error",
 ) -> NodeGraph:
@@ -33,9 +35,10 @@ def build_nodes(
     Args:
         repeats: fold equal layers into one decision.
         merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
-        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients: what else is done that changes what is stored
-            and when, see `find_storage`.
-        product_itemsize: in how many bytes operands of products are held, see `residents`.
+        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves: what else is done that changes
+            what is stored and when, see `find_storage`.
+        indexes_maxima, product_itemsize: what is held besides, and in how many bytes operands of products are, see
+            `residents`.
         on_missing_rule: see `dim_rule`.
 
     Raises:
@@ -49,6 +52,7 @@ def build_nodes(
     edges.add_crossings()
     edges.add_aliases()
     nodes = tuple(_node(naming, index) for index in range(len(naming.kinds)))
+    batch_factors = _batch_factors(naming, edges, nodes)
     return NodeGraph(
         nodes=nodes,
         edges=tuple(edges.edges),
@@ -56,6 +60,8 @@ def build_nodes(
             residents(
                 naming,
                 product_itemsize=product_itemsize,
+                indexes_maxima=indexes_maxima,
+                library_convolves=library_convolves,
                 repeats_cheap_work=repeats_cheap_work,
                 zeroes_early=zeroes_early,
                 delays_gradients=delays_gradients,
@@ -66,7 +72,8 @@ def build_nodes(
         input_ports=tuple(naming.value_port(i.value) for i in graph.inputs),
         output_ports=tuple(naming.operand_port(o.value) for o in graph.outputs),
         num_ops=len(graph.ops),
-        batch_factors=_batch_factors(naming, edges, nodes),
+        batch_factors=batch_factors,
+        batch_sums=batch_sums(naming, batch_factors),
         op_class=tuple(cuts.folding.op_class.tolist()),
         loop_ports=_loop_ports(naming),
         folded=any(len(m) > 1 for m in cuts.folding.members),

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Block, Call, Op, Phase
 from ._cuts import REARRANGING, Cuts
+from ._library import only_convolved
 
 _SUMS = frozenset({"add", "add_any"})
+_SUMS_UP = "reduce_sum"
 _VIEWS = frozenset({"scan_slice", "tie"})
 
 
@@ -42,6 +45,7 @@ def find_storage(
     zeroes_early: bool = False,
     delays_gradients: bool = False,
     sums_gradients: bool = False,
+    library_convolves: bool = False,
 ) -> Storage:
     """Storage of all arrays of a cut graph.
 
@@ -51,8 +55,10 @@ def find_storage(
         zeroes_early: whether the results of backward loops are there from the last loop on, zeroed, waiting to be filled.
         delays_gradients: whether products that nothing but the update waits for are put off until then.
         sums_gradients: whether what enters the update is summed over micro-batches first, and stored for that.
+        library_convolves: whether convolutions turn their kernels round themselves.
     """
-    stored = _stored_where_cheaper(cuts, sums_gradients) if repeats_cheap_work else _stored(cuts)
+    turned = only_convolved(cuts) if library_convolves else [False] * len(cuts.producer)
+    stored = _stored_where_cheaper(cuts, sums_gradients, turned) if repeats_cheap_work else _stored(cuts)
     in_order = list(range(len(cuts.graph.ops)))
     late = _run_late(cuts) if delays_gradients else in_order
     return Storage(
@@ -91,11 +97,12 @@ def _stored(cuts: Cuts) -> list[bool]:
     return stored
 
 
-def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool) -> list[bool]:
+def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) -> list[bool]:
     """As `_stored`, for compilers that weigh storing an array once against computing it in every reader.
 
     With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a + (1 + k) b` bytes and
     repeating it `k a`. Results of reductions are always stored, and so is what a remat region takes, behind its barrier.
+    Kernels that convolutions turn round themselves (`turned`) are not.
     """
     readers: list[set[int]] = [set() for _ in cuts.producer]
     for op_class in range(len(cuts.first)):
@@ -132,7 +139,7 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool) -> list[bool]:
             or bool(cuts.rules[maker].reduced)
             or value_class in returned
             or value_class in taken
-            or any(is_kernel(r) for r in readers[value_class])
+            or (any(is_kernel(r) for r in readers[value_class]) and not turned[value_class])
             or (sums_gradients and enters_update(value_class))
         )
 
@@ -193,7 +200,17 @@ def _other_phase(maker: Op, reader: Op) -> bool:
 
 
 def _run_late(cuts: Cuts) -> list[int]:
-    """When operators run if gradients of parameters wait for the update that reads them, outside of loops."""
+    """When operators run if gradients of parameters wait for the update that reads them, outside of loops.
+
+    A sum does not wait where another one over the same dims reads the same array, and is needed before: one kernel makes
+    both, as of the sums in the gradient of a normalisation over the batch.
+    """
+    runs_at = _put_off(cuts, [frozenset()] * len(cuts.graph.values))
+    return _put_off(cuts, _summed_in_turn(cuts, runs_at))
+
+
+def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
+    """See `_run_late`. `summed[v]`: over which dims something made of value `v` is summed in any case."""
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
     waits = [True] * len(graph.values)
@@ -202,15 +219,35 @@ def _run_late(cuts: Cuts) -> list[int]:
         made = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
         late = op.phase is Phase.BACKWARD and op.trips == 1 and bool(made) and all(waits[o] for o in made)
         rule = cuts.rules[classes[op.index]]
-        if late and (rule.contracts or rule.reduced or op.name in REARRANGING or op.name in _SUMS):
+        late = late and (rule.contracts or bool(rule.reduced) or op.name in REARRANGING or op.name in _SUMS)
+        if late and op.name == _SUMS_UP:
+            late = not any(op.params["axes"] in summed[i] for i in op.inputs if isinstance(i, int))
+        if late:
             runs_at[op.index] = min(first_use[o] for o in made)
-        else:
-            late = False
         for source in op.inputs:
             if isinstance(source, int):
                 waits[source] &= late or op.phase is Phase.UPDATE
                 first_use[source] = min(first_use[source], runs_at[op.index])
     return runs_at
+
+
+def _summed_in_turn(cuts: Cuts, runs_at: list[int]) -> list[frozenset[Any]]:
+    """For each value of the backward pass, over which dims something made of it is summed in turn, element by element."""
+    graph, classes = cuts.graph, cuts.folding.op_class.tolist()
+    summed: list[frozenset[Any]] = [frozenset()] * len(graph.values)
+    for op in reversed(graph.ops):
+        if op.phase is not Phase.BACKWARD or op.trips > 1:
+            continue
+        found: frozenset[Any] = frozenset()
+        if op.name == _SUMS_UP:
+            found = frozenset([op.params["axes"]]) if runs_at[op.index] == op.index else found
+        elif not cuts.rules[classes[op.index]].contracts and op.name not in _VIEWS:
+            found = frozenset().union(*(summed[o] for o in op.outputs if o >= 0))
+        shapes = [graph.values[o].shape for o in op.outputs if o >= 0]
+        for source in op.inputs if found else ():
+            if isinstance(source, int) and (op.name == _SUMS_UP or graph.values[source].shape in shapes):
+                summed[source] |= found
+    return summed
 
 
 def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..graph import Literal, Phase
@@ -126,6 +128,24 @@ def group_collectives(naming: Naming, index: int) -> tuple[NodeCollective, ...]:
         found += _reductions(naming, op_class)
         found += _gathers(naming, op_class)
     return tuple(found)
+
+
+def batch_sums(naming: Naming, batch_factors: Sequence[frozenset[int]]) -> int:
+    """Between how many products of the backward pass layers need sums over the batch, in a step.
+
+    Sums that stand between the same products are combined where they are summed over devices.
+    """
+    cuts, members = naming.cuts, naming.cuts.folding.members
+    products = sorted(k for c, rule in enumerate(cuts.rules) if rule.contracts for k in members[c])
+    stretches: set[int] = set()
+    for node, op_classes in naming.group_ops.items():
+        for op_class in op_classes if batch_factors[node] else ():
+            op = cuts.first[op_class]
+            if op.phase is Phase.BACKWARD and op.trips == 1:
+                sums = [r for r in _reductions(naming, op_class) if not r.gradient]
+                if any(batch_factors[node] & set(r.factors) for r in sums):
+                    stretches.update(bisect.bisect(products, k) for k in members[op_class])
+    return len(stretches)
 
 
 def _times(naming: Naming, op_class: int) -> float:

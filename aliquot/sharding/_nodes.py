@@ -185,6 +185,7 @@ class NodeGraph:
         input_ports, output_ports: how each input and output of the step is split.
         num_ops: number of operators, the length of the time axis of `residents`.
         batch_factors: for each node the factors that the batch dim of the inputs runs through.
+        batch_sums: between how many products of the backward pass layers need sums over the batch, in a step.
         op_class: class of each operator.
         loop_ports: how the values that loops carry and remat regions take are split, by value index.
         folded: whether any node stands for more than one copy.
@@ -198,6 +199,7 @@ class NodeGraph:
     output_ports: tuple[Port, ...]
     num_ops: int
     batch_factors: tuple[frozenset[int], ...]
+    batch_sums: int
     op_class: tuple[int, ...]
     loop_ports: dict[int, Port]
     folded: bool

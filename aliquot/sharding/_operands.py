@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..graph import Op, Phase
 from ._cuts import Cuts
 
-_MULTIPLIES = frozenset({"dot_general", "conv_general_dilated"})
+MULTIPLIES = frozenset({"dot_general", "conv_general_dilated"})
 _PASSES_ON = frozenset({"scan_slice", "scan_stack", "tie", "transpose", "reshape", "squeeze", "expand_dims", "copy"})
 
 
@@ -66,7 +66,7 @@ def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> 
             own = _itemsize(cuts, value_class)
             if turns and _multiplies_narrowly(cuts, op):
                 own = product_itemsize
-            if turns and (op.name in _MULTIPLIES or op.name == "gather"):
+            if turns and (op.name in MULTIPLIES or op.name == "gather"):
                 needed[value_class] = max(needed[value_class], own)
             needed[value_class] = max([needed[value_class], *(needed[o] for o in results)])
     parameters = {int(cuts.folding.value_class[i.value]) for i in cuts.graph.inputs}
@@ -89,7 +89,7 @@ def _results(cuts: Cuts, op: Op) -> list[int]:
 
 def _multiplies_narrowly(cuts: Cuts, op: Op) -> bool:
     """Whether it is a product of float32 for which the hardware's own type will do."""
-    if op.name not in _MULTIPLIES:
+    if op.name not in MULTIPLIES:
         return False
     asked = op.params.get("precision") or ()
     names = {getattr(p, "name", "DEFAULT") for p in (asked if isinstance(asked, tuple) else (asked,))}

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..graph import Phase, Role
+from ._library import copied_kernels, indexed_maxima
 from ._materialised import Storage, find_storage
 from ._nodes import Port, Resident
-from ._operands import Casts, casts_of_parameters, only_multiplied
+from ._operands import MULTIPLIES, Casts, casts_of_parameters, only_multiplied
 from ._spec import REPLICATED
 
 if TYPE_CHECKING:
@@ -25,15 +26,22 @@ _CATEGORY_OF_ROLE = {
 }
 
 
-def residents(naming: Naming, *, product_itemsize: int = 0, **habits: bool) -> Iterator[Resident]:
+def residents(
+    naming: Naming, *, product_itemsize: int = 0, indexes_maxima: bool = False, **habits: bool
+) -> Iterator[Resident]:
     """All residents of a step. What replaces an input reuses its buffer and is not counted again.
 
     Args:
         product_itemsize: bytes of an element of float32 in memory where only products read it, and of a parameter that is
             cast before loops; 0 if operands are held as they are and cast where they are read.
+        indexes_maxima: whether gradients of maxima over windows are scattered by positions found beforehand.
         habits: of compilers, see `find_storage`.
     """
     storage = find_storage(naming.cuts, **habits)
+    if habits.get("library_convolves", False):
+        yield from _copies_of_kernels(naming, storage)
+    if indexes_maxima:
+        yield from _positions_of_maxima(naming, storage)
     narrow = only_multiplied(naming.cuts) if product_itemsize else []
     casts = Casts(itemsize={}, replaced=frozenset(), until=0)
     if product_itemsize:
@@ -108,6 +116,35 @@ def residents(naming: Naming, *, product_itemsize: int = 0, **habits: bool) -> I
         )
 
 
+def _copies_of_kernels(naming: Naming, storage: Storage) -> Iterator[Resident]:
+    cuts = naming.cuts
+    for copied in copied_kernels(cuts, storage.last_use):
+        port = naming.product_port(copied.op_class, cuts.rules[copied.op_class].operands[1])
+        yield Resident(
+            node=port.node,
+            projection=port.projection,
+            num_bytes=cuts.graph.values[cuts.folding.value_members[copied.value_class][0]].num_bytes,
+            category="temporaries",
+            label=f"copy of {naming.label_of_value(copied.value_class)}",
+            births=copied.births,
+            deaths=copied.deaths,
+        )
+
+
+def _positions_of_maxima(naming: Naming, storage: Storage) -> Iterator[Resident]:
+    for scattered in indexed_maxima(naming.cuts, storage.made_at):
+        port = naming.class_port(scattered.value_class)
+        yield Resident(
+            node=port.node,
+            projection=port.projection,
+            num_bytes=scattered.num_bytes,
+            category="temporaries",
+            label=f"positions of maxima of {naming.label_of_value(scattered.value_class)}",
+            births=scattered.births,
+            deaths=scattered.deaths,
+        )
+
+
 class _LateReaders:
     """Products that may be put off, and what waits for them."""
 
@@ -118,7 +155,7 @@ class _LateReaders:
         self._operand: dict[int, Port] = {}
         for op_class in naming.order:
             op, rule = cuts.first[op_class], cuts.rules[op_class]
-            if storage.late_run[op.index] > op.index and rule.contracts and op.name == "dot_general":
+            if storage.late_run[op.index] > op.index and op.name in MULTIPLIES:
                 self._products.append(op_class)
                 for position, value_class, _ in cuts.operands(op_class):
                     port = naming.product_port(op_class, rule.operands[position])

@@ -1,0 +1,113 @@
+"""What a library of convolutions and the code around it hold besides operands and results.
+
+A library reads kernels with their output features first. Kernels in another order of dims are copied when a step begins;
+the copy replaces the kernel in all that follows, so it stays until the update has read it. A remat region takes the kernel
+itself, behind a barrier, and copies it anew for its own products.
+
+The gradient of a maximum over windows is scattered to where the maxima were. Their positions, an int32 for each dim of the
+image, are found and zeroes to scatter into are written as soon as the image is there, as nothing makes either wait; the
+scattering works on a copy of the zeroes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Op, Operand
+from ._cuts import Cuts
+
+_INDEX_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copied:
+    """Kernels of a value class, each copied for the convolutions from operator `births[k]` to `deaths[k]`.
+
+    `op_class` is one of these convolutions.
+    """
+
+    value_class: int
+    op_class: int
+    births: NDArray[np.int64]
+    deaths: NDArray[np.int64]
+
+
+def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
+    """Kernels that are held in another order of dims. `last_use[v]` is the last operator that reads value `v`."""
+    value_classes, op_classes = cuts.folding.value_class.tolist(), cuts.folding.op_class.tolist()
+    turned = {op.outputs[0]: op.inputs[0] for op in cuts.graph.ops if op.name == "rev"}
+    readers: dict[tuple[int, int], list[int]] = {}
+    for op in cuts.graph.ops:
+        kernel = _kernel(op)
+        kernel = turned.get(kernel, kernel) if isinstance(kernel, int) else None
+        if not isinstance(kernel, int) or not _is_taken_in(cuts, value_classes[kernel]):
+            continue
+        if not _features_first(cuts.graph.values[kernel].shape, op.params["dimension_numbers"].rhs_spec):
+            readers.setdefault((kernel, op.region), []).append(op.index)
+    found: dict[tuple[int, bool], tuple[int, list[tuple[int, int]]]] = {}
+    for (kernel, region), ops in readers.items():
+        made = cuts.producer[value_classes[kernel]]
+        stays = made is None and not region
+        lives = (0, int(last_use[kernel])) if stays else (ops[0], ops[-1])
+        found.setdefault((value_classes[kernel], stays), (op_classes[ops[0]], []))[1].append(lives)
+    for (value_class, _), (op_class, lives_of) in found.items():
+        births, deaths = np.array(lives_of, np.int64).T
+        yield Copied(value_class=value_class, op_class=op_class, births=births, deaths=deaths)
+
+
+def only_convolved(cuts: Cuts) -> list[bool]:
+    """For each value class, whether it is a kernel turned round that only convolutions read: they can turn it."""
+    made = [cuts.first[m[0]].name if m is not None else "" for m in cuts.producer]
+    found = [name == "rev" for name in made]
+    for op_class, op in enumerate(cuts.first):
+        for position, value_class, _ in cuts.operands(op_class):
+            found[value_class] &= op.name == "conv_general_dilated" and position == 1
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scattered:
+    """Images of a value class whose windows' maxima get gradients: bytes of indices and zeroes for each, and how long."""
+
+    value_class: int
+    num_bytes: int
+    births: NDArray[np.int64]
+    deaths: NDArray[np.int64]
+
+
+def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered]:
+    """Images whose gradients are scattered to maxima. `made_at[v]` is when value `v` is made."""
+    images: dict[int, list[tuple[int, int]]] = {}
+    num_bytes: dict[int, int] = {}
+    for op in cuts.graph.ops:
+        if op.name != "select_and_scatter_add":
+            continue
+        taken = [i for i in op.inputs if isinstance(i, int)]
+        windows, image = cuts.graph.values[taken[0]], cuts.graph.values[taken[-1]]
+        value_class = int(cuts.folding.value_class[taken[-1]])
+        images.setdefault(value_class, []).append((int(made_at[taken[-1]]), op.index))
+        # A position in every dim for each window, zeroes, and the copy of them into which is scattered.
+        num_bytes[value_class] = _INDEX_BYTES * len(image.shape) * math.prod(windows.shape) + 2 * image.num_bytes
+    for value_class, lives_of in images.items():
+        births, deaths = np.array(lives_of, np.int64).T
+        yield Scattered(value_class=value_class, num_bytes=num_bytes[value_class], births=births, deaths=deaths)
+
+
+def _features_first(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    """Whether output features are the first dim that counts, where `order` says first which dim they are."""
+    return shape[order[0]] == 1 or all(n == 1 for n in shape[: order[0]])
+
+
+def _kernel(op: Op) -> Operand | None:
+    return op.inputs[1] if op.name == "conv_general_dilated" else None
+
+
+def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
+    """Whether it is a parameter, or a loop's slice of one. What a step computes is written in the order that is wanted."""
+    made = cuts.producer[value_class]
+    return cuts.param_only[value_class] and (made is None or cuts.first[made[0]].name in ("scan_slice", "tie"))
