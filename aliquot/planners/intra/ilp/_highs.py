@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import highspy
@@ -26,13 +28,18 @@ _PIVOTS_PER_ROW = 1.0
 class Outcome:
     """What the solver answers: a value for each column (none if it found no solution), and a bound of every solution.
 
-    `status` is "optimal", "infeasible" or "node limit reached"; only relaxations have reduced costs.
+    `status` is "optimal", "infeasible", "node limit reached" or "enough"; only relaxations have reduced costs.
     """
 
     values: Floats | None
     bound_s: float
     status: str
     reduced_costs: Floats
+
+
+def nothing_solved() -> Outcome:
+    """What is known before anything was solved, or where there is no solution."""
+    return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0))
 
 
 class Relaxation:
@@ -49,9 +56,10 @@ class Relaxation:
         paid = cost[cost > 0]
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
-    def solve(self) -> Outcome:
-        """Its optimum."""
+    def solve(self, enough_s: float = np.inf) -> Outcome:
+        """Its optimum; or, as soon as it is known to lie above `enough_s`, just that."""
         self._add_rows()
+        self._solver.setOptionValue("objective_bound", min(enough_s * self._scale, highspy.kHighsInf))
         if self.pivots_plainly:
             self._pivot_plainly(True)
             self._solver.run()
@@ -61,8 +69,11 @@ class Relaxation:
                 self._pivot_plainly(False)
         if not self.pivots_plainly:
             self._solver.run()
-        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0))
+        status = self._solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kObjectiveBound:
+            return Outcome(values=None, bound_s=enough_s, status="enough", reduced_costs=np.zeros(0))
+        if status != highspy.HighsModelStatus.kOptimal:
+            return nothing_solved()
         found = self._solver.getSolution()
         return Outcome(
             values=np.array(found.col_value),
@@ -70,6 +81,17 @@ class Relaxation:
             status="optimal",
             reduced_costs=np.array(found.col_dual) / self._scale,
         )
+
+    @contextmanager
+    def without(self, columns: Index) -> Iterator[None]:
+        """As long as this lasts some columns are 0. Afterwards the solver is where it was."""
+        basis, zeros = self._solver.getBasis(), np.zeros(len(columns))
+        self._solver.changeColsBounds(len(columns), columns, zeros, zeros)
+        try:
+            yield
+        finally:
+            self._solver.changeColsBounds(len(columns), columns, zeros, np.full(len(columns), highspy.kHighsInf))
+            self._solver.setBasis(basis)
 
     def _pivot_plainly(self, plainly: bool) -> None:
         """Whether to take the first price that offers itself: most pivots are many times cheaper then, but they are more."""
@@ -110,15 +132,14 @@ def solve_integers(
         solver.setOptionValue("objective_bound", ceiling_s * scale * (1 + 1e-9))
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
-    none = np.zeros(0)
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=none)
+        return nothing_solved()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     return Outcome(
         values=np.array(solver.getSolution().col_value) if found else None,
         bound_s=info.mip_dual_bound / scale,
         status="optimal" if status == highspy.HighsModelStatus.kOptimal else "node limit reached",
-        reduced_costs=none,
+        reduced_costs=np.zeros(0),
     )
 
 

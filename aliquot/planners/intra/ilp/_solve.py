@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, over_time, takes_turns, timeline
 from ....sharding import Resident
 from ._affordable import affordable
-from ._highs import Outcome, Relaxation, solve_integers
+from ._highs import Relaxation, nothing_solved, solve_integers
 from ._layout import Choices, Layouts
 from ._program import Program, add_memory_row, alive_bytes, build_program, conversion_columns
+from ._prove import rules_out
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _INTEGRAL = 1e-6
+# A bound nearer than this share to the ceiling may be lifted there by few branches.
+_CLOSE = 1e-3
 _NARROWED = "optimal where all products wait that may"
 
 
@@ -76,6 +79,7 @@ class Search:
         self._narrowed = False
         self._times: list[int] = []
         self._excluded: list[Ints] = []
+        self._relaxed = nothing_solved()
         self.gave_up = self._started = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
@@ -116,7 +120,8 @@ class Search:
                 break
             if not self._add_rows(self._fractional_timeline(values)):
                 break
-            self._values = self._relax()
+            # Up to what is known already: that is pruned, and says no less about the best than its own bound.
+            self._values = self._relax(cutoff_s * (1 + self.relative_gap))
         self._picks = _decode(self._choices, values)
         self.integral = not _is_fractional(self._choices, values)
         return bound
@@ -133,7 +138,7 @@ class Search:
 
     def _bound_s(self) -> float | None:
         """The bound of the last relaxation. Where it has no solution, none is below the ceiling; without one there is none."""
-        if self._values is None:
+        if self._values is None and self._relaxed.status != "enough":
             return self.ceiling_s if np.isfinite(self.ceiling_s) else None
         return min(self._relaxed.bound_s, self.ceiling_s)
 
@@ -173,6 +178,9 @@ class Search:
             if best is not None and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s:
                 return self._judged(best)
             ceiling = min(cutoff_s, best.step_time_s if best else np.inf)
+            if not self._narrowed and self._nothing_below(ceiling):
+                self.lower_bound_s = ceiling
+                return best and self._judged(best, "infeasible")
             program, choices = self._without_hopeless(ceiling)
             self.num_solves += 1
             outcome = solve_integers(
@@ -197,9 +205,19 @@ class Search:
                 return best
         return None
 
-    def _relax(self) -> Floats | None:
+    def _nothing_below(self, ceiling_s: float) -> bool:
+        """Whether a few branches rule out what the relaxation leaves below a ceiling close by."""
+        if self._values is None or ceiling_s - self.lower_bound_s > _CLOSE * self.lower_bound_s:
+            return False
+        model = self._model(self._in_turn)
+        use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
+        found, solves = rules_out(self._relaxation, self._choices.columns, use, self._values, ceiling_s)
+        self.num_solves += solves
+        return found
+
+    def _relax(self, enough_s: float = np.inf) -> Floats | None:
         self.num_solves += 1
-        self._relaxed: Outcome = self._relaxation.solve()
+        self._relaxed = self._relaxation.solve(enough_s)
         return self._relaxed.values
 
     def _judged(self, found: Solution, status: str = "optimal") -> Solution:

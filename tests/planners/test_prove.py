@@ -1,0 +1,70 @@
+"""A few branches prove what the integer program would: never what is not so, and often what is."""
+
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cost import make_problem, price, timeline
+from aliquot.planners.intra.fixed import everything
+from aliquot.planners.intra.ilp import Search, _solve
+
+_CLUSTER = Cluster.preset("8xH100")
+
+
+@pytest.fixture(scope="module")
+def searches():
+    """Searches in little memory, each with its bound and its best solution by the integer program."""
+    work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    priced = price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
+    free = Search(priced, everything(priced), limit_bytes=1e15)
+    free.relax()
+    most, least = (
+        float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
+    )
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_solve.Search, "_nothing_below", lambda search, ceiling_s: False)
+        for limit in np.linspace(least, most, 10)[1:-1]:
+            search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
+            bound = search.relax()
+            exact = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
+            exact.relax()
+            best = exact.branch()
+            if best is not None and not search.integral:
+                found.append((search, bound, best))
+    assert len(found) >= 3
+    return found
+
+
+def test_nothing_is_ruled_out_that_exists(searches, monkeypatch):
+    monkeypatch.setattr(_solve, "_CLOSE", 1.0)
+    for search, _, best in searches:
+        assert not search._nothing_below(best.step_time_s * (1 + 1e-6))
+
+
+def test_most_of_what_lies_between_bound_and_best_is_ruled_out(searches, monkeypatch):
+    monkeypatch.setattr(_solve, "_CLOSE", 1.0)
+    ruled_out = [search._nothing_below(bound + 0.2 * (best.step_time_s - bound)) for search, bound, best in searches]
+    assert sum(ruled_out) >= 0.5 * len(ruled_out)
+
+
+def test_the_relaxation_is_as_before(searches):
+    for search, bound, _ in searches:
+        search._nothing_below(bound * (1 + 1e-4))
+        assert search._relaxation.solve().bound_s == pytest.approx(bound, rel=1e-9)
+
+
+def test_a_bound_is_lifted_little_further_than_asked(searches):
+    stopped = 0
+    for tight, bound, _ in searches:
+        search = Search(tight.priced, everything(tight.priced), limit_bytes=tight.limit_bytes)
+        asked = search.start() + 0.1 * (bound - search.start())
+        found = search.relax(asked)
+        assert asked <= found <= bound * (1 + 1e-9)
+        if search.rounded() is None:
+            stopped += 1
+            assert found == pytest.approx(asked * 1.001)
+    assert stopped
