@@ -21,7 +21,7 @@ class Target:
     Args:
         kind: The device kind it compiles for.
         reduce_scatter: Whether a partial sum that becomes split is a reduce-scatter; otherwise an all-reduce and a
-            local slice.
+            local slice, but for sums that products leave: those the runtime scatters.
         merges_partial_sums: Whether the sum of several partial products is reduced once; otherwise each is reduced by
             itself.
         widened_dtypes: Types whose collectives travel as float32.
@@ -152,7 +152,7 @@ class Target:
 
 
 # Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in programs compiled by
-# XLA's CPU backend (JAX 0.10): a reduce-scatter becomes all-reduce and slice, bfloat16 and float16 are reduced in
+# XLA's CPU backend (JAX 0.10): no all-reduce and slice becomes a reduce-scatter, bfloat16 and float16 are reduced in
 # float32, optimization barriers are dropped, a gather along a dim that is not the first gets that dim in front by its
 # layout, with a copy on either side. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
 # machine, for sizes of small models.

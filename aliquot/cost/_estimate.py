@@ -107,7 +107,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         for (before, behind), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once)
-            for move in reshard(before, behind, sizes, scatters(edge, priced.target)) or ():
+            for move in reshard(before, behind, sizes, scatters(edge, priced.target, total=once)) or ():
                 leaving = result_fraction(move, sizes) * whole
                 line = move_line(move, through_copies(move, before, priced.target), priced.mesh, priced.target)
                 note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, line)

@@ -227,15 +227,18 @@ class _Pricer:
     def waiting(self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats) -> tuple[Floats, Floats]:
         """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes wait for the last micro-batch."""
         found, once = seconds.copy(), np.zeros(seconds.shape)
-        total = edge.num_bytes * widening(edge.dtype, self.target, total=True)
+        whole = edge.num_bytes * widening(edge.dtype, self.target, total=True)
         each = edge.num_bytes * widening(edge.dtype, self.target)
         for p, source in enumerate(sources):
             if not any(source[a] <= PARTIAL for a in self.data_axes):
                 continue
             for q, target in enumerate(targets):
                 before, behind = waiting_apart(source, target, self.data_axes)
-                lines = [self.line(*change, scatters(edge, self.target)) for change in (before, behind)]
-                once[p, q] = (lines[1][0] + lines[1][1] * total) * edge.count
+                lines = [
+                    self.line(*change, scatters(edge, self.target, total=total))
+                    for change, total in ((before, False), (behind, True))
+                ]
+                once[p, q] = (lines[1][0] + lines[1][1] * whole) * edge.count
                 found[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(edge.phase) + once[p, q]
         return found, once
 
@@ -244,9 +247,14 @@ class _Pricer:
         return 1 if phase is Phase.UPDATE else self.repeats
 
 
-def scatters(edge: Edge, target: Target) -> bool:
-    """Whether partial sums that become split are reduce-scattered."""
-    return target.reduce_scatter and not edge.masked
+def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:
+    """Whether partial sums that become split are reduce-scattered: by the compiler, or by the runtime what products leave.
+
+    Running totals of micro-batches (`total`) are no product's.
+    """
+    if target.reduce_scatter:
+        return not edge.masked
+    return edge.on_pieces and not total
 
 
 def waiting_axes(

@@ -6,6 +6,9 @@ And of a convolution with one input channel in each group of features that is sp
 computes where the features of image and result are not at the same position.
 
 Fourier transforms it does not split at all. Here each device transforms what it has.
+
+Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies what it has, and the sums
+are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -44,6 +47,62 @@ def transform(
     return [_on_pieces(run, arrays, mesh, groups, [split], split)]
 
 
+def product(
+    eqn: Any,
+    arrays: Sequence[Any],
+    bind: Bind,
+    mesh: Mesh,
+    operands: Sequence[PartitionSpec],
+    wanted: Callable[[Sequence[int]], PartitionSpec],
+) -> list[Any] | None:
+    """A product of two arrays that are split so, its sums scattered: the result is split as `wanted` says of its shape.
+
+    None if no scattering of sums gets there.
+    """
+    (contracted, batch) = eqn.params["dimension_numbers"]
+    left, right = ([_axes(dim) for dim in spec] for spec in operands)
+    free = [
+        [d for d in range(a.ndim) if d not in (*summed, *shared)]
+        for a, summed, shared in zip(arrays, contracted, batch, strict=True)
+    ]
+    shape = [*(arrays[0].shape[d] for d in (*batch[0], *free[0])), *(arrays[1].shape[d] for d in free[1])]
+    made = [*(left[d] for d in (*batch[0], *free[0])), *(right[d] for d in free[1])]
+    sums = [left[d] for d in contracted[0]]
+    if sums != [right[d] for d in contracted[1]] or [left[d] for d in batch[0]] != [right[d] for d in batch[1]]:
+        return None
+    result = wanted(shape)
+    summed = [axis for axes in sums for axis in axes]
+    scattered: dict[int, tuple[str, ...]] = {}
+    for dim, (before, behind) in enumerate(zip(made, map(_axes, result), strict=True)):
+        more = behind[len(before) :]
+        if behind[: len(before)] != before or not set(more) <= set(summed):
+            return None
+        if more:
+            scattered[dim] = more
+    if not scattered:
+        return None
+    left_over = [tuple(a for a in axes if all(a not in more for more in scattered.values())) for axes in sums]
+
+    def run(*pieces: Any) -> Any:
+        (piece,) = bind(eqn, pieces)
+        dtype = piece.dtype
+        if jnp.issubdtype(dtype, jnp.inexact):
+            # XLA's CPU backend aborts at reduce-scatters of narrow types, and all-reduces them in this one.
+            piece = piece.astype(jnp.promote_types(dtype, jnp.float32))
+        for dim, axes in scattered.items():
+            piece = jax.lax.psum_scatter(piece, axes, scatter_dimension=dim, tiled=True)
+        for axes in left_over:
+            piece = jax.lax.psum(piece, axes) if axes else piece
+        return piece.astype(dtype)
+
+    return [jax.shard_map(run, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)(*arrays)]
+
+
+def _axes(dim: Any) -> tuple[str, ...]:
+    """The mesh axes that split a dim."""
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
 def _on_pieces(
     run: Callable[..., Any],
     arrays: Sequence[Any],
@@ -55,9 +114,7 @@ def _on_pieces(
     """What `run` makes of the pieces of arrays that are split so, of each group's arrays under a `vmap` over groups."""
 
     def mapped(function: Callable[..., Any], ins: Sequence[PartitionSpec], out: PartitionSpec, *given: Any) -> Any:
-        axes = {
-            axis for spec in (*ins, out) for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())
-        }
+        axes = {axis for spec in (*ins, out) for dim in spec for axis in _axes(dim)}
         if not axes:
             return function(*given)
         return jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=out, axis_names=axes, check_vma=False)(

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
-from ..sharding import REPLICATED, Pins, Spec, dims_of, without_partial
-from ._local import Bind, convolution, transform
+from ..sharding import REPLICATED, Pin, Pins, Spec, dims_of, without_partial
+from ._local import Bind, convolution, product, transform
 from ._mapped import differing
 
 
@@ -131,17 +131,32 @@ class _Constrain(ReplayHook):
         return arrays
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
-        if op.name not in ("conv_general_dilated", "fft"):
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        on_pieces = pin is not None and pin.on_pieces
+        if not on_pieces and op.name not in ("conv_general_dilated", "fft"):
             return bind(op.eqn, arrays)
         mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))
         without = self._without if differs else frozenset()
+        if pin is not None and on_pieces:
+            return self._product(pin, op, arrays, bind, without)
         groups = [str(name) for name in mesh.axis_names if name in without]
         if op.name == "conv_general_dilated":
             return convolution(op.eqn, arrays, bind, mesh, groups)
-        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         spec = pin.operands[0] if pin is not None else None
         split = PartitionSpec() if spec is None else partition(mesh, spec, arrays[0].shape, without)
         return transform(op.eqn, arrays, bind, mesh, groups, split)
+
+    def _product(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]) -> Sequence[Any]:
+        mesh, (chain,), (minor,) = self._lowering.mesh, pin.results, pin.minor
+        operands = [
+            partition(mesh, spec or (), array.shape, without) for spec, array in zip(pin.operands, arrays, strict=True)
+        ]
+
+        def wanted(shape: Sequence[int]) -> PartitionSpec:
+            return partition(mesh, chain[0], shape, without, minor)
+
+        found = product(op.eqn, arrays, bind, mesh, operands, wanted)
+        return bind(op.eqn, arrays) if found is None else found
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None

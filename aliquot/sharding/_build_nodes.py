@@ -156,12 +156,20 @@ def _sites(naming: Naming) -> list[Site]:
                 for k, i in enumerate(op.inputs)
             )
             results = []
-            for position, out in enumerate(op.outputs):
+            made = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
+            for position, value_class in enumerate(made):
                 own = naming.product_port(op_class, rule.results[position], result=True)
-                landed = naming.landed_ports(int(cuts.folding.value_class[out])) if out >= 0 else []
+                landed = naming.landed_ports(value_class) if value_class >= 0 else []
                 results.append((own, *landed[:1]))
-            sources = _sources(naming, op_class, operands)
-            sites.append(Site(op_class=op_class, operands=operands, sources=sources, results=tuple(results)))
+            sites.append(
+                Site(
+                    op_class=op_class,
+                    operands=operands,
+                    sources=_sources(naming, op_class, operands),
+                    results=tuple(results),
+                    on_pieces=any(v >= 0 and naming.on_pieces(v) for v in made),
+                )
+            )
             continue
         ports: list[Port | None] = [None] * len(op.inputs)
         for position, value_class, _ in cuts.operands(op_class):

@@ -30,10 +30,13 @@ class EdgeBuilder:
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
     _parameter_of: dict[int, str] = field(default_factory=dict)
+    _copy: dict[object, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.naming.cuts
         graph = cuts.graph
+        for members in cuts.folding.value_members:
+            self._copy.update({v: number for number, v in enumerate(members)})
         for item in graph.inputs:
             if item.role is Role.PARAMETER and item.output is not None:
                 node = self.naming.operand_port(graph.outputs[item.output].value).node
@@ -48,12 +51,14 @@ class EdgeBuilder:
         for position, value_class, count in cuts.operands(op_class):
             target = self.naming.product_port(op_class, rule.operands[position])
             readers = self._readers(op_class, position, value_class)
+            copies = frozenset(self._copy[cuts.graph.ops[m].inputs[position]] for m in readers.tolist())
             root, target = self._before_transposes(value_class, target)
             self._add(
                 root,
                 self.naming.class_port(root),
                 target,
                 count=count * op.trips,
+                copies=copies,
                 phase=op.phase,
                 region=op.region,
                 gradient=False,
@@ -105,6 +110,7 @@ class EdgeBuilder:
                 label=f"gradient of {parameter}" if gradient and parameter else "",
                 shared_as=self._sum_of(value_class) if kind == "landed" else None,
                 count=len(cuts.folding.value_members[value_class]) * cuts.times_made(value_class),
+                copies=frozenset(range(len(cuts.folding.value_members[value_class]))),
                 phase=phase,
                 region=cuts.first[made[0]].region if made is not None else 0,
                 gradient=gradient,
@@ -145,6 +151,7 @@ class EdgeBuilder:
                 self.naming.class_port(input_class),
                 label=labels[made_class, input_class],
                 count=len(values),
+                copies=frozenset(self._copy[v] for v in values),
                 phase=Phase.UPDATE,
                 region=0,
                 gradient=False,
@@ -160,6 +167,7 @@ class EdgeBuilder:
         target: Port,
         *,
         count: float,
+        copies: frozenset[int],
         phase: Phase,
         region: int,
         gradient: bool,
@@ -174,12 +182,13 @@ class EdgeBuilder:
         if source.node == target.node and source.projection == target.projection:
             return
         value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
-        # Barriers around a remat region keep its conversions apart from those outside.
+        # Barriers around a remat region keep its conversions apart from those outside. Different copies are converted apart, too.
         share = self._shares.setdefault(
             (
                 value_class if shared_as is None else shared_as,
                 region > 0,
                 float(count),
+                copies,
                 gradient,
                 phase is Phase.UPDATE,
             ),
@@ -209,6 +218,7 @@ class EdgeBuilder:
                 starts=starts,
                 ends=ends,
                 masked=self._is_masked(value_class),
+                on_pieces=self.naming.on_pieces(value_class),
             )
         )
 

@@ -146,6 +146,12 @@ class Naming:
         keys = [("landed", value_class, "main"), ("landed", value_class, "update")]
         return [self.slot_port(by_key[k]) for k in keys if k in by_key]
 
+    def on_pieces(self, value_class: int) -> bool:
+        """Whether each device can make its piece of it from pieces of two operands, for users that want it in one split."""
+        made = self.cuts.producer[value_class]
+        is_product = made is not None and self.cuts.first[made[0]].name == "dot_general"
+        return is_product and bool(self.landed_ports(value_class))
+
     def passes_through(self, op_class: int, letter: str, factor: int) -> bool:
         """Whether results of a group operator carry a letter in a dim of the given factor."""
         cuts = self.cuts

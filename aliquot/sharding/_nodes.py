@@ -101,6 +101,8 @@ class Edge:
         starts, ends: for each copy, the operators between which a converted array lives.
         masked: whether something stands between its partial sums and any slice of it, so that a compiler all-reduces them: in a
             lookup, what fills rows outside the table.
+        on_pieces: whether its partial sums are those of a product that each device can run on its own pieces, so that the runtime
+            reduce-scatters them where a compiler does not.
     """
 
     index: int
@@ -120,6 +122,7 @@ class Edge:
     starts: NDArray[np.int64] = field(repr=False)
     ends: NDArray[np.int64] = field(repr=False)
     masked: bool = False
+    on_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +167,7 @@ class Site:
     `sources` are the ports at which the operands arise.
 
     A result may pass two: the operator's own split, then its users'. Where `readers` are given for a result, it is pinned
-    only if one of them has another split.
+    only if one of them has another split. `on_pieces`: see `Edge`.
     """
 
     op_class: int
@@ -172,6 +175,7 @@ class Site:
     sources: tuple[Port | None, ...]
     results: tuple[tuple[Port, ...], ...]
     readers: tuple[tuple[Port, ...], ...] = ()
+    on_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,6 +26,9 @@ class Pin:
 
     On its way to an operand's split an array takes on those `between`. In the first split of each result the axes in `minor`
     cut the tiles of all others. `totals` are those of its running total, once that is added up over data axes.
+
+    `on_pieces`: each device runs the product on its pieces of the operands, and the runtime scatters the sums to the first of
+    the result's splits.
     """
 
     operands: tuple[Spec | None, ...]
@@ -33,6 +36,7 @@ class Pin:
     results: tuple[tuple[Spec, ...], ...]
     minor: tuple[tuple[int, ...], ...]
     totals: tuple[Landing, ...]
+    on_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +75,8 @@ def make_pins(
 
     Args:
         axis_sizes: devices along each mesh axis.
-        reduce_scatter: whether the compiler has one; see `landing`.
+        reduce_scatter: whether the compiler makes them of partial sums that become split; see `landing`. Otherwise products
+            whose sums shall be reduce-scattered are to run on each device's pieces.
         data_axes: along which sums of gradients wait for the last micro-batch.
     """
     whole: Spec = (REPLICATED,) * len(axis_sizes)
@@ -94,13 +99,15 @@ def make_pins(
         waiting = data_axes if op.phase is Phase.BACKWARD else ()
         pairs: list[tuple[tuple[Spec, ...], tuple[int, ...]]] = []
         totals: list[Landing] = []
+        on_pieces = False
         for ports, shape in zip(site.results, shapes, strict=True):
             each, total = _apart([spec(p) for p in ports], waiting)
             if op.name == "gather":
                 pairs.append((_looked_up(each, shape, axis_sizes), ()))
                 totals.append(())
                 continue
-            pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter))
+            on_pieces = site.on_pieces and not reduce_scatter and _is_scattered(each, shape, axis_sizes)
+            pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter or on_pieces))
             totals.append(_landing(total, shape, axis_sizes, reduce_scatter))
         chains = [chain for chain, _ in pairs]
         for position, readers in enumerate(site.readers):
@@ -112,6 +119,7 @@ def make_pins(
             results=tuple(chains),
             minor=tuple(minor for _, minor in pairs),
             totals=tuple(totals),
+            on_pieces=on_pieces,
         )
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
@@ -139,6 +147,15 @@ def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], lis
         return specs, specs
     each, total = waiting_apart(specs[0], specs[1], waiting)
     return list(each), list(total)
+
+
+def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
+    """Whether partial sums are reduce-scattered from a result's own split towards its users', if anything does that."""
+    own, wanted = specs
+    arrived = landing(own, wanted, True)
+    return divides(shape, arrived, axis_sizes) and any(
+        s <= PARTIAL and d >= 0 for s, d in zip(own, arrived, strict=True)
+    )
 
 
 def _landing(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool) -> Landing:

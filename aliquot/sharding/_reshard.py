@@ -36,7 +36,7 @@ def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scat
 
     Args:
         axis_sizes: devices along each axis.
-        reduce_scatter: whether the target's compiler emits one, or an all-reduce and a slice.
+        reduce_scatter: whether sums that become split are reduce-scattered, or all-reduced and sliced.
 
     >>> [m.kind for m in reshard((PARTIAL,), (0,), (8,), True)]
     ['reduce-scatter']

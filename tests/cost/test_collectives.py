@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -87,6 +88,22 @@ def test_groups_smaller_than_an_axis():
 def test_narrow_types_travel_as_float32_on_some_targets():
     assert [widening(d, TARGETS["cpu"]) for d in ("bfloat16", "float16", "float32", "int32")] == [2, 2, 1, 1]
     assert [widening(d, TARGETS["gpu"]) for d in ("bfloat16", "float32")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_pieces", "masked", "total", "expected"),
+    [
+        ("gpu", False, False, False, True),
+        ("gpu", True, False, True, True),
+        ("gpu", False, True, False, False),
+        ("cpu", True, False, False, True),
+        ("cpu", True, False, True, False),
+        ("cpu", False, False, False, False),
+    ],
+)
+def test_sums_are_scattered_by_the_compiler_or_behind_products(kind, on_pieces, masked, total, expected):
+    edge = SimpleNamespace(on_pieces=on_pieces, masked=masked)
+    assert priced_module.scatters(edge, TARGETS[kind], total=total) is expected
 
 
 def test_roofline():

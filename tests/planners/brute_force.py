@@ -210,7 +210,7 @@ def _sum_distinct(codes: list[np.ndarray], amounts: list[np.ndarray]) -> np.ndar
 
 
 def _conversion_s(judge: _Judge, edge: Any, source: tuple[int, ...], target: tuple[int, ...]) -> float:
-    moves = reshard(source, target, judge.mesh.shape, judge.target.reduce_scatter)
+    moves = reshard(source, target, judge.mesh.shape, judge.target.reduce_scatter or edge.on_pieces)
     if moves is None:
         return math.inf
     num_bytes = edge.num_bytes * (_WIDE.get(edge.dtype, 1.0) if judge.target.widened_dtypes else 1.0)

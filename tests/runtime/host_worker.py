@@ -18,7 +18,7 @@ import numpy as np
 
 from aliquot import zoo
 from aliquot.graph import capture
-from aliquot.planners import ManualParallel
+from aliquot.planners import ManualParallel, Zero3Parallel
 from aliquot.runtime import initialize, shutdown
 
 NUM_STEPS = 3
@@ -38,7 +38,12 @@ def batch_of(work, number):
 
 
 def method(shape):
-    """The batch over the first axis, feed-forward layers by columns and rows over the last: every process plans."""
+    """The batch over the first axis, feed-forward layers by columns and rows over the last: every process plans.
+
+    Without a shape parameters and gradients are split over all devices: sums are reduce-scattered.
+    """
+    if not shape:
+        return Zero3Parallel()
     data, tensor = ("x", "y") if len(shape) == 2 else (None, "x")
     specs = {
         "batch.*": (data,),
@@ -63,7 +68,8 @@ def main():
         state, metrics = step(state, step.local_part(batch_of(work, number)))
         losses.append(float(metrics["loss"]))
     spread = {leaf.sharding.num_devices for leaf in jax.tree.leaves(state)}
-    print(json.dumps({"losses": losses, "devices": max(spread)}), flush=True)
+    scatters = "reduce-scatter(" in step.as_text()
+    print(json.dumps({"losses": losses, "devices": max(spread), "scatters": scatters}), flush=True)
     shutdown()
 
 

@@ -51,11 +51,13 @@ def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]
 
 
 @pytest.mark.parametrize(
-    ("count", "mesh", "num_micro_batches"), [(2, (4, 2), 2), pytest.param(4, (8,), 1, marks=pytest.mark.slow)]
+    ("count", "mesh", "num_micro_batches"),
+    [(2, (4, 2), 2), (2, (), 1), *(pytest.param(4, mesh, 1, marks=pytest.mark.slow) for mesh in ((8,), ()))],
 )
 def test_several_processes_train_as_one_device(count, mesh, num_micro_batches):
     for found in run(count, mesh, num_micro_batches):
         assert found["devices"] == 8
+        assert found["scatters"] is (mesh == ())
         assert found["losses"] == pytest.approx(plain_losses(), rel=1e-5)
     assert plain_losses()[0] != pytest.approx(plain_losses()[1], rel=1e-6)
 

@@ -190,16 +190,19 @@ def test_sums_wait_along_data_axes_alone(x64):
     assert step.plan.stages[0].data_axes == ("x",)
     planned, found = (
         {
-            axes: sum(c.num_bytes for c in some if c.kind == "all-reduce" and c.axes == axes)
+            (kind, axes): sum(c.num_bytes for c in some if c.kind == kind and c.axes == axes)
+            for kind in ("all-reduce", "reduce-scatter")
             for axes in (("x",), ("y",), ("x", "y"))
         }
         for some in (step.plan.prediction.collectives, step.stats().collectives)
     )
     weights, bias, loss = 512 * 256 * 8, 256 * 8, 8
-    assert planned == {("x",): weights / 2 + bias, ("y",): 4 * (weights + bias), ("x", "y"): 4 * loss}
-    assert found == pytest.approx(
-        {("x",): weights / 2 + bias + loss, ("y",): 4 * (weights + bias + loss), ("x", "y"): 0}
-    )
+    reduced = {("x",): weights / 2 + bias, ("y",): 4 * bias, ("x", "y"): 4 * loss}
+    scattered = {("x",): 0, ("y",): 4 * weights / 2, ("x", "y"): 0}
+    scattered = {("reduce-scatter", axes): num_bytes for axes, num_bytes in scattered.items()}
+    assert planned == {("all-reduce", axes): num_bytes for axes, num_bytes in reduced.items()} | scattered
+    reduced = {("x",): weights / 2 + bias + loss, ("y",): 4 * (bias + loss), ("x", "y"): 0}
+    assert found == pytest.approx({("all-reduce", axes): num_bytes for axes, num_bytes in reduced.items()} | scattered)
     assert all(leaf.largest <= 1e-12 for leaf in step.check(state, x).leaves)
 
 

@@ -96,6 +96,22 @@ def test_sums_are_scattered_along_one_dim_and_then_exchanged():
         assert [m.fraction for m in moves] == [1.0, 1 / 8]
 
 
+def test_products_run_on_pieces_where_their_sums_are_scattered_and_no_compiler_does_so():
+    def step(w, moment, batch):
+        moment = moment + jax.grad(lambda w: jnp.tanh(batch @ w).sum())(w)
+        return w - moment, moment
+
+    weight, batch = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    problem = make_problem(capture(step, weight, weight, batch), Cluster.preset("8xcpu"))
+    decision = Zero2Parallel().solve(problem)
+    choices = [tuple(int(f) for f in t.choices[k]) for t, k in zip(decision.priced.nodes, decision.picks.tolist())]
+    for reduce_scatter, waiting, expected in ((False, (), [True]), (True, (), []), (False, (0,), [])):
+        pins = make_pins(problem.graph, problem.nodes, choices, (8,), reduce_scatter=reduce_scatter, data_axes=waiting)
+        found = [(op.name, pins.of(op)) for op in problem.graph.ops if (pin := pins.of(op)) and pin.on_pieces]
+        assert [pin.on_pieces for _, pin in found] == expected
+        assert all(name == "dot_general" and max(pin.results[0][0]) >= 0 for name, pin in found)
+
+
 def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
     def step(w, batch):
         hidden = jnp.tanh(batch) * 2.0
