@@ -120,6 +120,11 @@ class Target:
         """Whether products that nothing but the update waits for may be put off."""
         return self.hides_latency or self.combined_bytes > 0
 
+    @property
+    def runs_latest(self) -> bool:
+        """Whether products run no sooner than needed: a scheduler that goes from the end backwards has them all to choose from."""
+        return self.hides_latency and self.all_reduces_apart
+
     def collective_dtype(self, dtype: str) -> str:
         """The type in which a value of `dtype` travels.
 

@@ -60,6 +60,7 @@ def make_problem(
         sums_gradients=num_micro_batches > 1,
         library_convolves=target.library_convolves,
         indexes_maxima=target.indexes_maxima,
+        runs_latest=target.runs_latest,
         on_missing_rule=on_missing_rule,
     )
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes

@@ -26,6 +26,7 @@ def build_nodes(
     delays_gradients: bool = False,
     sums_gradients: bool = False,
     library_convolves: bool = False,
+    runs_latest: bool = False,
     indexes_maxima: bool = False,
     product_itemsize: int = 0,
     on_missing_rule: str = "error",
@@ -35,8 +36,8 @@ def build_nodes(
     Args:
         repeats: fold equal layers into one decision.
         merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
-        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves: what else is done that changes
-            what is stored and when, see `find_storage`.
+        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves, runs_latest: what else is
+            done that changes what is stored and when, see `find_storage`.
         indexes_maxima, product_itemsize: what is held besides, and in how many bytes operands of products are, see
             `residents`.
         on_missing_rule: see `dim_rule`.
@@ -61,6 +62,7 @@ def build_nodes(
                 naming,
                 product_itemsize=product_itemsize,
                 indexes_maxima=indexes_maxima,
+                runs_latest=runs_latest,
                 library_convolves=library_convolves,
                 repeats_cheap_work=repeats_cheap_work,
                 zeroes_early=zeroes_early,

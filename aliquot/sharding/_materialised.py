@@ -46,6 +46,7 @@ def find_storage(
     delays_gradients: bool = False,
     sums_gradients: bool = False,
     library_convolves: bool = False,
+    runs_latest: bool = False,
 ) -> Storage:
     """Storage of all arrays of a cut graph.
 
@@ -56,10 +57,11 @@ def find_storage(
         delays_gradients: whether products that nothing but the update waits for are put off until then.
         sums_gradients: whether what enters the update is summed over micro-batches first, and stored for that.
         library_convolves: whether convolutions turn their kernels round themselves.
+        runs_latest: whether products of the backward pass run no sooner than their results are needed.
     """
     turned = only_convolved(cuts) if library_convolves else [False] * len(cuts.producer)
     stored = _stored_where_cheaper(cuts, sums_gradients, turned) if repeats_cheap_work else _stored(cuts)
-    in_order = list(range(len(cuts.graph.ops)))
+    in_order = _latest(cuts) if runs_latest else list(range(len(cuts.graph.ops)))
     late = _run_late(cuts) if delays_gradients else in_order
     return Storage(
         stored=tuple(stored),
@@ -197,6 +199,27 @@ def taken_by_regions(block: Block) -> Iterator[int]:
 
 def _other_phase(maker: Op, reader: Op) -> bool:
     return maker.phase is not reader.phase and maker.phase is not Phase.PROLOGUE
+
+
+def _latest(cuts: Cuts) -> list[int]:
+    """When operators run if products of the backward pass run right before what needs their results, outside of loops.
+
+    Of two that read the same array, such as those for the values and for the weights of attention, that with the longer way
+    to the end runs first.
+    """
+    graph, classes = cuts.graph, cuts.folding.op_class.tolist()
+    runs_at = list(range(len(graph.ops)))
+    first_use = [len(graph.ops)] * len(graph.values)
+    for op in reversed(graph.ops):
+        used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
+        rearranges = op.name in REARRANGING
+        if op.phase is Phase.BACKWARD and op.trips == 1 and (rearranges or cuts.rules[classes[op.index]].contracts):
+            if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
+                runs_at[op.index] = used if rearranges else max(used - 1, op.index)
+        for source in op.inputs:
+            if isinstance(source, int):
+                first_use[source] = min(first_use[source], runs_at[op.index])
+    return runs_at
 
 
 def _run_late(cuts: Cuts) -> list[int]:

@@ -256,3 +256,17 @@ def test_every_device_sums_whole_gradients_over_micro_batches(scan):
     parameters = sum(4 * int(np.prod(graph.values[i.value].shape)) for i in graph.inputs if "params" in i.path)
     assert totals == pytest.approx(parameters, rel=0.02)
     assert (stacks > 0.5 * totals) is scan
+
+
+def test_products_run_when_their_results_are_needed_where_latency_is_hidden():
+    """The gradient of attention's values waits, and the weights for it, until the other product's way has gone on."""
+
+    work = workload(recompute="block", sequences=16)
+    scores = 4 * 16 * 4 * 32 * 32
+
+    def most_at_once(cluster: str) -> int:
+        found = residents_for(cluster, work.train_step, work.state, work.batch)
+        lives = [(b, d) for r in found if r.num_bytes == scores for b, d in zip(r.births, r.deaths)]
+        return max(sum(b <= moment <= d for b, d in lives) for moment, _ in lives)
+
+    assert most_at_once("2xH100") == most_at_once("2xA100-80GB") + 1
