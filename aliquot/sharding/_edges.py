@@ -182,7 +182,8 @@ class EdgeBuilder:
         if source.node == target.node and source.projection == target.projection:
             return
         value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
-        # Barriers around a remat region keep its conversions apart from those outside. Different copies are converted apart, too.
+        # Barriers around a remat region keep its conversions apart from those outside.
+        # Other copies have conversions of their own.
         share = self._shares.setdefault(
             (
                 value_class if shared_as is None else shared_as,
