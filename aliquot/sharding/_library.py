@@ -5,8 +5,8 @@ the copy replaces the kernel in all that follows, so it stays until the update h
 itself, behind a barrier, and copies it anew for its own products.
 
 The gradient of a maximum over windows is scattered to where the maxima were. Their positions, an int32 for each dim of the
-image, are found and zeroes to scatter into are written as soon as the image is there, as nothing makes either wait; the
-scattering works on a copy of the zeroes.
+image, are found and zeroes to scatter into are written as soon as the image is there, as nothing makes either wait. Where
+the image is itself a maximum with a constant, the zeroes are that constant's array, and what is scattered into is a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Op, Operand
+from ..graph import Literal, Op, Operand
 from ._cuts import Cuts
 
 _INDEX_BYTES = 4
@@ -91,8 +91,11 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
         windows, image = cuts.graph.values[taken[0]], cuts.graph.values[taken[-1]]
         value_class = int(cuts.folding.value_class[taken[-1]])
         images.setdefault(value_class, []).append((int(made_at[taken[-1]]), op.index))
-        # A position in every dim for each window, zeroes, and the copy of them into which is scattered.
-        num_bytes[value_class] = _INDEX_BYTES * len(image.shape) * math.prod(windows.shape) + 2 * image.num_bytes
+        made = cuts.producer[value_class]
+        maker = cuts.first[made[0]] if made is not None else None
+        shared = maker is not None and maker.name == "max" and any(isinstance(i, Literal) for i in maker.inputs)
+        positions = _INDEX_BYTES * len(image.shape) * math.prod(windows.shape)
+        num_bytes[value_class] = positions + (2 if shared else 1) * image.num_bytes
     for value_class, lives_of in images.items():
         births, deaths = np.array(lives_of, np.int64).T
         yield Scattered(value_class=value_class, num_bytes=num_bytes[value_class], births=births, deaths=deaths)
