@@ -64,6 +64,32 @@ def test_products_of_which_no_kernel_is_known_untuned(tmp_path):
     assert aq.verify(plan, *step, cache=tmp_path).fits
 
 
+def convolutions_step(params, images):
+    def convolve(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(params):
+        x = jax.nn.relu(convolve(images, params["first"]))
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        for kernel in params["wide"]:
+            x = jnp.tanh(convolve(x, kernel))
+        return jnp.mean(jnp.square(x))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.mark.parametrize("cluster", ["8xH100", "8xA100-40GB"])
+def test_memory_of_convolutions(cluster, tmp_path):
+    """Kernels in the library's order and positions of maxima are a quarter of it."""
+    sizes = {"first": (3, 3, 64, 128), "wide": [(3, 3, 128, 1024), (3, 3, 1024, 1024), (3, 3, 1024, 128)]}
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), sizes, is_leaf=lambda s: isinstance(s, tuple))
+    step = (convolutions_step, params, jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32))
+    plan = aq.plan(*step, cluster=Cluster.preset(cluster), method=aq.DataParallel())
+    (stage,) = aq.verify(plan, *step, cache=tmp_path).stages
+    assert plan.prediction.peak_memory_bytes == pytest.approx(stage.compiled.peak_bytes, rel=0.08)
+
+
 def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
     plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("2x8xH100"), method=method)
