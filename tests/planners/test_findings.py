@@ -65,12 +65,12 @@ def test_zero_emerges_where_memory_is_tight():
     assert splits(free)["batch.x"] == ("x", "")
     last, peak = free.prediction.step_time_s, free.prediction.peak_memory_bytes
     found = []
-    for spared in (0.8, 0.5):
+    for spared in (1.0, 3.6):
         plan = best(step, memory_limit_bytes=peak - spared * whole)
         assert plan.prediction.peak_memory_bytes <= plan.prediction.memory_limit_bytes
         assert plan.prediction.step_time_s >= last * (1 - 1e-3)
         assert splits(plan)["batch.x"] == ("x", "")
-        last, peak = plan.prediction.step_time_s, plan.prediction.peak_memory_bytes
+        last = plan.prediction.step_time_s
         parts = plan.prediction.memory_bytes
         found.append((parts["optimizer state"], parts["parameters"]))
     assert found[0][0] < whole / 2
