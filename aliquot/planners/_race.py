@@ -2,14 +2,14 @@
 
 What cannot be better than the best by more than the accepted gap is not looked into. Meshes of one axis come first and are
 solved at once: they are small, and what fits on them limits what the others need consider. Relaxations of those are solved in
-threads of their own, the first ones while further meshes are priced; nothing depends on which of them ends first.
+threads of their own, while further meshes are priced; nothing depends on which of them ends first.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,9 +22,6 @@ from ..cost import Priced, Problem, known_memory, peak_memory
 from ._base import Candidate, Decision, Interrupted, Progress
 from ._neighbourhood import FEW_AXES
 from .intra.ilp import Search, Solution
-
-# Entries that are priced while one that goes first is solved; to solve it takes about as long.
-_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,19 +67,20 @@ def race(
     report = progress or (lambda what, done, of: None)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
-        coming = iter(entries)
+        coming: Iterator[Entry] = iter(entries)
         while (entry := next(coming, None)) is not None:
             k = len(runners)
             report(f"{entry.name} on {entry.priced.mesh}", k, max(expected, k + 1))
             ceiling_s = best[1].step_time_s if best else np.inf
             runners.append(runner := _Runner.start(entry, problem, limits, pool, ceiling_s))
             if goes_first(entry.priced.mesh):
-                coming = itertools.chain(list(itertools.islice(coming, _AHEAD)), coming)
-                best = _bounded(runner, best, _cutoff_s(best and best[1], limits))
+                ahead = _priced_meanwhile(coming, pool.submit(runner.bound, _cutoff_s(best and best[1], limits)))
+                coming, best = itertools.chain(ahead, coming), _better(best, runner)
         waiting = sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0)
         for runner in waiting:
             # What fits as it is limits how far the bounds of the others are lifted.
-            best = _bounded(runner, best, -np.inf)
+            runner.bound(-np.inf)
+            best = _better(best, runner)
         cutoff_s = _cutoff_s(best and best[1], limits)
         for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in waiting]:
             lifted.result()
@@ -114,12 +112,15 @@ def goes_first(mesh: LogicalMesh) -> bool:
     return len(mesh.shape) == 1 or mesh.shape == (mesh.cluster.num_hosts, mesh.cluster.devices_per_host)
 
 
-def _bounded(
-    runner: _Runner, best: tuple[_Runner, Solution] | None, cutoff_s: float
-) -> tuple[_Runner, Solution] | None:
-    """Bounds a runner; the better of the best and its rounding."""
-    runner.bound(cutoff_s)
-    return _better(best, runner)
+def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry]:
+    """Entries that are priced until a piece of work is done, which is waited for; prices depend on nothing else."""
+    ahead = []
+    try:
+        while not work.done() and (entry := next(coming, None)) is not None:
+            ahead.append(entry)
+    finally:
+        work.result()
+    return ahead
 
 
 def _better(best: tuple[_Runner, Solution] | None, runner: _Runner) -> tuple[_Runner, Solution] | None:
