@@ -48,6 +48,7 @@ def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scat
     return _reshard(*_in_order(source, target), axis_sizes, reduce_scatter)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _in_order(source: Spec, target: Spec) -> tuple[Spec, Spec]:
     """The same change with its dims and its sums numbered from the first: only their order matters."""
     dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ._spec import Spec, cutting_order
@@ -45,6 +45,11 @@ class Tiling:
 
     dims: tuple[tuple[int, Atoms], ...]
     repeated: Atoms
+    counts: Mapping[int, int] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Tiles by dim; a dim that is not cut is left out. Asked for again and again.
+        object.__setattr__(self, "counts", {d: _product(atoms) for d, atoms in self.dims})
 
     @property
     def by_dim(self) -> dict[int, Atoms]:
@@ -52,18 +57,18 @@ class Tiling:
         return dict(self.dims)
 
     @property
-    def counts(self) -> dict[int, int]:
-        """Tiles by dim; a dim that is not cut is left out."""
-        return {d: _product(atoms) for d, atoms in self.dims}
-
-    @property
     def tiles(self) -> int:
         """Number of different tiles."""
-        return math.prod(_product(atoms) for _, atoms in self.dims)
+        return math.prod(self.counts.values())
 
 
 def tiling(spec: Spec, axis_sizes: Sequence[int], minor: Collection[int] = ()) -> Tiling:
     """The tiling of a spec without partial sums; the axes `minor` cut the tiles of all others."""
+    return _tiling_of(tuple(spec), tuple(axis_sizes), tuple(minor))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _tiling_of(spec: Spec, axis_sizes: tuple[int, ...], minor: tuple[int, ...]) -> Tiling:
     by_dim: dict[int, Atoms] = {}
     repeated: Atoms = ()
     for axis in cutting_order(len(spec), minor):
@@ -96,6 +101,7 @@ def is_direct(now: Tiling, target: Tiling) -> bool:
     return _steps(now, target) is not None
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _steps(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     """As `steps`; None where only gathering everything is left."""
     if now == target or not now.dims:
