@@ -116,6 +116,9 @@ def _all_to_all(x: Any) -> Any:
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "all-reduce": lambda x: jax.lax.psum(x, "y") * 0.1,
     "all-gather": lambda x: jax.lax.all_gather(x, "y", tiled=True)[: x.shape[0]],
+    "reduce-scatter and all-gather": lambda x: jax.lax.all_gather(
+        jax.lax.psum_scatter(x, "y", tiled=True) * 0.1, "y", tiled=True
+    ),
     "all-to-all": _all_to_all,
     "collective-permute": lambda x: jax.lax.ppermute(x, "y", [(0, 1), (1, 0)]),
 }
@@ -149,7 +152,13 @@ def _amid_work(kind: str, group: int, repeats: int) -> dict[str, Any]:
 def _factor(kind: str, n: int) -> float:
     """Bytes that the package's formula sends for each byte that enters a collective."""
     ring = (n - 1) / n
-    return {"all-reduce": 2 * ring, "all-gather": float(n - 1), "all-to-all": ring, "collective-permute": 1.0}[kind]
+    return {
+        "all-reduce": 2 * ring,
+        "all-gather": float(n - 1),
+        "reduce-scatter and all-gather": 2 * ring,
+        "all-to-all": ring,
+        "collective-permute": 1.0,
+    }[kind]
 
 
 def _fit(kind: str, group: int, rows: list[dict[str, Any]]) -> dict[str, Any]:

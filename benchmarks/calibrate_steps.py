@@ -57,7 +57,9 @@ TERMS = (
     "FLOP of products",
     "bytes in forward and backward",
     "bytes in the update",
-    "bytes in rings",
+    "bytes in all-reduces",
+    "bytes in reduce-scatters",
+    "bytes in gathers and permutes",
     "bytes in all-to-alls",
     "collectives",
 )
@@ -178,7 +180,8 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
     priced = price(problem.nodes, mesh)
     picks = find_picks(priced, decode_interior(stage, problem.nodes))
     device, target = problem.cluster.device, priced.target
-    flops = rings = across = collectives = 0.0
+    flops = across = collectives = 0.0
+    rings = {"all-reduce": 0.0, "reduce-scatter": 0.0, "all-gather": 0.0}
     memory = {True: 0.0, False: 0.0}
     for node, table, pick in zip(problem.nodes.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = table.choices[pick : pick + 1]
@@ -198,16 +201,17 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
         collectives += use.count
         # What the judge adds to a collective's own time is copies around it.
         latency_s, per_byte_s = collective_line(use.kind, [stage.axis_names.index(a) for a in use.axes], mesh, target)
-        entering = use.num_bytes / n if use.kind == "all-gather" else use.num_bytes
+        whole = use.num_bytes * (n if use.kind == "reduce-scatter" else 1)
+        entering = whole / n if use.kind == "all-gather" else whole
         copies_s = max(0.0, use.seconds - use.count * latency_s - entering * per_byte_s)
         memory[False] += copies_s * target.memory_bytes_per_s(device)
         if use.kind == "all-to-all":
             across += use.num_bytes * (n - 1) / n
+        elif use.kind == "collective-permute":
+            rings["all-gather"] += whole
         else:
-            rings += use.num_bytes * {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(
-                use.kind, (n - 1) / n
-            )
-    return flops, memory[False], memory[True], rings, across, collectives
+            rings[use.kind] += whole * (2 if use.kind == "all-reduce" else 1) * (n - 1) / n
+    return flops, memory[False], memory[True], *rings.values(), across, collectives
 
 
 def _fit(rows: list[Timed]) -> np.ndarray[Any, Any]:

@@ -76,12 +76,16 @@ class Runner:
 
     @property
     def moved_bytes(self) -> float:
-        """What each device sends in one step: an all-reduce around a ring passes everything twice, the others once."""
+        """What each device sends in one step: an all-reduce around a ring passes everything twice, the others once.
+
+        Of a reduce-scatter the text gives what it leaves, one of `n` parts of what goes around.
+        """
         total = 0.0
         sizes = dict(zip(_BITS, (2, 2, 2), strict=True))
         for c in find_collectives(self.text, tuple(sizes), tuple(sizes.values())):
             n = math.prod(sizes[axis] for axis in c.axes)
-            total += c.num_bytes * {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(c.kind, (n - 1) / n)
+            sent = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1.0, "collective-permute": 1.0}
+            total += c.num_bytes * sent.get(c.kind, (n - 1) / n)
         return total
 
 

@@ -43,13 +43,15 @@ class Target:
         hides_latency: Whether work beside collectives counts for more than memory when operators are put in order: products
             that only the update needs are then put off. Otherwise only those that would take more than they free.
         all_reduces_apart: Whether other work can run beside an all-reduce; otherwise only beside other collectives.
-        gathers_through_copies: Whether a gather along another dim than the first copies what enters it and what leaves it,
-            so that this dim comes first.
+        copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first copies what enters it and
+            what leaves it, so that this dim comes first.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
         collective_efficiency: Reached share of link bandwidth in large collectives, 0 to 1.
         all_to_all_efficiency: The same in large all-to-alls, 0 to 1.
+        halves_share: What reduce-scatters and all-gathers reach of `collective_efficiency`, 0 to 1: below 1 where an
+            all-reduce costs less than one of each.
         kernel_overhead_s: Least time that any operator takes.
         collective_overhead_s: Time to start any collective, on top of its links' latencies.
         usable_memory_fraction: Share of device memory that a program may plan with, 0 to 1.
@@ -79,12 +81,13 @@ class Target:
     indexes_maxima: bool
     hides_latency: bool
     all_reduces_apart: bool
-    gathers_through_copies: bool
+    copies_inner_dims: bool
     overlap_fraction: float
     matmul_efficiency: float
     bandwidth_efficiency: float
     collective_efficiency: float
     all_to_all_efficiency: float
+    halves_share: float
     kernel_overhead_s: float
     collective_overhead_s: float
     usable_memory_fraction: float
@@ -99,6 +102,7 @@ class Target:
             "bandwidth_efficiency",
             "collective_efficiency",
             "all_to_all_efficiency",
+            "halves_share",
             "usable_memory_fraction",
         )
         problems = [f"{name} must be above 0 and at most 1" for name in shares if not 0 < getattr(self, name) <= 1]
@@ -158,9 +162,10 @@ class Target:
 
 # Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in programs compiled by
 # XLA's CPU backend (JAX 0.10): no all-reduce and slice becomes a reduce-scatter, bfloat16 and float16 are reduced in
-# float32, optimization barriers are dropped, a gather along a dim that is not the first gets that dim in front by its
-# layout, with a copy on either side. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
-# machine, for sizes of small models.
+# float32, optimization barriers are dropped, a gather or reduce-scatter along a dim that is not the first gets that dim
+# in front by its layout, with a copy on either side. All devices of a host read each other's arrays from shared memory: a
+# reduce-scatter costs nearly what an all-reduce does, and with an all-gather behind it 1.3 times that. Shares and
+# overheads: measured by benchmarks/calibrate_cpu.py on a 2-core machine, for sizes of small models.
 _CPU = Target(
     kind="cpu",
     reduce_scatter=False,
@@ -178,17 +183,18 @@ _CPU = Target(
     indexes_maxima=False,
     hides_latency=False,
     all_reduces_apart=True,
-    gathers_through_copies=True,
+    copies_inner_dims=True,
     overlap_fraction=0.0,
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.5,
     all_to_all_efficiency=0.15,
+    halves_share=0.77,
     kernel_overhead_s=2e-6,
     collective_overhead_s=50e-6,
     usable_memory_fraction=0.8,
     memory_advice="",
-    source="XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py",
+    source="XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py and calibrate_cpu.py",
 )
 
 # Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to 75 % of the dense
@@ -219,12 +225,13 @@ _GPU = Target(
     indexes_maxima=True,
     hides_latency=False,
     all_reduces_apart=True,
-    gathers_through_copies=False,
+    copies_inner_dims=False,
     overlap_fraction=0.5,
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.8,
     all_to_all_efficiency=0.8,
+    halves_share=1.0,
     kernel_overhead_s=3e-6,
     collective_overhead_s=10e-6,
     usable_memory_fraction=0.9,
@@ -256,12 +263,13 @@ _TPU = Target(
     indexes_maxima=False,
     hides_latency=True,
     all_reduces_apart=False,
-    gathers_through_copies=False,
+    copies_inner_dims=False,
     overlap_fraction=0.7,
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,
     collective_efficiency=0.9,
     all_to_all_efficiency=0.9,
+    halves_share=1.0,
     kernel_overhead_s=1e-6,
     collective_overhead_s=2e-6,
     usable_memory_fraction=0.95,

@@ -30,8 +30,8 @@ def collective_line(
     """`(latency_s, seconds_per_byte)` of a collective; the bytes are those that enter it on each device.
 
     Among n devices (all those along the axes, or groups of `group` of them), with bandwidth w and latency a per step:
-    all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/w + (n-1) a; reduce-scatter (n-1)/n B/w + (n-1) a;
-    all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a.
+    all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/h + (n-1) a; reduce-scatter (n-1)/n B/h + (n-1) a;
+    all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a. The targets say what h and w' are of w.
     """
     link = mesh.link(tuple(mesh.axis_names[a] for a in axes))
     n = link.size if group is None else group
@@ -44,9 +44,9 @@ def collective_line(
         case "all-reduce":
             return fixed + 2 * math.ceil(math.log2(n)) * link.latency_s, 2 * (n - 1) / n / bandwidth
         case "all-gather":
-            return fixed + (n - 1) * link.latency_s, (n - 1) / bandwidth
+            return fixed + (n - 1) * link.latency_s, (n - 1) / bandwidth / target.halves_share
         case "reduce-scatter":
-            return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth
+            return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth / target.halves_share
         case "all-to-all":
             across = link.all_to_all_bandwidth_bytes_per_s * target.all_to_all_efficiency
             return fixed + (n - 1) * link.latency_s, (n - 1) / n / across
@@ -55,18 +55,28 @@ def collective_line(
     raise AssertionError(f"unknown collective {kind}")
 
 
-def through_copies(move: Move, source: Spec, target: Target) -> bool:
-    """Whether a step on the way from `source` gathers a dim that the target's compiler first has to bring in front."""
-    return target.gathers_through_copies and move.kind == "all-gather" and any(source[a] > 0 for a in move.axes)
+def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bool:
+    """Whether a step from `source` to `wanted` gathers or scatters a dim that the compiler first has to bring in front."""
+    if not target.copies_inner_dims:
+        return False
+    match move.kind:
+        case "all-gather":
+            return any(source[a] > 0 for a in move.axes)
+        case "reduce-scatter":
+            # All sums are scattered along the dim that the first of them shall split.
+            return wanted[move.axes[0]] > 0
+    return False
 
 
 def move_line(move: Move, copies: bool, mesh: LogicalMesh, target: Target) -> tuple[float, float]:
     """`collective_line` of one step of a conversion, with two `copies` around it: of what enters and of what leaves.
 
-    Among n devices, B bytes that enter are read and written, and so are the n B that leave.
+    Among n devices, B bytes that enter are read and written, and so are the n B that leave a gather, or the B/n that
+    leave a reduce-scatter.
     """
     latency, per_byte = collective_line(move.kind, move.axes, mesh, target, move.group)
     if copies:
         latency += 2 * target.kernel_overhead_s
-        per_byte += 2 * (1 + move.group) / target.memory_bytes_per_s(mesh.cluster.device)
+        leaving = 1 / move.group if move.kind == "reduce-scatter" else move.group
+        per_byte += 2 * (1 + leaving) / target.memory_bytes_per_s(mesh.cluster.device)
     return latency, per_byte

@@ -109,7 +109,8 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
             whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once)
             for move in reshard(before, behind, sizes, scatters(edge, priced.target, total=once)) or ():
                 leaving = result_fraction(move, sizes) * whole
-                line = move_line(move, through_copies(move, before, priced.target), priced.mesh, priced.target)
+                copies = through_copies(move, before, behind, priced.target)
+                line = move_line(move, copies, priced.mesh, priced.target)
                 note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, line)
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])

@@ -210,7 +210,7 @@ class _Pricer:
             moves = reshard(source, target, self.mesh.shape, scatter)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
-                fixed, slope = self.move_line(move, through_copies(move, source, self.target))
+                fixed, slope = self.move_line(move, through_copies(move, source, target, self.target))
                 latency += fixed
                 per_byte += slope * move.fraction
             known = self.cache.lines[source, target, scatter] = latency, per_byte

@@ -17,7 +17,7 @@ from aliquot.cost import collective_line
 from aliquot.cost._collectives import move_line, through_copies, widening
 from aliquot.cost._evaluate import hidden_seconds
 from aliquot.graph import Phase
-from aliquot.sharding import Work, reshard
+from aliquot.sharding import PARTIAL, Work, reshard
 
 BYTES = 80e6
 INTRA = Link(latency_s=2e-6, bandwidth_bytes_per_s=100e9)
@@ -152,19 +152,66 @@ def test_groups_of_measured_sizes_reach_their_own_share():
     assert collective_line("all-gather", (0,), across, target) == collective_line("all-gather", (0,), across, TARGET)
 
 
+def test_halves_of_an_all_reduce_reach_their_own_share():
+    """Where shared memory is the network, one of each takes longer than an all-reduce."""
+    mesh = LogicalMesh(shape=(8,), cluster=cluster())
+    target = dataclasses.replace(TARGET, halves_share=0.8)
+    slopes = {
+        kind: [collective_line(kind, (0,), mesh, t)[1] for t in (TARGET, target)]
+        for kind in ("all-reduce", "reduce-scatter", "all-gather")
+    }
+    assert slopes["all-reduce"][1] == slopes["all-reduce"][0]
+    for kind in ("reduce-scatter", "all-gather"):
+        assert slopes[kind][1] == pytest.approx(slopes[kind][0] / 0.8)
+    whole, (scattered, gathered) = slopes["all-reduce"], (slopes["reduce-scatter"], slopes["all-gather"])
+    for each, ratio in ((0, 1.0), (1, 1.25)):
+        assert scattered[each] + gathered[each] / 8 == pytest.approx(ratio * whole[each])
+
+
 @pytest.mark.parametrize(("source", "copied"), [((0,), False), ((1,), True), ((2,), True)])
 def test_a_gather_of_an_inner_dim_pays_for_two_copies(source, copied):
     """80 MB enter on each of eight devices and 640 MB leave: read and written once more at 80 GB/s."""
-    target = dataclasses.replace(TARGET, gathers_through_copies=True, bandwidth_efficiency=0.8)
+    target = dataclasses.replace(TARGET, copies_inner_dims=True, bandwidth_efficiency=0.8)
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
     (move,) = reshard(source, (-1,), (8,), True)
-    assert through_copies(move, source, target) == copied
-    assert not through_copies(move, source, TARGET)
-    latency, per_byte = move_line(move, through_copies(move, source, target), mesh, target)
+    assert through_copies(move, source, (-1,), target) == copied
+    assert not through_copies(move, source, (-1,), TARGET)
+    latency, per_byte = move_line(move, copied, mesh, target)
     plain = collective_line("all-gather", (0,), mesh, target)
     copies_s = 2 * (BYTES + 8 * BYTES) / 80e9 if copied else 0.0
     assert per_byte * BYTES == pytest.approx(plain[1] * BYTES + copies_s)
     assert latency == pytest.approx(plain[0] + (2 * target.kernel_overhead_s if copied else 0.0))
+
+
+@pytest.mark.parametrize(("wanted", "copied"), [((0,), False), ((1,), True), ((2,), True)])
+def test_a_scattering_of_an_inner_dim_pays_for_two_copies(wanted, copied):
+    """80 MB enter on each of eight devices and 10 MB leave: read and written once more at 80 GB/s."""
+    target = dataclasses.replace(TARGET, copies_inner_dims=True, bandwidth_efficiency=0.8)
+    mesh = LogicalMesh(shape=(8,), cluster=cluster())
+    (move,) = reshard((PARTIAL,), wanted, (8,), True)
+    assert through_copies(move, (PARTIAL,), wanted, target) == copied
+    assert not through_copies(move, (PARTIAL,), wanted, TARGET)
+    latency, per_byte = move_line(move, copied, mesh, target)
+    plain = collective_line("reduce-scatter", (0,), mesh, target)
+    copies_s = 2 * (BYTES + BYTES / 8) / 80e9 if copied else 0.0
+    assert per_byte * BYTES == pytest.approx(plain[1] * BYTES + copies_s)
+    assert latency == pytest.approx(plain[0] + (2 * target.kernel_overhead_s if copied else 0.0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_this_backend_brings_a_scattered_dim_in_front(dim, mesh):
+    """What the table says of scatterings: the layout of what enters, too, has the scattered dim first."""
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh(8), in_specs=P("x"), out_specs=P(*[None] * dim, "x"), check_vma=False)
+    def scatter(x):
+        return jax.lax.psum_scatter(x[0] * 2, "x", scatter_dimension=dim, tiled=True) + 1
+
+    text = scatter.lower(jax.ShapeDtypeStruct((8, 8, 16, 32), np.float32)).compile().as_text()
+    (line,) = [line for line in text.splitlines() if " reduce-scatter(" in line]
+    order = re.search(r"f32\[[\d,]+\]\{([\d,]+)\}", line)[1].split(",")
+    assert int(order[-1]) == dim
+    assert TARGETS["cpu"].copies_inner_dims
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -182,4 +229,4 @@ def test_this_backend_brings_a_gathered_dim_in_front(dim, mesh):
     (line,) = [line for line in text.splitlines() if " all-gather(" in line]
     order = re.search(r"f32\[8,16,32\]\{([\d,]+)\}", line)[1].split(",")
     assert int(order[-1]) == dim
-    assert TARGETS["cpu"].gathers_through_copies
+    assert TARGETS["cpu"].copies_inner_dims

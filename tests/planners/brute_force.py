@@ -217,9 +217,12 @@ def _conversion_s(judge: _Judge, edge: Any, source: tuple[int, ...], target: tup
     seconds = 0.0
     for move in moves:
         latency, per_byte = collective_line(move.kind, move.axes, judge.mesh, judge.target, move.group)
-        if judge.target.gathers_through_copies and move.kind == "all-gather" and max(source[a] for a in move.axes) > 0:
+        gathered = max(source[a] for a in move.axes) if move.kind == "all-gather" else 0
+        scattered = target[move.axes[0]] if move.kind == "reduce-scatter" else 0
+        if judge.target.copies_inner_dims and max(gathered, scattered) > 0:
             latency += 2 * judge.target.kernel_overhead_s
-            per_byte += (2 + 2 * move.group) / judge.target.memory_bytes_per_s(judge.mesh.cluster.device)
+            leaves = move.group if gathered else 1 / move.group
+            per_byte += (2 + 2 * leaves) / judge.target.memory_bytes_per_s(judge.mesh.cluster.device)
         seconds += latency + per_byte * num_bytes * move.fraction
     waits = edge.gradient and PARTIAL in source and judge.repeats == 1
     return seconds * edge.count * (1 if waits or edge.phase is Phase.UPDATE else judge.repeats)

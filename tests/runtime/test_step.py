@@ -282,6 +282,6 @@ def test_what_is_split_otherwise_is_not_gathered_on_its_way(capfd):
         for use in uses:
             side[use.kind, use.axes] = side.get((use.kind, use.axes), 0.0) + use.num_bytes
     # Of the planned sums over the vocabulary, one number for each of 8 x 32 tokens, the compiled program has one less.
-    sides[0]["all-reduce", ("x",)] -= 4 * 8 * 32 / 2
+    sides[0]["all-reduce", ("x", "y")] -= 4 * 8 * 32
     assert sides[1] == pytest.approx(sides[0], rel=0.02)
     assert "rematerialization" not in capfd.readouterr().err
