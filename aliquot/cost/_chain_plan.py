@@ -6,6 +6,7 @@ search exactly and that `judge_stages` evaluates for any list of stages, whoever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -183,8 +184,12 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
         case "1f1b":
             kept = np.arange(num_stages, 0, -1)
         case _:
-            kept = np.array(interleaved_in_flight(num_stages, num_micro_batches, num_submeshes))
+            kept = np.array(_interleaved(num_stages, num_micro_batches, num_submeshes))
     return np.minimum(kept, num_micro_batches).astype(np.float64)
+
+
+# Searches ask for the same ones again and again.
+_interleaved = functools.lru_cache(maxsize=1024)(interleaved_in_flight)
 
 
 def judge_stages(

@@ -51,14 +51,19 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
     # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own until then.
     summed = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
     residents, local = [], []
+    # Many arrays are split alike.
+    parts: dict[object, Floats] = {}
     for r in graph.residents:
         gradient = priced.repeats > 1 and r.category == "gradients"
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
         else:
-            split_by = tuple(dim >= 0 for dim in r.projection)
-            sizes = summed if gradient else priced.axis_sizes
-            num_bytes = r.num_bytes / shards(priced.nodes[r.node].choices, split_by, sizes)
+            key = r.node, r.projection, gradient
+            if key not in parts:
+                split_by = tuple([dim >= 0 for dim in r.projection])
+                sizes = summed if gradient else priced.axis_sizes
+                parts[key] = shards(priced.nodes[r.node].choices, split_by, sizes)
+            num_bytes = r.num_bytes / parts[key]
         for part in _summed(r, graph) if gradient else (r,):
             residents.append(part)
             local.append(num_bytes)
@@ -91,20 +96,24 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
             by_share.setdefault(edge.share, []).append(edge.index)
     parameters = {(r.node, r.num_bytes) for r in graph.residents if r.category == "parameters"}
     found = []
+    pieces: dict[tuple[Spec, ...], Floats] = {}
     for share, indices in by_share.items():
+        if not any(priced.edges[i].moves.any() for i in indices):
+            continue
         edges = [graph.edges[i] for i in indices]
-        same = all(len(e.starts) == len(edges[0].starts) for e in edges)
-        births = np.minimum.reduce([e.starts for e in edges]) if same else edges[0].starts
-        deaths = np.maximum.reduce([e.ends for e in edges]) if same else edges[0].ends
+        births, deaths = edges[0].starts, edges[0].ends
+        if len(edges) > 1 and all(len(e.starts) == len(births) for e in edges):
+            births = np.minimum.reduce([e.starts for e in edges])
+            deaths = np.maximum.reduce([e.ends for e in edges])
         if any(_waits_for_nothing(e, parameters, priced) for e in edges):
             ahead = births <= np.quantile(births, priced.target.gathered_ahead)
             births = np.where(ahead, 0, births)
         tables = []
         for i in indices:
             p = priced.edges[i]
-            local = [graph.edges[i].num_bytes / num_shards(target, priced.axis_sizes) for target in p.targets]
-            table = np.where(p.moves, np.array(local), 0.0)
-            tables.append(table)
+            if p.targets not in pieces:
+                pieces[p.targets] = np.array([float(num_shards(target, priced.axis_sizes)) for target in p.targets])
+            tables.append(np.where(p.moves, graph.edges[i].num_bytes / pieces[p.targets], 0.0))
         if any(t.any() for t in tables):
             found.append(
                 Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
@@ -206,13 +215,18 @@ def over_time(
         taken: the bytes of a resident, of what it takes under each choice of its node.
         conversions: those that are held, each with its bytes.
     """
-    change = np.zeros(model.num_times + 1)
     parts: list[tuple[Resident | Conversion, float]] = [
         (r, float(taken(r, local))) for r, local in zip(model.residents, model.local_bytes, strict=True)
     ]
-    for what, num_bytes in [*parts, *conversions]:
-        np.add.at(change, what.births, num_bytes)
-        np.subtract.at(change, what.deaths + 1, num_bytes)
+    parts += conversions
+    # In one go: thousands of additions of a few entries each take longer than anything that is added.
+    moments = [moment for what, _ in parts for moment in (what.births, what.deaths + 1)]
+    weights = np.array([sign * num_bytes for _, num_bytes in parts for sign in (1.0, -1.0)])
+    change: Floats = np.bincount(
+        np.concatenate([np.zeros(0, np.int64), *moments]),
+        np.repeat(weights, np.array([len(m) for m in moments], np.int64)),
+        model.num_times + 1,
+    ).astype(np.float64, copy=False)
     return np.cumsum(change)[:-1]
 
 

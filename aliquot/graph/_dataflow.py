@@ -50,9 +50,10 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
 
 
 def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int]) -> Item:
-    inside = tuple(ops_inside(what))
+    # Nearly all are operators.
+    inside = tuple(ops_inside(what)) if isinstance(what, Call) else (what,)
     inputs = reads_of(graph, what)
-    outputs = tuple(o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0)
+    outputs = tuple([o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0])
     reads = 0
     for i in inputs:
         reads |= sees[i]
@@ -67,7 +68,7 @@ def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int])
         ops=inside,
         phase=_phase(graph, inside),
         shared=shared,
-        cost=sum(_cost(graph.ops[k], sizes) for k in inside),
+        cost=sum([_cost(graph.ops[k], sizes) for k in inside]),
     )
 
 
@@ -107,7 +108,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
 def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
     """The values that an item needs from outside of it, those that its bodies read directly included."""
     if not isinstance(what, Call):
-        return tuple(dict.fromkeys(i for i in graph.ops[what].inputs if isinstance(i, int)))
+        return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is int]))
     read = [i for i in what.inputs if isinstance(i, int)]
     for block in what.blocks:
         own = {i for i in block.inputs if isinstance(i, int)}
@@ -129,6 +130,9 @@ def ops_inside(what: int | Call) -> Iterator[int]:
 
 
 def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
+    if len(ops) == 1:
+        phase = graph.ops[ops[0]].phase
+        return Phase.FORWARD if phase is Phase.PROLOGUE else phase
     phases = {graph.ops[k].phase for k in ops} or {Phase.UPDATE}
     if Phase.BACKWARD in phases:
         return Phase.BACKWARD
@@ -136,7 +140,7 @@ def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
 
 
 def _cost(op: Op, sizes: Sequence[int]) -> float:
-    arrays = [sizes[i] for i in op.inputs if isinstance(i, int)] + [sizes[o] for o in op.outputs if o >= 0]
+    arrays = [sizes[i] for i in op.inputs if type(i) is int] + [sizes[o] for o in op.outputs if o >= 0]
     # A link moves one row of a stack in a round.
     moved = min(arrays, default=0) if op.is_link else sum(arrays)
     flops = 0.0

@@ -132,7 +132,7 @@ class _Builder:
             replace(i, value=self._value(i.value), output=positions.get(i.output) if i.output is not None else None)
             for i in inputs
         )
-        new_ops = tuple(self._op(graph.ops[k]) for k in ops)
+        new_ops = tuple([self._op(graph.ops[k]) for k in ops])
         block = Block(
             inputs=tuple(i.value for i in new_inputs),
             items=tuple(self._what(item.what) for item in items),
@@ -179,12 +179,13 @@ class _Builder:
         return operand if isinstance(operand, Literal) else self._value(operand)
 
     def _op(self, op: Op) -> Op:
-        # Thousands of these: to replace some fields takes twice as long.
+        known = self._value_number
+        # Thousands of these: to replace some fields takes twice as long, as do calls for what has a number already.
         return Op(
             index=self._op_number[op.index],
             name=op.name,
-            inputs=tuple([self._operand(i) for i in op.inputs]),
-            outputs=tuple([self._value(o) for o in op.outputs]),
+            inputs=tuple([known[i] if type(i) is int and i in known else self._operand(i) for i in op.inputs]),
+            outputs=tuple([known[o] if o in known else self._value(o) for o in op.outputs]),
             params=op.params,
             phase=op.phase,
             scope=op.scope,

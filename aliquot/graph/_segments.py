@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ._types import Graph, Literal, Phase, Role
+from ._types import Graph, Literal, Op, Phase, Role
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -145,26 +145,28 @@ def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
     def operand(item: int | Literal) -> Any:
         return kinds[item] if isinstance(item, int) else (str(item.value), item.shape, item.dtype)
 
-    keys = np.empty(len(graph.ops), np.int64)
+    keys = []
     for op in graph.ops:
-        inputs = tuple([operand(i) for i in op.inputs])
+        inputs = tuple([kinds[i] if type(i) is int else operand(i) for i in op.inputs])
         outputs = tuple([kinds[o] if o >= 0 else -1 for o in op.outputs])
-        keys[op.index] = intern((op.name, op.phase, param_key(op.params), op.trips, op.region > 0, inputs, outputs))
-    return keys
+        keys.append(intern((op.name, op.phase, param_key(op.params), op.trips, op.region > 0, inputs, outputs)))
+    return np.array(keys, np.int64)
 
 
 class _ParamKeys:
-    """Hashable keys for the parameters of primitives. Bodies are compared by their text, once for each object."""
+    """Numbers for the parameters of primitives. Bodies are compared by their text, once for each object."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, Any]] = {}
+        self._intern = _Interner()
 
-    def __call__(self, params: Any) -> Any:
+    def __call__(self, params: Any) -> int:
         known = self._by_id.get(id(params))
         if known is None:
-            known = (params, tuple([(k, self._one(v)) for k, v in sorted(params.items())]))
-            self._by_id[id(params)] = known
-        return known[1]
+            number = self._intern(tuple([(k, self._one(v)) for k, v in sorted(params.items())]))
+            known = self._by_id[id(params)] = params, number
+        found: int = known[1]
+        return found
 
     def _one(self, value: Any) -> Any:
         if value is None or isinstance(value, int | float | str | bool):
@@ -232,61 +234,69 @@ def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Seque
         in_run[run.start : run.start + len(offsets)] = offsets + (number << 32)
     intern = _Interner()
     of_value: list[Any] = [("input", o) for o in origin]
-    classes = np.empty(len(keys), np.int64)
-    for op in graph.ops:
-        k = op.index
-        if in_run[k] >= 0:
-            classes[k] = intern(("run", int(in_run[k])))
-        elif op.phase in (Phase.UPDATE, Phase.PROLOGUE):
-            scalar = all(o < 0 or not graph.values[o].shape for o in op.outputs)
+    classes = []
+    for op, key, place in zip(graph.ops, keys.tolist(), in_run.tolist(), strict=True):
+        if place >= 0:
+            mine = intern(("run", place))
+        elif op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE:
+            scalar = _only_scalars(graph, op)
             sources = () if scalar else tuple([of_value[i] for i in op.inputs if isinstance(i, int)])
-            classes[k] = intern(("hash", int(keys[k]), sources))
+            mine = intern(("hash", key, sources))
         else:
-            classes[k] = intern(("single", k))
+            mine = intern(("single", op.index))
+        classes.append(mine)
         for position, out in enumerate(op.outputs):
             if out >= 0:
-                of_value[out] = (int(classes[k]), position)
-    return classes
+                of_value[out] = (mine, position)
+    return np.array(classes, np.int64)
+
+
+def _only_scalars(graph: Graph, op: Op) -> bool:
+    return all(o < 0 or not graph.values[o].shape for o in op.outputs)
 
 
 def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
     """Split classes of update operators whose users differ: moments of unlike parameters look alike until they meet them."""
-    users: list[set[Any]] = [set() for _ in graph.values]
-    refined = classes.copy()
+    # Users of what others make are not asked for.
+    users: dict[int, set[Any]] = {
+        o: set() for op in graph.ops if op.phase is Phase.UPDATE for o in op.outputs if o >= 0 and graph.values[o].shape
+    }
+    refined = []
     intern = _Interner()
-    for op in reversed(graph.ops):
-        mine: Any = int(classes[op.index])
-        scalar = all(o < 0 or not graph.values[o].shape for o in op.outputs)
-        if op.phase is Phase.UPDATE and not scalar:
-            mine = (mine, tuple([frozenset(users[o]) if o >= 0 else None for o in op.outputs]))
-        refined[op.index] = intern(mine)
+    for op, mine in zip(reversed(graph.ops), reversed(classes.tolist()), strict=True):
+        key: Any = mine
+        if op.phase is Phase.UPDATE and not _only_scalars(graph, op):
+            key = (mine, tuple([frozenset(users.get(o, ())) if o >= 0 else None for o in op.outputs]))
+        refined.append(intern(key))
         for position, source in enumerate(op.inputs):
-            if isinstance(source, int) and graph.values[source].shape:
-                users[source].add((int(refined[op.index]), position))
-    return refined
+            if type(source) is int and source in users:
+                users[source].add((refined[-1], position))
+    return np.array(refined[::-1], np.int64)
 
 
 def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) -> Ints:
     """Values by the class and place of their producer; inputs by kind and by the classes that read them."""
     intern = _Interner()
-    result = np.full(len(graph.values), -1, np.int64)
-    for op in graph.ops:
+    result = [-1] * len(graph.values)
+    op_class = classes.tolist()
+    for op, mine in zip(graph.ops, op_class, strict=True):
         for position, out in enumerate(op.outputs):
             if out >= 0:
-                result[out] = intern((int(classes[op.index]), position))
-    readers: dict[int, set[Any]] = {v: set() for v in range(len(graph.values)) if result[v] < 0}
-    for op in graph.ops:
+                result[out] = intern((mine, position))
+    readers: dict[int, set[Any]] = {v: set() for v, made in enumerate(result) if made < 0}
+    for op, mine in zip(graph.ops, op_class, strict=True):
         for position, source in enumerate(op.inputs):
-            if isinstance(source, int) and source in readers:
-                readers[source].add((int(classes[op.index]), position))
+            if type(source) is int and source in readers:
+                readers[source].add((mine, position))
     kind: Callable[[int], Any] = lambda v: (graph.values[v].shape, graph.values[v].dtype, origin[v])  # noqa: E731
     for v, read in readers.items():
         result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
-    return result
+    return np.array(result, np.int64)
 
 
 def _members(classes: Ints) -> tuple[tuple[int, ...], ...]:
     """Which things belong to each class, classes numbered 0, 1, ..."""
-    order = np.argsort(classes, kind="stable")
-    bounds = np.flatnonzero(np.diff(classes[order])) + 1
-    return tuple(tuple(int(i) for i in part) for part in np.split(order, bounds)) if len(order) else ()
+    found: list[list[int]] = [[] for _ in range(int(classes.max(initial=-1)) + 1)]
+    for thing, mine in enumerate(classes.tolist()):
+        found[mine].append(thing)
+    return tuple([tuple(things) for things in found])

@@ -6,6 +6,7 @@ twin's residuals and its weights, and one cotangent crosses each cut. An update 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,9 +41,7 @@ class Staging:
 def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> Staging:
     """Stages of a step from those of its layers; `first_layers` is where each stage begins, the first at 0."""
     bounds = [layers.starts[k] for k in first_layers]
-    stage_of: dict[int, int] = {}
-    for place, k in enumerate(layers.forward):
-        stage_of[k] = sum(place >= b for b in bounds) - 1
+    stage_of = {k: bisect.bisect_right(bounds, place) - 1 for place, k in enumerate(layers.forward)}
     return assign_stages(graph, layers.items, stage_of, len(first_layers))
 
 

@@ -11,10 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..core import InfeasibleError
 from ..cost import Chain, Problem
+from ..graph import Role
 from ._base import Decision, Progress
 from ._methods import ShardParallel
+
+# Of bytes: what a larger micro-batch makes a compiler hold otherwise.
+_MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,7 @@ def fewer_micro_batches(
     *,
     most: int,
     faster_than_s: float,
+    is_hopeless: Callable[[Problem, int], bool] = lambda problem, count: False,
     progress: Progress | None = None,
 ) -> Decision | None:
     """The best program with fewer micro-batches; None if none is faster than what there is already.
@@ -57,6 +64,7 @@ def fewer_micro_batches(
     Args:
         problem_with: the problem for a number of micro-batches.
         most: micro-batches; its divisors are tried.
+        is_hopeless: whether a problem that was solved shows that with so many micro-batches nothing fits.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -65,9 +73,9 @@ def fewer_micro_batches(
     place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
     best, step = None, -1
     while 0 <= place < len(divisors):
-        count = divisors[place]
+        problem = problem_with(divisors[place])
         try:
-            found = method.solve(problem_with(count), progress)
+            found = method.solve(problem, progress)
         except InfeasibleError:
             if best is not None:
                 break
@@ -79,6 +87,8 @@ def fewer_micro_batches(
             if step > 0:
                 break
         place = _next(divisors, place, step)
+        if best is not None and place >= 0 and is_hopeless(problem, divisors[place]):
+            break
     return best if best is not None and best.step_time_s < faster_than_s else None
 
 
@@ -88,3 +98,28 @@ def _next(divisors: Sequence[int], place: int, step: int) -> int:
     if step < 0:
         return bisect.bisect_right(divisors, wanted) - 1
     return bisect.bisect_left(divisors, wanted)
+
+
+def is_too_large(problem: Problem, count: int) -> bool:
+    """Whether no split of a step with fewer micro-batches than a problem has can fit; most that do not are not found out.
+
+    Every array is there when the problem's own is, at most split over all devices. A single micro-batch is another
+    program: nothing adds up its gradients.
+    """
+    if not 1 < count < problem.num_micro_batches:
+        return False
+    graph, nodes = problem.graph, problem.nodes
+    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
+    with_batch = [
+        {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
+        for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
+    ]
+    larger = problem.num_micro_batches / count
+    change = np.zeros(nodes.num_ops + 2)
+    for r in nodes.residents:
+        grows = r.node >= 0 and any(r.projection[f] >= 0 for f in with_batch[r.node])
+        num_bytes = r.num_bytes * (larger if grows else 1.0)
+        np.add.at(change, r.births, num_bytes)
+        np.subtract.at(change, r.deaths + 1, num_bytes)
+    least = float(np.cumsum(change).max()) / problem.cluster.num_devices
+    return least > _MARGIN * problem.memory_limit_bytes

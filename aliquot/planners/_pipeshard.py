@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +27,10 @@ from ..graph import Graph, Role, same_structure, scans_over_layers, split_scans
 from ..plans import SCHEDULES, Schedule, make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
 from ._base import Decision, Progress
+from ._known_stages import KnownStages
 from ._layer_costs import build_chains, price_option, subcluster
 from ._methods import ILP, ShardParallel
-from ._one_program import OneProgram, as_one_program, fewer_micro_batches
+from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large
 from ._race import Entry, Limits, race
 from ._second import SecondProcess
 from .inter import AbstractInter, StageDP
@@ -175,6 +177,7 @@ def solve_one_program(
         problem_with,
         most=found.chain_plan.num_micro_batches,
         faster_than_s=found.step_time_s,
+        is_hopeless=is_too_large,
         progress=progress,
     )
 
@@ -219,8 +222,13 @@ def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> Pipeli
             schedules=(method.schedule,) if method.schedule else inter.schedules,
         )
     shrink, needed = 1.0, 0.0
-    cut = graph
+    cut, known = graph, KnownStages()
+    found: ChainPlan | None = None
     for _ in range(_ROUNDS):
+        if found is not None and found.peak_bytes <= limit * shrink:
+            # By its own figures it keeps within the smaller limit, too: it would be found again, and need as much.
+            shrink *= min(0.97, limit / needed)
+            continue
         within = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
         found = inter.solve(within, second) if isinstance(inter, StageDP) else inter.solve(within)
         bounds = (*(s.first_unit for s in found.stages), length)
@@ -235,8 +243,9 @@ def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> Pipeli
                 on_missing_rule=task.on_missing_rule,
                 known=None if length else sketch.part,
             )
+            known = KnownStages()
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
-        result = _solve_stages(task, layered, chain, found, kinds)
+        result = _solve_stages(task, layered, chain, found, kinds, known)
         if isinstance(result, PipelineDecision):
             free = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
             free = free and isinstance(inter, StageDP)
@@ -287,9 +296,18 @@ def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[l
 
 
 def _solve_stages(
-    task: _Task, layered: LayeredStep, chain: Chain, found: ChainPlan, kinds: Sequence[int]
+    task: _Task,
+    layered: LayeredStep,
+    chain: Chain,
+    found: ChainPlan,
+    kinds: Sequence[int],
+    known: KnownStages,
 ) -> PipelineDecision | float:
-    """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much."""
+    """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much.
+
+    Args:
+        known: what is known of stages of this step from earlier proposals.
+    """
     limit = task.limit_bytes
     schedule = make_schedule(found.schedule, len(found.stages), found.num_micro_batches, found.num_submeshes)
     in_ranges = layered.graph.split is not None
@@ -303,15 +321,22 @@ def _solve_stages(
             task.progress(f"stage {first} on {options[first].name}", number, len(groups))
         # What the others in flight hold is not there for the one that runs.
         held = [found.figures[k].held_bytes * (1 - 1 / max(1.0, found.figures[k].in_flight)) for k in members]
-        problem = make_problem(
-            staged.extracts[first].graph,
-            subcluster(task.cluster, options[first].submesh),
-            num_micro_batches=layered.num_micro_batches,
+        stage = known.of(
+            staged.extracts[first],
+            lambda graph: make_problem(
+                graph,
+                task.cluster,
+                num_micro_batches=layered.num_micro_batches,
+                on_missing_rule=task.on_missing_rule,
+            ),
+        )
+        problem = replace(
+            stage.problem,
+            cluster=subcluster(task.cluster, options[first].submesh),
             memory_limit_bytes=limit - max(held),
-            on_missing_rule=task.on_missing_rule,
         )
         try:
-            decision, phases = _solve_stage(task.method, problem, options[first])
+            decision, phases = stage.solved(problem, options[first], functools.partial(_solve_stage, task.method))
         except InfeasibleError as error:
             return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
         solved |= dict.fromkeys(members, (problem, decision, phases))

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
+from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError
-from aliquot.planners._one_program import fewer_micro_batches
+from aliquot.cost import make_problem
+from aliquot.planners import ShardParallel
+from aliquot.planners._one_program import fewer_micro_batches, is_too_large
+from aliquot.sharding import plan_micro_batches
 
 
 class Seconds:
@@ -42,6 +46,19 @@ def test_numbers_of_micro_batches(seconds, most, tried, found):
     best = fewer_micro_batches(method, lambda count: count, most=most, faster_than_s=20)
     assert method.tried == tried
     assert (best and best.count) == found
+
+
+def test_what_cannot_fit_is_not_tried():
+    """The one that fits says so of half its micro-batches; where nothing fits yet, nothing is said of more."""
+    seconds = {n: 10 + n for n in (1, 2, 4, 8, 16)}
+    method = Seconds(seconds)
+    best = fewer_micro_batches(
+        method, lambda n: n, most=64, faster_than_s=20, is_hopeless=lambda problem, count: (problem, count) == (4, 2)
+    )
+    assert (method.tried, best.count) == ([8, 4], 4)
+    upwards = Seconds({16: 11})
+    fewer_micro_batches(upwards, lambda n: n, most=64, faster_than_s=20, is_hopeless=lambda problem, count: True)
+    assert upwards.tried == [8, 16]
 
 
 WIDTH, ROWS = 4096, 256
@@ -82,3 +99,35 @@ def test_what_is_wanted_is_kept():
     assert len(plan_of(num_stages=2).stages) == 2
     assert len(plan_of(num_stages=2, schedule="gpipe").stages) == 2
     assert plan_of(num_micro_batches=64).num_micro_batches == 64
+
+
+def activations_step(w, batch):
+    def loss(w):
+        x = batch["x"]
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+def problem_of(count, limit_bytes, rows=1 << 15, width=256):
+    batch = {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+    graph = aq.capture(activations_step, jax.ShapeDtypeStruct((width, width), jnp.float32), batch)
+    part = plan_micro_batches(graph, count).part
+    cluster = Cluster.preset("4xV100-16GB")
+    return make_problem(part, cluster, num_micro_batches=count, memory_limit_bytes=limit_bytes)
+
+
+@pytest.mark.parametrize("limit_bytes", [4e6, 8e6, 16e6, 32e6, 64e6])
+def test_what_is_too_large_by_far_is_known_from_more_micro_batches(limit_bytes):
+    """By whatever a problem says of fewer micro-batches, nothing is lost."""
+    problem = problem_of(16, limit_bytes)
+    said = {count: is_too_large(problem, count) for count in (1, 2, 4, 8, 16, 32)}
+    assert not any(said[count] for count in (1, 16, 32))
+    for count in (c for c, too_large in said.items() if too_large):
+        with pytest.raises(InfeasibleError):
+            ShardParallel().solve(problem_of(count, limit_bytes))
+    # Six activations of 32 MiB in all on four devices: half of them at once are far too many, or an eighth.
+    assert said[2] == (limit_bytes <= 16e6)
+    assert said[8] == (limit_bytes <= 4e6)

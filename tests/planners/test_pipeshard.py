@@ -120,6 +120,42 @@ def test_nothing_fits():
         plan_of(limit=1000, num_micro_batches=4)
 
 
+def test_what_needs_too_much_is_looked_at_once(monkeypatch):
+    """A limit a little lower changes nothing where what was proposed is far below it."""
+    module, proposed = sys.modules[solve_pipeline.__module__], []
+
+    def never(task, layered, chain, found, kinds, known):
+        proposed.append((found.num_micro_batches, found.stages, found.schedule))
+        return 1.001 * task.limit_bytes
+
+    monkeypatch.setattr(module, "_solve_stages", never)
+    with pytest.raises(InfeasibleError, match="need 1.00 times the memory"):
+        plan_of(num_micro_batches=4)
+    assert len(proposed) == 1
+
+
+def test_proposals_have_stages_in_common(monkeypatch):
+    """What a stage that was solved once looks like is known when it is proposed again."""
+    module, made = sys.modules[solve_pipeline.__module__], []
+    make, solve_stages = module.make_problem, module._solve_stages
+
+    def counted(graph, *args, **options):
+        made.append(len(graph.ops))
+        return make(graph, *args, **options)
+
+    def twice(*args):
+        first = solve_stages(*args)
+        before = len(made)
+        second = solve_stages(*args)
+        assert len(made) == before > 0
+        assert [s.decision for s in first.stages] == [s.decision for s in second.stages]
+        return second
+
+    monkeypatch.setattr(module, "make_problem", counted)
+    monkeypatch.setattr(module, "_solve_stages", twice)
+    assert len(plan_of(num_stages=3, num_micro_batches=4).stages) == 3
+
+
 def test_less_memory_makes_stages():
     """Six layers of 4096 x 4096 with momentum: 1.2 GB of state in all."""
     free = plan_of(cluster="2xV100-16GB", state=WIDE, num_micro_batches=4)

@@ -156,10 +156,10 @@ class DeviceProgram:
 
     def _memory_ends(self, kept: tuple[float, ...]) -> Ints:
         """[O, depth, U]."""
-        for count in kept:
-            if count not in self._memory:
-                every = np.arange(len(self._counts))
-                self._memory[count] = memory_ends(self.chain, self.tables, every, count, self._limit_bytes)
+        fresh = [count for count in dict.fromkeys(kept) if count not in self._memory]
+        if fresh:
+            every = np.arange(len(self._counts))
+            self._memory |= zip(fresh, memory_ends(self.chain, self.tables, every, fresh, self._limit_bytes))
         return np.stack([self._memory[count] for count in kept], axis=1)
 
     def _run(self, reach: Reach, kept: tuple[float, ...], num_stages: int | None) -> tuple[float, Stages] | None:

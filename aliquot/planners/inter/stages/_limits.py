@@ -50,16 +50,22 @@ def reach_within(
 
 
 def memory_ends(
-    chain: Chain, tables: Stretches, options: Ints, in_flight: float, limit_bytes: float, chunks: int = 1
+    chain: Chain,
+    tables: Stretches,
+    options: Ints,
+    in_flight: Sequence[float],
+    limit_bytes: float,
+    chunks: int = 1,
 ) -> Ints:
-    """[len(options), U], the largest end of a stage that fits into memory while it keeps `in_flight` micro-batches."""
+    """[len(in_flight), len(options), U], the largest end of a stage that fits while it keeps so many micro-batches."""
+    kept = np.array(in_flight, np.float64)[:, None, None]
     rows = options[:, None]
-    starts = np.arange(chain.num_units)[None, :]
+    starts = np.arange(chain.num_units)
 
     def fits(ends: Ints) -> NDArray[np.bool_]:
-        return tables.stage_bytes(rows, starts, ends, in_flight, chunks) <= limit_bytes
+        return tables.stage_bytes(rows, starts, ends, kept, chunks) <= limit_bytes
 
-    return last_true((len(options), chain.num_units), chain.num_units, fits)
+    return last_true((len(kept), len(options), chain.num_units), chain.num_units, fits)
 
 
 def simple_lows(chain: Chain, tables: Stretches, form: ScheduleForm, num_places: float) -> tuple[float, list[float]]:

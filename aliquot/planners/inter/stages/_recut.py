@@ -103,7 +103,8 @@ def _stage_times(
     """As `_stage_costs`, without edges, each with the fastest option that fits."""
     alike = np.array([o for o, option in enumerate(chain.options) if option.submesh == submesh])
     sums = (tables.forward_s + tables.backward_s)[alike]
-    ends = np.minimum(tables.last_end[alike], memory_ends(chain, tables, alike, kept, chain.memory_limit_bytes))
+    (within,) = memory_ends(chain, tables, alike, [kept], chain.memory_limit_bytes)
+    ends = np.minimum(tables.last_end[alike], within)
     ends = np.minimum(ends, last_within(sums, np.full(ends.shape, most_s)) if np.isfinite(most_s) else ends)
     width = max(int((ends - np.arange(chain.num_units)).max()), 1)
     lasts = np.arange(chain.num_units + 1)[:, None]

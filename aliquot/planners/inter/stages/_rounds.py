@@ -23,8 +23,9 @@ class RoundsProgram:
         self.form = schedule_form(_SCHEDULE, tables, chain.num_micro_batches, chunks)
         self._size = chain.num_devices // num_submeshes
         self._options = np.flatnonzero(chain.device_counts() == self._size)
-        self._kept: Floats | None = None
-        self._memory: dict[float, Ints] = {}
+        # Of stages that keep so many micro-batches, and which of them each stage is.
+        self._ends: Ints | None = None
+        self._row_of = np.zeros(0, np.int64)
         self._edges_s = np.stack([self._edge_s(k) for k in range(num_submeshes)] + [np.zeros(chain.num_units)])
 
     @property
@@ -78,15 +79,15 @@ class RoundsProgram:
 
     def _memory_ends(self, stage: int) -> Ints:
         # Most programs are ruled out before they are searched; a list of tasks would be too much for them.
-        if self._kept is None:
+        if self._ends is None:
             count = self.num_submeshes * self._chunks
-            self._kept = chain_in_flight(_SCHEDULE, self.chain.num_micro_batches, count, self.num_submeshes)
-        kept = float(self._kept[stage])
-        if kept not in self._memory:
-            self._memory[kept] = memory_ends(
-                self.chain, self.tables, self._options, kept, self._limit_bytes, self._chunks
+            kept = chain_in_flight(_SCHEDULE, self.chain.num_micro_batches, count, self.num_submeshes)
+            distinct, self._row_of = np.unique(kept, return_inverse=True)
+            self._ends = memory_ends(
+                self.chain, self.tables, self._options, distinct.tolist(), self._limit_bytes, self._chunks
             )
-        return self._memory[kept]
+        found: Ints = self._ends[self._row_of[stage]]
+        return found
 
 
 def round_counts(chain: Chain, num_stages: int | None, most_chunks: int) -> Iterator[tuple[int, int]]:

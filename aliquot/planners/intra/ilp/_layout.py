@@ -214,10 +214,11 @@ class _Draft:
         hidden = self.overlaps and self.priced.graph.edges[edges[0]].gradient
         for index in edges:
             edge, table = self.priced.graph.edges[index], self.priced.edges[index]
-            source_specs = table.source_index[self.kept[edge.source]]
-            target_specs = table.target_index[self.kept[edge.target]]
-            sources, targets = np.unique(source_specs), np.unique(target_specs)
-            finite = np.isfinite(table.seconds[np.ix_(sources, targets)])
+            sources, source_places = _specs_left(self.kept[edge.source], table.source_index, len(table.sources))
+            targets, target_places = _specs_left(self.kept[edge.target], table.target_index, len(table.targets))
+            finite = np.isfinite(table.seconds)
+            if finite.shape != (len(sources), len(targets)):
+                finite = finite[sources[:, None], targets]
             p, q = np.nonzero(finite)
             places = self.places[index] + sources[p] * len(table.targets) + targets[q]
             alone = len(edges) == 1
@@ -226,13 +227,13 @@ class _Draft:
                 self.single[index] = (flow, sources[p], targets[q])
                 if hidden:
                     self.hidden.append((flow, places))
-            for mine, specs, node in (
-                (p, (sources, source_specs), edge.source),
-                (q, (targets, target_specs), edge.target),
+            for mine, specs, own, node in (
+                (p, sources, source_places, edge.source),
+                (q, targets, target_places, edge.target),
             ):
-                first = self._add_rows(len(specs[0]), 0.0, 0.0)
+                first = self._add_rows(len(specs), 0.0, 0.0)
                 self.entries.add(first + mine, flow, 1.0)
-                self.entries.add(first + np.searchsorted(*specs), self.columns[node], -1.0)
+                self.entries.add(first + own, self.columns[node], -1.0)
             if not alone:
                 keys = [
                     (table.sources[a], table.targets[b])
@@ -260,3 +261,12 @@ class _Draft:
             rows = self._add_rows(len(costly), -np.inf, 0.0) + np.arange(len(costly))
             self.entries.add(rows, flow[costly], 1.0)
             self.entries.add(rows, np.array([shared[keys[k]] for k in costly.tolist()]), -1.0)
+
+
+def _specs_left(kept: Ints, spec_of: Ints, count: int) -> tuple[Ints, Ints]:
+    """Which of an edge's specs the choices that may be taken make, and for each choice the place of its own among them."""
+    if len(kept) == len(spec_of):
+        return np.arange(count), spec_of
+    left = np.zeros(count, np.bool_)
+    left[spec_of[kept]] = True
+    return np.flatnonzero(left), (np.cumsum(left) - 1)[spec_of[kept]]

@@ -1,0 +1,54 @@
+"""Stages that were looked at as wholes, kept from one proposal of a search to the next: most have layers in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cost import PhaseCosts, Problem, StageOption
+from ..graph import Extract, Graph
+from ._base import Decision
+
+Solution = tuple[Decision, PhaseCosts]
+
+
+@dataclass(slots=True)
+class KnownStage:
+    """A stage's problem on any submesh, and its solutions so far."""
+
+    problem: Problem
+    _solutions: dict[object, Solution] = field(default_factory=dict)
+
+    def solved(
+        self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solution]
+    ) -> Solution:
+        """What `solve` finds. Raises what it raises.
+
+        Args:
+            problem: the stage's, on the submesh of the option.
+        """
+        key = option.submesh, option.mesh_shape, problem.memory_limit_bytes
+        if key not in self._solutions:
+            self._solutions[key] = solve(problem, option)
+        return self._solutions[key]
+
+
+class KnownStages:
+    """Stages of one step at one size of its micro-batches."""
+
+    def __init__(self) -> None:
+        self._stages: dict[object, KnownStage] = {}
+
+    def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> KnownStage:
+        """A stage by what it runs, which the same layers need not do in every proposal: another may run the update."""
+        key = _key(extract)
+        if key not in self._stages:
+            self._stages[key] = KnownStage(make(extract.graph))
+        return self._stages[key]
+
+
+def _key(extract: Extract) -> Any:
+    graph = extract.graph
+    inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
+    return extract.ops, extract.values, inputs, tuple([output.path for output in graph.outputs])
