@@ -36,6 +36,7 @@ from aliquot.core import AliquotError
 from aliquot.cost import Chain, ChainPlan
 from aliquot.graph import Layers, cut_alike, cut_layers
 from aliquot.planners import PipeshardParallel
+from aliquot.planners._known_stages import KnownStages
 from aliquot.planners._layer_costs import build_chains
 from aliquot.planners._pipeshard import PipelineDecision, _counts, _solve_stages, _Task
 from aliquot.planners.inter import Grid, StageDP
@@ -226,7 +227,7 @@ class Fidelity:
             on_missing_rule="error",
             progress=None,
         )
-        result = _solve_stages(task, self._layered[count], chain, plan, self.kinds)
+        result = _solve_stages(task, self._layered[count], chain, plan, self.kinds, KnownStages())
         return result if isinstance(result, PipelineDecision) else None
 
     def restricted(self, method: str) -> ChainPlan | None:
