@@ -23,6 +23,12 @@ _SPREAD = 0.01
 # They take a quarter to 0.7 pivots a row where they are quick.
 _PIVOTS_PER_ROW = 1.0
 
+_ANSWERS = (
+    highspy.HighsModelStatus.kOptimal,
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kObjectiveBound,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
@@ -70,6 +76,13 @@ class Relaxation:
         if not self.pivots_plainly:
             self._solver.run()
         status = self._solver.getModelStatus()
+        if status not in _ANSWERS:
+            # No cost and no column is negative, so nothing is unbounded; yet HiGHS 1.15 says so of some that it did not presolve.
+            self._solver.clearSolver()
+            self._solver.setOptionValue("presolve", "on")
+            self._solver.run()
+            self._solver.setOptionValue("presolve", "off")
+            status = self._solver.getModelStatus()
         if status == highspy.HighsModelStatus.kObjectiveBound:
             return Outcome(values=None, bound_s=enough_s, status="enough", reduced_costs=np.zeros(0))
         if status != highspy.HighsModelStatus.kOptimal:
