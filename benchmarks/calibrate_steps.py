@@ -2,9 +2,9 @@
 
 Operators timed alone find their arrays in caches and their peers waiting at every collective; in a step they do not. So
 whole steps of a GPT and a Llama are timed under many plans, and their times fitted, without negative terms and in relative
-errors, as seconds per FLOP of products, per byte of memory traffic, per byte that rings pass on, per byte of all-to-alls
-and per collective. A product counts by its FLOP or by its bytes, whichever the judge finds longer. The fits on one family
-are also judged on the other.
+errors, as seconds per FLOP of products, per byte of memory traffic, per byte that rings pass on in each kind of collective,
+per byte of all-to-alls and per collective. A product counts by its FLOP or by its bytes, whichever the judge finds longer.
+The fits on one family are also judged on the other.
 
     python benchmarks/calibrate_steps.py [--quick] [--rounds 8]
 """
