@@ -1,4 +1,4 @@
-"""Pipelines in two and four processes on this machine: the same numbers as on one device, and no hang when one dies."""
+"""Pipelines in two, three and four processes on this machine: the same numbers as on one device, and no hang when one dies."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def started(count: int, task: str, *cases: dict, plain: str = ""):
     tests = WORKER.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
     port = free_port()
-    devices = DEVICES[count] if task != "endless" else count
+    devices = DEVICES[count] if task != "endless" else sum(cases[0]["sizes"])
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), *map(str, (k, count, port, devices, plain, task)), *map(json.dumps, cases)],
@@ -132,11 +132,13 @@ FORWARD = {"forward": True, "schedule": "inference"}
         pytest.param(3, 0, {"late": True}, id="the coordinator dies"),
         pytest.param(2, 0, {"late": True, "backwards": True, **FORWARD}, id="a coordinator that only receives dies"),
         pytest.param(2, 1, FORWARD, id="one that only receives dies"),
+        pytest.param(3, 1, {"sizes": [4, 2], "micro_batches": 2}, id="one of two that share a stage dies"),
     ],
 )
 def test_the_others_end_when_one_dies(count, killed, case):
-    stages = range(count)[:: -1 if case.get("backwards") else 1]
     case = {"sizes": [1] * count, "layers": 4, "micro_batches": 4, **case}
+    stages = np.repeat(range(len(case["sizes"])), np.array(case["sizes"]) * count // sum(case["sizes"])).tolist()
+    stages = stages[:: -1 if case.get("backwards") else 1]
     with started(count, "endless", case) as processes:
         out, errors = [[[] for _ in processes] for _ in range(2)]
         readers = [read(p.stdout, lines) for p, lines in zip(processes, out, strict=True)]
