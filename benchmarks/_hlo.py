@@ -66,6 +66,19 @@ def bytes_by_kind(found: list[Collective]) -> Counter[str]:
     return total
 
 
+def sent_bytes(kind: str, left_bytes: float, n: int) -> float:
+    """What each of `n` devices sends around a ring in a collective that leaves so many bytes on it."""
+    match kind:
+        case "all-reduce":
+            return 2 * (n - 1) / n * left_bytes
+        case "reduce-scatter":
+            # It leaves one of n parts of what goes around.
+            return (n - 1) * left_bytes
+        case "collective-permute":
+            return left_bytes
+    return (n - 1) / n * left_bytes
+
+
 def _num_bytes(dtype: str, dims: str) -> int:
     bits = 8 if dtype == "pred" else int(re.sub(r"\D.*", "", dtype.lstrip("abcfsu")) or 8)
     count = 1

@@ -22,6 +22,7 @@ from _results import Report, options, say, use_eight_devices
 use_eight_devices()
 
 import jax  # noqa: E402
+from _hlo import sent_bytes  # noqa: E402
 from _workloads import BASE, megatron  # noqa: E402
 from scipy.optimize import nnls  # noqa: E402
 
@@ -205,12 +206,11 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
         entering = whole / n if use.kind == "all-gather" else whole
         copies_s = max(0.0, use.seconds - use.count * latency_s - entering * per_byte_s)
         memory[False] += copies_s * target.memory_bytes_per_s(device)
+        sent = sent_bytes(use.kind, use.num_bytes, n)
         if use.kind == "all-to-all":
-            across += use.num_bytes * (n - 1) / n
-        elif use.kind == "collective-permute":
-            rings["all-gather"] += whole
+            across += sent
         else:
-            rings[use.kind] += whole * (2 if use.kind == "all-reduce" else 1) * (n - 1) / n
+            rings["all-gather" if use.kind == "collective-permute" else use.kind] += sent
     return flops, memory[False], memory[True], *rings.values(), across, collectives
 
 

@@ -23,7 +23,7 @@ use_eight_devices()
 
 import jax  # noqa: E402
 from _handwritten import HandPlan, hand_plans  # noqa: E402
-from _hlo import bytes_by_kind, collectives  # noqa: E402
+from _hlo import bytes_by_kind, collectives, sent_bytes  # noqa: E402
 from _workloads import BASE, megatron  # noqa: E402
 
 import aliquot as aq  # noqa: E402
@@ -76,16 +76,12 @@ class Runner:
 
     @property
     def moved_bytes(self) -> float:
-        """What each device sends in one step: an all-reduce around a ring passes everything twice, the others once.
-
-        Of a reduce-scatter the text gives what it leaves, one of `n` parts of what goes around.
-        """
+        """What each device sends in one step."""
         total = 0.0
         sizes = dict(zip(_BITS, (2, 2, 2), strict=True))
         for c in find_collectives(self.text, tuple(sizes), tuple(sizes.values())):
             n = math.prod(sizes[axis] for axis in c.axes)
-            sent = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1.0, "collective-permute": 1.0}
-            total += c.num_bytes * sent.get(c.kind, (n - 1) / n)
+            total += sent_bytes(c.kind, c.num_bytes, n)
         return total
 
 

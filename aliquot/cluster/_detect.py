@@ -39,8 +39,9 @@ _HOST_ATTRIBUTES = {"gpu": "slice_index"}
 
 # Fitted by benchmarks/calibrate_steps.py to whole steps on a 2-core machine that eight devices share: products 163
 # GFLOP/s, memory traffic 10.7 GB/s, rings 0.28 GB/s on each device. Divided by the shares of `_target.py`, these are the
-# peaks. Alone, with arrays in caches and all devices in step, elementwise code and collectives are up to four times faster
-# (benchmarks/calibrate_cpu.py); the steps that were fitted came nowhere near that.
+# peaks. Alone, with arrays in caches and all devices in step, elementwise code and collectives are several times faster
+# (benchmarks/calibrate_cpu.py); the steps that were fitted came nowhere near that. Machines of this kind differ by a factor
+# of two from hour to hour: figures that were fitted in the same hour belong together.
 _CORE_FLOPS_PER_S = 110e9
 _HOST_BYTES_PER_S = 13.4e9
 _RING_BYTES_PER_S = 4.5e9

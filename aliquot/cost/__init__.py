@@ -32,6 +32,7 @@ from ._evaluate import conversions as conversions
 from ._evaluate import evaluate as evaluate
 from ._memory import Conversion as Conversion
 from ._memory import MemoryModel as MemoryModel
+from ._memory import alive_over_time as alive_over_time
 from ._memory import converted as converted
 from ._memory import known_memory as known_memory
 from ._memory import memory_model as memory_model

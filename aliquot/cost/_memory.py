@@ -7,7 +7,7 @@ another split for products. All copies of one array live from the first to the l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -215,17 +215,19 @@ def over_time(
         taken: the bytes of a resident, of what it takes under each choice of its node.
         conversions: those that are held, each with its bytes.
     """
-    parts: list[tuple[Resident | Conversion, float]] = [
-        (r, float(taken(r, local))) for r, local in zip(model.residents, model.local_bytes, strict=True)
-    ]
-    parts += conversions
+    parts = [(r, float(taken(r, local))) for r, local in zip(model.residents, model.local_bytes, strict=True)]
+    return alive_over_time([*parts, *conversions], model.num_times)
+
+
+def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_times: int) -> Floats:
+    """[num_times], the bytes of all parts that are there, each with its bytes from its births to its deaths."""
     # In one go: thousands of additions of a few entries each take longer than anything that is added.
     moments = [moment for what, _ in parts for moment in (what.births, what.deaths + 1)]
     weights = np.array([sign * num_bytes for _, num_bytes in parts for sign in (1.0, -1.0)])
     change: Floats = np.bincount(
         np.concatenate([np.zeros(0, np.int64), *moments]),
         np.repeat(weights, np.array([len(m) for m in moments], np.int64)),
-        model.num_times + 1,
+        num_times + 1,
     ).astype(np.float64, copy=False)
     return np.cumsum(change)[:-1]
 

@@ -76,14 +76,10 @@ class Inliner:
         def read(atoms: Iterable[Any]) -> tuple[Operand, ...]:
             return tuple([self._literal(a) if compat.is_literal(a) else env[a] for a in atoms])
 
-        results: tuple[Operand, ...]
+        results: tuple[Operand, ...] | None
         for eqn in jaxpr.eqns:
             operands = read(eqn.invars)
             inner_scope = self._scope(scope, eqn)
-            if compat.is_operator(eqn):
-                results = self._op(eqn, operands, inner_scope, trips, region, items)
-                env.update(zip(eqn.outvars, results, strict=True))
-                continue
             called = compat.inlined_body(eqn)
             if called is not None:
                 body, body_consts, given = called
@@ -94,6 +90,8 @@ class Inliner:
                 results = operands
             else:
                 results = self._structured(eqn, operands, inner_scope, trips, region, items)
+                if results is None:
+                    results = self._op(eqn, operands, inner_scope, trips, region, items)
             env.update(zip(eqn.outvars, results, strict=True))
         return read(jaxpr.outvars)
 
@@ -141,7 +139,7 @@ class Inliner:
 
     def _structured(
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
-    ) -> tuple[Operand, ...]:
+    ) -> tuple[Operand, ...] | None:
         if compat.is_remat(eqn):
             return self._remat(eqn, operands, scope, trips, items)
         match eqn.primitive.name:
@@ -151,8 +149,7 @@ class Inliner:
                 return self._while(eqn, operands, scope, trips, region, items)
             case "cond":
                 return self._cond(eqn, operands, scope, trips, region, items)
-        # A call whose body is nowhere to be found.
-        return self._op(eqn, operands, scope, trips, region, items)
+        return None
 
     def _remat(
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, items: list[int | Call]

@@ -28,8 +28,6 @@ _INLINED_CALLS = frozenset(
 _shape_struct: Any = jax.ShapeDtypeStruct
 _PLACEMENTS = frozenset({"reshard", "sharding_constraint"})
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
-_LOOP_NAMES = frozenset({"scan", "while", "cond"})
-_NO_OPERATORS = _INLINED_CALLS | _PLACEMENTS | _REMAT_NAMES | _LOOP_NAMES | {"custom_linear_solve"}
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> jex.ClosedJaxpr:
@@ -48,11 +46,6 @@ def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
     """The shape of a Python number, as JAX traces it."""
     struct: jax.ShapeDtypeStruct = _shape_struct((), jax.numpy.result_type(type(number)), weak_type=True)
     return struct
-
-
-def is_operator(eqn: Any) -> bool:
-    """Whether the equation computes something by itself: no call, no loop, no branch, no placement."""
-    return eqn.primitive.name not in _NO_OPERATORS
 
 
 def is_placement(eqn: Any) -> bool:

@@ -11,15 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..core import InfeasibleError
-from ..cost import Chain, Problem
+from ..cost import Chain, Problem, alive_over_time
 from ..graph import Role
 from ._base import Decision, Progress
 from ._methods import ShardParallel
 
-# Of bytes: what a larger micro-batch makes a compiler hold otherwise.
+# So much more than the limit must be needed: larger micro-batches change what a compiler holds.
 _MARGIN = 1.1
 
 
@@ -115,11 +113,9 @@ def is_too_large(problem: Problem, count: int) -> bool:
         for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
     ]
     larger = problem.num_micro_batches / count
-    change = np.zeros(nodes.num_ops + 2)
+    parts = []
     for r in nodes.residents:
         grows = r.node >= 0 and any(r.projection[f] >= 0 for f in with_batch[r.node])
-        num_bytes = r.num_bytes * (larger if grows else 1.0)
-        np.add.at(change, r.births, num_bytes)
-        np.subtract.at(change, r.deaths + 1, num_bytes)
-    least = float(np.cumsum(change).max()) / problem.cluster.num_devices
-    return least > _MARGIN * problem.memory_limit_bytes
+        parts.append((r, r.num_bytes * (larger if grows else 1.0)))
+    least_bytes = float(alive_over_time(parts, nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    return least_bytes > _MARGIN * problem.memory_limit_bytes

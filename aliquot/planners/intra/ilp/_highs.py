@@ -78,6 +78,8 @@ class Relaxation:
         status = self._solver.getModelStatus()
         if status not in _ANSWERS:
             # No cost and no column is negative, so nothing is unbounded; yet HiGHS 1.15 says so of some that it did not presolve.
+            self.pivots_plainly = False
+            self._pivot_plainly(False)
             self._solver.clearSolver()
             self._solver.setOptionValue("presolve", "on")
             self._solver.run()
