@@ -145,7 +145,8 @@ def test_the_others_end_when_one_dies(count, killed, case):
         readers += [read(p.stderr, lines) for p, lines in zip(processes, errors, strict=True)]
         deadline = time.monotonic() + TIMEOUT_S
         while not all(any('"step": 2' in line for line in lines) for lines in out):
-            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), errors
+            said = "".join("".join(lines)[-2000:] for lines in errors)
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), said
             time.sleep(0.1)
         processes[killed].kill()
         start = time.monotonic()
