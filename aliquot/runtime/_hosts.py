@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import random
 import socket
 import sys
 import time
@@ -11,7 +12,7 @@ from contextlib import suppress
 
 import jax
 
-from ._watchdog import stop_watching, watch, watched
+from ._watchdog import Peers, stop_watching, watch, watched
 
 # The library's own limits leave a dead peer unnoticed for minutes. What watches processes here is quicker still.
 _HEARTBEAT_S = 30
@@ -63,7 +64,7 @@ def initialize(
     )
     peers = watch(initialization_timeout_s)
     if peers is not None:
-        _open_transfers(peers.address)
+        _open_transfers(peers)
         atexit.register(_at_exit)
 
 
@@ -77,17 +78,29 @@ def shutdown() -> None:
     jax.distributed.shutdown()
 
 
-def _open_transfers(address: str) -> None:
+def _open_transfers(peers: Peers) -> None:
     """Let devices that cannot reach other processes by themselves, such as CPUs, send through the network."""
     if jax.config.values["jax_cross_host_transfer_socket_address"]:
         return
-    host = f"[{address}]" if ":" in address else address
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        # The address is told to the others as it stands here, so the port must be known.
-        probe.bind((address, 0))
-        port = probe.getsockname()[1]
+    host = f"[{peers.address}]" if ":" in peers.address else peers.address
+    # The address is told to the others as it stands here, so the port must be known.
+    port = free_port(peers.address, peers.process, peers.count)
     jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{port}")
     jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
+
+
+def free_port(address: str, process: int, count: int) -> int:
+    """A port that stays free until it is used, a moment later.
+
+    Systems hand out those from 32768 on by themselves, and no two processes of a run look at the same.
+    """
+    ports = list(range(16384 + process, 32768, count))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise OSError(f"no port from 16384 to 32767 is free at {address}")
 
 
 def _finish_work() -> None:

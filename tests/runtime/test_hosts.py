@@ -12,22 +12,19 @@ from pathlib import Path
 import jax
 import pytest
 from runtime.host_worker import NUM_STEPS, batch_of, workload
+from runtime.ports import coordinator_port
+
+from aliquot.runtime._hosts import free_port
 
 WORKER = Path(__file__).parent / "host_worker.py"
 TIMEOUT_S = 170
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]:
     """What each process printed. Hung processes are killed: they do not listen to anything gentler."""
     tests = WORKER.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "JAX_ENABLE_X64": "0"}
-    port = free_port()
+    port = coordinator_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), *map(str, (k, count, port, num_micro_batches, *mesh))],
@@ -60,6 +57,15 @@ def test_several_processes_train_as_one_device(count, mesh, num_micro_batches):
         assert found["scatters"] is (mesh == ())
         assert found["losses"] == pytest.approx(plain_losses(), rel=1e-5)
     assert plain_losses()[0] != pytest.approx(plain_losses()[1], rel=1e-6)
+
+
+def test_ports_are_never_those_of_other_processes_or_of_the_system():
+    assert {free_port("127.0.0.1", 1, 3) % 3 for _ in range(20)} == {(16384 + 1) % 3}
+    # One port in all: the first is taken, the other would be the system's.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port("127.0.0.1", 7, 16384)))
+        with pytest.raises(OSError, match="no port from 16384 to 32767 is free at 127.0.0.1"):
+            free_port("127.0.0.1", 7, 16384)
 
 
 @functools.cache

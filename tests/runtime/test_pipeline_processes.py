@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from runtime.pipeline_worker import NUM_STEPS, batch_of, init, train_step
+from runtime.ports import coordinator_port
 
 WORKER = Path(__file__).parent / "pipeline_worker.py"
 TIMEOUT_S = 240
@@ -23,18 +23,12 @@ DEATH_S = 30
 DEVICES = {2: 4, 3: 6, 4: 4}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def started(count: int, task: str, *cases: dict, plain: str = ""):
     """Processes of the worker. Whoever still runs at the end is killed: hung processes listen to nothing gentler."""
     tests = WORKER.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
-    port = free_port()
+    port = coordinator_port()
     devices = DEVICES[count] if task != "endless" else sum(cases[0]["sizes"])
     processes = [
         subprocess.Popen(

@@ -1,0 +1,11 @@
+"""Ports for processes that tests start."""
+
+import os
+
+from aliquot.runtime._hosts import free_port
+
+
+def coordinator_port() -> int:
+    """One that no test in another worker of pytest takes before process 0 does, seconds later."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return free_port("127.0.0.1", int(worker), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
