@@ -9,7 +9,6 @@ from ._compare import compare_collectives as compare_collectives
 from ._compare import unintended_collectives as unintended_collectives
 from ._compile import CompiledProgram as CompiledProgram
 from ._compile import Compiler as Compiler
-from ._compile import compile_program as compile_program
 from ._pipeline import verify_pipeline as verify_pipeline
 from ._process import CompileError as CompileError
 from ._program import PortableProgram as PortableProgram

@@ -65,40 +65,19 @@ class CompiledProgram:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-def compile_program(
-    program: PortableProgram,
-    target: CompileTarget,
-    *,
-    devices_per_host: int,
-    progress: Progress | None = None,
-    cache: Path | None = None,
-) -> CompiledProgram:
-    """Compile a program and return the compiler's account of it.
+class Compiler:
+    """Compiles programs for a target, one after another, in one process; what was compiled before is not compiled again.
+
+    The process starts with the first program; `start` has it get ready before. Leaving the `with` block ends it.
 
     Args:
-        program: lowered for the target's platform.
         target: what to compile for.
-        devices_per_host: how the devices are shared out.
+        num_devices: the most that a program runs on.
         progress: told what is going on, several times a second.
         cache: folder of earlier answers; by default `default_cache()`.
 
     Raises:
         CompilerMissingError: the target's compiler is not installed.
-        CompileError: the compiler refuses the program, or was stopped for want of memory.
-        InputError: there is no room for the program on disk, or the target's description is of another release.
-    """
-    with Compiler(target, num_devices=program.num_devices, progress=progress, cache=cache) as compiler:
-        return compiler.compile(program, devices_per_host=devices_per_host)
-
-
-class Compiler:
-    """Compiles programs for a target, one after another, in one process; what was compiled before is not compiled again.
-
-    Leaving the `with` block ends the process.
-
-    Args:
-        num_devices: the most that a program runs on.
-        target, progress, cache: see `compile_program`, which says what is raised, too.
     """
 
     def __init__(
@@ -121,8 +100,23 @@ class Compiler:
     def __exit__(self, *error: Any) -> None:
         self._process.close()
 
+    def start(self) -> Compiler:
+        """Start the process now, while the first program is still made."""
+        self._process.start()
+        return self
+
     def compile(self, program: PortableProgram, *, devices_per_host: int, name: str = "") -> CompiledProgram:
-        """See `compile_program`; `name` is what the progress line calls the program."""
+        """The compiler's account of a program.
+
+        Args:
+            program: lowered for the target's platform.
+            devices_per_host: how the devices are shared out.
+            name: what the progress line calls it.
+
+        Raises:
+            CompileError: the compiler refuses the program, or was stopped for want of memory.
+            InputError: there is no room for the program on disk, or the target's description is of another release.
+        """
         target = self._target
         topology = target.topology(program.num_devices, devices_per_host)
         key = _key(program, target, topology, self._environment)

@@ -18,7 +18,6 @@ from ._program import PortableProgram, portable_stage
 from ._targets import CompileTarget, resolve_target
 from ._text import INPUT
 from ._verify import ProgramVerification, StageVerification, Verification, remarks_on
-from ._wheels import require_compiler
 
 
 def verify_pipeline(
@@ -42,13 +41,13 @@ def verify_pipeline(
     """
     cluster = Cluster.from_dict(plan.cluster)
     chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
-    require_compiler(chosen)
     tell = progress or (lambda line: None)
-    tell("writing the programs down")
-    pipeline = abstract_pipeline(step, nodes, plan)
-    exports = export_stages(pipeline)
     sizes = [math.prod(stage.mesh_shape) for stage in plan.stages]
     with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
+        compiler.start()
+        tell("writing the programs down")
+        pipeline = abstract_pipeline(step, nodes, plan)
+        exports = export_stages(pipeline)
         programs = _compile_all(plan, exports, cluster, chosen, compiler)
 
     def memory(stages: Sequence[int]) -> StageMemory:

@@ -37,13 +37,19 @@ class CompileError(AliquotError):
 
 
 class CompilerProcess:
-    """A process that compiles for one target. It starts with the first program; `close` ends it."""
+    """A process that compiles for one target. It starts with the first program, or before it; `close` ends it."""
 
     def __init__(self, target: CompileTarget, environment: Mapping[str, str], progress: Progress) -> None:
         self._target, self._environment, self._progress = target, dict(environment), progress
         self._process: subprocess.Popen[bytes] | None = None
         self._place: Path | None = None
         self._count = 0
+
+    def start(self) -> None:
+        """Have it get ready while the first program is still made."""
+        # Whatever is wrong is said of the first program.
+        with contextlib.suppress(OSError):
+            self._started()
 
     def close(self) -> None:
         """End the process, which keeps nothing of its own, and remove its files."""
@@ -67,9 +73,8 @@ class CompilerProcess:
             CompileError: it refuses the program, or was stopped for want of memory.
             InputError: there is no room for the program on disk, or the target's description is of another release.
         """
-        folder = self._written(program, request)
+        process, folder = self._send(program, request)
         started, most = time.monotonic(), 0
-        process = self._send(folder)
         while (answer := _read(folder)) is None and process.poll() is None:
             most = max(most, _memory_bytes(process.pid))
             self._progress(f"{what} ({format_seconds(time.monotonic() - started)})")
@@ -84,11 +89,23 @@ class CompilerProcess:
             return _refused(str(answer["error"]), str(answer["message"]), words, self._target, report)
         return answer
 
-    def _written(self, program: PortableProgram, request: Mapping[str, Any]) -> Path:
+    def _started(self) -> tuple[subprocess.Popen[bytes], Path]:
+        """The process, and the folder of its files."""
+        if self._place is None:
+            self._place = Path(tempfile.mkdtemp(prefix="aliquot-verify-"))
+        if self._process is None:
+            with (self._place / "log.txt").open("wb") as stream:
+                command = [sys.executable, "-m", f"{__package__}._worker"]
+                self._process = subprocess.Popen(
+                    command, env=self._environment, stdout=stream, stderr=stream, stdin=subprocess.PIPE
+                )
+        return self._process, self._place
+
+    def _send(self, program: PortableProgram, request: Mapping[str, Any]) -> tuple[subprocess.Popen[bytes], Path]:
+        """Give it a program; returns the process and the folder for its answer."""
         try:
-            if self._place is None:
-                self._place = Path(tempfile.mkdtemp(prefix="aliquot-verify-"))
-            folder = self._place / str(self._count)
+            process, place = self._started()
+            folder = place / str(self._count)
             folder.mkdir()
             (folder / "request.json").write_text(json.dumps(request))
             (folder / "module.bin").write_bytes(program.module)
@@ -98,23 +115,12 @@ class CompilerProcess:
                 f"compiler: {error.strerror or error}. Free some space, or set TMPDIR to another folder."
             ) from None
         self._count += 1
-        return folder
-
-    def _send(self, folder: Path) -> subprocess.Popen[bytes]:
-        assert self._place is not None
-        if self._process is None:
-            with (self._place / "log.txt").open("wb") as stream:
-                command = [sys.executable, "-m", f"{__package__}._worker", str(folder)]
-                self._process = subprocess.Popen(
-                    command, env=self._environment, stdout=stream, stderr=stream, stdin=subprocess.PIPE
-                )
-        else:
-            assert self._process.stdin is not None
-            # A process that has died is found out by its missing answer.
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(f"{folder}\n".encode())
-                self._process.stdin.flush()
-        return self._process
+        assert process.stdin is not None
+        # A process that has died is found out by its missing answer.
+        with contextlib.suppress(OSError):
+            process.stdin.write(f"{folder}\n".encode())
+            process.stdin.flush()
+        return process, folder
 
     def _words(self) -> str:
         assert self._place is not None

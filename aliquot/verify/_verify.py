@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..graph import Graph
 from ..plans import Plan, StagePlan, grouped_arrays
 from ..sharding import Choice, NodeGraph
 from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended_collectives
-from ._compile import CompiledProgram, compile_program
+from ._compile import CompiledProgram, Compiler
 from ._process import Progress
 from ._program import portable_program
 from ._targets import CompileTarget, resolve_target
@@ -185,23 +186,20 @@ def verify_plan(
         graph: the step on its whole batch.
         nodes, choices: its decisions, as `ParallelStep.build` takes them.
         target: see `resolve_target`; by default the device that the plan was made for.
-        progress, cache: see `compile_program`.
+        progress, cache: see `Compiler`.
 
     Raises:
-        CompilerMissingError, CompileError, InputError: as `compile_program` and `resolve_target` do.
+        CompilerMissingError, CompileError, InputError: as `Compiler` and `resolve_target` do.
     """
     cluster = Cluster.from_dict(plan.cluster)
     chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
-    from ._wheels import require_compiler
-
-    require_compiler(chosen)
     (stage,) = plan.stages
     tell = progress or (lambda line: None)
-    tell("writing the program down")
-    program = portable_program(graph, nodes, choices, plan, chosen.platform)
-    compiled = compile_program(
-        program, chosen, devices_per_host=cluster.devices_per_host, progress=progress, cache=cache
-    )
+    with Compiler(chosen, num_devices=math.prod(stage.mesh_shape), progress=tell, cache=cache) as compiler:
+        compiler.start()
+        tell("writing the program down")
+        program = portable_program(graph, nodes, choices, plan, chosen.platform)
+        compiled = compiler.compile(program, devices_per_host=cluster.devices_per_host)
     return Verification(
         target=chosen,
         num_devices=program.num_devices,

@@ -1,13 +1,12 @@
 """The other process: compiles programs for their target and writes down what the compiler says.
 
-Run as `python -m aliquot.verify._worker FOLDER`; the folder holds `request.json` and `module.bin`, and gets `result.json`.
-Further folders are read from standard input, one a line, until it ends.
+Run as `python -m aliquot.verify._worker`. Folders are read from standard input, one a line, until it ends; each holds
+`request.json` and `module.bin`, and gets `result.json`.
 Flags and platforms were set by the parent in this process's environment.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -155,4 +154,7 @@ def _mesh(request: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(map(Path, itertools.chain(sys.argv[1:], (line.rstrip("\n") for line in sys.stdin))))
+    # While the first program is still being made.
+    import jax  # noqa: F401
+
+    main(Path(line.rstrip("\n")) for line in sys.stdin)

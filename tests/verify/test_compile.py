@@ -114,7 +114,7 @@ def test_no_room_for_the_program(plan, cache, monkeypatch):
         ("echo terminate: std::bad_alloc >&2; exit 1", CompileError, ("was stopped", "program of")),
         ("echo strange words >&2; exit 3", CompileError, ("code 3", "strange words", "All that it said is in")),
         (
-            'echo \'{"error": "JaxRuntimeError", "message": "UNIMPLEMENTED: no such\\\\nmore"}\' > $3/result.json',
+            'echo \'{"error": "JaxRuntimeError", "message": "UNIMPLEMENTED: no such\\\\nmore"}\' > $folder/result.json',
             CompileError,
             ("does not compile for cpu", "UNIMPLEMENTED: no such", "All that it said is in"),
         ),
@@ -122,7 +122,7 @@ def test_no_room_for_the_program(plan, cache, monkeypatch):
 )
 def test_compilers_that_fail(plan, cache, tmp_path, monkeypatch, script, error, messages):
     path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text(f"#!/bin/sh\nread folder\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr("sys.executable", str(path))
     with pytest.raises(error) as refusal:
@@ -144,7 +144,7 @@ def test_compilers_that_fail(plan, cache, tmp_path, monkeypatch, script, error, 
 def test_a_program_that_does_not_fit_is_an_answer(words, plan, cache, tmp_path, monkeypatch):
     path = tmp_path / "python"
     words = f"RESOURCE_EXHAUSTED: {words}"
-    path.write_text(f'#!/bin/sh\necho \'{{"error": "E", "message": "{words}"}}\' > $3/result.json\n')
+    path.write_text(f'#!/bin/sh\nread folder\necho \'{{"error": "E", "message": "{words}"}}\' > $folder/result.json\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr("sys.executable", str(path))
     found = aq.verify(plan, train_step, *arguments(), cache=cache)
