@@ -33,8 +33,8 @@ class Target:
             that is cast once before loops of products; 0 if operands are held as they are and cast where they are read.
         zeroes_early: Whether the results of backward loops are zeroed before the forward loop's results are used.
         gathered_ahead: Share of the parameters that are gathered before anything else happens, outside of loops, 0 to 1.
-        gathers_leading_dim: Whether parameters are gathered along their first dim alone, from transposed copies where
-            another one is split.
+        gathers_leading_dim: Whether arrays are gathered along their first dim alone, from transposed copies and into such
+            where another one is split.
         combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are combined; then gradients
             wait for each other. 0 if none are.
         library_convolves: Whether convolutions are a library's: it reads kernels with their output features first, so that
@@ -123,6 +123,11 @@ class Target:
     def delays_gradients(self) -> bool:
         """Whether products that nothing but the update waits for may be put off."""
         return self.hides_latency or self.combined_bytes > 0
+
+    @property
+    def rows_above_bytes(self) -> float:
+        """From how many bytes on stacks of new parameters are gathered row by row: those that are not combined anyway."""
+        return self.combined_bytes / 2 if self.gathers_leading_dim else math.inf
 
     @property
     def runs_latest(self) -> bool:

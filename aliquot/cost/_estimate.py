@@ -18,7 +18,7 @@ from ._choices import can_split
 from ._collectives import collective_line, move_line, through_copies, widening
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, known_memory, timeline
-from ._priced import Ints, Priced, price, scatters, waiting_axes
+from ._priced import Ints, Priced, pieces, price, scatters, waiting_axes
 from ._problem import Problem
 
 
@@ -107,6 +107,8 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         for (before, behind), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once)
+            parts = pieces(edge, before, behind, priced.target)
+            count, whole = count * parts, whole / parts
             for move in reshard(before, behind, sizes, scatters(edge, priced.target, total=once)) or ():
                 leaving = result_fraction(move, sizes) * whole
                 copies = through_copies(move, before, behind, priced.target)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..graph import Phase
 from ..sharding import Edge, NodeGraph, Resident, Spec, num_shards
 from ._choices import shards
-from ._priced import Floats, Ints, Priced
+from ._priced import Floats, Ints, Priced, pieces
 from ._waiting import takes_turns, waiting
 
 
@@ -158,7 +158,7 @@ def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Co
 def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
     """New parameters that are gathered along another dim than the first: not into their place, but to be copied there.
 
-    That is the last that a step does. Where latency is hidden, the copies wait for all gathers.
+    That is the last that a step does. Where latency is hidden, the copies wait for all gathers, but for those of single rows.
     """
     if not priced.target.hides_latency:
         return
@@ -166,7 +166,9 @@ def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
         if edge.kind != "alias" or edge.phase is not Phase.UPDATE or edge.rank < 2:
             continue
         p = priced.edges[edge.index]
-        inner = np.array([[_gathers_inner(s, t) for t in p.targets] for s in p.sources])
+        inner = np.array(
+            [[_gathers_inner(s, t) and pieces(edge, s, t, priced.target) == 1 for t in p.targets] for s in p.sources]
+        )
         if inner.any():
             local = np.array([edge.num_bytes / num_shards(t, priced.axis_sizes) for t in p.targets])
             moments = np.full_like(edge.starts, priced.graph.num_ops)

@@ -26,6 +26,7 @@ from ..sharding import (
     Projection,
     Spec,
     Work,
+    gathered_by_rows,
     reshard,
     waiting_apart,
 )
@@ -172,6 +173,8 @@ class _Pricer:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
         latency, per_byte, moves = self.lines(sources, targets, scatters(edge, self.target))
+        if edge.kind == "alias":
+            latency = latency * np.array([[pieces(edge, p, q, self.target) for q in targets] for p in sources])
         times = edge.count * self.times(edge.phase)
         seconds = (latency + per_byte * (edge.num_bytes * widening(edge.dtype, self.target))) * times
         once = seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
@@ -245,6 +248,14 @@ class _Pricer:
     def times(self, phase: Phase) -> int:
         """How often a step runs a phase."""
         return 1 if phase is Phase.UPDATE else self.repeats
+
+
+def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
+    """In how many parts, one after the other, a conversion is done."""
+    if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
+        return 1
+    above = habits.rows_above_bytes
+    return edge.length if gathered_by_rows(edge.length, edge.rank, edge.num_bytes, source, target, above) else 1
 
 
 def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:

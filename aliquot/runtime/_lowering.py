@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
@@ -75,7 +76,12 @@ class ConstraintLowering(AbstractLowering):
         mapped: Collection[int] = (),
     ) -> list[Any]:
         """See `AbstractLowering.replay`."""
-        return evaluate(graph, arrays, on_op=_Constrain(self, without, differing(graph, mapped)))
+        found = evaluate(graph, arrays, on_op=_Constrain(self, without, differing(graph, mapped)))
+        if self.pins.rows:
+            given = {item.value: array for item, array in zip(graph.inputs, arrays, strict=True)}
+            for position, output in enumerate(graph.outputs):
+                found[position] = self._renewed(output.value, found[position], given)
+        return found
 
     def constrain(
         self,
@@ -96,6 +102,23 @@ class ConstraintLowering(AbstractLowering):
             dims = PartitionSpec(*lead, *dims)
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
 
+    def _renewed(self, value: Operand, new: Any, given: Mapping[int, Any]) -> Any:
+        """A result; if it replaces a given array row by row, that one with its rows, each gathered by itself."""
+        old, *specs = self.pins.rows.get(value, (-1,)) if isinstance(value, int) else (-1,)
+        if old not in given:
+            return new
+        new = self.constrain(new, specs[0])
+
+        def replace(number: Any, kept: Any) -> Any:
+            row = jax.lax.dynamic_index_in_dim(new, number, keepdims=False)
+            for spec in specs:
+                row = self.constrain(row, _of_row(spec))
+            # Or the whole array would take on the order of dims that a gather leaves.
+            row = with_layout_constraint(row, Layout(tuple(range(row.ndim))))
+            return jax.lax.dynamic_update_index_in_dim(kept, row, number, 0)
+
+        return jax.lax.fori_loop(0, new.shape[0], replace, given[old])
+
 
 def partition(
     mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset(), minor: Sequence[int] = ()
@@ -112,6 +135,11 @@ def partition(
                 shards *= mesh.shape[axis]
         kept.append(tuple(mine))
     return PartitionSpec(*kept)
+
+
+def _of_row(spec: Spec) -> Spec:
+    """How a row of an array is split."""
+    return tuple(REPLICATED if p == 0 else p - 1 if p > 0 else p for p in spec)
 
 
 class _Constrain(ReplayHook):
@@ -176,7 +204,7 @@ class _Constrain(ReplayHook):
         spec = self._pins.values.get(index)
         if spec is None:
             return array
-        return self._pin(index, array, tuple(REPLICATED if p == 0 else p - 1 if p > 0 else p for p in spec))
+        return self._pin(index, array, _of_row(spec))
 
     def _pin(self, value: Operand, array: Any, spec: Spec, minor: Sequence[int] = ()) -> Any:
         differs = isinstance(value, int) and value in self._differing

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ..cluster import Cluster, target_for
+from ..cluster import Cluster, Target, target_for
 from ..core import PlanMismatchError
 from ..cost import decode_interior
 from ..graph import Extract, Graph
@@ -68,7 +68,7 @@ def pipeline_on(
         extract = step.extracts[number]
         choices = decode_interior(plan.stages[number if stage.like is None else stage.like], graph)
         waits = plan.num_micro_batches > 1
-        setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target.reduce_scatter, waits))
+        setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target, waits))
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
     return build_pipeline(
         step.graph,
@@ -88,11 +88,19 @@ def _setup(
     choices: Sequence[Choice],
     stage: StagePlan,
     mesh: Any,
-    reduce_scatter: bool,
+    target: Target,
     waits: bool,
 ) -> StageSetup:
     data_axes = [stage.axis_names.index(a) for a in stage.data_axes] if waits else []
-    own = make_pins(extract.graph, nodes, choices, stage.mesh_shape, reduce_scatter=reduce_scatter, data_axes=data_axes)
+    own = make_pins(
+        extract.graph,
+        nodes,
+        choices,
+        stage.mesh_shape,
+        reduce_scatter=target.reduce_scatter,
+        data_axes=data_axes,
+        rows_above_bytes=target.rows_above_bytes,
+    )
     taken = {i.value for i in graph.inputs}
     given: dict[int, PartitionSpec] = {}
     sent: dict[int, PartitionSpec] = {}
@@ -128,4 +136,5 @@ def _for_whole(graph: Graph, extract: Extract, own: Pins, num_axes: int) -> Pins
         outputs=tuple(whole for _ in graph.outputs),
         values={extract.values[v]: s for v, s in own.values.items()},
         totals={extract.values[v]: s for v, s in own.totals.items()},
+        rows={extract.values[v]: (extract.values[old], made, kept) for v, (old, made, kept) in own.rows.items()},
     )

@@ -29,7 +29,15 @@ def build_plan_program(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice]
     (stage,) = plan.stages
     target = target_for(Cluster.from_dict(plan.cluster).device)
     data_axes = [stage.axis_names.index(a) for a in stage.data_axes] if plan.num_micro_batches > 1 else []
-    pins = make_pins(graph, nodes, choices, stage.mesh_shape, reduce_scatter=target.reduce_scatter, data_axes=data_axes)
+    pins = make_pins(
+        graph,
+        nodes,
+        choices,
+        stage.mesh_shape,
+        reduce_scatter=target.reduce_scatter,
+        data_axes=data_axes,
+        rows_above_bytes=target.rows_above_bytes,
+    )
     micro_batches = None
     if plan.num_micro_batches > 1:
         sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))

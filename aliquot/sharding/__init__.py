@@ -26,6 +26,7 @@ from ._reshard import Move as Move
 from ._reshard import reshard as reshard
 from ._reshard import result_fraction as result_fraction
 from ._reshard import waiting_apart as waiting_apart
+from ._rows import gathered_by_rows as gathered_by_rows
 from ._rule import DimRule as DimRule
 from ._rule import dim_rule as dim_rule
 from ._rule import register_dim_rule as register_dim_rule

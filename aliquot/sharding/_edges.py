@@ -209,6 +209,7 @@ class EdgeBuilder:
                 target_projection=target.projection,
                 num_bytes=value.num_bytes,
                 rank=len(value.shape),
+                length=next(iter(value.shape), 1),
                 dtype=value.dtype,
                 count=float(count),
                 share=share,

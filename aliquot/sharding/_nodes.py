@@ -95,6 +95,7 @@ class Edge:
         source_projection, target_projection: how the array stands to their factors.
         num_bytes: bytes of the whole array.
         rank: number of its dims.
+        length: of its first dim; 1 if it has none.
         count: how often a step converts it, all copies together.
         share: edges with one share number and one conversion are converted once for all of them.
         gradient: whether it ends in the update phase, so that with micro-batches it may wait for the last one.
@@ -112,6 +113,7 @@ class Edge:
     target_projection: Projection
     num_bytes: int
     rank: int
+    length: int
     dtype: str
     count: float
     share: int

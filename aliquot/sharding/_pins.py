@@ -7,6 +7,7 @@ pinned where a product wants it in another split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from typing import TypeAlias
 from ..graph import Graph, Op, Operand, Phase
 from ._nodes import Choice, NodeGraph, Port, project
 from ._reshard import landing, scattered_behind, waiting_apart, way
+from ._rows import gathered_by_rows
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 
 Landing: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
@@ -48,6 +50,7 @@ class Pins:
         inputs, outputs: splits of what the step takes and returns. A successor has the split of what it replaces.
         values: split of each value that has one, by value index, for loop carries and the like.
         totals: what running totals of these are split like, one after the other, once they are added up over data axes.
+        rows: of each value that replaces an input row by row, that input, and how either is split.
     """
 
     by_class: dict[int, Pin]
@@ -56,6 +59,7 @@ class Pins:
     outputs: tuple[Spec, ...]
     values: dict[int, Spec]
     totals: dict[int, Landing] = field(default_factory=dict)
+    rows: dict[int, tuple[int, Spec, Spec]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Pin | None:
         """The pin of an operator, or None."""
@@ -70,6 +74,7 @@ def make_pins(
     *,
     reduce_scatter: bool = True,
     data_axes: Collection[int] = (),
+    rows_above_bytes: float = math.inf,
 ) -> Pins:
     """Pins of a step under a choice for every node.
 
@@ -78,6 +83,7 @@ def make_pins(
         reduce_scatter: whether the compiler makes them of partial sums that become split; see `landing`. Otherwise products
             whose sums shall be reduce-scattered are to run on each device's pieces.
         data_axes: along which sums of gradients wait for the last micro-batch.
+        rows_above_bytes: from what size on inputs are replaced row by row; see `gathered_by_rows`.
     """
     whole: Spec = (REPLICATED,) * len(axis_sizes)
 
@@ -123,9 +129,16 @@ def make_pins(
         )
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
+    rows = {}
     for item, own in zip(graph.inputs, inputs, strict=True):
-        if item.output is not None:
-            outputs[item.output] = own
+        if item.output is None:
+            continue
+        new, old, made = graph.outputs[item.output].value, graph.values[item.value], outputs[item.output]
+        outputs[item.output] = own
+        if isinstance(new, int) and (old.shape, old.dtype) == (graph.values[new].shape, graph.values[new].dtype):
+            length = next(iter(old.shape), 1)
+            if gathered_by_rows(length, len(old.shape), old.num_bytes, made, own, rows_above_bytes):
+                rows[new] = item.value, made, own
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
     sums = {}
     for v, own in values.items() if data_axes else ():
@@ -138,6 +151,7 @@ def make_pins(
         outputs=tuple(outputs),
         values=values,
         totals=sums,
+        rows=rows,
     )
 
 

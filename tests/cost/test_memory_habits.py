@@ -12,6 +12,7 @@ from aliquot import zoo
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh
 from aliquot.cost import converted, decode_interior, known_memory, make_problem, memory_model, price, timeline
 from aliquot.planners import DataParallel, Zero2Parallel, Zero3Parallel
+from aliquot.sharding import _rows
 
 
 def workload(*, scan: bool = False, recompute: str = "none", sequences: int = 8, hidden_size: int = 64, **settings):
@@ -218,6 +219,27 @@ def test_new_parameters_wait_for_all_gathers_before_they_are_copied():
     # Layers by themselves are mostly split along the first dim.
     assert 2 * sum(b for _, b in gathered("4xH100")) < sum(b for _, b in stacks)
     assert not gathered("4xA100-80GB", scan=True)
+
+
+def test_stacks_that_are_gathered_row_by_row_are_held_once(monkeypatch):
+    work = workload(scan=True, recompute="block", hidden_size=256)
+    kernel = "new state.params.layers.mlp.down.kernel"
+
+    def found() -> tuple[int, float, float, float]:
+        """How many stacks are held twice, and the gathers of one of them."""
+        twice = [e for _, _, e in held("4xH100", Zero2Parallel(), scan=True) if e.kind == "alias" and e.rank == 3]
+        arguments = work.train_step, work.state, work.batch
+        plan = aq.plan(*arguments, cluster=Cluster.preset("4xH100"), method=Zero2Parallel())
+        (use,) = [use for use in plan.prediction.collectives if use.label == kernel]
+        return len(twice), use.count, use.num_bytes, use.seconds
+
+    whole = found()
+    monkeypatch.setattr(_rows, "_LEAST_ROW_BYTES", 1)
+    monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(TARGETS["gpu"], combined_bytes=1))
+    rows = found()
+    assert whole[0] > 0 == rows[0]
+    assert (whole[1], rows[1]) == (1, 3)
+    assert rows[2] == whole[2] and rows[3] > whole[3]
 
 
 def test_cheap_work_is_not_stored():

@@ -164,6 +164,33 @@ def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
     assert stage.unintended == ()
 
 
+@pytest.mark.parametrize("cluster", ["8xH100", "8xA100-40GB"])
+def test_stacks_of_new_parameters_are_gathered_into_their_places(cluster, tmp_path):
+    """Row by row: at once, a copy of the stack would be held beside it."""
+
+    def step(state, batch):
+        def loss(layers):
+            def turn(x, layer):
+                return jnp.tanh(x @ layer.astype(jnp.bfloat16)), None
+
+            return jnp.mean(jax.lax.scan(jax.checkpoint(turn), batch, layers)[0].astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["layers"])
+        moments = 0.9 * state["moments"] + grads
+        return {"layers": state["layers"] - 0.1 * moments, "moments": moments}, value
+
+    layers = jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32)
+    shapes = dict.fromkeys(("layers", "moments"), layers), jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset(cluster), method=aq.Zero2Parallel())
+    (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
+    (gathers,) = [each for each in stage.collectives if each.kind == "all-gather"]
+    assert (gathers.predicted_count, gathers.compiled_count) == (8, 8)
+    assert gathers.compiled_bytes == gathers.predicted_bytes == layers.size * 4
+    assert stage.compiled.temp_bytes < 0.6 * layers.size * 4
+    assert stage.compiled_bytes == pytest.approx(stage.predicted_bytes, rel=0.1)
+    assert stage.unintended == ()
+
+
 def test_sums_wait_along_data_axes_alone(tmp_path):
     def step(state, batch):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])

@@ -1,0 +1,31 @@
+"""New parameters that are gathered row by row, each into its place among the old ones.
+
+A gather along another dim than the first leaves a copy with that dim in front. Where the whole array is gathered at once, it
+is held twice, and with it all others that are gathered at the end of a step.
+"""
+
+from __future__ import annotations
+
+from ._spec import REPLICATED, Spec
+
+# Of what a row's gather leaves, so that it is bandwidth and not latency that counts.
+_LEAST_ROW_BYTES = 2**20
+
+
+def gathered_by_rows(length: int, rank: int, num_bytes: int, source: Spec, target: Spec, above_bytes: float) -> bool:
+    """Whether an array that replaces another one is gathered along its first dim's rows.
+
+    Args:
+        length: of its first dim.
+        rank: number of its dims.
+        num_bytes: of the whole array.
+        source, target: its split, and that of what it replaces.
+        above_bytes: smaller arrays are gathered together with others instead.
+
+    >>> gathered_by_rows(32, 3, 2**30, (1,), (-1,), 2**24), gathered_by_rows(32, 3, 2**30, (0,), (-1,), 2**24)
+    (True, False)
+    """
+    if rank < 3 or num_bytes <= above_bytes or num_bytes < length * _LEAST_ROW_BYTES:
+        return False
+    pairs = list(zip(source, target, strict=True))
+    return source != target and all(s != 0 and (t == s or (s > 0 and t == REPLICATED)) for s, t in pairs)
