@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
 
 from ..core import InputError
 
 _COUNT = "--xla_force_host_platform_device_count"
+_REMARK = re.compile(rb"Could not find cuda drivers|before absl::InitializeLog\(\)")
 
 
 def use_virtual_devices(count: int) -> None:
@@ -29,7 +36,31 @@ def use_virtual_devices(count: int) -> None:
 
 def use_host_only() -> None:
     """Leave accelerators alone: planning needs none. What the user has set stays."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu" and importlib.util.find_spec("jax_plugins"):
+        # JAX loads every plugin, and the one for GPUs then says that there are none.
+        with _without_remarks_on_gpus():
+            import jax
+
+            jax.devices()
+
+
+@contextlib.contextmanager
+def _without_remarks_on_gpus() -> Iterator[None]:
+    """Whatever is written to the standard error stream, also from below Python, but for these remarks."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            for line in said:
+                if not _REMARK.search(line):
+                    os.write(2, line)
 
 
 def use_precision(dtype: str) -> None:

@@ -1,5 +1,9 @@
 """Real compilations for GPUs that are not here; they need the compiler's wheels (`make verify-test` installs them)."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -268,3 +272,17 @@ def test_groups_are_summed_along_the_axes_that_split_the_sum_first(scan, tmp_pat
     assert moved[("reduce-scatter", ("y",))] == (half, half)
     assert moved[("all-reduce", ("x",))] == (half, half)
     assert stage.unintended == ()
+
+
+def test_planning_says_nothing_of_gpus_that_are_not_there(tmp_path):
+    """The plugin does when JAX loads it; what else is said is passed on."""
+    command = "plan gpt-10m --cluster 8xH100 --global-batch 8 --out".split()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    found = subprocess.run(
+        [sys.executable, "-m", "aliquot", *command, str(tmp_path / "plan.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0 and (tmp_path / "plan.json").exists()
+    assert "cuda" not in found.stderr.lower() and "absl" not in found.stderr
