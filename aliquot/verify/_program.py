@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from ..sharding import Choice, NodeGraph
 
 _FOR_OTHERS = "jax_export_ignore_forward_compatibility"
 _CUSTOM_CALL = re.compile(r'custom_call @"?([\w.$]+)')
+# What the runtime itself puts into programs.
+_OWN_CUSTOM_CALLS = frozenset({"LayoutConstraint"})
 Dims = tuple[tuple[str, ...], ...]
 
 
@@ -127,19 +129,22 @@ def _keeps_64_bits() -> bool:
 def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
     from jax import export
 
+    def written(names: Set[str]) -> Any:
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+        return export.export(jitted, platforms=[platform], disabled_checks=checks)(*structs)
+
     # The same release of JAX reads the module. So it need not be written for readers of other releases, which would be
     # another program, and calls that promise later releases nothing are safe.
     promised = getattr(jax.config, _FOR_OTHERS)
     jax.config.update(_FOR_OTHERS, True)
     try:
         try:
-            return export.export(jitted, platforms=[platform])(*structs)
+            return written(_OWN_CUSTOM_CALLS)
         except ValueError as error:
             names = set(_CUSTOM_CALL.findall(str(error)))
             if not names:
                 raise
-            checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
-            return export.export(jitted, platforms=[platform], disabled_checks=checks)(*structs)
+            return written(_OWN_CUSTOM_CALLS | names)
     finally:
         jax.config.update(_FOR_OTHERS, promised)
 
