@@ -7,6 +7,8 @@ computes where the features of image and result are not at the same position.
 
 Fourier transforms it does not split at all. Here each device transforms what it has.
 
+Constraints of an array's order in memory it gathers the array for. Here each device's piece gets one.
+
 Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies what it has, and the sums
 are reduce-scattered.
 """
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -96,6 +99,16 @@ def product(
         return piece.astype(dtype)
 
     return [jax.shard_map(run, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)(*arrays)]
+
+
+def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
+    """An array whose last dim is contiguous on each device. JAX's partitioner would gather it to see to that."""
+    order = Layout(tuple(range(array.ndim)))
+
+    def run(piece: Any) -> Any:
+        return with_layout_constraint(piece, order)
+
+    return jax.shard_map(run, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)(array)
 
 
 def _axes(dim: Any) -> tuple[str, ...]:

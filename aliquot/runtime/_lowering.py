@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
 from ..sharding import REPLICATED, Pin, Pins, Spec, dims_of, without_partial
-from ._local import Bind, convolution, product, transform
+from ._local import Bind, convolution, in_plain_order, product, transform
 from ._mapped import differing
 
 
@@ -114,7 +113,7 @@ class ConstraintLowering(AbstractLowering):
             for spec in specs:
                 row = self.constrain(row, _of_row(spec))
             # Or the whole array would take on the order of dims that a gather leaves.
-            row = with_layout_constraint(row, Layout(tuple(range(row.ndim))))
+            row = in_plain_order(row, self.mesh, partition(self.mesh, _of_row(specs[-1]), row.shape))
             return jax.lax.dynamic_update_index_in_dim(kept, row, number, 0)
 
         return jax.lax.fori_loop(0, new.shape[0], replace, given[old])

@@ -168,8 +168,8 @@ def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
     assert stage.unintended == ()
 
 
-@pytest.mark.parametrize("cluster", ["8xH100", "8xA100-40GB"])
-def test_stacks_of_new_parameters_are_gathered_into_their_places(cluster, tmp_path):
+@pytest.mark.parametrize(("cluster", "tensor"), [("8xH100", False), ("8xA100-40GB", False), ("8xH100", True)])
+def test_stacks_of_new_parameters_are_gathered_into_their_places(cluster, tensor, tmp_path):
     """Row by row: at once, a copy of the stack would be held beside it."""
 
     def step(state, batch):
@@ -185,14 +185,21 @@ def test_stacks_of_new_parameters_are_gathered_into_their_places(cluster, tmp_pa
 
     layers = jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32)
     shapes = dict.fromkeys(("layers", "moments"), layers), jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
-    plan = aq.plan(step, *shapes, cluster=Cluster.preset(cluster), method=aq.Zero2Parallel())
+    method = aq.Zero2Parallel()
+    if tensor:
+        specs = {"state.layers": (None, None, "y"), "state.moments": (None, "x", "y"), "batch": ("x", None)}
+        method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset(cluster), method=method)
     (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
-    (gathers,) = [each for each in stage.collectives if each.kind == "all-gather"]
-    assert (gathers.predicted_count, gathers.compiled_count) == (8, 8)
-    assert gathers.compiled_bytes == gathers.predicted_bytes == layers.size * 4
-    assert stage.compiled.temp_bytes < 0.6 * layers.size * 4
-    assert stage.compiled_bytes == pytest.approx(stage.predicted_bytes, rel=0.1)
+    gathers = [each for each in stage.collectives if each.kind == "all-gather"]
+    (new,) = [each for each in gathers if each.axes == ("x",)]
+    whole = layers.size * 4 // (2 if tensor else 1)
+    assert (new.predicted_count, new.compiled_count) == (8, 8)
+    assert new.compiled_bytes == new.predicted_bytes == whole
     assert stage.unintended == ()
+    if not tensor:
+        assert stage.compiled.temp_bytes < 0.6 * whole
+        assert stage.compiled_bytes == pytest.approx(stage.predicted_bytes, rel=0.1)
 
 
 def test_sums_wait_along_data_axes_alone(tmp_path):
