@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -36,6 +37,10 @@ class ReplayHook:
     def value(self, index: int, array: Any) -> Any:
         """The array for a value that no operator makes: a loop's carry or result, what a scan or a remat region takes."""
         return array
+
+    def body(self) -> AbstractContextManager[None]:
+        """Entered for the body of a structured operator: arrays that are made inside must not be used outside."""
+        return nullcontext()
 
     def row(self, index: int, array: Any) -> Any:
         """What one turn of a scan contributes to the result with that value index, which stacks such rows."""
@@ -83,6 +88,10 @@ class _Replay:
         self._names = compat.NameStacks()
 
     def run(self, items: Sequence[int | Call], nested: bool = True) -> None:
+        with self._hook.body() if nested and self._hook is not None else nullcontext():
+            self._run(items, nested)
+
+    def _run(self, items: Sequence[int | Call], nested: bool) -> None:
         env, ops, hook, names = self.env, self._ops, self._hook, self._names
         for item in items:
             if type(item) is not int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +148,35 @@ class _Constrain(ReplayHook):
     def __init__(self, lowering: ConstraintLowering, without: frozenset[str], differing: frozenset[int]) -> None:
         self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
+        # What arrays were turned into on their way to operands, with these arrays: their ids must stay theirs.
+        self._between: dict[tuple[int, Spec], tuple[Any, Any]] = {}
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """See `ReplayHook.body`."""
+        outside, self._between = self._between, {}
+        try:
+            yield
+        finally:
+            self._between = outside
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         if pin is None:
             return arrays
         for position, (spec, between) in enumerate(zip(pin.operands, pin.between, strict=True)):
-            for each in (*between, *(() if spec is None else (spec,))):
-                arrays[position] = self._pin(op.inputs[position], arrays[position], each)
+            for each in between:
+                arrays[position] = self._once(op.inputs[position], arrays[position], each)
+            if spec is not None:
+                arrays[position] = self._pin(op.inputs[position], arrays[position], spec)
         return arrays
+
+    def _once(self, value: Operand, array: Any, spec: Spec) -> Any:
+        """The same pinned array for all operands: what follows from two, the partitioner would convert twice."""
+        known = self._between.get((id(array), spec))
+        if known is None:
+            known = self._between[id(array), spec] = self._pin(value, array, spec), array
+        return known[0]
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
