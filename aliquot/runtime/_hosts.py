@@ -50,6 +50,7 @@ def initialize(
 
     Raises:
         RuntimeError: from JAX, when devices were touched already or the others do not come.
+        OSError: this machine has no port left for transfers.
     """
     # Only clients of CPU devices look at this.
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)

@@ -14,10 +14,11 @@ from ..core import PlanMismatchError
 from ..cost import decode_interior
 from ..graph import Extract, Graph
 from ..plans import Plan, StagePlan, make_schedule, require_match
-from ..sharding import Choice, NodeGraph, Pin, Pins, Spec, StagedStep, make_pins
+from ..sharding import Choice, NodeGraph, Pin, Pins, Spec, StagedStep
 from ._lowering import partition
 from ._pipeline import Pipeline
 from ._pipeline_step import StageSetup, build_pipeline
+from ._plan_program import stage_pins
 from ._step import make_mesh
 
 
@@ -91,16 +92,7 @@ def _setup(
     target: Target,
     waits: bool,
 ) -> StageSetup:
-    data_axes = [stage.axis_names.index(a) for a in stage.data_axes] if waits else []
-    own = make_pins(
-        extract.graph,
-        nodes,
-        choices,
-        stage.mesh_shape,
-        reduce_scatter=target.reduce_scatter,
-        data_axes=data_axes,
-        rows_above_bytes=target.rows_above_bytes,
-    )
+    own = stage_pins(extract.graph, nodes, choices, stage, target, waits=waits)
     taken = {i.value for i in graph.inputs}
     given: dict[int, PartitionSpec] = {}
     sent: dict[int, PartitionSpec] = {}

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..cluster import Cluster, target_for
+from ..cluster import Cluster, Target, target_for
 from ..graph import Graph
-from ..plans import Plan
-from ..sharding import Choice, NodeGraph, make_pins, plan_micro_batches
+from ..plans import Plan, StagePlan
+from ..sharding import Choice, NodeGraph, Pins, make_pins, plan_micro_batches
 from ._spmd import Program, build_program
 
 
@@ -28,16 +28,7 @@ def build_plan_program(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice]
     """
     (stage,) = plan.stages
     target = target_for(Cluster.from_dict(plan.cluster).device)
-    data_axes = [stage.axis_names.index(a) for a in stage.data_axes] if plan.num_micro_batches > 1 else []
-    pins = make_pins(
-        graph,
-        nodes,
-        choices,
-        stage.mesh_shape,
-        reduce_scatter=target.reduce_scatter,
-        data_axes=data_axes,
-        rows_above_bytes=target.rows_above_bytes,
-    )
+    pins = stage_pins(graph, nodes, choices, stage, target, waits=plan.num_micro_batches > 1)
     micro_batches = None
     if plan.num_micro_batches > 1:
         sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
@@ -49,3 +40,18 @@ def build_plan_program(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice]
             on_missing_rule="replicate",
         )
     return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
+
+
+def stage_pins(
+    graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], stage: StagePlan, target: Target, *, waits: bool
+) -> Pins:
+    """Pins of a stage, as its target's compiler needs them. `waits`: whether gradients wait for the last micro-batch."""
+    return make_pins(
+        graph,
+        nodes,
+        choices,
+        stage.mesh_shape,
+        reduce_scatter=target.reduce_scatter,
+        data_axes=[stage.axis_names.index(a) for a in stage.data_axes] if waits else [],
+        rows_above_bytes=target.rows_above_bytes,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ._spec import REPLICATED, Spec
 
-# Of what a row's gather leaves, so that it is bandwidth and not latency that counts.
+# Of a whole row, so that it is bandwidth and not latency that counts.
 _LEAST_ROW_BYTES = 2**20
 
 

@@ -100,10 +100,9 @@ class Compiler:
     def __exit__(self, *error: Any) -> None:
         self._process.close()
 
-    def start(self) -> Compiler:
+    def start(self) -> None:
         """Start the process now, while the first program is still made."""
         self._process.start()
-        return self
 
     def compile(self, program: PortableProgram, *, devices_per_host: int, name: str = "") -> CompiledProgram:
         """The compiler's account of a program.

@@ -5,6 +5,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from runtime import pipelines
@@ -42,7 +43,7 @@ def workload(batch=32):
 
 
 def gathered(step, work):
-    """Shapes of what gathers leave, of the stack of kernels that are split along their last dim."""
+    """Shapes of what gathers leave."""
     text = step.prepare(work.state, work.batch).as_text()
     found = re.findall(r"f32\[([\d,]+)\][^ ]* all-gather\(", text)
     return {tuple(map(int, shape.split(","))) for shape in found}
@@ -58,6 +59,18 @@ def test_rows_are_gathered_and_not_the_stack(request):
     rows = gathered(aq.parallelize(work.train_step, plan), work)
     assert (4, 16, 24) in whole and (4, 16, 24) not in rows
     assert (16, 24) in rows and (16, 24) not in whole
+
+
+def test_a_program_for_verification_is_lowered_once(by_rows, monkeypatch, tmp_path):
+    """Its constraints of order are calls that promise later releases nothing, known beforehand."""
+    work, written = workload(), []
+    export = jax.export.export
+    monkeypatch.setattr(jax.export, "export", lambda *args, **kwargs: written.append(1) or export(*args, **kwargs))
+    plan = aq.plan(
+        work.train_step, work.state, work.batch, cluster=aq.Cluster.preset("8xcpu"), method=aq.Zero2Parallel()
+    )
+    assert aq.verify(plan, work.train_step, work.state, work.batch, cache=tmp_path).fits
+    assert len(written) == 1
 
 
 def test_stages_of_a_pipeline(monkeypatch, x64):

@@ -13,6 +13,7 @@ from aliquot.core import InputError
 from aliquot.runtime import CompiledCollective
 from aliquot.verify import CompileError, CompilerMissingError, default_cache, require_compiler, resolve_target
 from aliquot.verify import _compile as compiling
+from aliquot.verify import _verify as verifying
 from aliquot.verify import _wheels as wheels
 from aliquot.verify import _worker as working
 
@@ -92,6 +93,15 @@ def test_the_second_time_is_free(plan, cache, monkeypatch):
     assert not first.stages[0].compiled.cached and again.stages[0].compiled.cached
     assert first.stages[0].compiled_bytes == again.stages[0].compiled_bytes > 0
     assert first.fits and "fits 8 x cpu" in str(first)
+
+
+def test_the_compiler_starts_while_the_program_is_written_down(plan, cache, monkeypatch):
+    order, write = [], verifying.portable_program
+    start = compiling.CompilerProcess.start
+    monkeypatch.setattr(compiling.CompilerProcess, "start", lambda process: order.append("start") or start(process))
+    monkeypatch.setattr(verifying, "portable_program", lambda *args: order.append("write") or write(*args))
+    aq.verify(plan, train_step, *arguments(), cache=cache)
+    assert order == ["start", "write"]
 
 
 def test_no_room_for_the_cache_is_a_remark(plan, tmp_path):

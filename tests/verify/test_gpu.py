@@ -282,7 +282,7 @@ def test_groups_are_summed_along_the_axes_that_split_the_sum_first(scan, tmp_pat
 
 
 def test_planning_says_nothing_of_gpus_that_are_not_there(tmp_path):
-    """The plugin does when JAX loads it; what else is said is passed on."""
+    """The plugin does, when JAX loads it."""
     command = "plan gpt-10m --cluster 8xH100 --global-batch 8 --out".split()
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     found = subprocess.run(
