@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import random
+import re
 import socket
 import sys
 import time
@@ -52,6 +54,7 @@ def initialize(
         RuntimeError: from JAX, when devices were touched already or the others do not come.
         OSError: this machine has no port left for transfers.
     """
+    _spare_threads()
     # Only clients of CPU devices look at this.
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)
     jax.distributed.initialize(
@@ -77,6 +80,26 @@ def shutdown() -> None:
         peers.leave()
         stop_watching()
     jax.distributed.shutdown()
+
+
+def _spare_threads() -> None:
+    """Leave CPU devices a thread for transfers while programs wait for other processes.
+
+    XLA gives all that CPU devices do as many threads as there are cores or devices, and a collective keeps one for each
+    device until the others come. Where none is left, what the others wait for is never sent. A device can wait in two
+    programs at once: one of all devices here, and one of its own.
+    """
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    asked = jax.config.values["jax_num_cpu_devices"]
+    num_devices = asked if asked > 0 else int(flags[-1]) if flags else 1
+    needed, own = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")
+    if needed > (int(own) if own.isdecimal() else _num_cores()):
+        os.environ["PJRT_NPROC"] = str(needed)
+
+
+def _num_cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _open_transfers(peers: Peers) -> None:

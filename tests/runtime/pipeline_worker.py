@@ -23,10 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from runtime.pipelines import pipeline
 
 from aliquot.core import PlanMismatchError
 from aliquot.runtime import _route, initialize, shutdown
+from aliquot.runtime._arrays import stub
 from aliquot.runtime._check import compare
 from aliquot.runtime._watchdog import Peers
 
@@ -121,6 +123,33 @@ def refused(case):
     return {"refused": ""}
 
 
+def relayed(case):
+    """What two processes add up when a part of it comes to one from the other through a third, which is late.
+
+    The other has begun to add and waits, and must send nevertheless.
+    """
+    of = [[device for device in jax.devices() if device.process_index == k] for k in range(3)]
+    own, ends = jax.process_index(), [SingleDeviceSharding(devices[0]) for devices in of]
+    rows = NamedSharding(Mesh(np.array(of[1] + of[2]), ("device",)), PartitionSpec("device"))
+    total = jax.jit(jnp.sum, out_shardings=NamedSharding(rows.mesh, PartitionSpec()))
+    held = [jax.device_put(np.ones(1, np.float32), device) for device in of[own]]
+
+    def moved(array, source, target):
+        sent = array if own == source else stub((1,), ends[source], jnp.float32)
+        return jax.device_put(sent, ends[target])
+
+    found = []
+    for _ in range(2):
+        time.sleep(1 if own == 0 else 0)
+        there = moved(held[0], 1, 0)
+        back = moved(there, 0, 2)
+        if own == 2:
+            held = [back, *held[1:]]
+        if own:
+            found.append(total(jax.make_array_from_single_device_arrays((4,), rows, held)))
+    return [float(array.addressable_data(0)) for array in found]
+
+
 def endless(case):
     """Steps without end, for a test that ends one of the processes."""
     if case.pop("late", False):
@@ -146,7 +175,7 @@ def main():
     """All cases, one after the other."""
     jax.config.update("jax_enable_x64", True)
     initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=100)
-    tasks = {"equal": equal, "refused": refused, "endless": endless}
+    tasks = {"equal": equal, "refused": refused, "relayed": relayed, "endless": endless}
     say(found=[tasks[case.pop("task", task)](case) for case in cases])
     shutdown()
 

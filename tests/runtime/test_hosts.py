@@ -14,7 +14,7 @@ import pytest
 from runtime.host_worker import NUM_STEPS, batch_of, workload
 from runtime.ports import coordinator_port
 
-from aliquot.runtime._hosts import free_port
+from aliquot.runtime._hosts import _spare_threads, free_port
 
 WORKER = Path(__file__).parent / "host_worker.py"
 TIMEOUT_S = 170
@@ -66,6 +66,22 @@ def test_ports_are_never_those_of_other_processes_or_of_the_system():
         taken.bind(("127.0.0.1", free_port("127.0.0.1", 7, 16384)))
         with pytest.raises(OSError, match="no port from 16384 to 32767 is free at 127.0.0.1"):
             free_port("127.0.0.1", 7, 16384)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "threads"),
+    [
+        ("--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=4", "3", "10"),
+        ("", "3", "4"),
+        ("--xla_force_host_platform_device_count=4", "64", "64"),
+    ],
+    ids=["the last flag counts", "one device", "enough already"],
+)
+def test_cpu_devices_have_threads_to_spare(flags, given, threads, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("PJRT_NPROC", given)
+    _spare_threads()
+    assert os.environ["PJRT_NPROC"] == threads
 
 
 @functools.cache

@@ -109,6 +109,15 @@ def test_processes_train_as_one_device(count, cases, plain):
             assert by_process[-1][cases.index(case)]["kept"] < result["all"], case
 
 
+def test_what_waits_for_others_does_not_stop_what_they_wait_for(monkeypatch):
+    # As on a machine with two cores: no thread is left where both devices wait.
+    monkeypatch.setenv("PJRT_NPROC", "2")
+    with started(3, "relayed", {}) as processes:
+        printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], "".join(said[-2000:] for _, said in printed)
+    assert [json.loads(out.splitlines()[-1])["found"] for out, _ in printed] == [[[]], [[4.0, 4.0]], [[4.0, 4.0]]]
+
+
 def read(stream, lines: list[str]) -> threading.Thread:
     """Gather a process's lines as they come."""
     thread = threading.Thread(target=lambda: lines.extend(iter(stream.readline, "")), daemon=True)
