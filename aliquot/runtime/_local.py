@@ -10,7 +10,8 @@ Fourier transforms it does not split at all. Here each device transforms what it
 Constraints of an array's order in memory it gathers the array for. Here each device's piece gets one.
 
 Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies what it has, and the sums
-are reduce-scattered.
+are reduce-scattered. So are sums that are all-reduced along other axes: XLA merges all-reduces of the terms of a sum, and
+reduce-scatters, but not all-reduces behind all-reduces that it only slices.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ def product(
     mesh: Mesh,
     operands: Sequence[PartitionSpec],
     wanted: Callable[[Sequence[int]], PartitionSpec],
+    *,
+    wide_sums: bool,
 ) -> list[Any] | None:
     """A product of two arrays that are split so, its sums scattered: the result is split as `wanted` says of its shape.
 
-    None if no scattering of sums gets there.
+    None if no scattering of sums gets there. `wide_sums`: see `Pins`.
     """
     (contracted, batch) = eqn.params["dimension_numbers"]
     left, right = ([_axes(dim) for dim in spec] for spec in operands)
@@ -89,8 +92,7 @@ def product(
     def run(*pieces: Any) -> Any:
         (piece,) = bind(eqn, pieces)
         dtype = piece.dtype
-        if jnp.issubdtype(dtype, jnp.inexact):
-            # XLA's CPU backend aborts at reduce-scatters of narrow types, and all-reduces them in this one.
+        if wide_sums and jnp.issubdtype(dtype, jnp.inexact):
             piece = piece.astype(jnp.promote_types(dtype, jnp.float32))
         for dim, axes in scattered.items():
             piece = jax.lax.psum_scatter(piece, axes, scatter_dimension=dim, tiled=True)

@@ -203,7 +203,7 @@ class _Constrain(ReplayHook):
         def wanted(shape: Sequence[int]) -> PartitionSpec:
             return partition(mesh, chain[0], shape, without, minor)
 
-        found = product(op.eqn, arrays, bind, mesh, operands, wanted)
+        found = product(op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums)
         return bind(op.eqn, arrays) if found is None else found
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:

@@ -51,6 +51,7 @@ class Pins:
         values: split of each value that has one, by value index, for loop carries and the like.
         totals: what running totals of these are split like, one after the other, once they are added up over data axes.
         rows: of each value that replaces an input row by row, that input, and how either is split.
+        wide_sums: whether what products on pieces leave is scattered in float32 at least.
     """
 
     by_class: dict[int, Pin]
@@ -60,6 +61,7 @@ class Pins:
     values: dict[int, Spec]
     totals: dict[int, Landing] = field(default_factory=dict)
     rows: dict[int, tuple[int, Spec, Spec]] = field(default_factory=dict)
+    wide_sums: bool = False
 
     def of(self, op: Op) -> Pin | None:
         """The pin of an operator, or None."""
@@ -81,7 +83,8 @@ def make_pins(
     Args:
         axis_sizes: devices along each mesh axis.
         reduce_scatter: whether the compiler makes them of partial sums that become split; see `landing`. Otherwise products
-            whose sums shall be reduce-scattered are to run on each device's pieces.
+            whose sums shall be reduce-scattered are to run on each device's pieces; with it only those whose sums are
+            all-reduced along other axes: of several such terms of a sum the compiler merges just the all-reduces.
         data_axes: along which sums of gradients wait for the last micro-batch.
         rows_above_bytes: from what size on inputs are replaced row by row; see `gathered_by_rows`.
     """
@@ -112,7 +115,7 @@ def make_pins(
                 pairs.append((_looked_up(each, shape, axis_sizes), ()))
                 totals.append(())
                 continue
-            on_pieces = site.on_pieces and not reduce_scatter and _is_scattered(each, shape, axis_sizes)
+            on_pieces = site.on_pieces and _is_scattered(each, shape, axis_sizes, in_part=reduce_scatter)
             pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter or on_pieces))
             totals.append(_landing(total, shape, axis_sizes, reduce_scatter))
         chains = [chain for chain, _ in pairs]
@@ -152,6 +155,8 @@ def make_pins(
         values=values,
         totals=sums,
         rows=rows,
+        # XLA's CPU backend, which makes none itself, aborts at those of narrow types, and all-reduces them in this one.
+        wide_sums=not reduce_scatter,
     )
 
 
@@ -163,13 +168,16 @@ def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], lis
     return list(each), list(total)
 
 
-def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
-    """Whether partial sums are reduce-scattered from a result's own split towards its users', if anything does that."""
+def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], *, in_part: bool) -> bool:
+    """Whether partial sums are reduce-scattered from a result's own split towards its users', if anything does that.
+
+    Args:
+        in_part: only if others of its sums are all-reduced.
+    """
     own, wanted = specs
     arrived = landing(own, wanted, True)
-    return divides(shape, arrived, axis_sizes) and any(
-        s <= PARTIAL and d >= 0 for s, d in zip(own, arrived, strict=True)
-    )
+    scattered = {d >= 0 for s, d in zip(own, arrived, strict=True) if s <= PARTIAL}
+    return divides(shape, arrived, axis_sizes) and (scattered == {True, False} if in_part else True in scattered)
 
 
 def _landing(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool) -> Landing:

@@ -82,8 +82,9 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("wide_sums", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_what_each_device_multiplies_adds_up(case, mesh):
+def test_what_each_device_multiplies_adds_up(case, wide_sums, mesh):
     *splits, kinds = CASES[case]
     left, right, wanted = (P(*dims) for dims in splits)
     devices = mesh(4, 2)
@@ -95,7 +96,7 @@ def test_what_each_device_multiplies_adds_up(case, mesh):
         return [eqn.primitive.bind(*operands, **eqn.params)]
 
     def run(a, b):
-        return product(eqn, (a, b), bind, devices, [left, right], lambda shape: wanted)
+        return product(eqn, (a, b), bind, devices, [left, right], lambda shape: wanted, wide_sums=wide_sums)
 
     if kinds is None:
         assert run(a, b) is None

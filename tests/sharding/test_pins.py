@@ -14,7 +14,7 @@ from aliquot import zoo
 from aliquot.cluster import Cluster
 from aliquot.cost import make_problem
 from aliquot.graph import capture
-from aliquot.planners import ShardParallel, Zero2Parallel
+from aliquot.planners import ManualParallel, ShardParallel, Zero2Parallel
 from aliquot.runtime import find_collectives
 from aliquot.sharding import PARTIAL, REPLICATED, dims_of, make_pins, reshard, result_fraction, without_partial
 from aliquot.sharding._pins import _result_chain
@@ -110,6 +110,24 @@ def test_products_run_on_pieces_where_their_sums_are_scattered_and_no_compiler_d
         found = [(op.name, pins.of(op)) for op in problem.graph.ops if (pin := pins.of(op)) and pin.on_pieces]
         assert [pin.on_pieces for _, pin in found] == expected
         assert all(name == "dot_general" and max(pin.results[0][0]) >= 0 for name, pin in found)
+        assert pins.wide_sums is not reduce_scatter
+
+
+@pytest.mark.parametrize(("split", "expected"), [(("y", None), 2), ((("x", "y"), None), 0), ((None, None), 0)])
+def test_terms_of_a_sum_run_on_pieces_where_it_is_scattered_in_part(split, expected):
+    """Whatever makes reduce-scatters: of several terms a compiler merges all-reduces that are sliced only at the end."""
+
+    def step(up, gate, last, batch):
+        return 0.9 * last + jnp.tanh(batch @ up + batch @ gate)
+
+    weight, rows = jax.ShapeDtypeStruct((256, 64), jnp.float32), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    last = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    problem = make_problem(capture(step, weight, weight, last, rows), Cluster.preset("8xH100"))
+    specs = {"up": (("x", "y"), None), "gate": (("x", "y"), None), "batch": (None, ("x", "y")), "last": split}
+    decision = ManualParallel(specs=specs, mesh_shape=(4, 2)).solve(problem)
+    choices = [tuple(int(f) for f in t.choices[k]) for t, k in zip(decision.priced.nodes, decision.picks.tolist())]
+    pins = make_pins(problem.graph, problem.nodes, choices, (4, 2), reduce_scatter=True)
+    assert sum(pin.on_pieces for op in problem.graph.ops if (pin := pins.of(op))) == expected
 
 
 def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():

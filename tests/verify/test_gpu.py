@@ -221,6 +221,29 @@ def test_sums_wait_along_data_axes_alone(tmp_path):
     assert moved == {("x",): (whole / 8, whole / 8), ("y",): (4 * whole / 2, 4 * whole / 2)}
 
 
+def test_terms_of_a_sum_are_scattered_once_where_other_axes_finish_it(tmp_path):
+    """XLA merges the all-reduces of products that are added up, but not those that it slices before."""
+
+    def step(state, batch):
+        hidden = jnp.tanh(batch["a"] @ state["up"] + batch["b"] @ state["gate"])
+        return {**state, "last": 0.9 * state["last"] + hidden}, jnp.mean(hidden**2)
+
+    shape = jax.ShapeDtypeStruct
+    weights = dict.fromkeys(("up", "gate"), shape((2048, 1024), jnp.bfloat16))
+    state = {**weights, "last": shape((512, 1024), jnp.bfloat16)}
+    shapes = state, dict.fromkeys("ab", shape((512, 2048), jnp.bfloat16))
+    specs = {"state.last": ("y", None), "state.up": (("x", "y"), None), "state.gate": (("x", "y"), None)}
+    specs |= {"batch.*": (None, ("x", "y"))}
+    method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
+    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method)
+    (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
+    half = 512 * 1024 * 2 // 2
+    moved = {(e.kind, e.axes): (e.predicted_bytes, e.compiled_bytes) for e in stage.collectives}
+    assert moved[("reduce-scatter", ("y",))] == (half, half)
+    assert moved[("all-reduce", ("x",))] == (half, half)
+    assert stage.unintended == ()
+
+
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_lookups_in_a_split_table(num_micro_batches, mode, tmp_path):
