@@ -108,22 +108,34 @@ def _open_transfers(peers: Peers) -> None:
         return
     host = f"[{peers.address}]" if ":" in peers.address else peers.address
     # The address is told to the others as it stands here, so the port must be known.
-    port = free_port(peers.address, peers.process, peers.count)
+    _held.append(reserved_port(peers.address, peers.process, peers.count))
+    port = _held[-1].getsockname()[1]
     jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{port}")
     jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
 
 
-def free_port(address: str, process: int, count: int) -> int:
-    """A port that stays free until it is used, a moment later.
+# Keeps ports until the process ends: transfers go on as long.
+_held: list[socket.socket] = []
 
-    Systems hand out those from 32768 on by themselves, and no two processes of a run look at the same.
+
+def reserved_port(address: str, process: int, count: int) -> socket.socket:
+    """A socket at a port that nobody else here takes while it is open, but who asks the system to share it, as XLA does.
+
+    Two that share a port would get each other's connections. Systems hand out those from 32768 on by themselves, and no
+    two processes of a run look at the same.
     """
     ports = list(range(16384 + process, 32768, count))
     random.SystemRandom().shuffle(ports)
     for port in ports:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
-            probe.bind((address, port))
-            return port
+        found = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            found.bind((address, port))
+        except OSError:
+            found.close()
+            continue
+        # Only from now on: at a port that is shared already it would have found room.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        return found
     raise OSError(f"no port from 16384 to 32767 is free at {address}")
 
 

@@ -1,5 +1,6 @@
 """Two and four processes on this machine train as one device does."""
 
+import contextlib
 import functools
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 from runtime.host_worker import NUM_STEPS, batch_of, workload
 from runtime.ports import coordinator_port
 
-from aliquot.runtime._hosts import _spare_threads, free_port
+from aliquot.runtime._hosts import _spare_threads, reserved_port
 
 WORKER = Path(__file__).parent / "host_worker.py"
 TIMEOUT_S = 170
@@ -60,12 +61,24 @@ def test_several_processes_train_as_one_device(count, mesh, num_micro_batches):
 
 
 def test_ports_are_never_those_of_other_processes_or_of_the_system():
-    assert {free_port("127.0.0.1", 1, 3) % 3 for _ in range(20)} == {(16384 + 1) % 3}
-    # One port in all: the first is taken, the other would be the system's.
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port("127.0.0.1", 7, 16384)))
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(reserved_port("127.0.0.1", 1, 3)).getsockname()[1] for _ in range(20)]
+        assert {port % 3 for port in found} == {(16384 + 1) % 3} and len(set(found)) == 20
+    # One port in all: whoever holds it, the other would be the system's.
+    with reserved_port("127.0.0.1", 7, 16384) as held:
         with pytest.raises(OSError, match="no port from 16384 to 32767 is free at 127.0.0.1"):
-            free_port("127.0.0.1", 7, 16384)
+            reserved_port("127.0.0.1", 7, 16384)
+        # Transfers listen there nevertheless, and connections are theirs alone.
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(held.getsockname())
+            listener.listen()
+            for _ in range(20):
+                with socket.create_connection(held.getsockname()), listener.accept()[0]:
+                    pass
+            held.close()
+            with pytest.raises(OSError, match="no port"):
+                reserved_port("127.0.0.1", 7, 16384)
 
 
 @pytest.mark.parametrize(
