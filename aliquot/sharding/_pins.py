@@ -155,7 +155,7 @@ def make_pins(
         values=values,
         totals=sums,
         rows=rows,
-        # XLA's CPU backend, which makes none itself, aborts at those of narrow types, and all-reduces them in this one.
+        # As XLA's CPU backend, which makes none itself, all-reduces narrow types, and as they are priced there.
         wide_sums=not reduce_scatter,
     )
 

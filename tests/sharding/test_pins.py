@@ -115,7 +115,7 @@ def test_products_run_on_pieces_where_their_sums_are_scattered_and_no_compiler_d
 
 @pytest.mark.parametrize(("split", "expected"), [(("y", None), 2), ((("x", "y"), None), 0), ((None, None), 0)])
 def test_terms_of_a_sum_run_on_pieces_where_it_is_scattered_in_part(split, expected):
-    """Whatever makes reduce-scatters: of several terms a compiler merges all-reduces that are sliced only at the end."""
+    """A compiler that makes reduce-scatters merges only the all-reduces of several such terms."""
 
     def step(up, gate, last, batch):
         return 0.9 * last + jnp.tanh(batch @ up + batch @ gate)
