@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aliquot.core import with_xla_flags
+
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("aliquot", "jax", "jaxlib", "flax", "optax", "highspy", "numpy")
 _DEVICE_FLAGS = {
@@ -42,8 +44,7 @@ def use_eight_devices(*, fast_code: bool = True) -> None:
         fast_code: whether to spend time on machine code that runs fast.
     """
     flags = _DEVICE_FLAGS if fast_code else _DEVICE_FLAGS | _PLAIN_CODE_FLAGS
-    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.split("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, *(f"{name}={value}" for name, value in flags.items())])
+    os.environ["XLA_FLAGS"] = with_xla_flags(os.environ.get("XLA_FLAGS", ""), flags)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 

@@ -3,6 +3,8 @@
 import gc
 import os
 
+from aliquot.core import with_xla_flags
+
 # All of this must stand before JAX is first imported. Workers share few cores, so each keeps its kernels on one thread.
 # Programs of tests run a few times on a few numbers: fast machine code would cost more than it saves, and so would the
 # emitters of fusions, which take half of the time to compile. What XLA makes of a program and its collectives do not
@@ -14,8 +16,7 @@ _FLAGS = {
     "--xla_llvm_disable_expensive_passes": "true",
     "--xla_cpu_use_fusion_emitters": "false",
 }
-_kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in _FLAGS]
-os.environ["XLA_FLAGS"] = " ".join([*_kept, *(f"{name}={value}" for name, value in _FLAGS.items())])
+os.environ["XLA_FLAGS"] = with_xla_flags(os.environ.get("XLA_FLAGS", ""), _FLAGS)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_X64"] = "0"
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -14,6 +14,7 @@ from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
 from ._jax_compat import coordination_client as coordination_client
+from ._jax_compat import scan_counts as scan_counts
 from ._layers import Layers as Layers
 from ._layers import cut_alike as cut_alike
 from ._layers import cut_layers as cut_layers

@@ -150,7 +150,7 @@ class _Replay:
     def _scan(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
         (block,) = call.blocks
         params = call.eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = compat.scan_counts(params)
         split = num_consts + num_carry
 
         def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -176,7 +176,7 @@ class Inliner:
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
     ) -> tuple[Operand, ...]:
         p = eqn.params
-        num_consts, num_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        (num_consts, num_carry), length = compat.scan_counts(p), p["length"]
         body, consts = compat.open_body(p["jaxpr"])
         inner_trips = trips * length
         init = operands[num_consts : num_consts + num_carry]

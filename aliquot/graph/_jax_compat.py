@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,13 @@ _INLINED_CALLS = frozenset(
         "custom_vjp_call",
         "custom_vjp_call_jaxpr",
         "custom_lin",
+        "eval_jaxpr",
         "xla_call",
     }
 )
 # Not annotated in JAX.
 _shape_struct: Any = jax.ShapeDtypeStruct
-_PLACEMENTS = frozenset({"reshard", "sharding_constraint"})
+_PLACEMENTS = frozenset({"layout_constraint", "relayout", "reshard", "sharding_constraint"})
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -38,7 +39,11 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> jex.ClosedJaxpr:
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, with what makes JAX treat it as a Python number if it came from one."""
-    struct: jax.ShapeDtypeStruct = _shape_struct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    dtype = leaf.dtype
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        # 64 bits become 32 unless JAX is told to keep them, as when the array itself is passed.
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    struct: jax.ShapeDtypeStruct = _shape_struct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
     return struct
 
 
@@ -76,6 +81,15 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
         if body is not None:
             return *open_body(body), range(len(eqn.invars))
     return None
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Number of constants and of carried values among the operands of a scan, from the equation's parameters."""
+    if "ft_in" in params:
+        # Since 0.11 the operands are a tree of constants, carry and slices.
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return int(params["num_consts"]), int(params["num_carry"])
 
 
 def open_body(body: Any) -> tuple[Any, Sequence[Any]]:

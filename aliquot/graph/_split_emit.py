@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from . import _jax_compat as compat
 from ._split_equations import Equations, joint, with_rows
 from ._split_reach import is_split, opens
 from ._split_rules import Local, local_rule
@@ -238,7 +239,7 @@ class Emitter:
 
     def _scan(self, call: Call, place: _Place) -> None:
         params = call.eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = compat.scan_counts(params)
         first = num_consts + num_carry
         consts = self._read_all(call, call.inputs[:num_consts], 0, place)
         carry = self._read_all(call, call.inputs[num_consts:first], num_consts, place)
@@ -264,7 +265,7 @@ class Emitter:
     ) -> list[int]:
         """One loop: the whole of it, or the piece of that number, whose stacked results are declared."""
         params = eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = compat.scan_counts(params)
         (block,) = call.blocks
         body = place.loop(params["length"], call.eqn.params["length"])
         inner = self.arrays.declare_whole(block.inputs[num_consts:])

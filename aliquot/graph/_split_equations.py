@@ -53,7 +53,8 @@ class Equations:
         known = self._known.get((id(eqn), rows))
         if known is None:
             params = eqn.params
-            first, carried = params["num_consts"] + params["num_carry"], params["num_carry"]
+            num_consts, carried = compat.scan_counts(params)
+            first = num_consts + carried
             known = eqn.replace(
                 invars=[*eqn.invars[:first], *(_on_rows(v, rows) for v in eqn.invars[first:])],
                 outvars=[*eqn.outvars[:carried], *(_on_rows(v, rows) for v in eqn.outvars[carried:])],

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..core import InputError
+from . import _jax_compat as compat
 from ._split_rules import local_rule
 from ._types import Block, Call, Graph, Op, Operand, Phase, Role
 
@@ -32,7 +33,8 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
     links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
     found = []
     for call in _forward_scans(graph):
-        bound = call.blocks[0].inputs[call.eqn.params["num_consts"] :]
+        num_consts, _ = compat.scan_counts(call.eqn.params)
+        bound = call.blocks[0].inputs[num_consts:]
         ends = [links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
         found.append(LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1))
     return tuple(found)
@@ -80,14 +82,10 @@ def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
 # ---- what is tied to what --------------------------------------------------------------------------------------------
 
 
-def _num_unstacked(call: Call) -> int:
-    params = call.eqn.params
-    return int(params["num_consts"] + params["num_carry"])
-
-
 def _stacked_operands(call: Call) -> list[Operand]:
     """What a scan takes a slice of in each step, and what it stacks."""
-    return [*call.inputs[_num_unstacked(call) :], *call.outputs[call.eqn.params["num_carry"] :]]
+    num_consts, num_carry = compat.scan_counts(call.eqn.params)
+    return [*call.inputs[num_consts + num_carry :], *call.outputs[num_carry:]]
 
 
 def opens(call: Call) -> bool:
@@ -167,7 +165,7 @@ def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
     return [
         call
         for call in calls
-        if any(v in marked[call.eqn.params["length"]] for v in call.inputs[_num_unstacked(call) :])
+        if any(v in marked[call.eqn.params["length"]] for v in call.inputs[sum(compat.scan_counts(call.eqn.params)) :])
     ]
 
 

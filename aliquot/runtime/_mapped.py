@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..graph import Block, Call, Graph, Literal, Operand
+from ..graph import Block, Call, Graph, Literal, Operand, scan_counts
 
 
 def differing(graph: Graph, given: Iterable[int]) -> frozenset[int]:
@@ -30,8 +30,7 @@ def _call(graph: Graph, call: Call, found: set[int]) -> None:
         case "scan":
             (block,) = call.blocks
             _pass(call.inputs, block.inputs, found)
-            first = call.eqn.params["num_consts"]
-            count = call.eqn.params["num_carry"]
+            first, count = scan_counts(call.eqn.params)
             _loop(graph, block, block.inputs[first : first + count], found)
             _pass(block.outputs, call.outputs, found)
         case "while":

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value
+from ..graph import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value, scan_counts
 from ..sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims
 from ._layout import Layout
 
@@ -400,9 +400,12 @@ class _Rewriter:
         else:
             (*conditions, body) = blocks
             params = call.eqn.params
-            first = params["num_consts"] if call.kind == "scan" else params["body_nconsts"]
-            before = first if call.kind == "scan" else first + params["cond_nconsts"]
-            count = params["num_carry"] if call.kind == "scan" else len(call.outputs)
+            if call.kind == "scan":
+                first, count = scan_counts(params)
+                before = first
+            else:
+                first, count = params["body_nconsts"], len(call.outputs)
+                before = first + params["cond_nconsts"]
             carried = [v for v in body.inputs[first : first + count] if isinstance(v, int)]
             for k, inner in enumerate(carried):
                 inputs[before + k] = self._match(inputs[before + k], inner, out)

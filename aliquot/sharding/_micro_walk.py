@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role
+from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role, scan_counts
 from ._micro_calls import first_op, ops_of, phase_of, standing_for
 from ._rule import DimRule, dim_rule
 from ._time_specs import (
@@ -412,8 +412,7 @@ class Walk:
 
     def _scan(self, call: Call, specs: Sequence[TimeSpec], depth: int) -> None:
         (block,) = call.blocks
-        params = call.eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_counts(call.eqn.params)
         split = num_consts + num_carry
         free = self._is_free(call.inputs)
         for outer, inner in zip(specs[split:], block.inputs[split:], strict=True):

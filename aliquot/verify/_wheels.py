@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..core import AliquotError
+from ..core import AliquotError, with_xla_flags
 from ._targets import CompileTarget
 
 _GPU_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
@@ -36,7 +36,7 @@ def require_compiler(target: CompileTarget) -> Mapping[str, str]:
 # guesses: a third of its time, and for some shapes it finds none and gives up. Tuned, large products are mostly calls of
 # cuBLAS, and this makes all of them that. Collectives stay the same; memory grows by a workspace (22 MiB of 9.6 GiB for
 # GPT-1.3B on 8 H100).
-_UNTUNED = "--xla_gpu_enable_triton_gemm=false"
+_UNTUNED = {"--xla_gpu_enable_triton_gemm": "false"}
 
 
 def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
@@ -55,7 +55,7 @@ def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
     folder = _cuda_folder()
     if folder is None:
         raise _missing(target, "the assembler of nvidia-cuda-nvcc-cu12", "verify-gpu", f"--no-deps {fitting}")
-    return {"XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder} {_UNTUNED}"}
+    return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", _UNTUNED)}
 
 
 def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from graph.layer_scans import LAYERS, SCANS, batch, block, params, plain, training
 
-from aliquot.core import InputError
+from aliquot.core import InputError, known_xla_flags
 from aliquot.graph import (
     Call,
     Literal,
@@ -46,7 +46,8 @@ def small(graph):
 def run(graph, arrays, emitters=False):
     """Outputs of a graph, compiled quickly rather than well."""
     lowered = jax.jit(lambda flat: evaluate(graph, flat)).lower(arrays)
-    return lowered.compile(compiler_options={"xla_cpu_use_fusion_emitters": emitters})(arrays)
+    options = {"xla_cpu_use_fusion_emitters": emitters} if known_xla_flags(["--xla_cpu_use_fusion_emitters"]) else {}
+    return lowered.compile(compiler_options=options)(arrays)
 
 
 def assert_splits(graph, bounds, arrays, rounded=False, emitters=False):

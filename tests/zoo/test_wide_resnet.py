@@ -43,8 +43,11 @@ def forward_flops(jaxpr):
     """Two for each point of a result and each number that is summed into it."""
     flops = 0
     for eqn in jaxpr.eqns:
-        inner = [value.jaxpr for value in eqn.params.values() if isinstance(value, jax.extend.core.ClosedJaxpr)]
-        inner += [value for value in eqn.params.values() if isinstance(value, jax.extend.core.Jaxpr)]
+        inner = [
+            getattr(value, "jaxpr", value)
+            for value in eqn.params.values()
+            if isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)
+        ]
         flops += sum(map(forward_flops, inner))
         points = math.prod(eqn.outvars[0].aval.shape)
         if eqn.primitive.name == "conv_general_dilated":
