@@ -25,7 +25,8 @@ def with_xla_flags(current: str, flags: Mapping[str, str]) -> str:
 def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
     """Those of the options that the installed XLA has, each written with leading dashes.
 
-    Their names stand in its library as C strings. Nothing public lists the options, and asking XLA takes a process: it parses them once and aborts at an unknown one.
+    Their names stand in its library as C strings. Nothing public lists the options, and asking XLA takes a
+    process: it parses them once and aborts at an unknown one.
     """
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:

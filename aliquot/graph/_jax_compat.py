@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
+# Since 0.11 one class stands for open and closed jaxprs, and the other name for it is about to go.
+_CLOSED_JAXPR: Any = getattr(jex, "ClosedJaxpr", jex.Jaxpr)
 # Where a call-like primitive keeps the jaxpr it calls. The key's name has changed between releases.
 _CALL_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _INLINED_CALLS = frozenset(
@@ -27,20 +30,20 @@ _INLINED_CALLS = frozenset(
 )
 # Not annotated in JAX.
 _shape_struct: Any = jax.ShapeDtypeStruct
+_HIGH_LEVEL = frozenset({"call_hi_primitive", "call_hi_primitive_linearized"})
 _PLACEMENTS = frozenset({"layout_constraint", "relayout", "reshard", "sharding_constraint"})
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 
-def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> jex.ClosedJaxpr:
+def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes."""
-    closed: jex.ClosedJaxpr = jax.make_jaxpr(fn)(*leaves)
-    return closed
+    return jax.make_jaxpr(fn)(*leaves)
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, with what makes JAX treat it as a Python number if it came from one."""
     dtype = leaf.dtype
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
         # 64 bits become 32 unless JAX is told to keep them, as when the array itself is passed.
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     struct: jax.ShapeDtypeStruct = _shape_struct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
@@ -74,6 +77,11 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
         body, consts = open_body(params["jaxprs"].solve)
         given = (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars)))
         return body, consts, given
+    if eqn.primitive.name in _HIGH_LEVEL:
+        # Since 0.12 some functions of jax.numpy are traced as one equation, which knows what it is made of.
+        structs = [_shape_struct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        closed = jax.make_jaxpr(lambda *arrays: list(eqn.primitive.to_lojax(*arrays, **params)))(*structs)
+        return *open_body(closed), range(len(eqn.invars))
     if eqn.primitive.name not in _INLINED_CALLS:
         return None
     for key in _CALL_BODY_KEYS:
@@ -94,7 +102,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def open_body(body: Any) -> tuple[Any, Sequence[Any]]:
     """An open jaxpr and its constants, whether `body` is open or closed."""
-    if isinstance(body, jex.ClosedJaxpr):
+    if isinstance(body, _CLOSED_JAXPR):
         return body.jaxpr, body.consts
     return body, ()
 
@@ -103,7 +111,7 @@ def holds_jaxpr(value: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, or a sequence of them."""
     if isinstance(value, tuple | list) and value:
         return all(holds_jaxpr(part) for part in value)
-    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+    return isinstance(value, jex.Jaxpr | _CLOSED_JAXPR)
 
 
 def is_literal(atom: Any) -> bool:

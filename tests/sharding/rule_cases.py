@@ -106,6 +106,14 @@ ELEMENTWISE |= {
     "xor": (lax.bitwise_xor, (B, C)),
     "zeta": (lambda x, y: lax.zeta(x + 1.5, y), (X, Y)),
 }
+# Primitives of releases after the oldest supported one.
+RECENT = {
+    "log2": (lambda x: lax.log2(x), (X,)),
+    "one_minus_square": (lambda x: lax.one_minus_square(x), (X,)),
+    "polynomial": (lambda x, y: lax.polynomial(x, [y, x, y]), (X, Y)),
+}
+ABSENT = {name for name in RECENT if not hasattr(jax.extend.core.primitives, f"{name}_p")}
+ELEMENTWISE |= {name: case for name, case in RECENT.items() if name not in ABSENT}
 for name in ("eq_to", "le_to", "lt_to"):
     ELEMENTWISE[name] = (getattr(jax.extend.core.primitives, f"{name}_p").bind, (X, Y))
 
