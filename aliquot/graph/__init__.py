@@ -4,6 +4,8 @@ from ._calling import FlatCall as FlatCall
 from ._calling import calling_of as calling_of
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
+from ._checks import is_check as is_check
+from ._checks import raises as raises
 from ._dataflow import Item as Item
 from ._dataflow import items_of as items_of
 from ._evaluate import ReplayHook as ReplayHook

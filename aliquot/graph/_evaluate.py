@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core import InputError
 from . import _jax_compat as compat
+from ._checks import any_row, is_check, raises
 from ._types import Block, Call, Graph, Literal, Op, Operand
 
 
@@ -100,6 +101,8 @@ class _Replay:
             op = ops[item]
             arrays: Sequence[Any] = [env[i] if type(i) is int else i.value for i in op.inputs]  # type: ignore[union-attr]
             # JAX puts the names of a structured operator before those of its body by itself.
+            if op.name == "pure_callback" and raises(op.eqn):
+                arrays = [any_row(a) for a in arrays]
             name_stack = None if nested else names.get(op.scope)
             if hook is None:
                 results: Sequence[Any] = compat.bind(op.eqn, arrays, name_stack)
@@ -218,7 +221,8 @@ class _Replay:
 
             return run
 
-        results: Sequence[Any] = jax.lax.switch(arrays[0], [branch(block) for block in call.blocks])
+        index = any_row(arrays[0]) if is_check(call.eqn) else arrays[0]
+        results: Sequence[Any] = jax.lax.switch(index, [branch(block) for block in call.blocks])
         return results
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import _jax_compat as compat
+from ._checks import opened_branches
 from ._phases import Draft
 from ._types import Block, Call, Literal, Operand, Value
 
@@ -220,8 +221,7 @@ class Inliner:
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
     ) -> tuple[Operand, ...]:
         blocks = []
-        for branch in eqn.params["branches"]:
-            body, consts = compat.open_body(branch)
+        for body, consts in opened_branches(eqn):
             blocks.append(self._block(body, consts, operands[1:], scope, trips, region))
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
         for k, result in enumerate(results):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,21 +14,26 @@ from jax.extend import source_info_util
 # Since 0.11 one class stands for open and closed jaxprs, and the other name for it is about to go.
 _CLOSED_JAXPR: Any = getattr(jex, "ClosedJaxpr", jex.Jaxpr)
 # Where a call-like primitive keeps the jaxpr it calls. The key's name has changed between releases.
-_CALL_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALL_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
 _INLINED_CALLS = frozenset(
     {
         "jit",
         "pjit",
         "closed_call",
+        "composite",
         "core_call",
         "custom_jvp_call",
         "custom_vjp_call",
         "custom_vjp_call_jaxpr",
         "custom_lin",
+        "custom_vmap_call",
         "eval_jaxpr",
+        "linear_call",
         "xla_call",
     }
 )
+# Libraries whose primitives run, on every backend, what their implementation traces to.
+_TRACED_LIBRARIES = ("equinox.", "jax.experimental.sparse.")
 # Not annotated in JAX.
 _shape_struct: Any = jax.ShapeDtypeStruct
 _HIGH_LEVEL = frozenset({"call_hi_primitive", "call_hi_primitive_linearized"})
@@ -82,6 +88,9 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
         structs = [_shape_struct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         closed = jax.make_jaxpr(lambda *arrays: list(eqn.primitive.to_lojax(*arrays, **params)))(*structs)
         return *open_body(closed), range(len(eqn.invars))
+    traced = _traced(eqn.primitive)
+    if traced is not None:
+        return _implementation(eqn, traced)
     if eqn.primitive.name not in _INLINED_CALLS:
         return None
     for key in _CALL_BODY_KEYS:
@@ -89,6 +98,39 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
         if body is not None:
             return *open_body(body), range(len(eqn.invars))
     return None
+
+
+def _traced(primitive: Any) -> Callable[..., Any] | None:
+    """The implementation in JAX that the primitive is lowered by tracing, if it is.
+
+    So are Equinox's, those that other libraries make with its `create_vprim` (their batched form too), and sparse arrays'.
+    A primitive that somebody made by himself may be lowered to anything, and stays closed.
+    """
+    found: Callable[..., Any] = primitive.impl
+    if primitive.name == "bcoo_dot_general":
+        # Its lowering for CPUs and TPUs, and for GPUs unless JAX is told to use cuSPARSE.
+        found = getattr(sys.modules.get("jax.experimental.sparse.bcoo"), "_bcoo_dot_general_impl", found)
+    if getattr(found, "__module__", "").startswith(_TRACED_LIBRARIES):
+        return found
+    made = sys.modules.get("equinox.internal._primitive")
+    return found if primitive in getattr(made, "_vprim_impl_registry", ()) else None
+
+
+def _implementation(eqn: Any, traced: Callable[..., Any]) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
+    """What a primitive's implementation traces to, if it does not look at values."""
+
+    def run(*arrays: Any) -> Sequence[Any]:
+        out = traced(*arrays, **eqn.params)
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    weak = [getattr(v.aval, "weak_type", False) for v in eqn.invars]
+    structs = [_shape_struct(v.aval.shape, v.aval.dtype, weak_type=w) for v, w in zip(eqn.invars, weak, strict=True)]
+    try:
+        with eqn.ctx.manager:
+            closed = jax.make_jaxpr(run)(*structs)
+    except jax.errors.JAXTypeError:
+        return None
+    return *open_body(closed), range(len(structs))
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

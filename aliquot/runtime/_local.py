@@ -5,7 +5,7 @@ groups groups of features. The partitioner gathers such images from all devices,
 And of a convolution with one input channel in each group of features that is split over the groups it gets wrong what it
 computes where the features of image and result are not at the same position.
 
-Fourier transforms it does not split at all. Here each device transforms what it has.
+Fourier transforms and triangular systems it does not split at all. Here each device runs what it has.
 
 Constraints of an array's order in memory it gathers the array for. Here each device's piece gets one.
 
@@ -25,6 +25,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
+from ..sharding import DimRule
+
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """Runs an equation on operands."""
 
@@ -32,23 +34,42 @@ Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 def convolution(eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]) -> list[Any]:
     """A convolution, of which a `vmap` along these mesh axes may give each group of devices its own operands."""
 
-    def run(*operands: Any) -> Any:
-        return _with_features_in_place(eqn, operands, bind)
+    def run(*operands: Any) -> list[Any]:
+        return [_with_features_in_place(eqn, operands, bind)]
 
     whole = [PartitionSpec()] * len(arrays)
-    return [_on_pieces(run, arrays, mesh, groups, whole, PartitionSpec())]
+    return list(_on_pieces(run, arrays, mesh, groups, whole, [PartitionSpec()]))
 
 
-def transform(
-    eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str], split: PartitionSpec
+def on_pieces(
+    eqn: Any,
+    arrays: Sequence[Any],
+    bind: Bind,
+    mesh: Mesh,
+    groups: Sequence[str],
+    rule: DimRule,
+    given: Sequence[PartitionSpec | None],
 ) -> list[Any]:
-    """A Fourier transform of an array that is split so, along dims that are not transformed; `groups` as above."""
+    """An operator on the pieces that each device has of its operands, as its rule allows; `groups` as above.
 
-    def run(*operands: Any) -> Any:
-        (result,) = bind(eqn, operands)
-        return result
+    Args:
+        rule: the rule of the operator; factors that it reduces are not split.
+        given: how the operands are split, None for one that is as the others want it.
+    """
+    cut: dict[str, tuple[str, ...]] = {}
+    for dims, spec in zip(rule.operands, given, strict=True):
+        for names, axes in zip(dims, spec or (), strict=False):
+            if names[0].islower() and names[0] not in rule.reduced:
+                cut.setdefault(names[0], _axes(axes))
+    ins, outs = (
+        [PartitionSpec(*(cut.get(names[0], ()) for names in dims)) for dims in side]
+        for side in (rule.operands, rule.results)
+    )
 
-    return [_on_pieces(run, arrays, mesh, groups, [split], split)]
+    def run(*operands: Any) -> list[Any]:
+        return list(bind(eqn, operands))
+
+    return list(_on_pieces(run, arrays, mesh, groups, ins, outs))
 
 
 def product(
@@ -119,40 +140,45 @@ def _axes(dim: Any) -> tuple[str, ...]:
 
 
 def _on_pieces(
-    run: Callable[..., Any],
+    run: Callable[..., list[Any]],
     arrays: Sequence[Any],
     mesh: Mesh,
     groups: Sequence[str],
     operands: Sequence[PartitionSpec],
-    result: PartitionSpec,
-) -> Any:
+    results: Sequence[PartitionSpec],
+) -> Sequence[Any]:
     """What `run` makes of the pieces of arrays that are split so, of each group's arrays under a `vmap` over groups."""
 
-    def mapped(function: Callable[..., Any], ins: Sequence[PartitionSpec], out: PartitionSpec, *given: Any) -> Any:
-        axes = {axis for spec in (*ins, out) for dim in spec for axis in _axes(dim)}
+    def mapped(
+        function: Callable[..., list[Any]], ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], *given: Any
+    ) -> Sequence[Any]:
+        axes = {axis for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
         if not axes:
             return function(*given)
-        return jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=out, axis_names=axes, check_vma=False)(
-            *given
+        local = jax.shard_map(
+            function, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), axis_names=axes, check_vma=False
         )
+        made: Sequence[Any] = local(*given)
+        return made
 
     if not groups:
-        return mapped(run, operands, result, *arrays)
+        return mapped(run, operands, results, *arrays)
 
     @custom_vmap
-    def alone(*given: Any) -> Any:
-        return mapped(run, operands, result, *given)
+    def alone(*given: Any) -> Sequence[Any]:
+        return mapped(run, operands, results, *given)
 
     @alone.def_vmap
-    def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, bool]:
-        def own(*mine: Any) -> Any:
-            return run(*(a[0] if b else a for a, b in zip(mine, batched, strict=True)))[None]
+    def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, list[bool]]:
+        def own(*mine: Any) -> list[Any]:
+            return [r[None] for r in run(*(a[0] if b else a for a, b in zip(mine, batched, strict=True)))]
 
         lead = tuple(groups)
         ins = [PartitionSpec(lead, *spec) if b else spec for spec, b in zip(operands, batched, strict=True)]
-        return mapped(own, ins, PartitionSpec(lead, *result), *given), True
+        return mapped(own, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [True] * len(results)
 
-    return alone(*arrays)
+    made: Sequence[Any] = alone(*arrays)
+    return made
 
 
 def _with_features_in_place(eqn: Any, arrays: Sequence[Any], bind: Bind) -> Any:

@@ -12,9 +12,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import Graph, Op, Operand, ReplayHook, evaluate
-from ..sharding import REPLICATED, Pin, Pins, Spec, dims_of, without_partial
-from ._local import Bind, convolution, in_plain_order, product, transform
+from ..sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, without_partial
+from ._local import Bind, convolution, in_plain_order, on_pieces, product
 from ._mapped import differing
+
+_ON_PIECES = ("fft", "triangular_solve")
 
 
 class AbstractLowering(abc.ABC):
@@ -76,7 +78,7 @@ class ConstraintLowering(AbstractLowering):
         mapped: Collection[int] = (),
     ) -> list[Any]:
         """See `AbstractLowering.replay`."""
-        found = evaluate(graph, arrays, on_op=_Constrain(self, without, differing(graph, mapped)))
+        found = evaluate(graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped)))
         if self.pins.rows:
             given = {item.value: array for item, array in zip(graph.inputs, arrays, strict=True)}
             for position, output in enumerate(graph.outputs):
@@ -145,7 +147,10 @@ def _of_row(spec: Spec) -> Spec:
 class _Constrain(ReplayHook):
     """Pins every operand, then every result, one split after the other."""
 
-    def __init__(self, lowering: ConstraintLowering, without: frozenset[str], differing: frozenset[int]) -> None:
+    def __init__(
+        self, lowering: ConstraintLowering, graph: Graph, without: frozenset[str], differing: frozenset[int]
+    ) -> None:
+        self._graph = graph
         self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
         # What arrays were turned into on their way to operands, with these arrays: their ids must stay theirs.
@@ -180,19 +185,19 @@ class _Constrain(ReplayHook):
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
-        on_pieces = pin is not None and pin.on_pieces
-        if not on_pieces and op.name not in ("conv_general_dilated", "fft"):
+        sums_scattered = pin is not None and pin.on_pieces
+        if not sums_scattered and op.name not in ("conv_general_dilated", *_ON_PIECES):
             return bind(op.eqn, arrays)
         mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))
         without = self._without if differs else frozenset()
-        if pin is not None and on_pieces:
+        if pin is not None and sums_scattered:
             return self._product(pin, op, arrays, bind, without)
         groups = [str(name) for name in mesh.axis_names if name in without]
         if op.name == "conv_general_dilated":
             return convolution(op.eqn, arrays, bind, mesh, groups)
-        spec = pin.operands[0] if pin is not None else None
-        split = PartitionSpec() if spec is None else partition(mesh, spec, arrays[0].shape, without)
-        return transform(op.eqn, arrays, bind, mesh, groups, split)
+        given = pin.operands if pin is not None else [None] * len(arrays)
+        splits = [s if s is None else partition(mesh, s, a.shape, without) for s, a in zip(given, arrays, strict=True)]
+        return on_pieces(op.eqn, arrays, bind, mesh, groups, dim_rule(op, self._graph), splits)
 
     def _product(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]) -> Sequence[Any]:
         mesh, (chain,), (minor,) = self._lowering.mesh, pin.results, pin.minor

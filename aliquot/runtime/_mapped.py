@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..graph import Block, Call, Graph, Literal, Operand, scan_counts
+from ..graph import Block, Call, Graph, Literal, Operand, is_check, scan_counts
 
 
 def differing(graph: Graph, given: Iterable[int]) -> frozenset[int]:
@@ -50,7 +50,7 @@ def _call(graph: Graph, call: Call, found: set[int]) -> None:
             _pass(block.outputs, call.outputs, found)
             _pass(carried, call.outputs, found)
         case "cond":
-            chosen_apart = _any(call.inputs[:1], found)
+            chosen_apart = _any(call.inputs[:1], found) and not is_check(call.eqn)
             for block in call.blocks:
                 _pass(call.inputs[1:], block.inputs, found)
                 if chosen_apart:

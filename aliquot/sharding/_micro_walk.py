@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role, scan_counts
+from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role, is_check, scan_counts
 from ._micro_calls import first_op, ops_of, phase_of, standing_for
 from ._rule import DimRule, dim_rule
 from ._time_specs import (
@@ -443,7 +443,9 @@ class Walk:
             self._set(out, self.spec(inner), free, depth)
 
     def _cond(self, call: Call, specs: Sequence[TimeSpec], depth: int) -> None:
-        if specs[0].kind is not TimeKind.EQUAL:
+        # A check finds what any part finds, so each part may check itself.
+        checks = specs[0].kind in (TimeKind.OR, TimeKind.MAX) and is_check(call.eqn)
+        if specs[0].kind is not TimeKind.EQUAL and not checks:
             self._violate(call, "it branches on a value of the batch")
         for block in call.blocks:
             self._items(block.items, _LOOP)

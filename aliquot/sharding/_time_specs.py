@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..graph import Op
+from ..graph import Op, raises
 from ._rule import DimRule
 
 
@@ -37,6 +37,7 @@ class TimeKind(enum.StrEnum):
     WHOLE = "whole"
 
 
+_REARRANGING = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})
 REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND, TimeKind.OR})
 
 
@@ -130,7 +131,10 @@ def follow(
     if op.name in ("optimization_barrier", "device_put"):
         return _checked(Followed(results=tuple(specs)), shapes, parts)
     if kinds & REDUCTIONS:
-        return "it uses a reduction over the batch, which is known only after the last micro-batch"
+        through = _through_reduction(op, specs)
+        if through is None:
+            return "it uses a reduction over the batch, which is known only after the last micro-batch"
+        return _checked(Followed(results=(TimeSpec(kind=through),) * len(shapes)), shapes, parts)
     if TimeKind.SUM in kinds:
         outcome = _of_sums(rule, specs, len(shapes))
     elif TimeKind.SPLIT in kinds:
@@ -138,6 +142,32 @@ def follow(
     else:
         return _of_equals(op, specs, shapes, parts)
     return outcome if isinstance(outcome, str) else _checked(outcome, shapes, parts)
+
+
+def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
+    """How the results of an operator on each part's maximum (any truth, ...) make up its result on the whole batch's.
+
+    None where they do not, as for whatever does not grow with its operand.
+    """
+    reduced = [spec.kind for spec in specs if spec.kind is not TimeKind.EQUAL]
+    (kind, *others) = set(reduced)
+    if others or kind not in REDUCTIONS:
+        return None
+    truth = kind in (TimeKind.OR, TimeKind.AND)
+    if op.eqn is not None and raises(op.eqn):
+        # Which of several messages is shown.
+        return TimeKind.EQUAL
+    if op.name == "convert_element_type":
+        if not truth:
+            return kind if str(op.params["new_dtype"]) != "bool" else None
+        as_number = TimeKind.MAX if kind is TimeKind.OR else TimeKind.MIN
+        return kind if str(op.params["new_dtype"]) == "bool" else as_number
+    if op.name == "not" and truth:
+        return TimeKind.AND if kind is TimeKind.OR else TimeKind.OR
+    if op.name in _REARRANGING or op.name in (kind.value, f"reduce_{kind.value}"):
+        return kind
+    mixed = ("or", "and") if truth else ("max", "min")
+    return kind if op.name in mixed and len(reduced) == 1 and kind is not TimeKind.PROD else None
 
 
 def _checked(outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:

@@ -11,11 +11,13 @@ from typing import Any
 import equinox.internal
 import jax
 import jax.experimental
+import jax.export
 import jax.extend.core.primitives
 import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.lax import linalg as _linalg
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -187,8 +189,6 @@ case(
 for name in ("psum", "pmax", "pmin"):
     over_rows = jax.vmap(partial(getattr(lax, name), axis_name="rows"), axis_name="rows", out_axes=None)
     case(name, "over vmap", over_rows, floats(8, 8))
-for name in ("unvmap_any", "unvmap_all", "unvmap_max"):
-    case(name, "", getattr(equinox.internal, name), ints(8, 8) if name == "unvmap_max" else bools(8, 8))
 case("cumsum", "column", lambda x: jnp.cumsum(x, 0), floats(8, 8))
 case("cumsum", "reversed", lambda x: lax.cumsum(x, 1, reverse=True), floats(8, 8))
 case("cumprod", "row", lambda x: jnp.cumprod(x, 1), floats(8, 8))
@@ -241,6 +241,10 @@ case("cholesky", "", lambda s: lax.linalg.cholesky(s, symmetrize_input=False), S
 case("eig", "", lax.linalg.eig, MATRICES)
 case("eigh", "", lambda s: lax.linalg.eigh(s, symmetrize_input=False), SYMMETRIC)
 case("hessenberg", "", lax.linalg.hessenberg, MATRICES)
+case("cholesky_update", "", lax.linalg.cholesky_update, SYMMETRIC[0], floats(4))
+case("geqrf", "", _linalg.geqrf, MATRICES)
+case("geqp3", "", lambda a: _linalg.geqp3(a, np.zeros((8, 4), np.int32), use_magma=False), MATRICES)
+case("ormqr", "", lax.linalg.ormqr, MATRICES, floats(8, 4), floats(8, 4, 2))
 case("householder_product", "", lax.linalg.householder_product, MATRICES, floats(8, 4))
 case("lu", "", lax.linalg.lu, MATRICES)
 case("lu_pivots_to_permutation", "", lambda p: lax.linalg.lu_pivots_to_permutation(p, 6), ints(8, 4, high=4))
@@ -254,10 +258,13 @@ case(
     MATRICES,
     SYMMETRIC,
 )
-case("triangular_solve", "", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), MATRICES, floats(8, 4, 2))
 case("tridiagonal", "", lax.linalg.tridiagonal, SYMMETRIC)
 case("tridiagonal_solve", "", lambda d, b: lax.linalg.tridiagonal_solve(d, d + 4, d, b), floats(8, 4), floats(8, 4, 2))
-NOT_SPLIT = {"unplanned": "all-gather", "why": "the partitioner splits no transforms; the runtime runs them on pieces"}
+NOT_SPLIT = {"unplanned": "all-gather", "why": "the partitioner does not split it; the runtime runs it on pieces"}
+SOLVE, SIDES = partial(lax.linalg.triangular_solve, left_side=True), floats(4, 8)
+case("triangular_solve", "", SOLVE, MATRICES, floats(8, 4, 2), **NOT_SPLIT)
+case("triangular_solve", "sides", SOLVE, MATRICES[0], SIDES, **NOT_SPLIT)
+case("triangular_solve", "from the right", lax.linalg.triangular_solve, MATRICES[0], SIDES.T, **NOT_SPLIT)
 case("fft", "", jnp.fft.fft, floats(8, 4), **NOT_SPLIT)
 case("fft", "two real dims", jnp.fft.rfft2, floats(8, 2, 4, 6), **NOT_SPLIT)
 case("fft", "inverse", lambda x: jnp.fft.irfft(x, axis=1), floats(8, 5), **NOT_SPLIT)
@@ -488,6 +495,8 @@ opaque("debug_print", lambda x: jax.debug.print("{}", x), X)
 opaque("ffi_call", jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct((8,), np.float32)), X)
 opaque("io_callback", lambda x: jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
 opaque("pallas_call", pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), np.float32), interpret=True), X)
+opaque("noinline", equinox.internal.noinline(jnp.sin), X)
+opaque("call_exported", jax.export.export(jax.jit(jnp.sin))(X).call, X)
 opaque("platform_index", lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
 opaque("pure_callback", lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
 opaque("shard_map", jax.shard_map(jnp.sin, mesh=DEVICES, in_specs=jax.P("x"), out_specs=jax.P("x")), X)

@@ -1,5 +1,6 @@
 """How results of micro-batches combine: decided by rules, checked against what the plain step does."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -208,3 +209,32 @@ def test_equal_layers_are_walked_through_by_one_rule(monkeypatch):
         plan_micro_batches(capture(step, [jnp.eye(8)] * depth, jnp.ones((16, 8))), 4)
         counts.append(len(asked))
     assert counts[0] == counts[1]
+
+
+def test_checks_are_made_part_by_part():
+    """Whether any example is wrong is known once every part has looked, and which message is shown does not matter."""
+
+    def loss(w, b):
+        checked = eqx.error_if(b["x"], jnp.any(b["x"] > 9), "too large")
+        each = jax.vmap(lambda x: eqx.error_if(x, x.sum() > 99, "sums to too much"))(checked)
+        return losses(w, {**b, "x": each}).mean()
+
+    found = plan(loss)
+    assert found.combine == {"[0]": "equal", "[1]": "sum"}
+    assert len(list(found.part_eqns)) == 2 and not found.late_calls and not found.independent
+
+
+@pytest.mark.parametrize(
+    ("made", "combine"),
+    [
+        (lambda r: jnp.logical_not(jnp.any(r > 0)), "and"),
+        (lambda r: jnp.any(r > 0).astype(jnp.int32), "max"),
+        (lambda r: jnp.maximum(jnp.max(r), 0.0).reshape(1), "max"),
+        (lambda r: jnp.any(r > 0) | jnp.any(r < -9), "or"),
+        (lambda r: 2 * jnp.max(r), "equal"),
+    ],
+)
+def test_what_grows_with_a_maximum_is_one(made, combine):
+    """The other results are computed from the maximum itself, after the last part."""
+    found = plan(lambda w, b: (losses(w, b).mean(), made(b["x"] @ w)), has_aux=True)
+    assert found.combine["[1][1]"] == combine

@@ -24,11 +24,13 @@ def _opaque(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
 
 # A user may say more about a kernel of his own: these give way to a rule registered later.
 register_dim_rule(
+    "call_exported",
     "custom_partitioning",
     "debug_callback",
     "debug_print",
     "ffi_call",
     "io_callback",
+    "noinline",
     "pallas_call",
     "pure_callback",
     "shard_map",

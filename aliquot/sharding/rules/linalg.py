@@ -27,10 +27,30 @@ def _batched(inner: int) -> DimRuleFn:
 
 
 _ON_MATRICES = (
-    "cholesky eig eigh hessenberg householder_product lu qr schur svd symmetric_product triangular_solve tridiagonal"
+    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
+    "symmetric_product tridiagonal"
 ).split()
 register_dim_rule(*_ON_MATRICES)(_batched(2))
 register_dim_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_batched(1))
+
+
+@register_dim_rule("triangular_solve")
+def _triangular_solve(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """One system with many right-hand sides, each of which is solved for by itself."""
+    f = Factors()
+    shape = operands[1].shape
+    batch = f.splits(shape[:-2])
+    size, sides = f.whole(operands[0].shape[-1]), f.split(shape[-1 if params["left_side"] else -2])
+    solved = (*batch, size, sides) if params["left_side"] else (*batch, sides, size)
+    return f.rule(
+        ((*batch, size, f.whole(operands[0].shape[-1])), solved),
+        (solved,),
+        linear=(0, 1),
+        contracts=True,
+        flops_per_point=1.0,
+    )
 
 
 @register_dim_rule("fft")

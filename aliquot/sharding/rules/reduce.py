@@ -53,20 +53,6 @@ for _name, _kind in {"psum": "sum", "pmax": "max", "pmin": "min"}.items():
     register_dim_rule(_name)(_collective(_kind))
 
 
-def _of_all(kind: str) -> DimRuleFn:
-    """Equinox's reductions over all elements, and over all examples of a `vmap` around them."""
-
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-        f = Factors()
-        return f.rule((f.splits(operands[0].shape),), ((),), reduce=kind)
-
-    return declare
-
-
-for _name, _kind in {"unvmap_any": "or", "unvmap_all": "and", "unvmap_max": "max"}.items():
-    register_dim_rule(_name)(_of_all(_kind))
-
-
 @register_dim_rule("argmax", "argmin", "reduce_xor")
 def _reduce_whole(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]

@@ -1,0 +1,79 @@
+"""Checks at run time, as `equinox.error_if` writes them: a `cond` of which one branch gives its arrays back and the other
+calls into Python to raise an error.
+
+What the branch that raises would return is never seen, but has the shapes of all the arrays that the check guards. Here it
+becomes numbers, spread to these shapes, so that a check stands in no array's way: neither of a split, nor of micro-batches,
+each of which checks its own examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _jax_compat as compat
+
+_RAISING_MODULE = "equinox._errors"
+_RAISES = 1
+
+
+def is_check(eqn: Any) -> bool:
+    """Whether an equation only checks a condition, and returns what it takes unless it raises."""
+    if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
+        return False
+    body, _ = compat.open_body(eqn.params["branches"][_RAISES])
+    return any(raises(inner) for inner in body.eqns)
+
+
+def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
+    """The open jaxprs of the branches of a `cond`, with their constants; the raising branch of a check made small."""
+    branches = [compat.open_body(branch) for branch in eqn.params["branches"]]
+    if is_check(eqn):
+        branches[_RAISES] = _small(*branches[_RAISES])
+    return branches
+
+
+def raises(eqn: Any) -> bool:
+    """Whether an equation calls into Python to raise the error of a check. What it returns is never seen."""
+    if eqn.primitive.name != "pure_callback":
+        return False
+    function = getattr(eqn.params["callback"], "callback_func", None)
+    return getattr(function, "__module__", "") == _RAISING_MODULE
+
+
+@jax.custom_batching.custom_vmap
+def any_row(index: Any) -> Any:
+    """The branch that a check takes, or the message that it shows: under vmap the largest of all rows.
+
+    A `cond` with a predicate for each row would run both branches, and raise.
+    """
+    return index
+
+
+@any_row.def_vmap
+def _any_row(axis_size: int, in_batched: Sequence[bool], index: Any) -> tuple[Any, bool]:
+    return any_row(index.max(axis=0) if in_batched[0] else index), False
+
+
+def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """A branch that raises, with one number for each array until the end; as it was if it is built in another way."""
+
+    def run(*operands: Any) -> list[Any]:
+        known = dict(zip([*body.constvars, *body.invars], [*consts, *operands], strict=True))
+        numbers: dict[Any, Any] = {}
+        for eqn in filter(raises, body.eqns):
+            given = [a.val if compat.is_literal(a) else known[a] for a in eqn.invars]
+            scalars = tuple(aval.update(shape=()) for aval in eqn.params["result_avals"])
+            results = eqn.primitive.bind(*given, **{**eqn.params, "result_avals": scalars})
+            known.update(zip(eqn.outvars, results, strict=True))
+            numbers.update((number.dtype, number) for number in results)
+        return [jnp.broadcast_to(numbers[v.aval.dtype], v.aval.shape) for v in body.outvars]
+
+    try:
+        closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
+    except KeyError:
+        return body, consts
+    return compat.open_body(closed)
