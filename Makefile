@@ -1,14 +1,16 @@
 # Needs only Python 3.11 or newer (with venv and pip) and make. Every target first makes `.venv`, once.
+# Another Python beside it: make test PYTHON=python3.13 VENV=.venv-3.13
 PYTHON ?= python3
+VENV ?= .venv
 WORKERS ?= 2
-BIN := .venv/bin
-INSTALLED := .venv/.installed
-DOCS_INSTALLED := .venv/.installed-docs
-GPU_COMPILER := .venv/gpu-compiler
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
+GPU_COMPILER := $(VENV)/gpu-compiler
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all verify-test lint bench docs clean
+.PHONY: help demo test test-all verify-test lint bench docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
@@ -18,13 +20,14 @@ help:
 	@echo "make lint         formatting, lint and types"
 	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
 	@echo "make docs         the documentation as a site, in site/"
+	@echo "make versions     the versions of Python, JAX and the libraries that are tested with it"
 	@echo "make clean        remove .venv, caches and build products"
 
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "aliquot needs Python 3.11 or newer, found %d.%d; name another with: make PYTHON=python3.12" % v[:2])'
-	@echo "Installing into .venv, once; this takes a few minutes."
-	@$(PYTHON) -m venv .venv
+	@echo "Installing into $(VENV), once; this takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet --editable '.[zoo,plot,test,dev]'
 	@touch $@
@@ -33,7 +36,8 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
-.venv: $(INSTALLED)
+versions: $(INSTALLED)
+	@$(BIN)/python -c 'import sys; from importlib.metadata import version; print("Python %d.%d.%d" % sys.version_info[:3], *("%s %s" % (n, version(n)) for n in ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")), sep=", ")'
 
 demo: $(INSTALLED)
 	$(BIN)/aliquot demo $(if $(DATA),--data '$(DATA)')
@@ -56,11 +60,14 @@ $(GPU_COMPILER)/.installed: $(INSTALLED)
 verify-test: $(GPU_COMPILER)/.installed
 	PYTHONPATH='$(CURDIR)/$(GPU_COMPILER)' $(PYTEST) tests/verify/test_gpu.py
 
+# Stubs of NumPy are written for the Python that it is installed for.
+PYTHON_VERSION = $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks
+	$(BIN)/mypy --python-version $(PYTHON_VERSION)
+	$(BIN)/mypy --python-version $(PYTHON_VERSION) --config-file benchmarks/mypy.ini benchmarks
 
 # Not those that need a folder of figures or the compiler for GPUs; each says how to run it.
 BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/pipeline_suite.py %/calibrate_gpu.py,$(wildcard benchmarks/[a-z]*.py))
@@ -72,5 +79,5 @@ docs: $(DOCS_INSTALLED)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
