@@ -207,9 +207,11 @@ def _collective(line: str) -> tuple[str, str] | None:
     if kind not in KINDS:
         return None
     result = rest[:type_end]
-    if opcode.endswith("-start") and kind != "all-reduce":
+    if opcode.endswith("-start"):
+        # The start of a pair has its operands and its results; that of an all-reduce had its results alone before 2026.
         elements = _elements(result)
-        result = elements[1] if len(elements) > 1 else result
+        if len(elements) > 1 and (kind != "all-reduce" or elements[0].startswith("(")):
+            result = elements[1]
     return kind, result
 
 

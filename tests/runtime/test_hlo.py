@@ -45,6 +45,14 @@ def one(line: str, names=("x", "y"), sizes=(2, 2)):
         ),
         ("%a = f32[8]{0} all-reduce-start(%p), replica_groups=[2,2]<=[4], to_apply=%add", ("all-reduce", ("y",), 32)),
         (
+            "%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%add",
+            ("all-reduce", ("y",), 32),
+        ),
+        (
+            "%a = (f32[8]{0}, f32[4]{0}) all-reduce-start(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add",
+            ("all-reduce", ("y",), 48),
+        ),
+        (
             "%a = ((f32[8]{0}), f32[4]{0}, u32[]) reduce-scatter-start(%p), replica_groups=[2,2]<=[4], dimensions={0}",
             ("reduce-scatter", ("y",), 16),
         ),
