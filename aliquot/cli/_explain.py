@@ -11,7 +11,7 @@ import typer
 from ..core import AliquotError
 from ..plans import Plan, is_pipeline
 from ._devices import use_host_only
-from ._options import Json, PlanFile, check_destination
+from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination
 from ._session import Session, session
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ def explain(
     alternatives: Annotated[
         bool, typer.Option(help="Also trace the step again and price what could have been chosen instead.")
     ] = True,
+    model: ModelOfPlan = None,
+    trust_plan: TrustPlan = False,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev."),
@@ -37,35 +39,39 @@ def explain(
         found = Plan.load(plan_file)
         if trace is not None:
             planned_trace(found).save(trace)
-        others, remark = priced_alternatives(found, say) if alternatives else ((), "")
+        others, remark = priced_alternatives(found, say, model, trust_plan) if alternatives else ((), "")
         say.show(explanation(found, others, remark=remark))
         if trace is not None:
             say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
         say.finish({**explained(found, others), "trace_file": str(trace) if trace else None})
 
 
-def priced_alternatives(plan: Plan, say: Session) -> tuple[Sequence[Alternative], str]:
-    """What else was possible, and a remark if that cannot be said because the step cannot be made again."""
+def priced_alternatives(
+    plan: Plan, say: Session, model: str | None = None, trusted: bool = False
+) -> tuple[Sequence[Alternative], str]:
+    """What else was possible, and a remark if that cannot be said because the step cannot be made again.
+
+    Args:
+        model: what the user calls the model, if not what the plan says.
+        trusted: whether the plan may name the function that makes the step.
+    """
     if is_pipeline(plan):
         return (
             (),
             "Alternatives are not priced: that is there for plans without stages. Compare plans with aliquot diff.",
         )
-    if plan.model.kind == "closure":
-        return (), (
-            "Alternatives are not priced: the plan was made from a function that no file names. "
-            "Call aliquot.explain(plan, step, ...) where the function is."
-        )
+    from ._model import rebuild, unnamed, user_code
+
+    if model is None and (reason := unnamed(plan.model, trusted=trusted)):
+        how = "Or call aliquot.explain(plan, step, ...) where the function is."
+        return (), f"Alternatives are not priced: {reason} {how}"
     use_host_only()
     from .._api import explain as price_alternatives
-    from ._model import rebuild, user_code
 
     try:
-        model = rebuild(plan.model)
-        if model is None:
-            return (), ""
-        with user_code(model.name):
-            return price_alternatives(plan, model.step, model.state, model.batch), ""
+        made = rebuild(plan.model, named=model, trusted=trusted)
+        with user_code(made.name):
+            return price_alternatives(plan, made.step, made.state, made.batch), ""
     except AliquotError as error:
         # The plan itself is still worth reading.
         say.note(f"alternatives are not priced: {error}")

@@ -92,21 +92,59 @@ def from_workload(workload: Workload) -> Model:
     )
 
 
-def rebuild(reference: ModelReference) -> Model | None:
-    """The model that a plan was made for; None if it was made from a function that no file names.
+def rebuild(reference: ModelReference, *, named: str | None = None, trusted: bool = False) -> Model:
+    """The model that a plan was made for, or the one that the user names instead.
+
+    Args:
+        named: what the user calls the model on the command line, which may be a factory.
+        trusted: whether the user lets the plan file itself name a factory. Otherwise a file only ever chooses among the
+            models of the zoo: it never decides what code runs.
 
     Raises:
-        InputError: It cannot be made any more; the message says why.
+        InputError: It cannot be made, or only by a function that nobody but the file names; the message says why.
     """
-    if reference.kind == "zoo":
-        use_precision(str(reference.settings.get("dtype")))
+    chosen = reference if named is None else _named(reference, named)
+    if named is None and (reason := unnamed(reference, trusted=trusted)):
+        raise InputError(reason)
+    if chosen.kind == "zoo":
+        use_precision(str(chosen.settings.get("dtype")))
         try:
-            return from_workload(build(**reference.settings))
+            return from_workload(build(**chosen.settings))
         except TypeError as error:
-            raise InputError(f"the plan's settings of {reference.name} are not those of the zoo: {error}.") from None
-    if reference.kind == "factory":
-        return _from_factory(reference.name, ZooOptions(global_batch=None, overrides=reference.settings))
-    return None
+            raise InputError(f"the plan's settings of {chosen.name} are not those of the zoo: {error}.") from None
+    return _from_factory(chosen.name, ZooOptions(global_batch=None, overrides=chosen.settings))
+
+
+def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
+    """Why the model of a plan file cannot be made unless the user names it; empty if it can."""
+    if reference.kind == "factory" and not trusted:
+        return (
+            f"the plan file names the function that makes its step, {reference.name}, and a file does not decide what code "
+            f"runs. If that function is yours, add --model {reference.name}; --trust-plan calls whatever the file names."
+        )
+    if reference.kind in ("zoo", "factory"):
+        return ""
+    return (
+        f"the plan is for {reference.name or 'a function'}, and its file does not say how to make that again. "
+        "Name it with --model package.module:factory."
+    )
+
+
+def _named(reference: ModelReference, name: str) -> ModelReference:
+    """The model that the user names, with the plan's settings where these belong to it."""
+    settings = dict(reference.settings)
+    if ":" in name:
+        return ModelReference(kind="factory", name=name, settings=settings if name == reference.name else {})
+    if reference.kind != "zoo":
+        raise InputError(
+            f"--model {name}: this plan was not made for a model of the zoo, so nothing says how large its batch is. "
+            "Give a factory as package.module:function."
+        )
+    if name not in MODELS:
+        raise InputError(f"there is no model {name!r}: {nearest(name, MODELS)}")
+    if name != reference.name:
+        settings |= {"model": name, "overrides": {}}
+    return ModelReference(kind="zoo", name=name, settings=settings)
 
 
 def _from_factory(name: str, options: ZooOptions) -> Model:

@@ -14,6 +14,17 @@ from ..core import InputError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+ModelOfPlan = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="The model that the plan is for, where the plan file must not or cannot say: package.module:factory.",
+    ),
+]
+TrustPlan = Annotated[
+    bool, typer.Option("--trust-plan", help="Call the function that the plan file names to make its step.")
+]
 
 
 def read_cluster(spec: str) -> Cluster:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from ..core import InputError, nearest
-from ..plans import ModelReference, Plan
+from ..core import InputError
+from ..plans import Plan
 from ._devices import use_host_only
-from ._options import Json, PlanFile
+from ._options import Json, ModelOfPlan, PlanFile, TrustPlan
 from ._session import session
-
-if TYPE_CHECKING:
-    from ._model import Model
 
 
 def verify(
@@ -26,10 +23,8 @@ def verify(
         str | None,
         typer.Option(help="A GPU or TPU such as H100 or v5e, cpu, or a file describing a GPU; by default the plan's."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="The model, where the plan file does not say how to make it: package.module:factory."),
-    ] = None,
+    model: ModelOfPlan = None,
+    trust_plan: TrustPlan = False,
     as_json: Json = False,
 ) -> None:
     """Compile a plan with the compiler that will run it, without the devices, and compare with the prediction."""
@@ -39,9 +34,11 @@ def verify(
         _check_target(found, target)
         from .._api import verify as compile_plan
         from ..report import verification
-        from ._model import user_code
+        from ._model import rebuild, unnamed, user_code
 
-        made = _model(found, model)
+        if model is None and (reason := unnamed(found.model, trusted=trust_plan)):
+            raise InputError(f"{reason} Or call aliquot.verify(plan, train_step, state, batch) where the function is.")
+        made = rebuild(found.model, named=model, trusted=trust_plan)
         with _progress() as report, user_code(made.name):
             result = compile_plan(found, made.step, made.state, made.batch, target=target, progress=report)
         answer = result.to_dict()
@@ -57,37 +54,6 @@ def _check_target(plan: Plan, target: str | None) -> None:
     from ..verify import require_compiler, resolve_target
 
     require_compiler(resolve_target(target, Cluster.from_dict(plan.cluster)))
-
-
-def _model(plan: Plan, name: str | None) -> Model:
-    """The model to lower: the one that the plan file names, or the user does."""
-    from ._model import rebuild
-
-    made = rebuild(plan.model if name is None else _reference(plan, name))
-    if made is None:
-        raise InputError(
-            f"this plan is for {plan.model.name or 'a function'}, and its file does not say how to make that again. "
-            "Name it with --model package.module:factory, or call aliquot.verify(plan, train_step, state, batch)."
-        )
-    return made
-
-
-def _reference(plan: Plan, name: str) -> ModelReference:
-    settings = dict(plan.model.settings)
-    if ":" in name:
-        return ModelReference(kind="factory", name=name, settings=settings if name == plan.model.name else {})
-    if plan.model.kind != "zoo":
-        raise InputError(
-            f"--model {name}: this plan was not made for a model of the zoo, so nothing says how large its batch is. "
-            "Give a factory as package.module:function."
-        )
-    from ..zoo import MODELS
-
-    if name not in MODELS:
-        raise InputError(f"there is no model {name!r}: {nearest(name, MODELS)}")
-    if name != plan.model.name:
-        settings |= {"model": name, "overrides": {}}
-    return ModelReference(kind="zoo", name=name, settings=settings)
 
 
 @contextlib.contextmanager

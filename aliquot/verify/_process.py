@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -95,9 +96,13 @@ class CompilerProcess:
             self._place = Path(tempfile.mkdtemp(prefix="aliquot-verify-"))
         if self._process is None:
             with (self._place / "log.txt").open("wb") as stream:
-                command = [sys.executable, "-m", f"{__package__}._worker"]
+                # With the same path as this process: `-m` alone would put the current folder first, and whatever lies
+                # there with the name of a module would run.
+                command = [sys.executable, "-P", "-m", f"{__package__}._worker"]
+                path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+                environment = {**self._environment, "PYTHONPATH": path}
                 self._process = subprocess.Popen(
-                    command, env=self._environment, stdout=stream, stderr=stream, stdin=subprocess.PIPE
+                    command, env=environment, stdout=stream, stderr=stream, stdin=subprocess.PIPE
                 )
         return self._process, self._place
 

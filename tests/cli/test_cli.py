@@ -69,7 +69,7 @@ def test_explain_of_a_closure_says_what_to_do(tmp_path):
     sample_plan(model=type(plan.model)(kind="closure", name="train_step")).save(path)
     found = run("explain", path)
     assert found.exit_code == 0
-    assert "Call aliquot.explain(plan, step, ...)" in found.stdout
+    assert "aliquot.explain(plan, step, ...) where" in found.stdout
 
 
 def test_diff(plan_file, tmp_path):
