@@ -27,7 +27,7 @@ def match_state(
     An argument is state when some part of the result has its structure, shapes and dtypes, and when the dataflow
     agrees: gradients look like parameters, but no parameter is added to them outside of the forward and backward pass.
     Arguments that are not matched whole are matched part by part, under the same key. Names decide between several
-    candidates, then order.
+    candidates, then order. Arrays of a batch that a step returns beside its metrics (the labels, say) are none.
     """
     groups: dict[Keys, list[int]] = {}
     for position, (keys, _) in enumerate(inputs):
@@ -41,7 +41,27 @@ def match_state(
                 keys = inputs[position][0]
                 if len(keys) > depth:
                     groups.setdefault(keys[: depth + 1], []).append(position)
-    return matcher.matched
+    returned = _returned_parts_of_batches(values, inputs, matcher.matched, reach)
+    return {position: found for position, found in matcher.matched.items() if position not in returned}
+
+
+def _returned_parts_of_batches(
+    values: Sequence[Value], inputs: Sequence[tuple[Keys, int]], matched: dict[int, int], reach: Reach
+) -> set[int]:
+    """Inputs that were matched under a name, in arguments that look like batches: the state is in another argument, the
+    other arrays are not matched, and all begin with a dim of one size."""
+    arguments: dict[str, list[int]] = {}
+    for position, (keys, _) in enumerate(inputs):
+        arguments.setdefault(keys[0], []).append(position)
+    returned: set[int] = set()
+    for positions in arguments.values():
+        mine = {p for p in positions if p in matched}
+        arrays = [p for p in positions if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]]
+        sizes = {values[inputs[p][1]].shape[0] for p in arrays}
+        others = any(p not in mine for p in arrays)
+        if mine and others and len(mine) < len(matched) and len(sizes) == 1 and mine.issubset(arrays):
+            returned |= mine
+    return returned
 
 
 class _Matcher:

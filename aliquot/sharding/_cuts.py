@@ -45,7 +45,7 @@ class Cuts:
         if made is None:
             return 1.0
         op = self.first[made[0]]
-        return op.trips / self.shape(value_class)[0] if op.name == "scan_stack" else float(op.trips)
+        return op.trips / max(self.shape(value_class)[0], 1) if op.name == "scan_stack" else float(op.trips)
 
     def by_product(self, value_class: int) -> bool:
         """Whether a product makes it."""

@@ -48,6 +48,16 @@ def _unrolled(block) -> Step:
 
 
 @step
+def loop_of_no_turns() -> Step:
+    def loss_fn(params, batch):
+        x = jnp.tanh(batch["x"] @ params["w"])
+        return jnp.mean(jax.lax.fori_loop(0, 0, lambda k, x: jnp.sin(x) + k, x) ** 2)
+
+    params = {"w": jnp.ones((WIDTH, WIDTH)) / 3}
+    return _train(loss_fn, params, _data(), roles={"parameter": 1, "batch": 1}, gradients=1)
+
+
+@step
 def remat_default() -> Step:
     return _unrolled(jax.checkpoint(_block))
 

@@ -93,6 +93,15 @@ def plain_aux() -> Step:
 
 
 @step
+def plain_returns_labels() -> Step:
+    def train_step(params, batch):
+        loss, grads = jax.value_and_grad(mse)(params, batch)
+        return sgd(params, grads), {"loss": loss, "y": batch["y"]}
+
+    return Step(fn=train_step, args=(mlp_params(), batch()), roles=PLAIN, gradients=4, results=6)
+
+
+@step
 def plain_metrics_after() -> Step:
     def train_step(params, batch):
         params = sgd(params, jax.grad(mse)(params, batch))
