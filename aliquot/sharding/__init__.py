@@ -5,7 +5,7 @@ from ._build_nodes import build_nodes as build_nodes
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan
 from ._micro_batches import plan_micro_batches as plan_micro_batches
 from ._micro_batches import trace_part as trace_part
-from ._micro_walk import indexed_dims as indexed_dims
+from ._micro_calls import indexed_dims as indexed_dims
 from ._nodes import Choice as Choice
 from ._nodes import Edge as Edge
 from ._nodes import Factor as Factor

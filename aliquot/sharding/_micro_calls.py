@@ -40,3 +40,10 @@ def standing_for(item: int | Call, graph: Graph) -> Iterator[int]:
                 yield from standing_for(inner, graph)
     else:
         yield item
+
+
+def indexed_dims(op: Op) -> tuple[int, ...]:
+    """The dims of the array that the components of a lookup's indices stand for."""
+    numbers = op.params["dimension_numbers"]
+    found: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
+    return tuple(found)

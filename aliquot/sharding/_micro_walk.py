@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role, is_check, scan_counts
-from ._micro_calls import first_op, ops_of, phase_of, standing_for
+from ._micro_calls import first_op, indexed_dims, ops_of, phase_of, standing_for
 from ._rule import DimRule, dim_rule
 from ._time_specs import (
     EQUAL,
     LATE,
     OWN,
-    SUM,
     WHOLE,
     Action,
     Conversion,
@@ -23,6 +22,7 @@ from ._time_specs import (
     TimeKind,
     TimeSpec,
     follow,
+    join,
     spec_by_shape,
     split_at,
 )
@@ -302,6 +302,14 @@ class Walk:
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)
         return feeds or op.phase is Phase.BACKWARD or not self._has_backward or self._rule(op).contracts
 
+    def _call_needs_parts(self, call: Call, specs: Sequence[TimeSpec], phase: Phase) -> bool:
+        """The same for a structured operator."""
+        if phase is Phase.UPDATE or all(spec.kind is not TimeKind.SPLIT for spec in specs):
+            return False
+        feeds = any(self._feeds_backward[o] for o in call.outputs if o >= 0)
+        early = feeds or phase is Phase.BACKWARD or not self._has_backward
+        return early or any(self._rule(self.whole.ops[k]).contracts for k in ops_of(call))
+
     def _blame(self, op: Op, specs: Sequence[TimeSpec], kind: TimeKind, reason: str) -> None:
         for operand, spec in zip(op.inputs, specs, strict=True):
             if spec.kind is kind and isinstance(operand, int):
@@ -363,13 +371,17 @@ class Walk:
         phase = phase_of(call, self.whole)
         update = phase is Phase.UPDATE and self._has_backward
         if depth == _TOP and (TimeKind.LATE in kinds or (update and kinds - {TimeKind.EQUAL})):
-            self._late_call(call, specs, phase)
-            return
+            return self._late_call(call, specs, phase)
         free = self._is_free(call.inputs)
-        before = dict(self.violations)
+        before, conflicts = dict(self.violations), dict(self.conflicts)
         walk = {"remat": self._remat, "scan": self._scan, "while": self._while, "cond": self._cond}[call.kind]
         if TimeKind.WHOLE not in kinds:
             walk(call, specs, depth)
+            refused = len(self.violations) > len(before) or len(self.conflicts) > len(conflicts)
+            if refused and not free and depth == _TOP and not self._call_needs_parts(call, specs, phase):
+                self.violations, self.conflicts = before, conflicts
+                self._forget(call)
+                return self._late_call(call, specs, phase)
             if len(self.violations) == len(before) or not free or depth == _LOOP:
                 for out in call.outputs:
                     if out >= 0 and not free:
@@ -451,9 +463,9 @@ class Walk:
             self._items(block.items, _LOOP)
         free = self._is_free(call.inputs)
         for position, out in enumerate(call.outputs):
-            joined = self.spec(call.blocks[0].outputs[position])
-            for block in call.blocks[1:]:
-                joined = self._join(call, joined, self.spec(block.outputs[position]))
+            joined, *others = (self.spec(block.outputs[position]) for block in call.blocks)
+            for other in others:
+                joined = self._join(call, joined, other)
             self._set(out, joined, free, depth)
 
     def _fixpoint(
@@ -479,22 +491,9 @@ class Walk:
             specs, self.violations = joined, before
 
     def _join(self, call: Call, a: TimeSpec, b: TimeSpec) -> TimeSpec:
-        if a == b:
-            return a
-        kinds = {a.kind, b.kind}
-        if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
-            return SUM
-        if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.OWN}:
-            return OWN
-        self._violate(call, "it mixes arrays that micro-batches compute in different ways")
-        return a
+        if join(a, b) is None:
+            self._violate(call, "it mixes arrays that micro-batches compute in different ways")
+        return join(a, b) or a
 
     def _violate(self, call: Call, reason: str) -> None:
         self.violations.setdefault(first_op(call, self.whole).index, reason)
-
-
-def indexed_dims(op: Op) -> tuple[int, ...]:
-    """The dims of the array that the components of a lookup's indices stand for."""
-    numbers = op.params["dimension_numbers"]
-    found: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
-    return tuple(found)

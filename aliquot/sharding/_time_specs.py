@@ -109,6 +109,16 @@ def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
     return None
 
 
+def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
+    """The spec of an array that is the one or the other; None where parts cannot tell which."""
+    kinds = {a.kind, b.kind}
+    if a == b:
+        return a
+    if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
+        return SUM
+    return OWN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.OWN} else None
+
+
 def follow(
     op: Op,
     rule: DimRule,

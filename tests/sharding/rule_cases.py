@@ -290,6 +290,7 @@ case("reshape", "another order", lambda x: lax.reshape(x, (8, 32), (1, 0, 2)), f
 reshaped((4, 8, 8), (4, 4, 2, 8), "split inside")
 reshaped((4, 2, 8), (8, 8), "merge two")
 reshaped((1,), (), "scalar")
+reshaped((8, 0, 3), (8, 0), "empty")
 reshaped((3, 5), (5, 3), "nothing shared")
 case("broadcast_in_dim", "scalar", lambda x: jnp.broadcast_to(x, (8, 4)), np.float32(2))
 case("broadcast_in_dim", "new dims", lambda x: lax.broadcast_in_dim(x, (4, 8, 8), (1,)), floats(8))

@@ -211,6 +211,38 @@ def test_equal_layers_are_walked_through_by_one_rule(monkeypatch):
     assert counts[0] == counts[1]
 
 
+def test_a_branch_that_only_the_update_needs_is_taken_at_the_end():
+    """What looks at the loss to set a learning rate, as `optax.contrib.reduce_on_plateau` does."""
+
+    def train_step(state, batch):
+        w, best, scale = state
+        loss, grads = jax.value_and_grad(lambda w: losses(w, batch).mean())(w)
+        best, scale = jax.lax.cond(
+            scale > 0.1,
+            lambda: (jnp.minimum(best, loss), jnp.where(loss < best, scale, 0.5 * scale)),
+            lambda: (best, scale),
+        )
+        return (w - scale * grads, best, scale), loss
+
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    found = plan_micro_batches(capture(train_step, (W, number, number), BATCH), 4)
+    assert len(found.late_calls) == 1 and not found.independent
+    assert found.combine["[1]"] == "sum"
+
+
+def test_a_reshape_of_nothing_is_linear():
+    """As `associative_scan` does with the odd elements that a short sequence does not have."""
+
+    def combined(one, other):
+        return one[0] * other[0], one[1] * other[0] + other[1]
+
+    @jax.checkpoint
+    def scanned(w, x):
+        return jax.vmap(lambda row: jax.lax.associative_scan(combined, (w, jnp.outer(row[:2], row[:3])))[1])(x)
+
+    assert plan(lambda w, b: jnp.mean(scanned(jnp.tanh(w[:2]), b["x"]) ** 2)).combine["[1]"] == "sum"
+
+
 def test_checks_are_made_part_by_part():
     """Whether any example is wrong is known once every part has looked, and which message is shown does not matter."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._rule import DimRule, Dims, HasShape, register_dim_rule, whole
+from .._rule import DimRule, Dims, HasShape, register_dim_rule
 from ._factors import Factors
 
 
@@ -20,7 +20,7 @@ def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], p
     """
     shape, after = operands[0].shape, results[0]
     if math.prod(shape) == 0:
-        return whole(operands, results)
+        return _empty_reshape(shape, after)
     order = params.get("dimensions") or tuple(range(len(shape)))
     before = tuple(shape[d] for d in order)
     f = Factors()
@@ -29,6 +29,14 @@ def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], p
         _refine(f, left, right, before, after, old, new)
     by_dim = dict(zip(order, old, strict=True))
     return f.rule((tuple(by_dim[d] for d in range(len(shape))),), (tuple(new),), linear=(1,))
+
+
+def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
+    """Nothing is moved; the leading dims that both sides have pass on their splits."""
+    f = Factors()
+    same = next((d for d, (a, b) in enumerate(zip(shape, after)) if a != b or a == 0), min(len(shape), len(after)))
+    lead = f.splits(shape[:same])
+    return f.rule(((*lead, *f.wholes(shape[same:])),), ((*lead, *f.wholes(after[same:])),), linear=(1,))
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
