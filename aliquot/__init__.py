@@ -27,6 +27,7 @@ _MODULE_OF = {
     "ManualStages": "planners",
     "Auto": "planners",
     "ILP": "planners",
+    "Fixed": "planners",
     "AliquotError": "core",
     "CaptureError": "core",
     "ClusterError": "core",

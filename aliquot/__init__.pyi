@@ -25,6 +25,7 @@ from .core import PlanMismatchError as PlanMismatchError
 from .planners import ILP as ILP
 from .planners import Auto as Auto
 from .planners import DataParallel as DataParallel
+from .planners import Fixed as Fixed
 from .planners import Grid as Grid
 from .planners import ManualParallel as ManualParallel
 from .planners import ManualStages as ManualStages

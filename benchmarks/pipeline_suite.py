@@ -60,7 +60,7 @@ def _chains(
     if isinstance(layers, Layers):
         sketch = dataclasses.replace(sketch, layers=cut_alike(layers, sketch.part))
     limit = target_for(cluster.device).usable_bytes(cluster.device)
-    return sketch, *build_chains(sketch, cluster, counts=counts, memory_limit_bytes=limit)
+    return sketch, *build_chains(sketch, cluster, intra=aq.ILP(), counts=counts, memory_limit_bytes=limit)
 
 
 def _own_counts(graph: Any, cluster: aq.Cluster) -> list[int]:

@@ -33,8 +33,8 @@ from aliquot.cost import Priced, Problem, make_problem, predict, price
 from aliquot.cost._evaluate import conversions
 from aliquot.graph import Phase, Role
 from aliquot.planners import AbstractMethod, Auto, Decision, Progress
-from aliquot.planners._race import Entry, Limits, race
-from aliquot.planners.intra import fixed
+from aliquot.planners._race import Entry, race
+from aliquot.planners.intra import ILP, Space, fixed
 from aliquot.sharding import PARTIAL
 
 # XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches asynchronous all-reduces
@@ -74,9 +74,15 @@ class Alpa(AbstractMethod):
         ]
         priced = dataclasses.replace(priced, edges=tuple(tables))
         problem = dataclasses.replace(problem, nodes=nodes)
-        entry = Entry(name="alpa", priced=priced, allowed=self._allowed(problem, priced, kinds))
+        space = Space(name="alpa", priced=priced, allowed=self._allowed(problem, priced, kinds))
         return race(
-            problem, [entry], method="shard", planner="ilp", limits=Limits(), exact_space=False, progress=progress
+            problem,
+            [Entry(space=space, intra=ILP())],
+            method="shard",
+            planner="ilp",
+            relative_gap=ILP().relative_gap,
+            exact_space=False,
+            progress=progress,
         )
 
     def _allowed(self, problem: Problem, priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:

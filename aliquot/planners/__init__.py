@@ -8,7 +8,6 @@ from ._base import Progress as Progress
 from ._follow import OtherSplit as OtherSplit
 from ._follow import find_alternatives as find_alternatives
 from ._follow import follow as follow
-from ._methods import ILP as ILP
 from ._methods import Auto as Auto
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel
@@ -29,3 +28,11 @@ from .inter import AbstractInter as AbstractInter
 from .inter import Grid as Grid
 from .inter import ManualStages as ManualStages
 from .inter import StageDP as StageDP
+from .intra import ILP as ILP
+from .intra import AbstractIntra as AbstractIntra
+from .intra import AbstractSearch as AbstractSearch
+from .intra import Fixed as Fixed
+from .intra import IntraCosts as IntraCosts
+from .intra import IntraSolution as IntraSolution
+from .intra import Space as Space
+from .intra import judge_picks as judge_picks

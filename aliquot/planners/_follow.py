@@ -13,9 +13,8 @@ from ..graph import wildcard
 from ..plans import StagePlan
 from ..sharding import Choice, format_spec, project, without_partial
 from ._neighbourhood import choices_to_try
-from ._race import Entry, Limits, race
-from .intra import fixed
-from .intra.ilp import Search
+from ._race import Entry, race
+from .intra import ILP, AbstractIntra, Space, fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +27,29 @@ class OtherSplit:
     step_time_s: float | None
 
 
-def follow(problem: Problem, stage: StagePlan) -> tuple[Choice, ...]:
-    """The best choices that split the inputs as a stage does. Raises `InputError` if no choice can."""
+def follow(problem: Problem, stage: StagePlan, intra: AbstractIntra | None = None) -> tuple[Choice, ...]:
+    """The best choices that split the inputs as a stage does; `intra` finds them, by default `ILP()`.
+
+    Raises:
+        InputError: no choice can.
+        InfeasibleError: nothing fits in memory.
+    """
+    intra = intra or ILP()
     pinned = frozenset(port.node for port in problem.nodes.input_ports if port.node >= 0)
-    priced = _priced(problem, stage, (), pinned)
+    priced = _priced(problem, stage, (), intra, pinned)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     pins = fixed.pinned(problem, priced, stage.shardings, stage.axis_names)
     open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
-    entry = Entry(name="follow", priced=priced, allowed=masks)
-    decision = race(problem, [entry], method="follow", planner="ilp", limits=Limits(), exact_space=False)
+    entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
+    decision = race(
+        problem,
+        [entry],
+        method="follow",
+        planner=intra.name,
+        relative_gap=intra.relative_gap,
+        exact_space=False,
+    )
     return tuple(
         tuple(int(f) for f in table.choices[pick])
         for table, pick in zip(priced.nodes, decision.picks.tolist(), strict=True)
@@ -45,10 +57,16 @@ def follow(problem: Problem, stage: StagePlan) -> tuple[Choice, ...]:
 
 
 def find_alternatives(
-    problem: Problem, stage: StagePlan, choices: Sequence[Choice], *, most: int = 5
+    problem: Problem,
+    stage: StagePlan,
+    choices: Sequence[Choice],
+    *,
+    most: int = 5,
+    intra: AbstractIntra | None = None,
 ) -> list[OtherSplit]:
-    """For the largest inputs, the best plan on the same mesh that splits them otherwise."""
-    priced = _priced(problem, stage, choices, frozenset())
+    """For the largest inputs, the best plan on the same mesh that splits them otherwise, by `intra` or `ILP()`."""
+    quick = (intra or ILP()).coarser(relative_gap=1e-2, node_limit=20)
+    priced = _priced(problem, stage, choices, quick, frozenset())
     picks = find_picks(priced, choices)
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     masks = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
@@ -58,21 +76,30 @@ def find_alternatives(
             total, first = weight.get(port.node, (0, k))
             weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
     largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
-    return [found for n in largest if (found := _without(problem, priced, picks, masks, n, weight[n][1])) is not None]
+    others = [_without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest]
+    return [other for other in others if other is not None]
 
 
-def _priced(problem: Problem, stage: StagePlan, choices: Sequence[Choice], also: frozenset[int]) -> Priced:
+def _priced(
+    problem: Problem, stage: StagePlan, choices: Sequence[Choice], intra: AbstractIntra, also: frozenset[int]
+) -> Priced:
     """The problem on a stage's mesh, with the stage's own choices among those that are priced."""
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
-    tried = choices_to_try(problem, mesh, axes, also)
+    tried = choices_to_try(problem, mesh, axes, intra, also)
     if choices:
         tried = [np.unique(np.vstack([some, [mine]]), axis=0) for some, mine in zip(tried, choices, strict=True)]
     return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=tried)
 
 
 def _without(
-    problem: Problem, priced: Priced, picks: np.ndarray, masks: fixed.Masks, node: int, k: int
+    problem: Problem,
+    priced: Priced,
+    picks: np.ndarray,
+    masks: fixed.Masks,
+    node: int,
+    k: int,
+    intra: AbstractIntra,
 ) -> OtherSplit | None:
     """The best choices that do not split input `k` as `picks` do; None if it cannot be split otherwise."""
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
@@ -85,13 +112,13 @@ def _without(
         return None
     open_choices = list(masks)
     open_choices[node] = others
-    search = Search(priced, open_choices, limit_bytes=problem.memory_limit_bytes, relative_gap=1e-2, node_limit=20)
+    space = Space(name="another split", priced=priced, allowed=open_choices)
+    solution = intra.solve(problem, space, memory_limit_bytes=problem.memory_limit_bytes)
     names = priced.mesh.axis_names
-    found = search.branch() if search.relax() is not None else None
-    spec = specs[int(found.picks[node])] if found else None
+    spec = specs[int(solution.picks[node])] if solution else None
     return OtherSplit(
         subject=wildcard(item.path),
         chosen=format_spec(chosen, names, rank),
         alternative=format_spec(spec, names, rank) if spec else "any other split",
-        step_time_s=found.step_time_s if found else None,
+        step_time_s=solution.step_time_s if solution else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,7 @@ from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, 
 from ..sharding import LayeredStep
 from ._base import Progress
 from ._second import SecondProcess
-from .intra import fixed
-from .intra.ilp import Layouts, Search
+from .intra import AbstractIntra, Space, fixed
 
 Floats = NDArray[np.float64]
 # For what only the first layer of a stage keeps; stages are judged by themselves once they are known.
@@ -69,6 +69,7 @@ def build_chains(
     step: LayeredStep,
     cluster: Cluster,
     *,
+    intra: AbstractIntra,
     counts: Sequence[int],
     memory_limit_bytes: float,
     copies: Sequence[int] = (),
@@ -82,6 +83,7 @@ def build_chains(
     micro-batch for the others.
 
     Args:
+        intra: finds the splits of each layer.
         counts: numbers of micro-batches.
         copies: for each unit of the chains the layer that it is a copy of; by default every layer is one.
         memory_limit_bytes: on each device.
@@ -104,7 +106,7 @@ def build_chains(
         problem = make_problem(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )
-        shared.add(_Layer(problem=_without_operators(problem), layouts=Layouts()), meshes)
+        shared.add(_Layer(problem=_without_operators(problem), intra=intra, notes={}), meshes)
         shares.append(_weight_share(extract.graph))
     answers = shared.answers((lambda done, of: progress("layers on meshes", done, of)) if progress else None)
     solved = [dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))]
@@ -147,10 +149,11 @@ def price_option(problem: Problem, shape: tuple[int, ...]) -> Priced | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Layer:
-    """What is solved on mesh after mesh, and the layouts of its programs so far."""
+    """A layer's problem, solved on mesh after mesh; `notes` are what the planner keeps from one mesh to the next."""
 
     problem: Problem
-    layouts: Layouts
+    intra: AbstractIntra
+    notes: dict[str, Any]
 
 
 def _without_operators(problem: Problem) -> Problem:
@@ -167,25 +170,20 @@ def _without_operators(problem: Problem) -> Problem:
 
 
 def _solve_layer(layer: _Layer, mesh: tuple[tuple[int, int], tuple[int, ...]]) -> PhaseCosts | None:
-    """`_solve` on a submesh and its shape."""
+    """Costs of the best splits on a submesh as a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
     submesh, shape = mesh
-    return _solve(layer.problem, subcluster(layer.problem.cluster, submesh), shape, layer.layouts)
-
-
-def _solve(problem: Problem, cluster: Cluster, shape: tuple[int, ...], layouts: Layouts) -> PhaseCosts | None:
-    """Costs of the best splits on a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
-    priced = price_option(replace(problem, cluster=cluster), shape)
+    problem = replace(layer.problem, cluster=subcluster(layer.problem.cluster, submesh))
+    priced = price_option(problem, shape)
     if priced is None:
         return None
     if all(len(node.choices) == 1 for node in priced.nodes):
         # The batch alone is split: nothing is left to choose, if that can be done at all.
         picks = np.zeros(len(priced.nodes), np.int64)
         return phase_costs(priced, picks, problem.graph) if np.isfinite(evaluate(priced, picks).total_s) else None
-    search = Search(priced, fixed.everything(priced), limit_bytes=np.inf, layouts=layouts)
-    search.relax()
-    if search.picks is None:
-        return None
-    return phase_costs(priced, search.picks, problem.graph, search.model(search.picks))
+    space = Space(name="layer", priced=priced, allowed=fixed.everything(priced))
+    search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)
+    search.bound()
+    return None if search.picks is None else phase_costs(priced, search.picks, problem.graph)
 
 
 def _weight_share(graph: Graph) -> float:

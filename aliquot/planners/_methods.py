@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,21 +14,8 @@ from ..core import InputError
 from ..cost import Problem, price
 from ._base import AbstractMethod, Decision, Progress
 from ._neighbourhood import FEW_AXES, choices_to_try
-from ._race import Entry, Limits, goes_first, race
-from .intra import fixed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ILP:
-    """Solve splits as an integer linear program.
-
-    Attributes:
-        relative_gap: how far from the bound a solution may stay; 0 proves optimality.
-        node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the plan.
-    """
-
-    relative_gap: float = 1e-3
-    node_limit: int = 2000
+from ._race import Entry, goes_first, race
+from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +24,7 @@ class DataParallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return _fixed(problem, progress, "dp", 0, None)
+        return _fixed(problem, progress, "dp", Fixed(zero_stage=0), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +38,7 @@ class Zero2Parallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return _fixed(problem, progress, "zero2", 2, self.shard_within)
+        return _fixed(problem, progress, "zero2", Fixed(zero_stage=2), self.shard_within)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +52,7 @@ class Zero3Parallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return _fixed(problem, progress, "zero3", 3, self.shard_within)
+        return _fixed(problem, progress, "zero3", Fixed(zero_stage=3), self.shard_within)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +69,7 @@ class ManualParallel(AbstractMethod):
     specs: Mapping[str, Sequence[Any]]
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] = ()
-    intra: ILP = field(default_factory=ILP)
+    intra: AbstractIntra = field(default_factory=ILP)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`. Raises `InputError` listing every pattern that cannot be followed."""
@@ -90,17 +77,18 @@ class ManualParallel(AbstractMethod):
         mesh = _mesh(problem, self.mesh_shape, self.axis_names or AXIS_NAMES[: len(self.mesh_shape)])
         entries = []
         pinned = frozenset(problem.nodes.input_ports[k].node for k in fixed.matching(problem, self.specs))
-        for axes, masks, priced in _variants(problem, mesh, pinned):
+        for axes, masks, priced in _variants(problem, mesh, self.intra, pinned):
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
             both = [a & b for a, b in zip(masks, pins, strict=True)]
             if all(m.any() for m in both):
-                entries.append(Entry(name=_variant_name("manual", axes, mesh), priced=priced, allowed=both))
+                name = _variant_name("manual", axes, mesh)
+                entries.append(Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra))
         return race(
             problem,
             entries,
             method="manual",
-            planner="manual specs, rest by ilp",
-            limits=_limits(self.intra),
+            planner=f"manual specs, rest by {self.intra.name}",
+            relative_gap=self.intra.relative_gap,
             exact_space=False,
             progress=progress,
         )
@@ -115,7 +103,7 @@ class ShardParallel(AbstractMethod):
         mesh_shape: the logical mesh; by default all meshes with up to two axes are tried.
     """
 
-    intra: ILP = field(default_factory=ILP)
+    intra: AbstractIntra = field(default_factory=ILP)
     mesh_shape: tuple[int, ...] | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -123,11 +111,11 @@ class ShardParallel(AbstractMethod):
         meshes = _meshes(problem, self.mesh_shape)
         return race(
             problem,
-            _shard_entries(problem, meshes),
+            _shard_entries(problem, meshes, self.intra),
             expected=len(meshes),
             method="shard",
-            planner="ilp",
-            limits=_limits(self.intra),
+            planner=self.intra.name,
+            relative_gap=self.intra.relative_gap,
             exact_space=True,
             progress=progress,
         )
@@ -144,7 +132,7 @@ class Auto(AbstractMethod):
         mesh_shape: only this mesh.
     """
 
-    intra: ILP = field(default_factory=ILP)
+    intra: AbstractIntra = field(default_factory=ILP)
     max_meshes: int = 32
     max_axes: int = 2
     mesh_shape: tuple[int, ...] | None = None
@@ -155,25 +143,21 @@ class Auto(AbstractMethod):
         if self.mesh_shape is None:
             for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):
                 try:
-                    entries += _fixed_entries(problem, name, stage, None)
+                    entries += _fixed_entries(problem, name, Fixed(zero_stage=stage, rest=self.intra), None)
                 except InputError:
                     # A batch that does not divide rules these out; the search has other splits.
                     continue
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
         return race(
             problem,
-            itertools.chain(entries, _shard_entries(problem, meshes)),
+            itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
             expected=len(entries) + len(meshes),
             method="auto",
-            planner="fixed methods and ilp",
-            limits=_limits(self.intra),
+            planner=f"fixed methods and {self.intra.name}",
+            relative_gap=self.intra.relative_gap,
             exact_space=True,
             progress=progress,
         )
-
-
-def _limits(intra: ILP) -> Limits:
-    return Limits(relative_gap=intra.relative_gap, node_limit=intra.node_limit)
 
 
 def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()) -> LogicalMesh:
@@ -200,7 +184,7 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
 
 
 def _variants(
-    problem: Problem, mesh: LogicalMesh, also: frozenset[int] = frozenset()
+    problem: Problem, mesh: LogicalMesh, intra: AbstractIntra, also: frozenset[int] = frozenset()
 ) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
     """Ways to use a mesh: with micro-batches, axes that split the batch alone synchronise gradients once."""
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
@@ -210,7 +194,7 @@ def _variants(
         # Finer meshes are slow to price, and without such an axis every micro-batch synchronises its gradients.
         sets = leading if len(mesh.shape) > FEW_AXES else sets + leading
     for chosen in sets:
-        choices = choices_to_try(problem, mesh, chosen, also)
+        choices = choices_to_try(problem, mesh, chosen, intra, also)
         priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=chosen, choices=choices)
         masks = fixed.data_axes_restriction(priced, kinds, chosen)
         if masks is not None:
@@ -221,13 +205,14 @@ def _variant_name(name: str, axes: frozenset[int], mesh: LogicalMesh) -> str:
     return f"{name}, batch alone on {''.join(mesh.axis_names[a] for a in sorted(axes))}" if axes else name
 
 
-def _shard_entries(problem: Problem, meshes: Sequence[LogicalMesh]) -> Iterator[Entry]:
+def _shard_entries(problem: Problem, meshes: Sequence[LogicalMesh], intra: AbstractIntra) -> Iterator[Entry]:
     for mesh in meshes:
-        for axes, masks, priced in _variants(problem, mesh):
-            yield Entry(name=_variant_name("ilp", axes, mesh), priced=priced, allowed=masks)
+        for axes, masks, priced in _variants(problem, mesh, intra):
+            name = _variant_name(intra.name, axes, mesh)
+            yield Entry(space=Space(name=name, priced=priced, allowed=masks), intra=intra)
 
 
-def _fixed_entries(problem: Problem, name: str, stage: int, shard_within: str | None) -> list[Entry]:
+def _fixed_entries(problem: Problem, name: str, intra: Fixed, shard_within: str | None) -> list[Entry]:
     cluster = problem.cluster
     if shard_within not in (None, "host"):
         raise InputError(f'shard_within={shard_within!r}: pass "host", or None for all devices.')
@@ -235,27 +220,26 @@ def _fixed_entries(problem: Problem, name: str, stage: int, shard_within: str | 
     shape = (cluster.num_hosts, cluster.devices_per_host) if within else (cluster.num_devices,)
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
-    kinds = fixed.kinds_of(problem.graph, problem.nodes)
-    shard_axes = frozenset({1}) if within else all_axes
+    rule = replace(intra, first_shard_axis=1 if within else 0)
     # Gradients that wait for the last micro-batch wait whole; where these do not fit, each micro-batch adds to its shards.
     waiting = [all_axes] if problem.num_micro_batches > 1 else []
-    found = []
-    for data_axes in [*waiting, frozenset[int]()] if stage >= 2 or not waiting else waiting:
+    entries = []
+    for data_axes in [*waiting, frozenset[int]()] if intra.zero_stage >= 2 or not waiting else waiting:
         priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
-        masks = fixed.batch_restriction(problem, priced, kinds, zero_stage=stage, shard_axes=shard_axes)
         each = problem.num_micro_batches > 1 and not data_axes
         label = f"{name}, gradients split in each micro-batch" if each else name
-        found.append(Entry(name=label, priced=priced, allowed=masks))
-    return found
+        space = rule.restrict(problem, Space(name=label, priced=priced, allowed=fixed.everything(priced)))
+        entries.append(Entry(space=space, intra=rule.rest))
+    return entries
 
 
-def _fixed(problem: Problem, progress: Progress | None, name: str, stage: int, within: str | None) -> Decision:
+def _fixed(problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | None) -> Decision:
     return race(
         problem,
-        _fixed_entries(problem, name, stage, within),
+        _fixed_entries(problem, name, intra, within),
         method=name,
-        planner="fixed",
-        limits=Limits(),
+        planner=intra.name,
+        relative_gap=intra.relative_gap,
         exact_space=False,
         progress=progress,
     )

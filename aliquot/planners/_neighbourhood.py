@@ -16,25 +16,29 @@ from numpy.typing import NDArray
 from ..cluster import AXIS_NAMES, LogicalMesh
 from ..cost import Problem, can_split, enumerate_choices, price
 from ..sharding import Choice, Node
-from .intra import fixed
-from .intra.ilp import Search
+from .intra import AbstractIntra, Space, fixed
 
 Ints = NDArray[np.int64]
 FEW_AXES = 2
 
 
 def choices_to_try(
-    problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int], also: frozenset[int] = frozenset()
+    problem: Problem,
+    mesh: LogicalMesh,
+    data_axes: frozenset[int],
+    intra: AbstractIntra,
+    also: frozenset[int] = frozenset(),
 ) -> list[Ints]:
     """For each node the choices to price on a mesh: all of them up to two axes.
 
     Args:
+        intra: solves the meshes of two axes.
         also: nodes of which all choices are wanted nevertheless.
     """
     nodes = problem.nodes.nodes
     if len(mesh.shape) <= FEW_AXES:
         return [enumerate_choices(node, mesh.shape) for node in nodes]
-    seeds = list(_seeds(problem, mesh, data_axes))
+    seeds = list(_seeds(problem, mesh, data_axes, intra.coarser(relative_gap=1e-2, node_limit=100)))
     found = []
     for node in nodes:
         if node.index in also:
@@ -56,7 +60,9 @@ def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
     return near
 
 
-def _seeds(problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int]) -> Iterator[list[Choice]]:
+def _seeds(
+    problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int], intra: AbstractIntra
+) -> Iterator[list[Choice]]:
     """The best choices on every mesh of two axes that joins neighbouring axes of this one."""
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     for cut in range(1, len(mesh.shape)):
@@ -68,8 +74,8 @@ def _seeds(problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int]) -> It
         masks = fixed.data_axes_restriction(priced, kinds, joined)
         if masks is None:
             continue
-        search = Search(priced, masks, limit_bytes=problem.memory_limit_bytes, relative_gap=1e-2, node_limit=100)
-        solution = search.branch() if search.relax() is not None else None
+        space = Space(name=f"{intra.name} on {coarse}", priced=priced, allowed=masks)
+        solution = intra.solve(problem, space, memory_limit_bytes=problem.memory_limit_bytes)
         if solution is None:
             continue
         yield [

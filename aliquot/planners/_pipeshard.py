@@ -29,12 +29,12 @@ from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_s
 from ._base import Decision, Progress
 from ._known_stages import KnownStages
 from ._layer_costs import build_chains, price_option, subcluster
-from ._methods import ILP, ShardParallel
+from ._methods import ShardParallel
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large
-from ._race import Entry, Limits, race
+from ._race import Entry, race
 from ._second import SecondProcess
 from .inter import AbstractInter, StageDP
-from .intra import fixed
+from .intra import ILP, AbstractIntra, Space, fixed
 
 _ROUNDS = 4
 _MOST_MICRO_BATCHES = 1024
@@ -57,7 +57,7 @@ class PipeshardParallel:
     """
 
     inter: AbstractInter = field(default_factory=StageDP)
-    intra: ILP = field(default_factory=ILP)
+    intra: AbstractIntra = field(default_factory=ILP)
     num_stages: int | None = None
     num_micro_batches: int | None = None
     schedule: str | None = None
@@ -206,6 +206,7 @@ def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> Pipeli
     chains, kinds = build_chains(
         sketch,
         task.cluster,
+        intra=method.intra,
         counts=counts,
         memory_limit_bytes=limit,
         copies=_copies(length),
@@ -370,7 +371,7 @@ def _solve_stages(
         times=times,
         stage_costs=costs,
         transfer_s=tuple(transfer),
-        planner=f"{type(task.method.inter).__name__} over ilp",
+        planner=f"{type(task.method.inter).__name__} over {task.method.intra.name}",
     )
 
 
@@ -393,12 +394,14 @@ def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOptio
     priced = price_option(problem, option.mesh_shape)
     if priced is None:
         raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
+    intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
+    space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
     decision = race(
         problem,
-        [Entry(name=option.name, priced=priced, allowed=fixed.everything(priced))],
+        [Entry(space=space, intra=intra)],
         method="pipeshard",
-        planner="ilp",
-        limits=Limits(relative_gap=max(method.intra.relative_gap, 1e-2), node_limit=min(method.intra.node_limit, 50)),
+        planner=intra.name,
+        relative_gap=intra.relative_gap,
         exact_space=False,
     )
     return decision, phase_costs(priced, decision.picks, problem.graph)

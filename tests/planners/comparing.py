@@ -97,6 +97,6 @@ def _below(priced: Priced, limit_bytes: float, ceiling_s: float) -> float:
         node_limit=100_000,
         ceiling_s=ceiling_s,
     )
-    search.relax()
-    found = search.branch()
+    search.bound()
+    found = search.improve()
     return found.step_time_s if found else np.inf

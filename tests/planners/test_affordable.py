@@ -7,9 +7,9 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price
-from aliquot.planners import Auto, _race
+from aliquot.planners import Auto
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search
+from aliquot.planners.intra.ilp import Search, _ilp
 from aliquot.planners.intra.ilp._affordable import affordable
 
 CLUSTER = Cluster.preset("2x4xH100")
@@ -37,7 +37,7 @@ def best(priced):
 def search(priced, ceiling_s):
     """The bound and the solution of a search up to a ceiling."""
     found = Search(priced, everything(priced), limit_bytes=UNLIMITED, relative_gap=0.0, ceiling_s=ceiling_s)
-    return found.relax(), found.branch()
+    return found.bound(), found.improve()
 
 
 def num_conversions(priced):
@@ -77,7 +77,7 @@ def test_a_race_tells_later_meshes_what_fits_on_one_axis(problem, monkeypatch):
             told.append((len(priced.mesh.shape), options["ceiling_s"]))
             super().__init__(priced, allowed, **options)
 
-    monkeypatch.setattr(_race, "Search", Told)
+    monkeypatch.setattr(_ilp, "Search", Told)
     decision = Auto().solve(problem)
     single = [c.step_time_s for c in decision.candidates if "x" not in c.mesh and c.step_time_s is not None]
     assert told[0] == (1, np.inf)

@@ -20,7 +20,7 @@ def searches():
     graph = aq.capture(work.train_step, work.state, work.batch)
     priced = price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
     free = Search(priced, everything(priced), limit_bytes=1e15)
-    free.relax()
+    free.bound()
     most, least = (
         float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
     )
@@ -29,10 +29,10 @@ def searches():
         patch.setattr(_solve.Search, "_nothing_below", lambda search, ceiling_s: False)
         for limit in np.linspace(least, most, 10)[1:-1]:
             search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
-            bound = search.relax()
+            bound = search.bound()
             exact = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
-            exact.relax()
-            best = exact.branch()
+            exact.bound()
+            best = exact.improve()
             if best is not None and not search.integral:
                 found.append((search, bound, best))
     assert len(found) >= 3
@@ -62,9 +62,9 @@ def test_a_bound_is_lifted_little_further_than_asked(searches):
     for tight, bound, _ in searches:
         search = Search(tight.priced, everything(tight.priced), limit_bytes=tight.limit_bytes)
         asked = search.start() + 0.1 * (bound - search.start())
-        found = search.relax(asked)
+        found = search.bound(asked)
         assert asked <= found <= bound * (1 + 1e-9)
-        if search.rounded() is None:
+        if search.incumbent() is None:
             stopped += 1
             assert found == pytest.approx(asked * 1.001)
     assert stopped

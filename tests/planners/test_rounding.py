@@ -28,14 +28,14 @@ def peak(search, picks):
 def test_what_needs_least_of_what_is_mixed_fits_where_most_of_it_does_not(priced):
     allowed = everything(priced)
     free = Search(priced, allowed, limit_bytes=_UNLIMITED)
-    free.relax()
+    free.bound()
     most = peak(free, free.picks)
     least = peak(free, free.least_memory())
     missed = fitted = 0
     for limit in np.linspace(least, most, 12)[1:-1]:
         search = Search(priced, allowed, limit_bytes=limit)
-        bound = search.relax()
-        found = search.rounded()
+        bound = search.bound()
+        found = search.incumbent()
         if found is not None:
             assert found.peak_bytes <= limit * (1 + 1e-9)
             assert bound * (1 - 1e-9) <= found.step_time_s <= 1.05 * bound

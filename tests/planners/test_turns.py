@@ -55,8 +55,8 @@ def test_choices_that_run_in_turn_fit_where_others_would_not(nodes):
         tried += 1
         allowed = [np.arange(len(n.choices)) == pick for n, pick in zip(priced.nodes, picks)]
         search = Search(priced, allowed, limit_bytes=(known + waiting) / 2)
-        assert search.relax() == pytest.approx(evaluate(priced, picks).total_s)
-        found = search.branch()
+        assert search.bound() == pytest.approx(evaluate(priced, picks).total_s)
+        found = search.improve()
         assert found is not None and (found.picks == picks).all() and found.peak_bytes == known
     assert tried
 
@@ -65,14 +65,14 @@ def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
     """The bound is still one of all choices, and the status says what was searched."""
     priced = on_mesh(nodes, 4)
     free = Search(priced, everything(priced), limit_bytes=1e15)
-    free.relax()
-    best = free.branch()
+    free.bound()
+    best = free.improve()
     least = free.least_memory()
     low = peak(free.model(least), priced, least)
     limit_bytes = low + 0.2 * (best.peak_bytes - low)
     search = Search(priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-2, node_limit=20)
-    bound = search.relax()
-    found = search.branch()
+    bound = search.bound()
+    found = search.improve()
     assert not takes_turns(priced, found.picks)
     assert peak(known_memory(priced, found.picks), priced, found.picks) == found.peak_bytes <= limit_bytes
     assert bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
@@ -91,5 +91,5 @@ def test_where_nothing_runs_beside_all_reduces_no_choice_changes_what_waits(node
 def test_what_can_never_fit_is_not_solved(nodes):
     """Every array at its smallest is too much already."""
     search = Search(on_mesh(nodes, 2, 2), everything(on_mesh(nodes, 2, 2)), limit_bytes=1e5)
-    assert search.relax() is None
+    assert search.bound() is None
     assert search.num_solves == 0

@@ -1,1 +1,10 @@
-"""How each operator of one stage is split on a logical mesh."""
+"""How each operator of a stretch of a step is split on one mesh."""
+
+from ._base import AbstractIntra as AbstractIntra
+from ._base import AbstractSearch as AbstractSearch
+from ._base import IntraCosts as IntraCosts
+from ._base import IntraSolution as IntraSolution
+from ._base import Space as Space
+from ._base import judge_picks as judge_picks
+from .fixed import Fixed as Fixed
+from .ilp import ILP as ILP

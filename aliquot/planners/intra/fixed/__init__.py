@@ -1,5 +1,6 @@
 """What an expert writes by hand, as restrictions on the choices that a solver may take."""
 
+from ._fixed import Fixed as Fixed
 from ._restrict import Kinds as Kinds
 from ._restrict import Masks as Masks
 from ._restrict import batch_restriction as batch_restriction

@@ -121,7 +121,9 @@ def batch_restriction(
     """
     masks = []
     all_axes = frozenset(range(len(priced.axis_sizes)))
-    if not any(priced.graph.batch_factors[n] for n in kinds.batch_inputs):
+    # A stage inside a pipeline is fed by the stage before it instead of by the batch.
+    fed_by = kinds.batch_inputs or range(len(priced.graph.batch_factors))
+    if not any(priced.graph.batch_factors[n] for n in fed_by):
         _refuse_batch(problem, priced)
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
         choices = table.choices

@@ -1,5 +1,4 @@
 """The best splits by integer linear programming, with a bound."""
 
-from ._layout import Layouts as Layouts
+from ._ilp import ILP as ILP
 from ._solve import Search as Search
-from ._solve import Solution as Solution

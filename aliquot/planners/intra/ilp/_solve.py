@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, over_time, takes_turns, timeline
 from ....sharding import Resident
+from .._base import AbstractSearch, IntraCosts, IntraSolution
 from ._affordable import affordable
 from ._highs import Relaxation, nothing_solved, solve_integers
 from ._layout import Choices, Layouts
@@ -24,24 +25,7 @@ _CLOSE = 1e-3
 _NARROWED = "optimal where all products wait that may"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Solution:
-    """The best choices found, with what is proved about them.
-
-    `lower_bound_s` bounds every choice that fits in memory, from below. `status` is "optimal", "optimal within the
-    gap", "rounded" (nothing was branched), or names the limit that stopped the search, or what it was narrowed to.
-    """
-
-    picks: Ints
-    step_time_s: float
-    lower_bound_s: float
-    peak_bytes: float
-    status: str
-    num_variables: int
-    num_solves: int
-
-
-class Search:
+class Search(AbstractSearch):
     """The search for one priced problem, in two steps: a planner can compare bounds of several before it branches.
 
     Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so
@@ -100,7 +84,7 @@ class Search:
         self._started = True
         return self._bound_s()
 
-    def relax(self, cutoff_s: float = np.inf) -> float | None:
+    def bound(self, cutoff_s: float = np.inf) -> float | None:
         """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding.
 
         Above `cutoff_s` a bound is not lifted any further.
@@ -144,10 +128,10 @@ class Search:
 
     @property
     def picks(self) -> Ints | None:
-        """The relaxation's solution, rounded, after `relax`, whether it fits or not."""
+        """The relaxation's solution, rounded, after `bound`, whether it fits or not."""
         return self._picks
 
-    def rounded(self) -> Solution | None:
+    def incumbent(self) -> IntraSolution | None:
         """The relaxation's solution, rounded to what it has most of, or to what of it needs least memory, if that does not fit.
 
         None if neither does, or if there is none.
@@ -169,9 +153,9 @@ class Search:
                 picks[node] = kept[mixed[np.argmin(sum(at[node][mixed] for at in use))]]
         return picks
 
-    def branch(self, cutoff_s: float = np.inf) -> Solution | None:
-        """The best choices, after `relax`. None if nothing fits, or nothing below `cutoff_s` can exist."""
-        best = self.rounded()
+    def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
+        """The best choices, after `bound`. None if nothing fits, or nothing below `cutoff_s` can exist."""
+        best = self.incumbent()
         if self.integral and best is not None:
             return best
         while self.lower_bound_s < cutoff_s:
@@ -220,7 +204,7 @@ class Search:
         self._relaxed = self._relaxation.solve(enough_s)
         return self._relaxed.values
 
-    def _judged(self, found: Solution, status: str = "optimal") -> Solution:
+    def _judged(self, found: IntraSolution, status: str = "optimal") -> IntraSolution:
         """A solution with what is now known about it."""
         gap = found.step_time_s - self.lower_bound_s
         if gap <= 1e-9 * self.lower_bound_s or (status == "infeasible" and not self._narrowed):
@@ -229,7 +213,7 @@ class Search:
             status = _NARROWED
         elif status in ("optimal", "infeasible"):
             status = "optimal within the gap"
-        return replace(found, status=status, lower_bound_s=self.lower_bound_s, num_solves=self.num_solves)
+        return replace(found, status=status, lower_bound_s=self.lower_bound_s)
 
     def _narrow(self, picks: Ints) -> bool:
         """Whether choices fit only where products run in turn, which they do not have: from then on all wait."""
@@ -270,19 +254,12 @@ class Search:
             use = timeline(self.model(picks), self.priced, picks)
         return picks
 
-    def _solution(self, picks: Ints, status: str) -> Solution | None:
+    def _solution(self, picks: Ints, status: str) -> IntraSolution | None:
         peak = float(timeline(self.model(picks), self.priced, picks).max())
         if peak > self.limit_bytes * (1 + 1e-9):
             return None
-        return Solution(
-            picks=picks,
-            step_time_s=evaluate(self.priced, picks).total_s,
-            lower_bound_s=self.lower_bound_s,
-            peak_bytes=peak,
-            status=status,
-            num_variables=self._program.num_columns,
-            num_solves=self.num_solves,
-        )
+        costs = IntraCosts(step_time_s=evaluate(self.priced, picks).total_s, peak_bytes=peak)
+        return IntraSolution(picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status)
 
     def _without_hopeless(self, best_s: float) -> tuple[Program, Choices]:
         """The program without choices whose reduced cost alone lifts the bound above a known solution."""

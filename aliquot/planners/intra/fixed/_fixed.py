@@ -1,0 +1,93 @@
+"""`Fixed`: splits by the rule of data parallelism or of a stage of ZeRO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ....core import InputError
+from ....cost import Problem
+from .._base import AbstractIntra, AbstractSearch, IntraSolution, SolvedAtOnce, Space
+from ..ilp import ILP
+from ._restrict import batch_restriction, kinds_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed(AbstractIntra):
+    """Split the batch over all axes, and what a stage of ZeRO splits besides; another planner decides what is then left.
+
+    Attributes:
+        zero_stage: 0 replicates everything but the batch (data parallelism), 2 splits optimizer state and gradients,
+            3 parameters too.
+        first_shard_axis: ZeRO splits over this mesh axis and those after it; 1 replicates over the first axis.
+        rest: decides what the rule leaves open, such as temporary values of the update.
+    """
+
+    zero_stage: int = 0
+    first_shard_axis: int = 0
+    rest: AbstractIntra = field(default_factory=ILP)
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (0, 2, 3):
+            raise InputError(f"zero_stage={self.zero_stage}: pass 0 for data parallelism, 2 or 3 for ZeRO.")
+
+    @property
+    def name(self) -> str:
+        """See `AbstractIntra.name`."""
+        return "fixed"
+
+    @property
+    def relative_gap(self) -> float:
+        """See `AbstractIntra.relative_gap`."""
+        return self.rest.relative_gap
+
+    def restrict(self, problem: Problem, space: Space) -> Space:
+        """The choices of a space that follow the rule.
+
+        Raises:
+            InputError: the batch cannot be split over all devices.
+        """
+        shard_axes = frozenset(range(self.first_shard_axis, len(space.priced.axis_sizes)))
+        rule = batch_restriction(
+            problem,
+            space.priced,
+            kinds_of(problem.graph, problem.nodes),
+            zero_stage=self.zero_stage,
+            shard_axes=shard_axes,
+        )
+        return replace(space, allowed=[a & b for a, b in zip(space.allowed, rule, strict=True)])
+
+    def solve(
+        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+    ) -> IntraSolution | None:
+        """See `AbstractIntra.solve`."""
+        ruled = self.restrict(problem, space)
+        if not all(mask.any() for mask in ruled.allowed):
+            return None
+        return self.rest.solve(problem, ruled, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+
+    def begin(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+        notes: dict[str, Any] | None = None,
+    ) -> AbstractSearch:
+        """See `AbstractIntra.begin`."""
+        limits = {"memory_limit_bytes": memory_limit_bytes, "ceiling_s": ceiling_s}
+        ruled = self.restrict(problem, space)
+        if not all(mask.any() for mask in ruled.allowed):
+            return SolvedAtOnce(self, problem, space, **limits)
+        return self.rest.begin(problem, ruled, **limits, notes=notes)
+
+    def coarser(self, *, relative_gap: float, node_limit: int) -> Fixed:
+        """See `AbstractIntra.coarser`."""
+        return replace(self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit))
+
+    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
+        """See `AbstractIntra.required_profiles`."""
+        return self.rest.required_profiles(problem)

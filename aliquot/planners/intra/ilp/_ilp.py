@@ -1,0 +1,66 @@
+"""`ILP`: splits by integer linear programming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ....cost import Problem
+from .._base import AbstractIntra, IntraSolution, Space
+from ._layout import Layouts
+from ._solve import Search
+
+_LAYOUTS = "layouts of integer programs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ILP(AbstractIntra):
+    """Solve splits as an integer linear program.
+
+    Attributes:
+        relative_gap: how far from the bound a solution may stay; 0 proves optimality.
+        node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the plan.
+    """
+
+    relative_gap: float = 1e-3
+    node_limit: int = 2000
+
+    @property
+    def name(self) -> str:
+        """See `AbstractIntra.name`."""
+        return "ilp"
+
+    def solve(
+        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+    ) -> IntraSolution | None:
+        """See `AbstractIntra.solve`."""
+        search = self.begin(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        return search.improve(ceiling_s) if search.bound() is not None else None
+
+    def begin(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+        notes: dict[str, Any] | None = None,
+    ) -> Search:
+        """See `AbstractIntra.begin`. Bounds come from the program's relaxation."""
+        return Search(
+            space.priced,
+            space.allowed,
+            limit_bytes=memory_limit_bytes,
+            relative_gap=self.relative_gap,
+            node_limit=self.node_limit,
+            ceiling_s=ceiling_s,
+            layouts=None if notes is None else notes.setdefault(_LAYOUTS, Layouts()),
+        )
+
+    def coarser(self, *, relative_gap: float, node_limit: int) -> ILP:
+        """See `AbstractIntra.coarser`."""
+        return replace(
+            self, relative_gap=max(self.relative_gap, relative_gap), node_limit=min(self.node_limit, node_limit)
+        )
