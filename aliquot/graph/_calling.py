@@ -1,17 +1,18 @@
 """How a user calls the step: arguments to flat arrays, flat results back to what the step returns.
 
-Array leaves are traced, and so are Python numbers inside an argument; everything else (functions, flags, numbers that
-are arguments themselves) is static and belongs to the identity of the call. NNX objects that the step changes in place
-come back through `finish`.
+Arrays are traced, and so are Python numbers; everything else (functions, flags, the settings of an Equinox module, numbers
+whose values the step needs) is static and belongs to the identity of the call. NNX objects that the step changes in
+place come back through `finish`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import (
     DictKey,
@@ -65,7 +66,7 @@ class FlatCall:
         static_paths: where each of these stands.
         trees: structure of each argument that holds no NNX object, then of the state of those that do.
         definition: the NNX objects without their arrays, or None.
-        has_numbers: whether Python numbers are among the arrays.
+        numbers: paths of the Python numbers among the arrays.
     """
 
     paths: tuple[str, ...]
@@ -75,7 +76,7 @@ class FlatCall:
     static_paths: tuple[str, ...]
     trees: tuple[Any, ...]
     definition: Any
-    has_numbers: bool
+    numbers: tuple[str, ...]
 
     def skeleton(self) -> tuple[Any, ...]:
         """What two calls must share to run the same program."""
@@ -99,6 +100,13 @@ class FlatCall:
         return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A Python number among the results; it comes back as an array, as from `jax.jit`."""
+
+    value: bool | int | float | complex
+
+
 @dataclass(slots=True, kw_only=True)
 class Calling:
     """The calling convention of one captured step.
@@ -113,7 +121,7 @@ class Calling:
         num_results: how many flat outputs are the user's result; the rest is the state of `modules`.
         out_parts: path of each output, key by key, for the user's result.
         state_tree: structure of that state.
-        static_numbers: whether Python numbers inside the arguments are static.
+        static_numbers: paths of Python numbers that are static.
     """
 
     fn: Callable[..., Any]
@@ -127,7 +135,7 @@ class Calling:
     out_statics: tuple[tuple[int, Any], ...] = ()
     num_results: int = 0
     state_tree: Any = None
-    static_numbers: bool = False
+    static_numbers: frozenset[str] = frozenset()
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """Arguments of a later call, flat. The names must be those of the example call.
@@ -157,7 +165,8 @@ class Calling:
         keywords = dict(zip(self.names[self.num_positional :], values[self.num_positional :], strict=True))
         result = self.fn(*positional, **keywords)
         pairs, tree = tree_flatten_with_path(result)
-        statics = []
+        settings = _nnx.inside_equinox(result)
+        statics: list[tuple[int, Any]] = []
         arrays = []
         parts = []
         wrong = []
@@ -165,7 +174,10 @@ class Calling:
             if is_array(leaf):
                 arrays.append(leaf)
                 parts.append(path_parts(keys))
-            elif isinstance(leaf, bool | int | float | complex) or self._known_static(leaf):
+            elif isinstance(leaf, bool | int | float | complex):
+                is_setting = settings[position] or self._returns_setting(path_parts(keys), leaf)
+                statics.append((position, leaf if is_setting else _Number(leaf)))
+            elif self._known_static(leaf):
                 statics.append((position, leaf))
             else:
                 wrong.append(f"{''.join(path_parts(keys)) or 'the result itself'} is a {type(leaf).__name__}")
@@ -189,21 +201,38 @@ class Calling:
         """Flat results to the user's result; NNX objects among the arguments take their new state."""
         leaves = list(outputs[: self.num_results])
         for position, static in self.out_statics:
-            leaves.insert(position, static)
+            leaves.insert(position, jnp.asarray(static.value) if isinstance(static, _Number) else static)
         if self.modules:
             values = self._values(args, kwargs)
             objects = {n: v for n, v in zip(self.names, values, strict=True) if n in self.modules}
             _nnx.update(objects, tree_unflatten(self.state_tree, outputs[self.num_results :]))
         return tree_unflatten(self.out_tree, leaves)
 
+    def _returns_setting(self, parts: Sequence[str], number: Any) -> bool:
+        """Whether a number among the results is one of the static arguments, at the place that it came from."""
+        ends = {end for end in ("".join(parts), "".join(parts[1:])) if end}
+        return any(
+            static == number and any(path.endswith(end) for end in ends)
+            for path, (_, static) in zip(self.call.static_paths, self.call.statics, strict=True)
+        )
+
     def _known_static(self, leaf: Any) -> bool:
         return any(leaf is static for _, static in self.call.statics) or leaf is None
 
 
 def calling_of(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, static_numbers: bool = False
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    static_numbers: frozenset[str] = frozenset(),
 ) -> Calling:
-    """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` for something that cannot be called."""
+    """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` for something that cannot be called.
+
+    Args:
+        static_numbers: paths of Python numbers that are static. So are those in arguments that a jitted `fn` declares
+            static.
+    """
     if not callable(fn):
         raise CaptureError(
             f"A training step must be a function, got a {type(fn).__name__}. "
@@ -211,6 +240,10 @@ def calling_of(
         )
     names, values = _named(fn, args, kwargs)
     modules = tuple(n for n, v in zip(names, values, strict=True) if _nnx.holds_module(v))
+    positions, keywords = compat.static_arguments(fn)
+    static_numbers |= {
+        n for k, n in enumerate(names) if n in keywords or (k < len(args) and positions & {k, k - len(args)})
+    }
     return Calling(
         fn=fn,
         num_positional=len(args),
@@ -242,14 +275,19 @@ def _named(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def _flatten(
-    names: Sequence[str], values: Sequence[Any], modules: Sequence[str], static_numbers: bool, *, shapes: bool
+    names: Sequence[str],
+    values: Sequence[Any],
+    modules: Sequence[str],
+    static_numbers: Collection[str],
+    *,
+    shapes: bool,
 ) -> FlatCall:
     """One call, flat; Python numbers become arrays, or shapes of arrays."""
     objects = {n: v for n, v in zip(names, values, strict=True) if n in modules}
     definition, state = _nnx.split(objects) if objects else (None, None)
     parts, leaves, static_paths, trees = [], [], [], []
     statics: list[tuple[int, Any]] = []
-    has_numbers = False
+    numbers: list[str] = []
     named = zip(names, values, strict=True)
     groups: list[tuple[tuple[str, ...], Any]] = [((n,), v) for n, v in named if n not in objects]
     if objects:
@@ -257,17 +295,18 @@ def _flatten(
     for prefix, group in groups:
         pairs, tree = tree_flatten_with_path(group)
         trees.append(tree)
-        fixed = static_numbers or _nnx.holds_equinox(group)
-        for keys, leaf in pairs:
+        for (keys, leaf), is_setting in zip(pairs, _nnx.inside_equinox(group), strict=True):
             # The name of an argument that holds an NNX object is the first key of the objects' state.
             where = prefix + path_parts(keys) if prefix else (keys[0].key, *path_parts(keys[1:]))
-            number = type(leaf) in (int, float) and bool(keys) and not fixed
-            has_numbers = has_numbers or number
+            path = "".join(where)
+            number = type(leaf) in (int, float) and not is_setting and path not in static_numbers
+            if number:
+                numbers.append(path)
             if number or is_array(leaf):
                 parts.append(where)
                 leaves.append(_number(leaf, shapes) if number else leaf)
             else:
-                static_paths.append("".join(where))
+                static_paths.append(path)
                 statics.append((len(leaves) + len(statics), leaf))
     return FlatCall(
         paths=tuple("".join(p) for p in parts),
@@ -277,7 +316,7 @@ def _flatten(
         static_paths=tuple(static_paths),
         trees=tuple(trees),
         definition=definition,
-        has_numbers=has_numbers,
+        numbers=tuple(numbers),
     )
 
 

@@ -17,13 +17,16 @@ from ._phases import assign_phases
 from ._roles import assign_roles, batch_paths, reach_of
 from ._types import Graph, Input, Op, Output, Phase, Role, Value
 
+# Traces of a step that are spent on finding which of its numbers must be static.
+_MOST_TRIALS = 8
+
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     """Trace a training step, as it is, into a `Graph`.
 
     Python numbers inside an argument's pytree (such as the step counter of a fresh Flax `TrainState`) are traced as
-    `jax.jit` does, unless the step needs their values; a number that is itself an argument is static, as is everything
-    else that is no array (a function, a flag): part of the plan.
+    `jax.jit` does, unless a jitted step declares them static or the step needs their values; those, the settings of
+    Equinox modules and everything else that is no array (a function, a flag) are static: part of the plan.
 
     Args:
         fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come through unwrapped.
@@ -38,15 +41,39 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
             f"{getattr(fn, '__name__', 'The step')} was given no arrays. Pass example arguments (arrays or "
             "jax.ShapeDtypeStruct) after the function: capture(train_step, state, batch)."
         )
-    if calling.call.has_numbers:
+    numbers = calling.call.numbers
+    if not numbers:
+        return build_graph(calling, calling.call.leaves)
+    try:
+        return build_graph(calling, calling.call.leaves)
+    except CaptureError:
+        raise
+    except Exception:
+        # Some number is a loop's length or a branch's condition after all; if not, the same error comes again.
+        calling = calling_of(fn, args, kwargs, static_numbers=frozenset(numbers))
+        graph = build_graph(calling, calling.call.leaves)
+    return _with_fewest_static(fn, args, kwargs, numbers, graph)
+
+
+def _with_fewest_static(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], numbers: Sequence[str], graph: Graph
+) -> Graph:
+    """The graph of a step that needs the values of some numbers, in which as few as possible are static.
+
+    A number that is static by mistake would refuse the array that takes its place: a count of steps, say. Each trial is a
+    trace, so of many numbers all stay static.
+    """
+    static = frozenset(numbers)
+    if not 1 < len(numbers) <= _MOST_TRIALS:
+        return graph
+    for path in numbers:
+        calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
         try:
-            return build_graph(calling, calling.call.leaves)
-        except CaptureError:
-            raise
+            graph = build_graph(calling, calling.call.leaves)
         except Exception:
-            # Some number is a loop's length or a branch's condition after all; if not, the same error comes again.
-            calling = calling_of(fn, args, kwargs, static_numbers=True)
-    return build_graph(calling, calling.call.leaves)
+            continue
+        static -= {path}
+    return graph
 
 
 def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:

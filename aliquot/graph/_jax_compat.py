@@ -62,6 +62,13 @@ def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
     return struct
 
 
+def static_arguments(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Positions and names of the arguments that a jitted function declares static; none for other functions."""
+    info = getattr(fn, "_jit_info", None)
+    positions, names = getattr(info, "static_argnums", ()), getattr(info, "static_argnames", ())
+    return frozenset(positions or ()), frozenset(names or ())
+
+
 def is_placement(eqn: Any) -> bool:
     """Whether the equation only says where arrays are, and returns them as they are."""
     return eqn.primitive.name in _PLACEMENTS

@@ -29,16 +29,15 @@ def holds_module(argument: Any) -> bool:
     return any(map(is_module, jax.tree_util.tree_leaves(argument, is_leaf=is_module)))
 
 
-def holds_equinox(argument: Any) -> bool:
-    """Whether an Equinox module stands anywhere in the argument: the Python numbers in it are settings, not state."""
+def inside_equinox(tree: Any) -> list[bool]:
+    """For each leaf, whether it belongs to an Equinox module: the Python numbers there are settings, not state."""
     equinox = sys.modules.get("equinox")
-    if equinox is None:
-        return False
 
     def is_equinox(part: Any) -> bool:
-        return isinstance(part, equinox.Module)
+        return equinox is not None and isinstance(part, equinox.Module)
 
-    return any(map(is_equinox, jax.tree_util.tree_leaves(argument, is_leaf=is_equinox)))
+    parts = jax.tree_util.tree_leaves(tree, is_leaf=is_equinox)
+    return [is_equinox(part) for part in parts for _ in jax.tree_util.tree_leaves(part)]
 
 
 def split(objects: Mapping[str, Any]) -> tuple[Any, Any]:

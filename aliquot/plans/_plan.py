@@ -220,6 +220,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._decisions() == other._decisions()
 
+    def __ne__(self, other: object) -> bool:
+        # Compiled base classes have one of their own, which compares every field.
+        return not self == other
+
     def __hash__(self) -> int:
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 

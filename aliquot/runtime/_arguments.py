@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import PlanMismatchError
+from ..core import InputError, PlanMismatchError
 from ..graph import FlatCall, Graph
+from ._pieces import PiecedArray
 
 
 class Arguments:
@@ -53,6 +54,7 @@ class Arguments:
         self._check_types(call.leaves)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
+        self.check_alive(leaves)
         wrong = []
         for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self.types, strict=True):
             path = item.path
@@ -62,6 +64,17 @@ class Arguments:
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
         if wrong:
             self._refuse(wrong)
+
+    def check_alive(self, leaves: Sequence[Any]) -> None:
+        """Refuse arrays that an earlier call has taken. Raises `InputError` naming them."""
+        gone = [i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if _is_deleted(leaf)]
+        if gone:
+            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+            raise InputError(
+                f"{self._graph.name} is called with arrays that no longer exist: {', '.join(gone[:3])}{more}. A call donates "
+                "the state that it replaces, so that both need not be held. Pass the state that the last call returned; "
+                "to keep an old one, copy it first: jax.tree.map(jnp.copy, state)."
+            )
 
     def _refuse(self, problems: Sequence[str]) -> None:
         raise PlanMismatchError(
@@ -79,6 +92,12 @@ def _canonical(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    if isinstance(leaf, PiecedArray):
+        return any(map(_is_deleted, leaf.pieces))
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class LazyStep:
         self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
         self._step: ParallelStep | PipelineStep | None = None
         self._meshes: tuple[Mesh, ...] | None = None
+        self._lock = threading.RLock()
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -82,8 +84,9 @@ class LazyStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> ParallelStep | PipelineStep:
         """Trace the step for these arguments (arrays or shapes) without running it; a call does so by itself."""
-        if self._step is None:
-            self._step = self._prepare(args, kwargs)
+        with self._lock:
+            if self._step is None:
+                self._step = self._prepare(args, kwargs)
         return self._step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -242,15 +242,14 @@ class Pipeline:
             for key in f.takes
             if key.form is Form.GIVEN and self._same_devices(f.program.stage, stage)
         }
+        # What the step returns as it was given stays the caller's.
+        returned = {output.value for output in self.graph.outputs if isinstance(output.value, int)}
+        kept = later | self._pulled | returned
         found = []
         for position, key in enumerate(function.takes):
             if key.form is Form.TOTAL and function.program.part is not Part.UPDATE:
                 found.append(position)
-            elif (
-                key.form is Form.GIVEN
-                and function.program.part is Part.UPDATE
-                and key.value not in later | self._pulled
-            ):
+            elif key.form is Form.GIVEN and function.program.part is Part.UPDATE and key.value not in kept:
                 successor = self.successors.get(key.value)
                 gives = Key(Form.LATE, successor) in function.gives if isinstance(successor, int) else False
                 if gives and self.home.get(key.value) == stage and self._alike(key.value, successor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ class PipelineStep:
         self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
         self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values())
         self._stats: PipelineStats | None = None
+        self._lock = threading.RLock()
         self.__name__ = graph.name
         self.__doc__ = graph.calling.fn.__doc__
 
@@ -211,6 +213,12 @@ class PipelineStep:
 
     def _run(self, whole: Sequence[Any], *, keep: bool, run: Callable[..., list[Any]] | None = None) -> list[Any]:
         """The user's results from the user's arrays."""
+        # All threads must issue the instructions of a step in one order, and donated arrays have one reader.
+        with self._lock:
+            self._arguments.check_alive(whole)
+            return self._run_alone(whole, keep=keep, run=run)
+
+    def _run_alone(self, whole: Sequence[Any], *, keep: bool, run: Callable[..., list[Any]] | None) -> list[Any]:
         self._pipeline.compile()
         leaves = cut_leaves(whole, self._inputs, self._paths)
         shared = Counter(id(leaf) for leaf in leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class ParallelStep:
         self._compiled: Any = None
         self._stats: Stats | None = None
         self._lower_s = self._compile_s = 0.0
+        self._lock = threading.Lock()
         self._arguments = Arguments(graph)
         self._donated = frozenset(program.donated)
         self.__name__ = graph.name
@@ -174,13 +176,14 @@ class ParallelStep:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _compile(self) -> Any:
-        if self._compiled is None:
-            start = time.perf_counter()
-            lowered = self.lower()
-            middle = time.perf_counter()
-            self._compiled = lowered.compile()
-            self._lower_s, self._compile_s = middle - start, time.perf_counter() - middle
-        return self._compiled
+        with self._lock:
+            if self._compiled is None:
+                start = time.perf_counter()
+                lowered = self.lower()
+                middle = time.perf_counter()
+                self._compiled = lowered.compile()
+                self._lower_s, self._compile_s = middle - start, time.perf_counter() - middle
+            return self._compiled
 
     def _program_on(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
         shared = Counter(id(leaf) for leaf in leaves)

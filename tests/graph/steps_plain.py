@@ -75,7 +75,7 @@ def plain_keywords() -> Step:
         return (sgd(params, grads, rate), loss) if flag else (params, loss)
 
     kwargs = {"batch": batch(), "rate": 0.5, "flag": True}
-    return Step(fn=train_step, args=(mlp_params(),), kwargs=kwargs, roles=PLAIN, gradients=4, results=5)
+    return Step(fn=train_step, args=(mlp_params(),), kwargs=kwargs, roles=PLAIN | {"other": 1}, gradients=4, results=5)
 
 
 @step

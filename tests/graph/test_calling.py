@@ -19,7 +19,7 @@ def test_shapes_are_enough_and_nothing_is_allocated():
     before = len(jax.live_arrays())
     args = shapes((mlp_params(), batch()))
     structs = capture(train_step, *args, 0.1)
-    assert len(structs.inputs) == 6
+    assert len(structs.inputs) == 7
     assert len(jax.live_arrays()) <= before
 
 
@@ -41,6 +41,7 @@ def test_paths():
         "params.out.w",
         "batch.x",
         "batch.y",
+        "rate",
     ]
 
 
@@ -49,8 +50,9 @@ def test_odd_keys_keep_their_text():
     assert [i.path for i in graph.inputs] == ["p['a/b']['w.x']", "p.value"]
 
 
-def test_numbers_that_are_arguments_are_static():
-    graph = capture(train_step, mlp_params(), batch(), 0.1)
+@pytest.mark.parametrize("declare", [{"static_argnums": (2,)}, {"static_argnames": "rate"}])
+def test_numbers_that_a_jitted_step_declares_static_are_static(declare):
+    graph = capture(jax.jit(train_step, **declare), mlp_params(), batch(), 0.1)
     call = graph.calling.call
     assert call.static_paths == ("rate",)
     same = graph.calling.flatten((mlp_params(), batch(), 0.1), {})
@@ -58,6 +60,17 @@ def test_numbers_that_are_arguments_are_static():
     assert same.skeleton() == call.skeleton() and call.differences(same) == ()
     assert other.skeleton() != call.skeleton()
     assert call.differences(other) == ("rate, which is no array, was 0.1 and is 0.2",)
+
+
+@pytest.mark.parametrize("later", [0.2, np.float32(0.2), jnp.float32(0.2)])
+def test_numbers_that_are_arguments_are_traced(later):
+    graph = capture(train_step, mlp_params(), batch(), 0.1)
+    assert graph.calling.call.static_paths == ()
+    flat = graph.calling.flatten((mlp_params(), batch(), later), {})
+    assert flat.skeleton() == graph.calling.call.skeleton()
+    found = graph.calling.finish(evaluate(graph, flat.leaves), (mlp_params(), batch(), later), {})
+    wanted = train_step(mlp_params(), batch(), 0.2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
 
 
 def test_a_leaf_more_or_less_is_a_difference():
@@ -113,14 +126,48 @@ def test_numbers_that_the_step_needs_are_static():
     assert graph.calling.flatten((mlp_params(), batch(), {"turns": 2}), {}).skeleton() == graph.calling.call.skeleton()
 
 
-def test_numbers_in_the_result_come_back_as_they_are():
+def test_only_the_numbers_that_the_step_needs_are_static():
+    """Beside a number of turns, the count of a fresh state must still become an array."""
+
+    def step(state, batch, config):
+        params = state["params"]
+        for _ in range(config["turns"]):
+            params = sgd(params, jax.grad(mse)(params, batch), config["rate"])
+        return {"params": params, "step": state["step"] + 1}
+
+    config = {"turns": 2, "rate": 0.1}
+    graph = capture(step, {"params": mlp_params(), "step": 0}, batch(), config)
+    assert graph.calling.call.static_paths == ("config.turns",)
+    later = graph.calling.flatten(({"params": mlp_params(), "step": jnp.int32(1)}, batch(), config), {})
+    assert later.skeleton() == graph.calling.call.skeleton()
+
+
+def test_numbers_in_the_result_come_back_as_arrays():
     def step(params, batch):
         return {"params": sgd(params, jax.grad(mse)(params, batch)), "rate": 0.1, "done": False, "none": None}
 
     graph = capture(step, mlp_params(), batch())
     flat = graph.calling.flatten((mlp_params(), batch()), {})
     result = graph.calling.finish(evaluate(graph, flat.leaves), (mlp_params(), batch()), {})
-    assert (result["rate"], result["done"], result["none"]) == (0.1, False, None)
+    plain = jax.jit(step)(mlp_params(), batch())
+    for name in ("rate", "done"):
+        assert isinstance(result[name], jax.Array) and result[name] == plain[name]
+        assert (result[name].dtype, result[name].weak_type) == (plain[name].dtype, plain[name].weak_type)
+    assert result["none"] is None
+
+
+def test_a_setting_that_the_step_returns_stays_a_number():
+    def step(state, batch):
+        params = state["params"]
+        for _ in range(state["turns"]):
+            params = sgd(params, jax.grad(mse)(params, batch))
+        return {"params": params, "turns": state["turns"]}
+
+    state = {"params": mlp_params(), "turns": 2}
+    graph = capture(step, state, batch())
+    flat = graph.calling.flatten((state, batch()), {})
+    result = graph.calling.finish(evaluate(graph, flat.leaves), (state, batch()), {})
+    assert graph.calling.flatten((result, batch()), {}).skeleton() == graph.calling.call.skeleton()
 
 
 def test_a_second_trace_leaves_the_first_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from graph.steps import STEPS, shapes
@@ -12,7 +13,12 @@ from aliquot.graph import ReplayHook, capture, evaluate
 
 def leaves(tree):
     """Numbers of a result, random keys as their bits."""
-    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    numbers = (bool, int, float)
+    arrays = [
+        jnp.asarray(x) if isinstance(x, numbers) else x
+        for x in jax.tree.leaves(tree)
+        if hasattr(x, "dtype") or isinstance(x, numbers)
+    ]
     return [
         np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in arrays
     ]

@@ -152,3 +152,9 @@ def test_file_that_is_not_text(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError, match="is not text"):
         Plan.load(path)
+
+
+def test_equal_plans_are_not_unequal():
+    plan = sample_plan()
+    same = Plan.from_json(plan.to_json())
+    assert same == plan and not same != plan

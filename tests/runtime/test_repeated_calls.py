@@ -1,0 +1,121 @@
+"""Steps called again and again: what is donated, what is returned as it was given, and several threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from flax.training.train_state import TrainState
+
+import aliquot as aq
+from aliquot.core import InputError
+
+METHODS = {
+    "one_program": (aq.ShardParallel(), 1),
+    "micro_batches": (aq.Zero2Parallel(), 2),
+    "pipeline": (aq.PipeshardParallel(num_stages=2, num_micro_batches=2), None),
+}
+
+
+def train_step(state, batch):
+    def loss(params):
+        x = batch
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    params = jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], grads)
+    metrics = {"loss": value, "step": state["step"], "first": state["params"][0]}
+    return {"params": params, "step": state["step"] + 1}, metrics
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {"params": [jax.random.normal(k, (16, 16)) / 4 for k in keys], "step": jnp.int32(0)}
+
+
+BATCH = np.ones((16, 16), np.float32)
+
+
+def parallel(method):
+    chosen, count = METHODS[method]
+    plan = aq.plan(
+        train_step, start(), BATCH, cluster=aq.Cluster.preset("8xcpu"), method=chosen, num_micro_batches=count
+    )
+    return aq.parallelize(train_step, plan)
+
+
+def assert_close(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_state_that_is_also_returned_as_it_was_survives(method):
+    step, plain = parallel(method), jax.jit(train_step)
+    state = wanted = start()
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        wanted, expected = plain(wanted, BATCH)
+        assert_close(metrics, expected)
+    assert_close(state, wanted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_state_that_was_donated_before_is_refused_by_name(method):
+    step = parallel(method)
+    second, _ = step(start(), BATCH)
+    third, _ = step(second, BATCH)
+    with pytest.raises(InputError, match=r"no longer exist: state\.params\[.\].*state that the last call returned"):
+        step(second, BATCH)
+    step(third, BATCH)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_share_a_fresh_step(method):
+    step = parallel(method)
+    wanted, _ = jax.jit(train_step)(start(), BATCH)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: step(start(), BATCH)[0], range(8)))
+    for state in found:
+        assert_close(state, wanted)
+
+
+class NamedState(TrainState):
+    """A state with a field that is no array."""
+
+    name: str = struct.field(pytree_node=False, default="run")
+
+
+def flax_step(state, batch, turns):
+    for _ in range(turns):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch @ p["w"]) ** 2))(state.params)
+        state = state.apply_gradients(grads=grads)
+    return state, {"loss": loss, "turns": turns}
+
+
+@pytest.mark.parametrize(("count", "turns"), [(1, 2), (2, 1)])
+def test_a_fresh_train_state_counts(count, turns):
+    """Its step is the Python number 0, and an array from the first call on."""
+    create = NamedState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    method = aq.DataParallel()
+    plan = aq.plan(
+        flax_step,
+        create,
+        BATCH[:, :8],
+        turns,
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=method,
+        num_micro_batches=count,
+    )
+    step = aq.parallelize(flax_step, plan)
+    state = wanted = create
+    for call in range(3):
+        state, metrics = step(state, BATCH[:, :8], turns)
+        wanted, expected = flax_step(wanted, BATCH[:, :8], turns)
+        assert isinstance(state.step, jax.Array) and int(state.step) == turns * (call + 1)
+        assert isinstance(metrics["turns"], jax.Array)
+        assert_close((state.params, metrics), (wanted.params, expected))
