@@ -17,6 +17,11 @@ from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
 from ._jax_compat import coordination_client as coordination_client
 from ._jax_compat import scan_counts as scan_counts
+from ._kernels import KERNEL as KERNEL
+from ._kernels import Kernel as Kernel
+from ._kernels import Walked as Walked
+from ._kernels import kernel_of as kernel_of
+from ._kernels import kernel_on_pieces as kernel_on_pieces
 from ._layers import Layers as Layers
 from ._layers import cut_alike as cut_alike
 from ._layers import cut_layers as cut_layers

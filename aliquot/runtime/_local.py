@@ -16,6 +16,7 @@ reduce-scatters, but not all-reduces behind all-reduces that it only slices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
+from ..graph import KERNEL, kernel_on_pieces
 from ..sharding import DimRule
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -66,10 +68,21 @@ def on_pieces(
         for side in (rule.operands, rule.results)
     )
 
+    shapes = [_piece(a.shape, spec, mesh) for a, spec in zip(arrays, ins, strict=True)]
+    local = eqn if eqn.primitive.name != KERNEL else kernel_on_pieces(eqn, shapes)
+    if local is None:
+        # A rule that its author has written for it says more than its grid does.
+        return list(bind(eqn, arrays))
+
     def run(*operands: Any) -> list[Any]:
-        return list(bind(eqn, operands))
+        return list(bind(local, operands))
 
     return list(_on_pieces(run, arrays, mesh, groups, ins, outs))
+
+
+def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of each device's piece."""
+    return tuple(n // math.prod(mesh.shape[a] for a in _axes(axes)) for n, axes in zip(shape, spec, strict=True))
 
 
 def product(

@@ -39,6 +39,10 @@ def product_work(naming: Naming, op_class: int) -> tuple[Work, ...]:
         if out >= 0:
             port = naming.product_port(op_class, rule.results[position])
             arrays.append((float(_touched_result(naming, op_class, out)) * times, _divided(port.projection)))
+    known = sum(num_bytes for num_bytes, _ in arrays)
+    if rule.accessed_bytes * times > known > 0:
+        again = rule.accessed_bytes * times / known
+        arrays = [(num_bytes * again, split_by) for num_bytes, split_by in arrays]
     return (
         Work(
             phase=op.phase,

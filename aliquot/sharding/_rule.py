@@ -44,6 +44,8 @@ class DimRule:
         contracts: whether the operator does work over its whole factor space and chooses its own split (products,
             convolutions, gathers, scatters); other operators follow the arrays around them.
         flops_per_point: floating-point operations for each point of the factor space.
+        accessed_bytes: what the whole operator reads and writes, where that is more than its operands and results: a kernel
+            may read the same block many times.
         reduced: the factors that the operator sums (or otherwise reduces) away.
     """
 
@@ -54,6 +56,7 @@ class DimRule:
     reduce: str = "sum"
     contracts: bool = False
     flops_per_point: float = 0.0
+    accessed_bytes: float = 0.0
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

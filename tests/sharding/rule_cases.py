@@ -269,6 +269,26 @@ case("fft", "", jnp.fft.fft, floats(8, 4), **NOT_SPLIT)
 case("fft", "two real dims", jnp.fft.rfft2, floats(8, 2, 4, 6), **NOT_SPLIT)
 case("fft", "inverse", lambda x: jnp.fft.irfft(x, axis=1), floats(8, 5), **NOT_SPLIT)
 
+
+def in_blocks(x, w):
+    """A product in blocks of rows and columns."""
+
+    def kernel(x, w, out):
+        out[...] = jnp.dot(x[...], w[...])
+
+    return pallas.pallas_call(
+        kernel,
+        grid=(8, 4),
+        in_specs=[pallas.BlockSpec((2, 4), lambda i, j: (i, 0)), pallas.BlockSpec((4, 3), lambda i, j: (0, j))],
+        out_specs=pallas.BlockSpec((2, 3), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((16, 12), np.float32),
+        interpret=True,
+    )(x, w)
+
+
+case("pallas_call", "in blocks", in_blocks, floats(16, 4), floats(4, 12), **NOT_SPLIT)
+case("pallas_call", "over vmap", jax.vmap(in_blocks, (0, None)), floats(8, 16, 4), floats(4, 12), **NOT_SPLIT)
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from aliquot.graph import Literal, capture
+from aliquot.graph import KERNEL, Literal, capture, kernel_on_pieces
 from aliquot.graph import _jax_compat as compat
 from aliquot.sharding import dim_rule
 
@@ -117,6 +117,9 @@ class Split:
                 for axis in self.reduced:
                     neutral = jnp.full_like(operands[0], NEUTRAL[self.rule.reduce])
                     operands[0] = jnp.where(lax.axis_index(axis) == 0, operands[0], neutral)
+            if self.op.name == KERNEL:
+                eqn = kernel_on_pieces(self.op.eqn, [o.shape for o in operands])
+                return eqn.primitive.bind(*operands, **eqn.params)
             results = self.op.eqn.primitive.bind(*operands, **self.local_params())
             results = results if self.op.eqn.primitive.multiple_results else [results]
             for axis in self.reduced:

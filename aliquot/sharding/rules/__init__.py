@@ -6,6 +6,7 @@ from . import conv as conv
 from . import custom as custom
 from . import elementwise as elementwise
 from . import gather as gather
+from . import kernel as kernel
 from . import linalg as linalg
 from . import random as random
 from . import reduce as reduce

@@ -60,6 +60,7 @@ class Factors:
         reduce: str = "sum",
         contracts: bool = False,
         flops_per_point: float = 0.0,
+        accessed_bytes: float = 0.0,
     ) -> DimRule:
         """The rule, with the sizes of all factors handed out."""
         return DimRule(
@@ -70,6 +71,7 @@ class Factors:
             reduce=reduce,
             contracts=contracts,
             flops_per_point=flops_per_point,
+            accessed_bytes=accessed_bytes,
         )
 
 

@@ -31,7 +31,6 @@ register_dim_rule(
     "ffi_call",
     "io_callback",
     "noinline",
-    "pallas_call",
     "pure_callback",
     "shard_map",
     replaceable=True,

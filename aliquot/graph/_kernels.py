@@ -1,0 +1,211 @@
+"""Kernels written in Pallas, as their equations describe them: which dims of which arrays each dim of the grid walks along.
+
+A kernel runs once for each point of its grid, on a block of each array. Where a dim of the grid only chooses blocks, all along
+one dim of every result, runs that differ in it know nothing of one another, and a piece of the arrays needs a piece of the
+grid. What is said here of parameters holds for JAX 0.10 to 0.12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from . import _jax_compat as compat
+
+KERNEL = "pallas_call"
+_TRANSCENDENTAL_FLOPS = 1.0
+_FREE = frozenset(
+    "broadcast_in_dim convert_element_type get iota masked_load masked_swap program_id num_programs reshape squeeze swap "
+    "transpose".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walked:
+    """How blocks lie along one dim of an array: `grid_dim` (-1 for none that may be cut) times `block` elements."""
+
+    grid_dim: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel as a planner sees it.
+
+    Attributes:
+        grid: points along each dim.
+        operands, results: for each array, how each of its dims is walked along.
+        flops: of all runs together, from the author's estimate if there is one, else from the kernel's operators.
+        accessed_bytes: read and written by all runs, by the author's estimate; 0 without one.
+    """
+
+    grid: tuple[int, ...]
+    operands: tuple[tuple[Walked, ...], ...]
+    results: tuple[tuple[Walked, ...], ...]
+    flops: float
+    accessed_bytes: float
+
+
+def kernel_of(params: Mapping[str, Any]) -> Kernel:
+    """The kernel that the parameters of a `pallas_call` describe."""
+    mapping = params["grid_mapping"]
+    fixed = all(isinstance(size, int) for size in mapping.grid)
+    grid = tuple(size if isinstance(size, int) else 1 for size in mapping.grid)
+    blocks = [_walks(block, grid) for block in mapping.block_mappings]
+    free = _independent(params, grid, blocks) if fixed else frozenset()
+    arrays = [tuple(w if w.grid_dim in free else Walked(grid_dim=-1, block=1) for w in walks) for walks in blocks]
+    # Operands that only choose blocks come first, and have no blocks themselves.
+    chosen = [() for _ in range(mapping.num_index_operands)]
+    flops, accessed_bytes = _price(params, grid)
+    return Kernel(
+        grid=grid,
+        operands=(*chosen, *arrays[: mapping.num_inputs]),
+        results=tuple(arrays[mapping.num_inputs :]),
+        flops=flops,
+        accessed_bytes=accessed_bytes,
+    )
+
+
+def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The equation on pieces of its operands with these shapes; None where the kernel cannot be cut like that."""
+    params = eqn.params
+    mapping, kernel = params["grid_mapping"], kernel_of(params)
+    grid = list(kernel.grid)
+    for var, shape, walks in zip(eqn.invars, shapes, kernel.operands, strict=True):
+        # An operand without blocks has no dims that are walked along.
+        for d, (before, after) in enumerate(zip(var.aval.shape, shape, strict=True)):
+            if before == after:
+                continue
+            walk = walks[d] if walks else Walked(grid_dim=-1, block=1)
+            if (
+                walk.grid_dim < 0
+                or after % walk.block
+                or grid[walk.grid_dim]
+                not in (
+                    kernel.grid[walk.grid_dim],
+                    after // walk.block,
+                )
+            ):
+                return None
+            grid[walk.grid_dim] = after // walk.block
+    cut = math.prod(grid) / max(math.prod(kernel.grid), 1)
+
+    def piece(aval: Any, walks: Sequence[Walked]) -> Any:
+        sizes = [n if w.grid_dim < 0 else grid[w.grid_dim] * w.block for n, w in zip(aval.shape, walks, strict=True)]
+        return aval.update(shape=tuple(sizes))
+
+    walked = [*kernel.operands[mapping.num_index_operands :], *kernel.results]
+    blocks = tuple(
+        dataclasses.replace(block, array_aval=piece(block.array_aval, walks))
+        for block, walks in zip(mapping.block_mappings, walked, strict=True)
+    )
+    changed = {
+        "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks),
+        "out_avals": tuple(piece(a, w) for a, w in zip(params["out_avals"], kernel.results, strict=True)),
+    }
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        parts = {name: int(getattr(estimate, name) * cut) for name in ("flops", "transcendentals", "bytes_accessed")}
+        changed["cost_estimate"] = dataclasses.replace(estimate, **parts)
+    return eqn.replace(params={**params, **changed})
+
+
+def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
+    """How one array is walked along: the dims of the grid that give the number of a block as they are."""
+    body, _ = compat.open_body(block.index_map_jaxpr)
+    places = {var: g for g, var in enumerate(body.invars[: len(grid)])}
+    found = []
+    for size, shape, index in zip(block.array_aval.shape, block.block_shape, body.outvars, strict=True):
+        grid_dim = -1 if compat.is_literal(index) else places.get(index, -1)
+        kind = type(shape).__name__
+        length = {"Squeezed": 1, "NoneType": 1, "Blocked": getattr(shape, "block_size", 0), "int": shape}.get(kind, 0)
+        if grid_dim >= 0 and length and grid[grid_dim] * length == size:
+            found.append(Walked(grid_dim=grid_dim, block=length))
+        else:
+            found.append(Walked(grid_dim=-1, block=1))
+    return tuple(found)
+
+
+def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequence[Sequence[Walked]]) -> frozenset[int]:
+    """The dims of the grid along which the kernel may be cut."""
+    mapping = params["grid_mapping"]
+    if params.get("mesh") is not None or mapping.num_index_operands or not mapping.num_outputs:
+        return frozenset()
+    results = blocks[mapping.num_inputs :]
+    asked = _asked(params, grid)
+    has_memory = bool(mapping.scratch_avals)
+    found = set()
+    for g in range(len(grid)):
+        # What is kept between runs is undefined in the first one. If the kernel cannot tell the first one along this dim,
+        # nor along those outside of it, from the others, it does not rely on what was kept.
+        hidden = asked.isdisjoint(range(g + 1) if has_memory else (g,))
+        named = all(sum(w.grid_dim == g for w in walks) <= 1 for walks in blocks)
+        everywhere = all(any(w.grid_dim == g for w in walks) for walks in results)
+        alone = not any(_uses(block, g, walks) for block, walks in zip(mapping.block_mappings, blocks, strict=True))
+        alike = all(
+            [w.grid_dim == g for w in blocks[given]] == [w.grid_dim == g for w in results[made]]
+            for given, made in params["input_output_aliases"]
+        )
+        taken = any(w.grid_dim == g for walks in blocks[: mapping.num_inputs] for w in walks)
+        if hidden and named and everywhere and alone and alike and taken and grid[g] > 1:
+            found.add(g)
+    return frozenset(found)
+
+
+def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
+    """Whether a dim of the grid chooses blocks in another way than by being their number."""
+    body, _ = compat.open_body(block.index_map_jaxpr)
+    var = body.invars[grid_dim]
+    if any(var is atom for eqn in body.eqns for atom in eqn.invars):
+        return True
+    return any(index is var and walk.grid_dim != grid_dim for index, walk in zip(body.outvars, walks, strict=True))
+
+
+def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
+    """The dims of the grid of which the kernel asks where it is, or how many there are."""
+    body, _ = compat.open_body(params["jaxpr"])
+    # A kernel counts without the dims that a `vmap` has added.
+    added = set(params["grid_mapping"].vmapped_dims)
+    own = [g for g in range(len(grid)) if g not in added]
+    found: set[int] = set()
+    for eqn, _ in _equations(body):
+        if eqn.primitive.name in ("program_id", "num_programs"):
+            found.add(own[eqn.params["axis"]])
+        elif any(word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")):
+            # Runs that wait for one another, or that happen in order.
+            return frozenset(range(len(grid)))
+    return frozenset(found)
+
+
+def _price(params: Mapping[str, Any], grid: Sequence[int]) -> tuple[float, float]:
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        flops = estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals
+        return float(flops), float(estimate.bytes_accessed)
+    body, _ = compat.open_body(params["jaxpr"])
+    return sum(_flops(eqn) * times for eqn, times in _equations(body)) * math.prod(grid), 0.0
+
+
+def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """The operators of a kernel, those in its loops too, and how often each runs (once, in a loop of unknown length)."""
+    for eqn in body.eqns:
+        yield eqn, times
+        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if compat.holds_jaxpr(part):
+                    yield from _equations(compat.open_body(part)[0], inner)
+
+
+def _flops(eqn: Any) -> float:
+    """Floating-point operations of one operator: two for each term of a product, else one for each element."""
+    if eqn.primitive.name in _FREE or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
+        return 0.0
+    largest = max((math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0)
+    if eqn.primitive.name == "dot_general":
+        ((contracted, _), _) = eqn.params["dimension_numbers"]
+        summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        return 2.0 * float(summed * math.prod(eqn.outvars[0].aval.shape))
+    return float(largest)

@@ -1,0 +1,44 @@
+"""Kernels: what runs once for each block may be split along the dims of its grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...graph import KERNEL, Walked, kernel_of
+from .._rule import DimRule, Dims, HasShape, register_dim_rule
+from ._factors import Factors
+
+
+@register_dim_rule(KERNEL, replaceable=True)
+def _kernel(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    """A dim of the grid that numbers blocks along one dim of every result is a factor; blocks stay whole.
+
+    A kernel that asks where in the grid it is, or may keep something from one block to the next, is not split there.
+    """
+    kernel = kernel_of(params)
+    f = Factors()
+    letters = {g: f.split(size) for g, size in enumerate(kernel.grid) if any(_has(w, g) for w in kernel.results)}
+
+    def dims(shape: Sequence[int], walks: Sequence[Walked]) -> Dims:
+        if not walks:
+            return f.wholes(shape)
+        return tuple(
+            f.whole(size) if walk.grid_dim < 0 else letters[walk.grid_dim] + f.whole(walk.block).replace("1", "")
+            for size, walk in zip(shape, walks, strict=True)
+        )
+
+    taken = [dims(operand.shape, walks) for operand, walks in zip(operands, kernel.operands, strict=True)]
+    made = [dims(shape, walks) for shape, walks in zip(results, kernel.results, strict=True)]
+    return f.rule(
+        taken,
+        made,
+        contracts=True,
+        flops_per_point=kernel.flops / max(math.prod(f.sizes.values()), 1),
+        accessed_bytes=kernel.accessed_bytes,
+    )
+
+
+def _has(walks: Sequence[Walked], grid_dim: int) -> bool:
+    return any(walk.grid_dim == grid_dim for walk in walks)
