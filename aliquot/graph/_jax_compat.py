@@ -117,7 +117,7 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
     if primitive.name == "bcoo_dot_general":
         # Its lowering for CPUs and TPUs, and for GPUs unless JAX is told to use cuSPARSE.
         found = getattr(sys.modules.get("jax.experimental.sparse.bcoo"), "_bcoo_dot_general_impl", found)
-    if getattr(found, "__module__", "").startswith(_TRACED_LIBRARIES):
+    if str(getattr(found, "__module__", None)).startswith(_TRACED_LIBRARIES):
         return found
     made = sys.modules.get("equinox.internal._primitive")
     return found if primitive in getattr(made, "_vprim_impl_registry", ()) else None
