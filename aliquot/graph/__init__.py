@@ -15,6 +15,8 @@ from ._extract import extract_stages as extract_stages
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._jax_compat import ATTENTION as ATTENTION
+from ._jax_compat import attention_on_piece as attention_on_piece
 from ._jax_compat import coordination_client as coordination_client
 from ._jax_compat import scan_counts as scan_counts
 from ._kernels import KERNEL as KERNEL

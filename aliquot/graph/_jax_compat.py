@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,10 @@ _INLINED_CALLS = frozenset(
 )
 # Libraries whose primitives run, on every backend, what their implementation traces to.
 _TRACED_LIBRARIES = ("equinox.", "jax.experimental.sparse.")
+ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+_CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+# New enough for all kinds of attention that JAX knows.
+_CUDNN_VERSION = 91_500
 # Not annotated in JAX.
 _shape_struct: Any = jax.ShapeDtypeStruct
 _HIGH_LEVEL = frozenset({"call_hi_primitive", "call_hi_primitive_linearized"})
@@ -43,7 +48,30 @@ _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes."""
-    return jax.make_jaxpr(fn)(*leaves)
+    with _any_cudnn():
+        return jax.make_jaxpr(fn)(*leaves)
+
+
+@contextlib.contextmanager
+def _any_cudnn() -> Iterator[None]:
+    """Lets cuDNN's attention be traced where no cuDNN is installed, which JAX refuses: a plan needs none to be made."""
+    module: Any = sys.modules.get(_CUDNN_MODULE)
+    installed = getattr(module, "check_cudnn_version", None)
+    if installed is None:
+        yield
+        return
+
+    def version() -> int:
+        try:
+            return int(installed())
+        except RuntimeError:
+            return _CUDNN_VERSION
+
+    module.check_cudnn_version = version
+    try:
+        yield
+    finally:
+        module.check_cudnn_version = installed
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -217,6 +245,19 @@ def bind(eqn: Any, operands: Sequence[Any], name_stack: Any = None) -> list[Any]
     with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run cuDNN's attention on one device's arrays, past JAX's own partitioner.
+
+    That asks for the devices while a program is lowered, which a program for absent ones cannot give. The kernel itself
+    is marked as if it did so too.
+    """
+    from jax._src import dispatch
+
+    kernel = getattr(sys.modules[_CUDNN_MODULE], f"_{eqn.primitive.name.removesuffix('_wrapper')}_p")
+    dispatch.prim_requires_devices_during_lowering.discard(kernel)
+    return list(eqn.primitive.impl(*operands, **eqn.params))
 
 
 def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:

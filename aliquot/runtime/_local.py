@@ -7,6 +7,9 @@ computes where the features of image and result are not at the same position.
 
 Fourier transforms and triangular systems it does not split at all. Here each device runs what it has.
 
+Kernels in Pallas it knows nothing of: each device runs its part of the grid. So does each device run cuDNN's attention on its
+examples and heads, for which JAX has a partitioner of its own that wants to see the devices.
+
 Constraints of an array's order in memory it gathers the array for. Here each device's piece gets one.
 
 Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies what it has, and the sums
@@ -26,7 +29,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from ..graph import KERNEL, kernel_on_pieces
+from ..graph import ATTENTION, KERNEL, attention_on_piece, kernel_on_pieces
 from ..sharding import DimRule
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -74,10 +77,19 @@ def on_pieces(
         # A rule that its author has written for it says more than its grid does.
         return list(bind(eqn, arrays))
 
-    def run(*operands: Any) -> list[Any]:
-        return list(bind(local, operands))
+    attends = eqn.primitive.name in ATTENTION
+    lacking = {
+        k: tuple(
+            axis for name, axes in cut.items() if all(name != names[0] for names in rule.results[k]) for axis in axes
+        )
+        for k in rule.summed
+    }
 
-    return list(_on_pieces(run, arrays, mesh, groups, ins, outs))
+    def run(*operands: Any) -> list[Any]:
+        made = attention_on_piece(local, operands) if attends else bind(local, operands)
+        return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(made)]
+
+    return list(_on_pieces(run, arrays, mesh, groups, ins, outs, everywhere=attends))
 
 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -159,13 +171,18 @@ def _on_pieces(
     groups: Sequence[str],
     operands: Sequence[PartitionSpec],
     results: Sequence[PartitionSpec],
+    everywhere: bool = False,
 ) -> Sequence[Any]:
-    """What `run` makes of the pieces of arrays that are split so, of each group's arrays under a `vmap` over groups."""
+    """What `run` makes of the pieces of arrays that are split so, of each group's arrays under a `vmap` over groups.
+
+    `everywhere`: whether it runs on each device by itself along all mesh axes, not only along those that split an array.
+    """
 
     def mapped(
         function: Callable[..., list[Any]], ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], *given: Any
     ) -> Sequence[Any]:
-        axes = {axis for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
+        axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
+        axes |= {str(axis) for axis in mesh.axis_names if everywhere}
         if not axes:
             return function(*given)
         local = jax.shard_map(

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..graph import KERNEL, Graph, Op, Operand, ReplayHook, evaluate
+from ..graph import ATTENTION, KERNEL, Graph, Op, Operand, ReplayHook, evaluate
 from ..sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, without_partial
 from ._local import Bind, convolution, in_plain_order, on_pieces, product
 from ._mapped import differing
 
-_ON_PIECES = ("fft", KERNEL, "triangular_solve")
+_ON_PIECES = ("fft", KERNEL, "triangular_solve", *ATTENTION)
 
 
 class AbstractLowering(abc.ABC):

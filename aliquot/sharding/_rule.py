@@ -46,6 +46,8 @@ class DimRule:
         flops_per_point: floating-point operations for each point of the factor space.
         accessed_bytes: what the whole operator reads and writes, where that is more than its operands and results: a kernel
             may read the same block many times.
+        summed: results that are sums over the factors that they lack, although other results have them. They are summed over
+            devices at once.
         reduced: the factors that the operator sums (or otherwise reduces) away.
     """
 
@@ -57,6 +59,7 @@ class DimRule:
     contracts: bool = False
     flops_per_point: float = 0.0
     accessed_bytes: float = 0.0
+    summed: frozenset[int] = frozenset()
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +76,8 @@ class DimRule:
     @property
     def flops(self) -> float:
         """Floating-point operations of the whole operator."""
-        return self.flops_per_point * math.prod(self.sizes.values())
+        # An operand of no elements stands for one that is not given.
+        return self.flops_per_point * math.prod(size for size in self.sizes.values() if size)
 
 
 def rule(

@@ -224,10 +224,12 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     if _looks_up(op, rule, specs, letter):
         return "it looks up examples by their position in the batch"
     results = []
-    for dims in rule.results:
+    for position, dims in enumerate(rule.results):
         dim = next((d for d, names in enumerate(dims) if names[0] == letter), -1)
         if dim >= 0:
             results.append(split_at(dim))
+        elif position in rule.summed:
+            results.append(SUM)
         elif letter in rule.reduced and (rule.reduce == "sum" or op.name.startswith("reduce_")):
             results.append(TimeSpec(kind=TimeKind(rule.reduce)))
         else:

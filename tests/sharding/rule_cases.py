@@ -289,6 +289,17 @@ def in_blocks(x, w):
 case("pallas_call", "in blocks", in_blocks, floats(16, 4), floats(4, 12), **NOT_SPLIT)
 case("pallas_call", "over vmap", jax.vmap(in_blocks, (0, None)), floats(8, 16, 4), floats(4, 12), **NOT_SPLIT)
 
+
+HEADS = jax.ShapeDtypeStruct((8, 128, 4, 64), jnp.bfloat16)
+
+
+def attend(x, **settings):
+    return jax.nn.dot_product_attention(x, x, x, implementation="cudnn", **settings)
+
+
+case("dot_product_attention_fwd_wrapper", "", partial(attend, is_causal=True), HEADS, runs=False)
+case("dot_product_attention_bwd_wrapper", "", jax.grad(lambda x: jnp.sum(attend(x) ** 2)), HEADS, runs=False)
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 

@@ -316,3 +316,39 @@ def test_planning_says_nothing_of_gpus_that_are_not_there(tmp_path):
     )
     assert found.returncode == 0 and (tmp_path / "plan.json").exists()
     assert "cuda" not in found.stderr.lower() and "absl" not in found.stderr
+
+
+def attention_step(params, batch):
+    def loss(params):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", batch, params[name]) for name in "qkv")
+        mask = jnp.tril(jnp.ones((1, 1, batch.shape[1], batch.shape[1]), bool))
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        out = out + jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+        return jnp.mean(jnp.einsum("btnh,dnh->btd", out, params["o"]).astype(jnp.float32) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+HEADS = {"*q": (None, "y", None), "*k": (None, "y", None), "*v": (None, "y", None), "*o": (None, "y", None)}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "method",
+    [aq.DataParallel(), aq.ManualParallel(specs={**HEADS, "batch": ("x",)}, mesh_shape=(4, 2))],
+    ids=["batch", "batch and heads"],
+)
+def test_fused_attention_is_split_by_batch_and_heads(method, num_micro_batches, tmp_path):
+    """Eight heads of the queries on four of keys and values. Nothing but gradients and sums over heads goes anywhere."""
+    shape, dtype = jax.ShapeDtypeStruct, jnp.bfloat16
+    params = {name: shape((512, 4 if name in "kv" else 8, 64), dtype) for name in "qkvo"}
+    step = (attention_step, params, shape((32, 1024, 512), dtype))
+    cluster = Cluster.preset("8xH100")
+    plan = aq.plan(*step, cluster=cluster, method=method, num_micro_batches=num_micro_batches)
+    found = aq.verify(plan, *step, cache=tmp_path)
+    (stage,) = found.stages
+    # The scores of one device's examples alone would take this.
+    scores = 32 // 8 // num_micro_batches * 8 * 1024 * 1024 * 2
+    assert stage.compiled.temp_bytes < 8 * scores
+    assert {each.kind for each in stage.collectives if each.compiled_bytes} <= {"all-reduce"}

@@ -1,5 +1,6 @@
 """Rules for JAX's primitives, one file per family. Importing the package registers them."""
 
+from . import attention as attention
 from . import contract as contract
 from . import control as control
 from . import conv as conv

@@ -61,6 +61,7 @@ class Factors:
         contracts: bool = False,
         flops_per_point: float = 0.0,
         accessed_bytes: float = 0.0,
+        summed: frozenset[int] = frozenset(),
     ) -> DimRule:
         """The rule, with the sizes of all factors handed out."""
         return DimRule(
@@ -72,6 +73,7 @@ class Factors:
             contracts=contracts,
             flops_per_point=flops_per_point,
             accessed_bytes=accessed_bytes,
+            summed=summed,
         )
 
 

@@ -1,0 +1,95 @@
+"""Fused attention by cuDNN (`jax.nn.dot_product_attention(..., implementation="cudnn")`): batch and heads may be split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...graph import ATTENTION
+from .._rule import DimRule, DimRuleFn, Dims, HasShape, register_dim_rule, whole
+from ._factors import Factors
+
+# Two products forward; backward the same scores again, and one product for each of their and the operands' gradients.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+_CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
+_HEADS_FIRST = 1
+_BIAS, _LENGTHS, _PAGES, _GIVEN_FORWARD = 3, slice(4, 8), slice(8, 10), 10
+
+
+def _attention(products: int) -> DimRuleFn:
+    """Each example and each head attends for itself, the sequence stays whole.
+
+    Where several heads of the queries share one of keys and values, the shared heads are the factor. Random numbers
+    (dropout) and functions of the scores depend on the position in the whole, which a piece does not know.
+    """
+
+    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+        pages = any(math.prod(o.shape) for o in operands[_PAGES])
+        if params["dropout_rate"] or params.get("score_mod") is not None or pages:
+            return whole(operands, results)
+        return _by_batch_and_heads(operands, results, params, products)
+
+    return declare
+
+
+def _by_batch_and_heads(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any], products: int
+) -> DimRule:
+    head, place = (1, 2) if params["layout"] == _HEADS_FIRST else (2, 1)
+    query, key = operands[0].shape, operands[1].shape
+    batch, length, heads, shared = query[0], query[place], query[head], key[head]
+    f = Factors()
+    b, n = f.split(batch), f.split(shared)
+    group = f.whole(heads // shared)
+
+    def of_heads(count: int) -> str:
+        return n if count == shared else (n + group).replace("1", "") or "1"
+
+    def tokens(shape: Sequence[int]) -> Dims:
+        sizes = {head: of_heads(shape[head]), place: f.whole(shape[place]), 3: f.whole(shape[3])}
+        return (b, *(sizes[d] for d in (1, 2, 3)))
+
+    def bias(shape: Sequence[int]) -> Dims:
+        if len(shape) < 4:
+            return f.wholes(shape)
+        lead = b if shape[0] == batch else f.whole(shape[0])
+        return (lead, of_heads(heads) if shape[1] == heads else f.whole(shape[1]), *f.wholes(shape[2:]))
+
+    def lengths(shape: Sequence[int]) -> Dims:
+        return (b, *f.wholes(shape[1:])) if shape[0] == batch else f.wholes(shape)
+
+    def statistics(shape: Sequence[int]) -> Dims:
+        # Several segments of a packed sequence have statistics of their own.
+        segments = f.whole(shape[0] // batch).replace("1", "")
+        return ((b + segments if b != "1" else segments or "1"), of_heads(heads), f.whole(shape[2]))
+
+    given = [tokens(o.shape) for o in operands[:_BIAS]]
+    given.append(bias(operands[_BIAS].shape))
+    given += [lengths(o.shape) for o in operands[_LENGTHS]]
+    given += [f.wholes(o.shape) for o in operands[_PAGES]]
+    if len(operands) > _GIVEN_FORWARD:
+        activation, *others = operands[_GIVEN_FORWARD:]
+        given += [statistics(activation.shape), *(tokens(o.shape) for o in others)]
+        # A bias that examples or heads share has the sum of their gradients.
+        made = [tokens(shape) if k < 3 else bias(shape) for k, shape in enumerate(results)]
+        summed = frozenset(range(3, len(results)))
+    else:
+        made = [tokens(shape) if len(shape) == 4 else statistics(shape) for shape in results]
+        summed = frozenset()
+    seen = min(key[place], params.get("sliding_window_length") or key[place])
+    # Half of the scores are masked away, which the kernel does not compute.
+    part = 0.5 if getattr(params["mask_type"], "name", "") in _CAUSAL and seen == key[place] else 1.0
+    width = (query[3] + operands[2].shape[3]) / 2
+    flops = 2.0 * products * part * batch * heads * length * seen * width
+    return f.rule(
+        given,
+        made,
+        contracts=True,
+        flops_per_point=flops / math.prod(size for size in f.sizes.values() if size),
+        summed=summed,
+    )
+
+
+for _name, _products in zip(ATTENTION, (_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS), strict=True):
+    register_dim_rule(_name)(_attention(_products))
