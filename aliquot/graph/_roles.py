@@ -116,6 +116,7 @@ def batch_paths(
     These are the arrays in arguments without any successor that begin with the batch's dim. Its size is the one that an
     argument's arrays agree on; where several arguments do, the size with most arrays, and of equals that of the last
     argument, as a batch comes behind the parameters. Where nothing is trained, the first argument holds the parameters.
+    Random keys have no say, but a key for each example belongs to the batch.
     """
     groups: dict[str, list[Input]] = {name: [] for name in names if name in set(arguments)}
     for name, item in zip(arguments, inputs, strict=True):
@@ -133,4 +134,11 @@ def batch_paths(
     if not votes:
         return set()
     size = votes.most_common(1)[0][0]
-    return {path for pairs in (agreeing or sized) for path, found in pairs if found == size}
+    keys = {i.path for items in fresh for i in items if reach.key[i.value] and _is_key_array(values[i.value], size)}
+    return {path for pairs in (agreeing or sized) for path, found in pairs if found == size} | keys
+
+
+def _is_key_array(value: Value, size: int) -> bool:
+    """Whether it holds so many keys; a raw key is itself an array, of two or four numbers."""
+    dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
+    return dims[:1] == (size,)

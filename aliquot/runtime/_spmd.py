@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ..graph import Graph, Role
-from ..sharding import MicroBatchPlan, Pins, dims_of
+from ..sharding import MicroBatchPlan, Pins, TimeKind, dims_of
 from ._layout import Layout, sizes_of
 from ._lowering import AbstractLowering, ConstraintLowering, partition
 from ._parts import cut_graph
@@ -168,7 +168,10 @@ class _Loop:
 
 
 def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str]) -> Layout:
-    """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in that order."""
+    """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in that order.
+
+    Arrays that hold fewer rows than there are examples must have a row for each shard, too.
+    """
     sizes = {str(name): size for name, size in mesh.shape.items()}
     shards = 1
     for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True):
@@ -181,5 +184,6 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
         (count,) = sizes_of([others], sizes)
         if own[: len(own) - len(others)] == tuple(n for n in own if n in without) and shape[0] % count == 0:
             shards = max(shards, count)
-    even = all(plan.part.values[i.value].shape[0] % shards == 0 for i in plan.whole.inputs if i.role is Role.BATCH)
+    split = ((v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.SPLIT)
+    even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)
     return Layout(groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches)

@@ -142,6 +142,23 @@ def _dropout_loss(params, batch, key):
 
 
 @step
+def plain_key_for_each_example() -> Step:
+    def loss_fn(params, batch):
+        keys = jax.vmap(jax.random.wrap_key_data)(batch["keys"])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+        return mse(params, {"x": batch["x"] + 0.1 * noise, "y": batch["y"]})
+
+    def train_step(params, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return sgd(params, grads), loss
+
+    data = batch()
+    keys = jax.random.key_data(jax.random.split(jax.random.key(5), data["x"].shape[0]))
+    args = (mlp_params(), {**data, "keys": keys})
+    return Step(fn=train_step, args=args, roles={"parameter": 4, "batch": 3}, gradients=4, results=5)
+
+
+@step
 def plain_dropout_typed_key() -> Step:
     def train_step(params, key, batch):
         key, use = jax.random.split(key)

@@ -80,9 +80,10 @@ def _input_shape(rng: np.random.Generator) -> tuple[int, ...]:
 
 def _chain(draw: Draw, length: int, *, mixes: bool) -> list[tuple[str, Apply]]:
     names = [name for name in OPERATORS if mixes or name not in MIXING]
+    weights = np.array([6.0 if name in MIXING else 1.0 for name in names])
     chain: list[tuple[str, Apply]] = []
     while len(chain) < length:
-        name = str(draw.rng.choice(names))
+        name = str(draw.rng.choice(names, p=weights / weights.sum() if mixes else None))
         if name in ROUNDING and draw.rng.random() < 0.6:
             continue
         before = dict(draw.params)
@@ -154,7 +155,7 @@ _METRICS: dict[str, Callable[..., Any]] = {
     "mean": lambda h, batch, state: jnp.mean(h) if h.size else jnp.zeros(()),
     "largest": lambda h, batch, state: jnp.max(jnp.abs(h), initial=0.0),
     "right": lambda h, batch, state: jnp.sum(_per_row(h).astype(jnp.int32) % 3 == batch["tokens"] % 3),
-    "count": lambda h, batch, state: state["count"] + 0,
+    "count": lambda h, batch, state: state["count"],
     "marked": lambda h, batch, state: jnp.any(batch["mask"]) & jnp.all(jnp.isfinite(h)),
     "tokens": lambda h, batch, state: batch["tokens"] + state["count"],
     "weights": lambda h, batch, state: sum(jnp.sum(w * w) for w in state["params"].values()),

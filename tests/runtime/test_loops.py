@@ -7,6 +7,7 @@ import pytest
 from graph.steps import STEPS
 from runtime.planned import loop_results
 
+import aliquot as aq
 from aliquot.graph import capture
 from aliquot.runtime._check import compare, plain_results
 
@@ -219,3 +220,21 @@ def test_running_statistics_are_averaged(x64):
     hidden = (args[2]["x"] @ args[0]["w"]).reshape(4, 4, 3)
     np.testing.assert_allclose(found[1], 0.5 * hidden.mean((0, 1)), rtol=1e-12)
     np.testing.assert_allclose(found[2], 0.5 + 0.5 * hidden.var(1).mean(0), rtol=1e-12)
+
+
+def test_a_result_with_fewer_rows_than_the_batch_is_cut_where_it_has_rows():
+    def train_step(params, batch):
+        def loss_fn(w):
+            h = jnp.tanh(batch["x"] @ w)
+            return jnp.mean(h**2), h
+
+        (loss, h), grad = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        pairs = h.reshape(h.shape[0] // 2, 2, -1)
+        return params - 0.1 * grad, {"loss": loss, "pairs": pairs, "y": jnp.sum(batch["y"] ** 2)}
+
+    params, x = weights()["w"], data()["x"][:8]
+    batch = {"x": x, "y": x}
+    method = aq.ManualParallel(specs={"batch.y": ("x", None)}, mesh_shape=(4,))
+    plan = aq.plan(train_step, params, batch, cluster=aq.Cluster.preset("4xcpu"), method=method, num_micro_batches=2)
+    check = aq.parallelize(train_step, plan, devices=jax.devices()[:4]).check(params, batch)
+    assert check.largest < 1e-6

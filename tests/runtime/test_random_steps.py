@@ -38,6 +38,9 @@ def test_a_random_step_is_the_plain_step(seed, method, x64):
         except AliquotError as error:
             assert _may_refuse(step, method, micro_batches), f"{step.text}\n{method}, {micro_batches}: {error}"
             continue
+        except Exception as error:
+            error.add_note(step.text)
+            raise
         off = _differences(found, wanted, step.tolerance)
         assert not off, f"{step.text}\n{method}, {micro_batches} micro-batches: {off}"
 
