@@ -408,7 +408,7 @@ def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, o
 def _staged(plan: Plan, graph: Graph, on_missing_rule: str) -> tuple[StagedStep, list[NodeGraph]]:
     """A step, which must have the plan's interface, cut into the plan's stages, and what each stage decides."""
     _require_interface(plan, graph)
-    layers: str | int | None = int(plan.layers) if plan.layers.isdigit() else plan.layers or None
+    layers: str | int | None = plan.layers or None if plan.num_layers is None else plan.num_layers
     if plan.scan_bounds:
         graph = split_scans(graph, plan.scan_bounds).graph
     layered = layer_step(

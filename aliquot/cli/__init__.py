@@ -3,4 +3,4 @@
 Importing this must stay quick: everything that needs JAX is imported inside the verbs.
 """
 
-from ._app import main as main
+from ._main import main as main

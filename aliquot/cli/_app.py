@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Annotated
 
 import typer
 
-from ..core import collect_seldom
 from ._cluster import cluster
 from ._demo import demo
 from ._diff import diff
@@ -45,13 +43,3 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def main() -> None:
-    """Run the command line with this process's arguments. Ends the process with the verb's exit code."""
-    collect_seldom()
-    try:
-        app()
-    finally:
-        # Nor is it worth to look for any at the very end, which Python does otherwise.
-        gc.freeze()

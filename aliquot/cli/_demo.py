@@ -11,8 +11,9 @@ import typer
 
 from ..core import InputError, format_count, format_seconds
 from ._devices import use_virtual_devices
+from ._interrupts import INTERRUPTED
 from ._options import Json, check_destination
-from ._session import INTERRUPTED, Session, session
+from ._session import Session, session
 
 if TYPE_CHECKING:
     from ..plans import Plan

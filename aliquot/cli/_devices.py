@@ -9,9 +9,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from ..core import InputError
 
+MOST_VIRTUAL = 1024
 _COUNT = "--xla_force_host_platform_device_count"
 _REMARK = re.compile(rb"Could not find cuda drivers|before absl::InitializeLog\(\)")
 
@@ -20,16 +22,14 @@ def use_virtual_devices(count: int) -> None:
     """Make this process's CPU look like `count` devices.
 
     Raises:
-        InputError: `count` is below 1, or JAX has started with fewer.
+        InputError: `count` is below 1 or above what a CPU can be taken for, or JAX has started with fewer.
     """
-    if count < 1:
-        raise InputError(f"--devices must be at least 1, got {count}.")
+    if not 1 <= count <= MOST_VIRTUAL:
+        raise InputError(f"--devices must be at least 1 and at most {MOST_VIRTUAL}, got {count}.")
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT}={count}"])
     use_host_only()
-    import jax
-
-    found = len(jax.devices())
+    found = len(use_seen_devices())
     if found < count:
         raise InputError(f"JAX has started with {found} devices, {count} were asked for. Start a new process.")
 
@@ -38,10 +38,19 @@ def use_host_only() -> None:
     """Leave accelerators alone: planning needs none. What the user has set stays."""
     if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu" and importlib.util.find_spec("jax_plugins"):
         # JAX loads every plugin, and the one for GPUs then says that there are none.
-        with _without_remarks_on_gpus():
-            import jax
+        use_seen_devices()
 
-            jax.devices()
+
+def use_seen_devices() -> list[Any]:
+    """Start JAX with the devices that it sees, and return them.
+
+    Raises:
+        ClusterError: No backend starts that `JAX_PLATFORMS` allows.
+    """
+    from ..cluster import visible_devices
+
+    with _without_remarks_on_gpus() if importlib.util.find_spec("jax_plugins") else contextlib.nullcontext():
+        return visible_devices()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..plans import Plan
 from ..plans import diff as compare
+from ._devices import use_host_only
 from ._options import Json, PlanFile
 from ._session import session
 
@@ -11,6 +12,7 @@ from ._session import session
 def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
     """Compare two plans term by term: what they decide, and what they are predicted to cost."""
     with session(as_json) as say:
+        use_host_only()
         from ..report import difference
 
         found = compare(Plan.load(before), Plan.load(after))

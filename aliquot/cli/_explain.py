@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import AliquotError
+from ..core import AliquotError, InputError, PlanMismatchError
 from ..plans import Plan, is_pipeline
 from ._devices import use_host_only
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination
@@ -33,6 +33,7 @@ def explain(
 ) -> None:
     """Say what a plan decides, what it is predicted to cost, and what the best alternatives would cost."""
     with session(as_json) as say:
+        use_host_only()
         from ..report import explained, explanation, planned_trace
 
         check_destination(trace, "--trace")
@@ -43,7 +44,8 @@ def explain(
         say.show(explanation(found, others, remark=remark))
         if trace is not None:
             say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
-        say.finish({**explained(found, others), "trace_file": str(trace) if trace else None})
+        answer = {**explained(found, others), "alternatives_remark": remark or None}
+        say.finish({**answer, "trace_file": str(trace) if trace else None})
 
 
 def priced_alternatives(
@@ -65,14 +67,18 @@ def priced_alternatives(
     if model is None and (reason := unnamed(plan.model, trusted=trusted)):
         how = "Or call aliquot.explain(plan, step, ...) where the function is."
         return (), f"Alternatives are not priced: {reason} {how}"
-    use_host_only()
     from .._api import explain as price_alternatives
 
     try:
         made = rebuild(plan.model, named=model, trusted=trusted)
         with user_code(made.name):
             return price_alternatives(plan, made.step, made.state, made.batch), ""
+    except PlanMismatchError as error:
+        # The plan is not what it says it is, or not for what the user says.
+        advice = f"{error.advice} To read the plan as it is, add --no-alternatives."
+        raise PlanMismatchError(error.violations, asked=error.asked, advice=advice) from None
+    except InputError:
+        raise
     except AliquotError as error:
         # The plan itself is still worth reading.
-        say.note(f"alternatives are not priced: {error}")
-        return (), ""
+        return (), f"Alternatives are not priced: {error}"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import Cluster
-from ..core import AliquotError, InputError, nearest
+from ..core import AliquotError, InputError, listing, nearest, shortened
 from ..plans import ModelReference
-from ..zoo import MODELS, AbstractConfig, Workload, build
+from ..zoo import MODELS, AbstractConfig, Workload, build, precision_name, settings_faults
 from ._devices import use_precision
 
 
@@ -46,7 +46,7 @@ class ZooOptions:
         """The model's usual one, else bf16, or float16 on devices whose float16 units are faster than their bfloat16 ones."""
         chosen = self.dtype or config.usual_dtype
         if chosen is not None:
-            return chosen
+            return precision_name(chosen)
         return "float16" if cluster.device.peak("float16") > cluster.device.peak("bfloat16") else "bf16"
 
 
@@ -103,16 +103,32 @@ def rebuild(reference: ModelReference, *, named: str | None = None, trusted: boo
     Raises:
         InputError: It cannot be made, or only by a function that nobody but the file names; the message says why.
     """
-    chosen = reference if named is None else _named(reference, named)
+    chosen = reference if named is None else named_model(reference, named)
     if named is None and (reason := unnamed(reference, trusted=trusted)):
         raise InputError(reason)
     if chosen.kind == "zoo":
-        use_precision(str(chosen.settings.get("dtype")))
-        try:
-            return from_workload(build(**chosen.settings))
-        except TypeError as error:
-            raise InputError(f"the plan's settings of {chosen.name} are not those of the zoo: {error}.") from None
+        return from_workload(workload_of(chosen))
     return _from_factory(chosen.name, ZooOptions(global_batch=None, overrides=chosen.settings))
+
+
+def workload_of(reference: ModelReference) -> Workload:
+    """A model of the zoo with the settings that a plan file has.
+
+    Raises:
+        InputError: They cannot be used; all that is wrong with them is listed.
+    """
+    faults = settings_faults(reference.settings)
+    named = reference.settings.get("model")
+    own = named.get("name") if isinstance(named, Mapping) else named
+    if own != reference.name and not faults:
+        faults.append(f"they are of {shortened(repr(own), 60)}")
+    if faults:
+        advice = "Make the plan again, or read it as it is with `aliquot explain PLAN --no-alternatives`."
+        raise InputError(
+            listing(f"the plan's settings of {shortened(reference.name, 60)} cannot be used", faults, advice)
+        )
+    use_precision(str(reference.settings.get("dtype")))
+    return build(**reference.settings)
 
 
 def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
@@ -130,7 +146,7 @@ def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
     )
 
 
-def _named(reference: ModelReference, name: str) -> ModelReference:
+def named_model(reference: ModelReference, name: str) -> ModelReference:
     """The model that the user names, with the plan's settings where these belong to it."""
     settings = dict(reference.settings)
     if ":" in name:
@@ -157,11 +173,8 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         raise InputError(f"{', '.join(odd)}: only for models of the zoo; {name} decides this by itself.")
     factory = _find(name)
     settings = dict(options.overrides)
-    try:
-        inspect.signature(factory).bind(**settings)
-    except TypeError as error:
-        raise InputError(f"{name} cannot be called with --set {settings}: {error}.") from None
-    with user_code(name, "fails"):
+    _check_call(name, factory, settings)
+    with user_code(name, "fails", everywhere=True):
         made = factory(**settings)
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0])):
         raise InputError(
@@ -169,9 +182,38 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
             "State and batch may be arrays or jax.ShapeDtypeStructs."
         )
     step, state, batch = made
+    try:
+        inspect.signature(step).bind(state, batch)
+    except TypeError as error:
+        raise InputError(f"the step that {name} made cannot be called as train_step(state, batch): {error}.") from None
+    except ValueError:
+        # It has no signature that Python knows.
+        pass
     _check_batch(name, batch, options.global_batch)
     reference = ModelReference(kind="factory", name=name, settings=settings)
     return Model(name=name, step=step, state=state, batch=batch, reference=reference)
+
+
+def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Whether the factory takes what is set, and needs nothing else."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        # Built-in functions may have none that Python knows. The call will show.
+        return
+    kinds = inspect.Parameter
+    known = [each for each, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    faults = []
+    if not any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
+        faults += [f"it has no argument {key!r}: {nearest(key, known)}" for key in settings if key not in known]
+    needed = [each for each in known if parameters[each].default is kinds.empty and each not in settings]
+    if needed:
+        given = " ".join(f"--set {each}=..." for each in needed)
+        faults.append(f"it needs {', '.join(needed)}: add {given}, or give them defaults")
+    if any(p.kind is kinds.POSITIONAL_ONLY and p.default is kinds.empty for p in parameters.values()):
+        faults.append("it needs arguments without names, which cannot be given")
+    if faults:
+        raise InputError(f"{name} cannot be called: {'; '.join(faults)}.")
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -179,7 +221,7 @@ def _find(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         # A console script starts with its own folder there, unlike `python -m`.
         sys.path.insert(0, os.getcwd())
-    with user_code(name, "cannot be imported"):
+    with user_code(name, "cannot be imported", everywhere=True):
         try:
             found = importlib.util.find_spec(module_name) if module_name else None
         except (ImportError, ValueError, AttributeError):
@@ -189,12 +231,12 @@ def _find(name: str) -> Callable[..., Any]:
             f"there is no module {module_name!r} for {name!r}. Write package.module:function, and start from the "
             "folder that holds it."
         )
-    with user_code(name, "cannot be imported"):
+    with user_code(name, "cannot be imported", everywhere=True):
         module = importlib.import_module(module_name)
-    factory = getattr(module, attribute, None)
-    if factory is None:
-        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    if not hasattr(module, attribute):
+        names = [each for each in dir(module) if callable(getattr(module, each, None)) and not each.startswith("_")]
         raise InputError(f"{module_name} has no {attribute!r}: {nearest(attribute, names)}")
+    factory = getattr(module, attribute)
     if not callable(factory):
         raise InputError(f"{name} is {_kind(factory)}, not a function that returns (train_step, state, batch).")
     found_factory: Callable[..., Any] = factory
@@ -220,26 +262,33 @@ def _kind(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def user_code(name: str, what: str = "fails while it is traced") -> Iterator[None]:
+def user_code(name: str, what: str = "fails while it is traced", everywhere: bool = False) -> Iterator[None]:
     """Turn an error of the user's own code into two lines that name it and the place; ours stay bugs of ours.
 
+    Args:
+        everywhere: whether nothing of ours runs within, so that every error is the user's.
+
     Raises:
-        InputError: The error went through the module of `name`.
+        InputError: The error went through the module of `name`, or that ends the process.
     """
     root = name.partition(":")[0].partition(".")[0]
     try:
         yield
     except (AliquotError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         place = _own_place(error, root) if ":" in name else None
-        if place is None:
+        if place is None and not everywhere:
             raise
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{name} {what}: {type(error).__name__}: {first:.300}\n  at {place}") from None
+        said = f"{type(error).__name__}: {first:.300}" if first else type(error).__name__
+        if isinstance(error, SystemExit):
+            said = f"it ends the process with sys.exit({error.code!r:.100}) and returns nothing"
+        at = f"\n  at {place}" if place else ""
+        raise InputError(f"{name} {what}: {said}{at}") from None
 
 
-def _own_place(error: Exception, root: str) -> str | None:
+def _own_place(error: BaseException, root: str) -> str | None:
     """The innermost line of the user's package that the error went through."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"

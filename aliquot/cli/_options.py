@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ..cluster import Cluster
-from ..core import InputError
+from ..core import InputError, shortened
+from ._devices import use_seen_devices
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
@@ -34,8 +36,8 @@ def read_cluster(spec: str) -> Cluster:
         ClusterError: Everything that is wrong with it.
     """
     if spec == "detect":
-        return Cluster.detect()
-    if spec.endswith(".toml") or os.sep in spec or Path(spec).is_file():
+        return Cluster.detect(use_seen_devices())
+    if spec.endswith(".toml") or os.sep in spec or os.path.isfile(spec):
         return Cluster.load(spec)
     return Cluster.preset(spec)
 
@@ -48,10 +50,12 @@ def read_mesh(text: str | None) -> tuple[int, ...] | None:
     """
     if text is None:
         return None
-    sizes = text.lower().split("x")
-    if not all(size.isdecimal() and int(size) >= 1 for size in sizes):
-        raise InputError(f"--mesh {text!r} is no mesh: write the devices along each axis, such as 8, 4x2 or 2x2x2.")
-    return tuple(int(size) for size in sizes)
+    sizes = [_number(size) for size in text.lower().split("x")]
+    if not all(size is not None and size >= 1 for size in sizes):
+        raise InputError(
+            f"--mesh {shortened(text, 60)!r} is no mesh: write the devices along each axis, such as 8, 4x2 or 2x2x2."
+        )
+    return tuple(size for size in sizes if size is not None)
 
 
 def read_micro_batches(text: str | None) -> int | None:
@@ -62,16 +66,25 @@ def read_micro_batches(text: str | None) -> int | None:
     """
     if text is None or text == "auto":
         return None
-    if not text.lstrip("-").isdecimal():
-        raise InputError(f"--micro-batches {text!r} is neither a number nor auto.")
-    if int(text) < 1:
-        raise InputError(f"--micro-batches must be at least 1, got {text}.")
-    return int(text)
+    number = _number(text)
+    if number is None:
+        raise InputError(f"--micro-batches {shortened(text, 60)!r} is neither a number nor auto.")
+    if number < 1:
+        raise InputError(f"--micro-batches must be at least 1, got {number}.")
+    return number
 
 
 def read_layers(text: str | None) -> str | int | None:
     """A number of layers, or a pattern of parameters' paths."""
-    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
+    number = None if text is None else _number(text)
+    if number is None and text is not None and text.lstrip("-").isdecimal():
+        raise InputError(f"--layers {shortened(text, 60)!r} is neither a number nor a pattern of paths.")
+    return text if number is None else number
+
+
+def _number(text: str) -> int | None:
+    """The whole number that a text writes, of up to 18 digits; None for anything else."""
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
@@ -104,6 +117,13 @@ def check_destination(path: Path | None, option: str = "--out") -> None:
     if path is None:
         return
     folder = path.parent
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {shortened(str(path), 60)!r} cannot be written: {reason}.") from None
     if path.is_dir():
         raise InputError(f"{option} {str(path)!r} is a folder. Give the name of a file in it.")
     if not folder.is_dir():

@@ -13,9 +13,10 @@ from ..cluster import Cluster
 from ..core import InfeasibleError, InputError
 from ..plans import device_range
 from ._devices import use_host_only
+from ._interrupts import INTERRUPTED
 from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches, read_settings
 from ._progress import search_progress
-from ._session import INTERRUPTED, Session, session
+from ._session import Session, session
 
 if TYPE_CHECKING:
     from ..planners import AbstractMethod, PipeshardParallel

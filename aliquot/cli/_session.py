@@ -6,15 +6,23 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 
-from ..core import AliquotError
+from ..core import AliquotError, printable, shortened
+from ._interrupts import INTERRUPTED, raise_at_interrupts
 
-INTERRUPTED = 130
 _WIDTH = 180
+_LONGEST_LINE = 1000
+# Lines of tables and bars, and the dots of curves.
+_PLAINER = {
+    **dict.fromkeys(map(ord, "─━╸╺"), "-"),
+    **dict.fromkeys(map(ord, "│┃"), "|"),
+    **dict.fromkeys(range(10241, 10496), "."),
+    0x2800: " ",
+}
 
 
 class Session:
@@ -33,17 +41,18 @@ class Session:
             return
         console = Console()
         if isinstance(renderable, str):
-            print(renderable, flush=True)
+            _write(renderable)
         elif console.is_terminal:
             console.print(renderable)
         else:
             from ..report import as_text
 
-            print(as_text(renderable, width=_WIDTH), flush=True)
+            _write(as_text(renderable, width=_WIDTH))
 
     def note(self, text: str) -> None:
         """A remark that is no part of the answer."""
-        print(text, file=sys.stderr, flush=True)
+        lines = "\n".join(shortened(line, _LONGEST_LINE) for line in text.split("\n"))
+        print(in_its_encoding(lines, sys.stderr), file=sys.stderr, flush=True)
 
     def finish(self, answer: dict[str, Any]) -> None:
         """The answer as plain data, printed with `--json` when the verb ends."""
@@ -58,6 +67,7 @@ def session(as_json: bool = False) -> Iterator[Session]:
         typer.Exit: With the code that the process should leave with, if that is not 0.
     """
     own = Session(as_json)
+    raise_at_interrupts()
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             try:
@@ -70,7 +80,23 @@ def session(as_json: bool = False) -> Iterator[Session]:
                 raise typer.Exit(INTERRUPTED) from None
     finally:
         if as_json and own.answer is not None:
-            typer.echo(json.dumps(own.answer, ensure_ascii=False, default=_plain))
+            _write(json.dumps(own.answer, default=_plain))
+
+
+def _write(text: str) -> None:
+    print(in_its_encoding(printable(text, keep="\n"), sys.stdout), flush=True)
+
+
+def in_its_encoding(text: str, stream: TextIO) -> str:
+    """The text in characters that the stream can take: lines of tables by others, the rest as Python escapes."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAINER).encode(encoding, "backslashreplace").decode(encoding)
+    except LookupError:
+        pass
+    return text
 
 
 def _plain(value: Any) -> Any:

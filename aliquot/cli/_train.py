@@ -9,9 +9,10 @@ import typer
 
 from ..core import InputError, PlanMismatchError, format_count, format_seconds
 from ..plans import ArrayInterface, Plan, plan_devices, require_match
-from ._devices import use_precision, use_virtual_devices
+from ._devices import use_seen_devices, use_virtual_devices
+from ._interrupts import INTERRUPTED
 from ._options import Json
-from ._session import INTERRUPTED, session
+from ._session import session
 
 if TYPE_CHECKING:
     from ..zoo import Workload
@@ -35,8 +36,10 @@ def train(
             raise InputError(f"--seed must not be negative, got {seed}.")
         plan = Plan.load(plan_file)
         if devices is not None:
+            _check_devices(plan, devices)
             use_virtual_devices(devices)
-        _check_devices(plan, devices)
+        else:
+            _check_devices(plan, len(use_seen_devices()))
         workload = _workload(model, plan)
         from ..zoo import text_for
 
@@ -51,10 +54,8 @@ def train(
             raise typer.Exit(INTERRUPTED)
 
 
-def _check_devices(plan: Plan, asked: int | None) -> None:
-    import jax
-
-    needed, found = plan_devices(plan), len(jax.devices()) if asked is None else asked
+def _check_devices(plan: Plan, found: int) -> None:
+    needed = plan_devices(plan)
     if needed != found:
         raise PlanMismatchError(
             f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {found}",
@@ -65,25 +66,14 @@ def _check_devices(plan: Plan, asked: int | None) -> None:
 
 def _workload(name: str, plan: Plan) -> Workload:
     """The model with the settings that the plan was made with."""
-    from ..zoo import MODELS, build
+    from ._model import named_model, workload_of
 
     if plan.model.kind != "zoo":
         raise InputError(
             f"this plan is for {plan.model.name or 'a function'}, which is not of the zoo, so its first state and data "
             "are not known here. Run it from Python: aliquot.parallelize(train_step, plan)."
         )
-    settings = dict(plan.model.settings)
-    if name != plan.model.name:
-        if name not in MODELS:
-            from ..core import nearest
-
-            raise InputError(f"there is no model {name!r}: {nearest(name, MODELS)}")
-        settings |= {"model": name, "overrides": {}}
-    use_precision(str(settings.get("dtype")))
-    try:
-        return build(**settings)
-    except TypeError as error:
-        raise InputError(f"the plan's settings of {name} are not those of the zoo: {error}.") from None
+    return workload_of(plan.model if name == plan.model.name else named_model(plan.model, name))
 
 
 def _check_interface(workload: Workload, plan: Plan) -> None:

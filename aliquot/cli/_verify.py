@@ -29,8 +29,8 @@ def verify(
 ) -> None:
     """Compile a plan with the compiler that will run it, without the devices, and compare with the prediction."""
     with session(as_json) as say:
-        found = Plan.load(plan_file)
         use_host_only()
+        found = Plan.load(plan_file)
         _check_target(found, target)
         from .._api import verify as compile_plan
         from ..report import verification

@@ -3,6 +3,7 @@
 from ._calibration import Products as Products
 from ._cluster import Cluster as Cluster
 from ._cluster import Link as Link
+from ._detect import visible_devices as visible_devices
 from ._device import DEVICES as DEVICES
 from ._device import Device as Device
 from ._file import parse_toml as parse_toml

@@ -16,6 +16,9 @@ from ..core import ClusterError, format_bytes, format_bytes_per_s, format_flops_
 from ._device import Device
 from ._wires import Wires
 
+MOST_DEVICES = 1_000_000
+"""As many devices as a cluster may have; several times the largest there is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -79,6 +82,10 @@ class Cluster:
             for field, value in (("num_hosts", self.num_hosts), ("devices_per_host", self.devices_per_host))
             if value < 1
         ]
+        if self.num_devices > MOST_DEVICES and not problems:
+            problems.append(
+                f"{self.num_hosts} x {self.devices_per_host} devices are more than the {MOST_DEVICES} that a cluster may have"
+            )
         problems += _wiring_problems(self.wires, self.devices_per_host) if self.wires else []
         if problems:
             raise ClusterError(problems, asked=f"cluster {self.name!r}")

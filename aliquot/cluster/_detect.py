@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import Counter
@@ -33,6 +34,9 @@ _KINDS = (
     (r"^TPU v6 ?lite$|^TPU v6e$", "v6e"),
 )
 
+# Where JAX says, with a traceback, that a plugin cannot start.
+_PLUGIN_LOGGER = "jax._src.xla_bridge"
+
 # The attribute that devices of one machine have in common. GPUs are often given one process each, and then only this
 # one tells; on every other platform a process is a host.
 _HOST_ATTRIBUTES = {"gpu": "slice_index"}
@@ -55,9 +59,7 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
         ClusterError: See there.
     """
     if devices is None:
-        import jax
-
-        devices = jax.devices()
+        devices = visible_devices()
     found = list(devices)
     if not found:
         raise ClusterError("there are no devices", asked="the devices of this process")
@@ -77,6 +79,45 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
     name = _catalogue_name(str(found[0].device_kind))
     label = f"{hosts}x{per_host}x{name}" if hosts > 1 else f"{per_host}x{name}"
     return _MAKERS.get(name, wire)(label, name, hosts, per_host)
+
+
+def visible_devices() -> list[Any]:
+    """The devices that JAX sees, which starts its backends.
+
+    A plugin that cannot start, such as that for GPUs on a machine without one, is told of in one line.
+
+    Raises:
+        ClusterError: No backend starts that `JAX_PLATFORMS` allows.
+    """
+    import jax
+
+    logger = logging.getLogger(_PLUGIN_LOGGER)
+    logger.addFilter(_without_traceback)
+    try:
+        return list(jax.devices())
+    except (RuntimeError, AssertionError, ValueError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        reason = (
+            str(error).strip().partition("\n")[0].partition(" (set JAX_PLATFORMS")[0] or "it finds no device of them"
+        )
+        raise ClusterError(
+            f"JAX cannot start: {reason}",
+            asked="the devices of this process",
+            advice=f"JAX_PLATFORMS is {platforms!r}: unset it, or set it to cpu." if platforms else "",
+        ) from error
+    finally:
+        logger.removeFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Say in one line why a plugin cannot start."""
+    if record.exc_info and (error := record.exc_info[1]) is not None:
+        plugin = record.args[0] if isinstance(record.args, tuple) and record.args else "a plugin"
+        first = str(error).strip().partition("\n")[0]
+        record.msg = "%s cannot start (%s: %s), so JAX goes on without it"
+        record.args = (plugin, type(error).__name__, first)
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def _host_key(device: Any) -> int:

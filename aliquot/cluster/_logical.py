@@ -157,8 +157,9 @@ def logical_mesh_shapes(num_devices: int, max_axes: int = 2) -> list[tuple[int, 
 def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
     if count == 1:
         return [(number,)] if number > 1 else []
-    divisors = (d for d in range(2, number) if number % d == 0)
-    return [(first, *rest) for first in divisors for rest in _factorizations(number // first, count - 1)]
+    small = [d for d in range(2, math.isqrt(number) + 1) if number % d == 0]
+    divisors = {*small, *(number // d for d in small)}
+    return [(first, *rest) for first in sorted(divisors) for rest in _factorizations(number // first, count - 1)]
 
 
 @lru_cache(maxsize=4096)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..core import ClusterError, nearest
-from ._cluster import Cluster, Link
+from ..core import ClusterError, nearest, shortened
+from ._cluster import MOST_DEVICES, Cluster, Link
 from ._device import DEVICES
 from ._wires import Wires
 
@@ -112,6 +112,7 @@ WIRINGS: dict[str, Wiring] = {
 _GRID_RE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][\w.-]*)", re.IGNORECASE)
 _SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
 _TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
+_DIGITS = 12
 _FORMS = "Write hosts x devices x kind, such as '4x8xA100-80GB' or '8xH100', or a TPU slice such as 'v5e-16'."
 
 
@@ -121,8 +122,10 @@ def preset(spec: str) -> Cluster:
     Raises:
         ClusterError: See there.
     """
-    asked = f"cluster {spec!r}"
+    asked = f"cluster {shortened(spec, 60)!r}"
     text = spec.strip()
+    if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
+        raise ClusterError(f"a cluster has at most {MOST_DEVICES} devices", asked=asked, advice=_FORMS)
     sliced = _SLICE_RE.fullmatch(text)
     if sliced is not None and sliced[1].lower() in _TENSOR_CORES_PER_CHIP:
         return _slice_preset(text, sliced[1].lower(), int(sliced[2]), asked)

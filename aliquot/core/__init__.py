@@ -13,6 +13,9 @@ from ._errors import nearest as nearest
 from ._files import write_atomic as write_atomic
 from ._garbage import collect_seldom as collect_seldom
 from ._garbage import collecting_seldom as collecting_seldom
+from ._text import listing as listing
+from ._text import printable as printable
+from ._text import shortened as shortened
 from ._units import format_bytes as format_bytes
 from ._units import format_bytes_per_s as format_bytes_per_s
 from ._units import format_count as format_count

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
+from ._text import listing
+
 
 class AliquotError(Exception):
     """Base of every error that is the caller's to act on, as opposed to a bug of ours.
@@ -72,12 +74,7 @@ class _ViolationsError(AliquotError):
         super().__init__(self.violations)
 
     def __str__(self) -> str:
-        asked = self.asked or self._headline
-        tail = f"\n  {self.advice}" if self.advice else ""
-        if len(self.violations) == 1:
-            return f"{asked}: {self.violations[0]}{tail}"
-        lines = "".join(f"\n  - {violation}" for violation in self.violations)
-        return f"{asked}, {len(self.violations)} problems:{lines}{tail}"
+        return listing(self.asked or self._headline, self.violations, self.advice)
 
 
 class PlanMismatchError(_ViolationsError):

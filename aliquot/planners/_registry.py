@@ -19,6 +19,13 @@ METHODS: dict[str, Callable[[tuple[int, ...] | None], AbstractMethod]] = {
     "shard": lambda mesh: ShardParallel(mesh_shape=mesh),
     "auto": lambda mesh: Auto(mesh_shape=mesh),
 }
+SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
+    "ddp": DataParallel,
+    "fsdp": Zero3Parallel,
+    "hsdp": lambda: Zero3Parallel(shard_within="host"),
+}
+"""Names that other libraries have for methods here."""
+
 PIPELINES = ("pipeshard", "grid")
 
 
@@ -67,15 +74,15 @@ def method_by_name(
     pipeline = pipeline or PipelineOptions()
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
-    if name not in METHODS:
+    if name not in METHODS and name not in SYNONYMS:
         raise InputError(f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES])}")
     if pipeline.given:
         raise InputError(
             f"{', '.join(pipeline.given)}: only for pipelines, and {name} makes none. Add --method pipeshard."
         )
-    if mesh_shape is not None and name in ("dp", "zero2", "zero3"):
+    if mesh_shape is not None and name not in ("shard", "auto"):
         raise InputError(f"Method {name} uses all devices as one axis; --mesh goes with shard and auto.")
-    return METHODS[name](mesh_shape)
+    return SYNONYMS[name]() if name in SYNONYMS else METHODS[name](mesh_shape)
 
 
 def _pipeline(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> PipeshardParallel:

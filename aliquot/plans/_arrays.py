@@ -12,7 +12,7 @@ from ._plan import ArrayInterface, StagePlan
 Dims = tuple[tuple[str, ...], ...]
 
 _INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|\[|$)")
-_BITS = re.compile(r"^[a-z]+?(\d+)")
+_BITS = re.compile(r"^[a-z]+?(\d{1,3})")
 _ODD_SIZES_BYTES = {"bool": 1.0}
 _KEY_BYTES = 8.0
 

@@ -6,12 +6,13 @@ import json
 import math
 import os
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from ..core import InputError, PlanFileError, write_atomic
+from ..core import InputError, PlanFileError, format_bytes, listing, printable, shortened, write_atomic
 from ._plan import PLAN_VERSION, Plan
 from ._validate import violations
 
@@ -19,6 +20,11 @@ _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """By the version they start from: each takes the data of a file to the next version."""
 
 _LINE_LENGTH = 120
+_MOST_BYTES = 256 * 2**20
+_DEEPEST = 32
+_LONGEST = 10_000
+_LARGEST = 2**63 - 1
+_LARGEST_FLOAT = 1e60
 _AGAIN = "Make the plan again, for example with `aliquot plan ... --out FILE`."
 
 
@@ -72,20 +78,29 @@ def load(path: str | os.PathLike[str]) -> Plan:
     Raises:
         PlanFileError: The file is missing or unreadable, or see `from_json`.
     """
-    source = f"plan file {os.fspath(path)!r}"
+    source = f"plan file {shortened(os.fspath(path))!r}"
     try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
+        with open(path, "rb") as stream:
+            read = stream.read(_MOST_BYTES + 1)
+        if len(read) > _MOST_BYTES:
+            raise PlanFileError(f"{source} is no plan: it has more than {format_bytes(_MOST_BYTES)}. {_AGAIN}")
+        text = read.decode()
     except UnicodeDecodeError as error:
         raise PlanFileError(f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}") from None
     except OSError as error:
         raise PlanFileError(f"{source} cannot be read: {error.strerror or error}. {_AGAIN}") from None
+    except ValueError:
+        raise PlanFileError(f"{source} cannot be read: that is not the name of a file.") from None
     return from_json(text, source=source)
 
 
 def _decoded(text: str, source: str) -> dict[str, Any]:
     try:
         data = msgspec.json.decode(text)
+    except RecursionError:
+        raise _too_deep(source) from None
+    except UnicodeEncodeError:
+        raise PlanFileError(f"{source} is not text: it holds halves of characters. {_AGAIN}") from None
     except msgspec.DecodeError as error:
         reason = str(error)
         if not text.strip():
@@ -95,10 +110,70 @@ def _decoded(text: str, source: str) -> dict[str, Any]:
         elif "(byte " in reason:
             offset = int(reason.rpartition("(byte ")[2].rstrip(")"))
             reason = f"{reason.rpartition(' (byte ')[0].removeprefix('JSON is malformed: ')} at {_place(text, offset)}"
+        elif "out of range" in reason:
+            reason = "it has a number that is out of range"
         raise PlanFileError(f"{source} is not JSON: {reason}. {_AGAIN}") from None
     if not isinstance(data, dict) or "version" not in data:
         raise PlanFileError(f"{source} is JSON, but no plan: it has no `version`. {_AGAIN}")
+    if _is_deeper(data, _DEEPEST):
+        raise _too_deep(source)
+    if extreme := list(_extremes(data, "plan")):
+        raise _invalid(source, extreme)
+    if repeated := _repeated_names(text):
+        raise _invalid(
+            source, [f"`{printable(name, keep='')}` stands {count} times in one object" for name, count in repeated]
+        )
     return data
+
+
+def _too_deep(source: str) -> PlanFileError:
+    return PlanFileError(
+        f"{source} is no plan: it has lists or objects in each other, more than {_DEEPEST} deep. {_AGAIN}"
+    )
+
+
+def _is_deeper(data: Any, most: int) -> bool:
+    """Whether values lie in more than so many lists and objects."""
+    level = [data]
+    for _ in range(most):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _extremes(value: Any, path: str) -> Iterator[str]:
+    """Values far beyond what a plan can need, at which figures made of them would overflow or take for ever."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _extremes(item, f"{path}.{key}")
+            if len(key) > _LONGEST:
+                yield f"`{path}` has a name of {len(key)} characters"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _extremes(item, f"{path}[{index}]")
+    elif isinstance(value, str) and len(value) > _LONGEST:
+        yield f"`{path}` is a text of {len(value)} characters, and may have {_LONGEST}"
+    elif isinstance(value, int | float) and abs(value) > (_LARGEST if isinstance(value, int) else _LARGEST_FLOAT):
+        yield f"`{path}` is {shortened(f'{value:g}' if isinstance(value, float) else str(value), 30)}, out of range"
+
+
+def _repeated_names(text: str) -> list[tuple[str, int]]:
+    """Names that an object has more than once, of which readers of JSON take the first, the last, or any."""
+    found: Counter[str] = Counter()
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            found.update({name: count for name, count in Counter(names).items() if count > 1})
+
+    json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
+    return list(found.items())
 
 
 def _place(text: str, offset: int) -> str:
@@ -112,11 +187,11 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
     readable = ", ".join(map(str, [*sorted(_MIGRATIONS), PLAN_VERSION]))
     if type(found) is not int or found < 1:
         raise PlanFileError(
-            f"{source} has version {found!r}, which is no version; this aliquot reads {readable}. {_AGAIN}"
+            f"{source} has version {shortened(repr(found), 40)}, which is no version; this aliquot reads {readable}. {_AGAIN}"
         )
     if found > PLAN_VERSION:
         raise PlanFileError(
-            f"{source} has version {found}, and this aliquot reads {readable}. "
+            f"{source} has version {shortened(str(found), 40)}, and this aliquot reads {readable}. "
             "Update it with `pip install --upgrade aliquot`, or make the plan again."
         )
     for version in range(found, PLAN_VERSION):
@@ -127,10 +202,7 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _invalid(source: str, wrong: list[str]) -> PlanFileError:
-    if len(wrong) == 1:
-        return PlanFileError(f"{source} is not valid: {wrong[0]}.\n  {_AGAIN}")
-    listed = "".join(f"\n  - {each}" for each in wrong)
-    return PlanFileError(f"{source} is not valid, {len(wrong)} problems:{listed}\n  {_AGAIN}")
+    return PlanFileError(listing(f"{source} is not valid", wrong, _AGAIN))
 
 
 def _type_errors(data: Any, kind: Any, path: str) -> Iterator[str]:
@@ -150,7 +222,7 @@ def _type_errors(data: Any, kind: Any, path: str) -> Iterator[str]:
 
 def _struct_errors(data: Any, kind: type[msgspec.Struct], path: str) -> Iterator[str]:
     if not isinstance(data, dict):
-        yield f"`{path}`: expected an object, got {data!r:.40}"
+        yield f"`{path}`: expected an object, got {shortened(repr(data), 40)}"
         return
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     for name in data.keys() - fields.keys():

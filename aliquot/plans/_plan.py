@@ -217,6 +217,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     provenance: Provenance
     compiled: CompiledFigures | None = None
 
+    @property
+    def num_layers(self) -> int | None:
+        """The number of layers that the step was to be cut into; None where `layers` is a pattern or nothing."""
+        return int(self.layers) if self.layers.isdecimal() and len(self.layers) < 10 else None
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._decisions() == other._decisions()
 

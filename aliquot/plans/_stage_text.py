@@ -12,7 +12,7 @@ from ._arrays import ArrayGroup, grouped_arrays
 from ._plan import Plan, StagePlan, StagePrediction
 
 # `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no parameters of its own).
-_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d+)(?::(?P<stop>\d+))?(?P<rest>\D*)$")
+_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d{1,9})(?::(?P<stop>\d{1,9}))?(?P<rest>\D*)$")
 _DIGITS = re.compile(r"\d+")
 _FEW = 3
 

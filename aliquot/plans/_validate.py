@@ -15,6 +15,8 @@ from ._validate_pipeline import pipeline_violations, process_violations
 _LISTED = 8
 _FIRST = 2
 _TOLERANCE = 1e-6
+_MOST_ELEMENTS = 2**63
+_MOST_MICRO_BATCHES = 100_000
 
 
 def violations(
@@ -118,7 +120,7 @@ def _own_interface(plan: Plan) -> Iterator[str]:
             if count > 1:
                 yield f"{what} `{path}` is listed {count} times"
         for array in arrays:
-            if any(size < 0 for size in array.shape):
+            if any(size < 0 for size in array.shape) or math.prod(array.shape) > _MOST_ELEMENTS:
                 yield f"{what} `{array.path}` has the impossible shape {array.shape}"
 
 
@@ -198,6 +200,8 @@ def _micro_batches(plan: Plan) -> Iterator[str]:
     count = plan.num_micro_batches
     if count < 1:
         yield f"num_micro_batches is {count}, and must be at least 1"
+    elif count > _MOST_MICRO_BATCHES:
+        yield f"num_micro_batches is {count}, and may be {_MOST_MICRO_BATCHES} at most"
     elif count > 1:
         batch = [array for array in plan.inputs if array.role == "batch" and array.shape]
         if batch and all(array.shape[0] % count for array in batch):

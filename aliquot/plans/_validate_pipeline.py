@@ -51,16 +51,12 @@ def _layers(plan: Plan) -> Iterator[str]:
         if not stage.layer_names:
             yield f"stage {index} has no layers"
         if stage.first_layer > end:
-            missing = stage_numbers(range(end, stage.first_layer))
-            yield (
-                f"layer {missing} is in no stage"
-                if stage.first_layer == end + 1
-                else f"layers {missing} are in no stage"
-            )
+            last = stage.first_layer - 1
+            yield f"layer {end} is in no stage" if last == end else f"layers {end}-{last} are in no stage"
         elif stage.first_layer < end:
             yield f"stage {index} begins with layer {stage.first_layer}, and the stages before it have all up to {end - 1}"
         end = max(end, stage.first_layer + len(stage.layer_names))
-    if plan.layers.isdigit() and end != int(plan.layers):
+    if plan.num_layers is not None and end != plan.num_layers:
         yield f"the stages have {end} layers, and the plan cuts the step into {plan.layers}"
     bounds = plan.scan_bounds
     if bounds and (bounds[0] != 0 or any(a >= b for a, b in zip(bounds, bounds[1:]))):
@@ -86,7 +82,7 @@ def _devices(plan: Plan) -> Iterator[str]:
             yield f"{where} reaches outside the cluster of {total}"
         elif each and not _fits(start, stop, each):
             yield f"{where} straddles hosts of {each}"
-        if index < submeshes:
+        if index < submeshes and 0 <= start and stop <= total:
             for device in range(start, stop):
                 users.setdefault(device, []).append(index)
     shared: dict[tuple[int, ...], list[int]] = {}

@@ -7,12 +7,17 @@ sizes, `_image_config.py` has the models of images, and the networks turn a conf
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..core import InputError
+from ..core import InputError, shortened
 
+LARGEST = 2**31 - 1
+"""The most that any size of a model may be: what indices of 32 bits count."""
+
+_MOST_LAYERS = 10_000
 _DECODERS = ("gpt", "llama")
 _POSITIVE = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "seq_len")
 
@@ -104,7 +109,7 @@ class ModelConfig(AbstractTextConfig):
         faults = []
         if self.family not in _DECODERS:
             faults.append(f"family={self.family!r} is not one of {', '.join(_DECODERS)}")
-        small = too_small(self, _POSITIVE)
+        small = out_of_range(self, _POSITIVE)
         faults += small
         if not small:
             faults += self._indivisible()
@@ -182,7 +187,7 @@ class MoEConfig(AbstractTextConfig):
     def __post_init__(self) -> None:
         faults = [] if self.family == "moe" else [f"family={self.family!r} is not moe"]
         sizes = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_len", "group_size")
-        small = too_small(self, sizes)
+        small = out_of_range(self, sizes)
         faults += small
         if self.num_experts < 2:
             faults.append(f"num_experts={self.num_experts} must be at least 2, as each token goes to two")
@@ -246,14 +251,25 @@ class MoEConfig(AbstractTextConfig):
         return follow
 
 
-def too_small(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
-    """Faults of fields that count something and are not at least one."""
-    return [f"{field}={getattr(config, field)} must be at least 1" for field in fields if getattr(config, field) < 1]
+def out_of_range(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
+    """Faults of fields that count something: less than one, or more than an array can have along a dim."""
+    faults = []
+    for field in fields:
+        value, most = getattr(config, field), _MOST_LAYERS if field == "num_layers" else LARGEST
+        if value < 1:
+            faults.append(f"{field}={value} must be at least 1")
+        elif value > most:
+            faults.append(f"{field}={shortened(str(value), 30)} must be at most {most}")
+    return faults
 
 
 def not_positive(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
     """Faults of fields that measure something and are zero, negative or no number."""
-    return [f"{field}={getattr(config, field)} must be positive" for field in fields if not getattr(config, field) > 0]
+    return [
+        f"{field}={getattr(config, field)} must be positive"
+        for field in fields
+        if not 0 < getattr(config, field) < math.inf
+    ]
 
 
 def refuse(name: str, faults: list[str]) -> None:

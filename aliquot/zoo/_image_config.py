@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ._config import AbstractConfig, refuse, too_small
+from ._config import AbstractConfig, out_of_range, refuse
 
 # Bottlenecks in each of the four stages, by the number of layers: three each, the first convolution and the head.
 _STAGES = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -75,7 +75,7 @@ class WideResNetConfig(AbstractConfig):
         faults = [] if self.family == "wide-resnet" else [f"family={self.family!r} is not wide-resnet"]
         if self.num_layers not in _STAGES:
             faults.append(f"num_layers={self.num_layers} is not one of {', '.join(map(str, _STAGES))}")
-        faults += too_small(self, ("num_channels", "width_factor", "image_size", "num_classes"))
+        faults += out_of_range(self, ("num_channels", "width_factor", "image_size", "num_classes"))
         refuse(self.name, faults)
 
     def bottlenecks(self) -> Iterator[BottleneckConfig]:

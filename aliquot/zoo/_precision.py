@@ -27,6 +27,26 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+_ALSO = {
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bf16",
+    "fp32": "float32",
+    "single": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def precision_name(name: str) -> str:
+    """The name in `PRECISIONS` for what other libraries call it; any other name as it is.
+
+    >>> precision_name("bfloat16"), precision_name("fp16")
+    ('bf16', 'float16')
+    """
+    return _ALSO.get(name, name)
+
+
 def precision(name: str) -> Precision:
     """The precision of that name.
 

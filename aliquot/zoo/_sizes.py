@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..core import InputError, nearest
+from ..core import InputError, nearest, shortened
 from ._config import AbstractConfig, ModelConfig, MoEConfig
 from ._image_config import WideResNetConfig
 
@@ -19,7 +19,8 @@ FAMILIES: dict[str, type[AbstractConfig]] = {
 
 _FIXED = ("name", "family")
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPES: dict[Any, type] = {kind.__name__: kind for kind in _KINDS}
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200) -> ModelConfig:
@@ -114,7 +115,7 @@ MODELS: dict[str, AbstractConfig] = {config.name: config for config in _ALL}
 """Every named size, smallest first within a family; `gpt-10m` reads bytes and trains on a laptop."""
 
 
-def configure(name: str, **overrides: Any) -> AbstractConfig:
+def configure(name: str, /, **overrides: Any) -> AbstractConfig:
     """The configuration of a named model with some fields changed.
 
     Values may be text, as a command line gives them; they take the type of their field. What follows from a changed
@@ -140,7 +141,7 @@ def configure(name: str, **overrides: Any) -> AbstractConfig:
         try:
             changes[key] = _parse(fields[key], value)
         except ValueError:
-            faults.append(f"{key}={value!r} is not {_KINDS[fields[key]]}")
+            faults.append(f"{key}={shortened(repr(value), 60)} is not {_KINDS[fields[key]]}")
     if faults:
         raise InputError(f"Model {name!r} cannot be changed as asked: {'; '.join(faults)}")
     return type(base)(**(as_fields(base) | base.consequences(changes) | changes))
@@ -158,12 +159,28 @@ def from_fields(fields: dict[str, Any]) -> AbstractConfig:
         InputError: no such family, or fields that it does not have.
     """
     family = fields.get("family")
-    if family not in FAMILIES:
-        raise InputError(f"A model's settings name no family: family={family!r} is not one of {', '.join(FAMILIES)}.")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise InputError(
+            f"A model's settings name no family: family={shortened(repr(family), 60)} is not one of {', '.join(FAMILIES)}."
+        )
+    kinds = {field.name: field.type for field in dataclasses.fields(FAMILIES[family])}  # type: ignore[arg-type]
+    odd = [
+        f"{name}={shortened(repr(value), 60)} is not {_KINDS[_TYPES[kinds[name]]]}"
+        for name, value in fields.items()
+        if name in kinds and not _is(value, _TYPES[kinds[name]])
+    ]
+    if odd:
+        raise InputError(f"A model's settings cannot be used: {'; '.join(odd)}.")
     try:
         return FAMILIES[family](**fields)
     except TypeError as error:
         raise InputError(f"A model's settings are not those of a {FAMILIES[family].__name__}: {error}.") from None
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
 
 
 def _parse(kind: type, value: Any) -> Any:
@@ -176,5 +193,5 @@ def _parse(kind: type, value: Any) -> Any:
         raise ValueError(value)
     try:
         return kind(value)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(value) from error

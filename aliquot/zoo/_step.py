@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core import InputError, MissingExtraError, nearest
-from ._config import AbstractConfig, AbstractTextConfig
+from ..core import InputError, MissingExtraError, nearest, shortened
+from ._config import LARGEST, AbstractConfig, AbstractTextConfig
 from ._image_config import WideResNetConfig
-from ._precision import PRECISIONS, Precision, abstract, precision
+from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
 from ._sizes import MODELS, as_fields, configure, from_fields
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def build(
         global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
         dtype: What the model computes in: `"bf16"`, `"float16"` or `"float32"`, on float32 parameters; or `"float64"`
-            throughout, for comparisons. By default bf16, and float32 for Wide-ResNet.
+            throughout, for comparisons. `"bfloat16"`, `"fp16"` and the like mean the same. By default bf16, and float32 for
+            Wide-ResNet.
         recompute: `"block"` keeps only what enters each block and computes its inside again in the backward pass;
             `"none"` keeps everything.
         scan: Whether to stack the layers and loop over them instead of writing them out; not for Wide-ResNet.
@@ -84,21 +85,17 @@ def build(
         InputError: an unknown name or a value out of range; the message lists all of them.
         MissingExtraError: Flax or Optax is not installed.
     """
-    config = _config(model, overrides)
+    config = configuration(model, overrides)
     if dtype is None:
         dtype = config.usual_dtype or "bf16"
+    dtype = precision_name(dtype)
     if loss_scaling is None:
         loss_scaling = "dynamic" if dtype == "float16" else "none"
-    _check(
-        config,
-        global_batch,
-        learning_rate,
-        scan,
-        dtype=dtype,
-        recompute=recompute,
-        optimizer=optimizer,
-        loss_scaling=loss_scaling,
-    )
+    chosen = {"recompute": recompute, "optimizer": optimizer, "loss_scaling": loss_scaling, "dtype": dtype}
+    numbers = {"global_batch": global_batch, "learning_rate": learning_rate, "scan": scan}
+    faults = faults_of_step(config, {**chosen, **numbers})
+    if faults:
+        raise InputError(f"This training step cannot be built: {' '.join(faults)}")
     dtypes = precision(dtype)
     _require_extra()
     from ._update import OPTIMIZERS, Update
@@ -130,7 +127,14 @@ def build(
     )
 
 
-def _config(model: str | Mapping[str, Any] | AbstractConfig, overrides: Mapping[str, Any] | None) -> AbstractConfig:
+def configuration(
+    model: str | Mapping[str, Any] | AbstractConfig, overrides: Mapping[str, Any] | None
+) -> AbstractConfig:
+    """The configuration that `build` is asked for.
+
+    Raises:
+        InputError: no such model, or fields that it cannot have.
+    """
     if isinstance(model, str):
         return configure(model, **(overrides or {}))
     if overrides:
@@ -153,7 +157,7 @@ def _network(config: AbstractConfig, dtypes: Precision, *, recompute: str, scan:
 
 
 def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
-    """The `model` and `overrides` from which `_config` makes this configuration again, as short as they can be."""
+    """The `model` and `overrides` from which `configuration` makes this configuration again, as short as they can be."""
     own = as_fields(config)
     base = MODELS.get(config.name)
     if base is None or base.family != config.family:
@@ -164,21 +168,24 @@ def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]
     return config.name, overrides
 
 
-def _check(config: AbstractConfig, global_batch: int, learning_rate: float, scan: bool, **choices: str) -> None:
+def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -> list[str]:
+    """What is wrong with settings of `build`, each of its type, those that are given; `config` None if there is none."""
     known = {"recompute": _RECOMPUTE, "optimizer": _OPTIMIZERS, "loss_scaling": _LOSS_SCALING, "dtype": PRECISIONS}
     faults = [
-        f"there is no {option} {value!r}: {nearest(value, known[option])}"
-        for option, value in choices.items()
-        if value not in known[option]
+        f"there is no {option} {settings[option]!r}: {nearest(settings[option], names)}"
+        for option, names in known.items()
+        if settings.get(option) is not None and precision_name(settings[option]) not in names
     ]
+    global_batch, learning_rate = settings.get("global_batch", 1), settings.get("learning_rate", 1.0)
     if global_batch < 1:
         faults.append(f"global_batch={global_batch} must be at least 1.")
+    elif global_batch > LARGEST:
+        faults.append(f"global_batch={shortened(str(global_batch), 30)} must be at most {LARGEST}.")
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         faults.append(f"learning_rate={learning_rate} must be a positive number.")
-    if scan and not config.loops:
+    if settings.get("scan") and config is not None and not config.loops:
         faults.append(f"there is no scan for {config.family}: its layers differ in shape, so they cannot be stacked.")
-    if faults:
-        raise InputError(f"This training step cannot be built: {' '.join(faults)}")
+    return faults
 
 
 def _require_extra() -> None:

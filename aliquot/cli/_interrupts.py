@@ -1,0 +1,68 @@
+"""What Ctrl-C does to the process of the command line, whenever it comes.
+
+While modules are imported and options read, nothing is under way that could be lost: the process ends at once. Within a verb
+Ctrl-C is a `KeyboardInterrupt`. Python raises that between two of its own instructions, which a compiler or a solver may put off
+for long, so a thread acknowledges it meanwhile, and a second Ctrl-C ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+
+INTERRUPTED = 130
+# Most of what Ctrl-C stops has ended by then, and says so itself.
+_PATIENCE_S = 0.3
+
+
+def leave_at_interrupts() -> None:
+    """From now on Ctrl-C ends the process at once. Does nothing in other threads than the first, which get no signals."""
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_at_interrupts() -> None:
+    """From now on Ctrl-C is a `KeyboardInterrupt`, if `leave_at_interrupts` is in force: others' handlers stay theirs."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_acknowledge, args=(reading,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_at_interrupts() -> None:
+    """From now on Ctrl-C ends the process without a word: all has been said."""
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, _end)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted; nothing was written.\n")
+    os._exit(INTERRUPTED)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _acknowledge(reading: int) -> None:
+    """Wait for signals, which the interpreter writes down as they come, whatever its first thread is doing."""
+    count = 0
+    while number := os.read(reading, 1):
+        if number[0] != signal.SIGINT:
+            continue
+        count += 1
+        if count > 1:
+            os._exit(INTERRUPTED)
+        timer = threading.Timer(_PATIENCE_S, _say_so)
+        timer.daemon = True
+        timer.start()
+
+
+def _say_so() -> None:
+    os.write(2, b"interrupted: ending what is under way. Press Ctrl-C again to end at once.\n")

@@ -1,0 +1,60 @@
+"""Text from files, put where people read it: no control characters, no walls of words."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+_FIRST = 8
+_LONG = 500
+# Control and format characters (among them those that turn the direction of writing), lone surrogates, separators of lines.
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """The text with its control characters written as Python escapes, so that none reaches a terminal.
+
+    Args:
+        keep: those that may stay.
+
+    >>> printable("a" + chr(27) + "[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in _HIDDEN and c not in keep else c for c in text
+    )
+
+
+def shortened(text: str, most: int = _LONG) -> str:
+    """The text on one line, cut in its middle if it has more than `most` characters.
+
+    >>> shortened("abcdefghij", 8)
+    'abc...ij'
+    """
+    if len(text) > most:
+        head = (most - 2) // 2
+        text = f"{text[:head]}...{text[len(text) - (most - 3 - head) :]}"
+    return printable(text, keep="")
+
+
+def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
+    """A message with what is wrong: one problem after the headline, several below it, of many the first.
+
+    >>> print(listing("no plan", ["a is 1", "b is 2"], "Make it again."))
+    no plan, 2 problems:
+      - a is 1
+      - b is 2
+      Make it again.
+    """
+    headline = printable(headline)
+    tail = f"\n  {printable(advice)}" if advice else ""
+    if len(problems) == 1:
+        return f"{headline}: {shortened(problems[0])}{tail}"
+    # One more is no longer than to say that there is one more.
+    shown = problems if len(problems) <= _FIRST + 1 else problems[:_FIRST]
+    lines = "".join(f"\n  - {shortened(problem)}" for problem in shown)
+    left = len(problems) - len(shown)
+    more = f"\n  and {left} more" if left else ""
+    return f"{headline}, {len(problems)} problems:{lines}{more}{tail}"

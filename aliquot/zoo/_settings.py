@@ -1,0 +1,52 @@
+"""Settings of a model that come from a file: all that is wrong with them, found before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ..core import InputError, nearest, shortened
+from ._step import build, configuration, faults_of_step
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "model": ((str, Mapping), "a name or the fields of a configuration"),
+    "global_batch": ((int,), "a whole number"),
+    "overrides": ((Mapping, type(None)), "an object"),
+    "dtype": ((str, type(None)), "a name"),
+    "recompute": ((str,), "a name"),
+    "scan": ((bool,), "true or false"),
+    "optimizer": ((str,), "a name"),
+    "learning_rate": ((int, float), "a number"),
+    "loss_scaling": ((str, type(None)), "a name"),
+}
+
+
+def settings_faults(settings: Mapping[str, Any]) -> list[str]:
+    """Why `build(**settings)` would refuse settings of a plan file; empty if it would not.
+
+    >>> settings_faults({"model": "gpt-125m", "global_batch": 0, "scan": 1})
+    ['scan=1 is not true or false', 'global_batch=0 must be at least 1.']
+    """
+    faults = [f"there is no setting {key!r}: {nearest(str(key), _KINDS)}" for key in settings if key not in _KINDS]
+    faults += [f"{key} is missing" for key in ("model", "global_batch") if key not in settings]
+    given = {key: value for key, value in settings.items() if key in _KINDS}
+    wrong = {key for key, value in given.items() if not _fits(value, *_KINDS[key][:1])}
+    faults += [f"{key}={shortened(repr(given[key]), 60)} is not {_KINDS[key][1]}" for key in given if key in wrong]
+    defaults = {
+        name: each.default
+        for name, each in inspect.signature(build).parameters.items()
+        if each.default is not inspect.Parameter.empty
+    }
+    usable = {**defaults, **{key: value for key, value in given.items() if key not in wrong}}
+    config = None
+    if "model" in usable and not wrong & {"overrides"}:
+        try:
+            config = configuration(usable["model"], usable["overrides"])
+        except InputError as error:
+            faults.append(str(error))
+    return faults + faults_of_step(config, usable)
+
+
+def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
