@@ -8,7 +8,7 @@ such cases: each runs on one example with the sizes that its sizes on two larger
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from ..core import CaptureError
@@ -87,7 +87,16 @@ class _Line:
         if type(small) in (tuple, list):
             if len(small) != len(large):
                 raise _Irregular
-            return type(small)([self.parameter(a, b) for a, b in zip(small, large)])
+            made = [self.parameter(a, b) for a, b in zip(small, large)]
+            return small if all(a is b for a, b in zip(made, small)) else type(small)(made)
+        if hasattr(small, "shape") and hasattr(small, "update"):
+            # JAX's description of an array.
+            return small if small.shape == large.shape else small.update(shape=self.shape(small.shape, large.shape))
+        if is_dataclass(small) and not isinstance(small, type):
+            # As the grid of a kernel, and how its blocks lie.
+            before = {f.name: getattr(small, f.name) for f in fields(small) if f.init}
+            after = {name: self.parameter(value, getattr(large, name)) for name, value in before.items()}
+            return small if all(after[name] is before[name] for name in before) else replace(small, **after)
         shapes = [_shapes(x) for x in (small, large)]
         if shapes[0] is not None:
             if shapes[0] != shapes[1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from graph.steps import STEPS
 from runtime.planned import loop_results, parallel
 
 import aliquot as aq
+from aliquot.core import CaptureError
 from aliquot.graph import capture
 
 ROWS = 32
@@ -66,3 +68,27 @@ def test_primitives_of_libraries_in_micro_batches(name, method):
     planned = parallel(step.fn, *args, method=method, num_micro_batches=2)
     check = planned.check(*args)
     assert check.largest < 5e-5, str(check)
+
+
+@pytest.mark.parametrize("method", [aq.DataParallel(), aq.ShardParallel()], ids=["dp", "shard"])
+def test_loops_that_end_when_all_examples_are_done(method):
+    """Under "independent" semantics each micro-batch ends when its own are; examples that are done keep what they have."""
+
+    def step(params, x):
+        def one(params, x):
+            def turn(carry):
+                number, y = carry
+                return number + 1, 0.5 * y + 0.1 * jnp.tanh(y @ params)
+
+            init = (0, x)
+            return eqxi.while_loop(lambda c: jnp.sum(c[1] ** 2) > 0.1, turn, init, max_steps=16, kind="checkpointed")[1]
+
+        grads = jax.grad(lambda params: jnp.mean(jax.vmap(lambda x: one(params, x))(x) ** 2))(params)
+        return params - 9.0 * grads
+
+    params, x = arguments()
+    planned = parallel(step, params, x, method=method, num_micro_batches=2, semantics="independent")
+    check = planned.check(params, x)
+    assert check.largest < 1e-5, str(check)
+    with pytest.raises(CaptureError, match="ends when the batch says so"):
+        parallel(step, params, x, method=method, num_micro_batches=2)

@@ -106,6 +106,38 @@ def test_a_step_with_kernels(method, num_micro_batches):
     assert check.largest < 1e-5, str(check)
 
 
+@jax.custom_vjp
+def normalised(x):
+    def kernel(x, out):
+        out[...] = jax.nn.softmax(x[...])
+
+    def row(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    return jax.vmap(row)(x)
+
+
+def _backward(y, g):
+    return (y * (g - (g * y).sum(-1, keepdims=True)),)
+
+
+normalised.defvjp(lambda x: (normalised(x),) * 2, _backward)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_a_kernel_for_each_example(rows):
+    """Down to one example for each device and micro-batch, of which the plan is worked out from larger ones."""
+
+    def step(params, batch):
+        grads = jax.grad(lambda params: jnp.mean((normalised(batch["x"] @ params["up"]) @ params["down"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 9.0 * g, params, grads)
+
+    params, batch = arguments()
+    args = params, {"x": batch["x"][:rows]}
+    check = parallel(step, *args, method=aq.DataParallel(), num_micro_batches=2).check(*args)
+    assert check.largest < 1e-5, str(check)
+
+
 def test_each_device_runs_its_piece():
     step = parallel(train_step, *arguments(), method=aq.DataParallel())
     text = step.lower().compile().as_text()
