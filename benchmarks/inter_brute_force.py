@@ -22,8 +22,9 @@ from planners.inter.chains import compare  # noqa: E402
 
 from aliquot.cluster import Link  # noqa: E402
 from aliquot.core import InfeasibleError  # noqa: E402
-from aliquot.cost import CHAIN_SCHEDULES, Chain, StageOption  # noqa: E402
+from aliquot.cost import Chain, StageOption  # noqa: E402
 from aliquot.planners.inter import StageDP  # noqa: E402
+from aliquot.plans import training_schedules  # noqa: E402
 
 _TOLERANCE = 1e-9
 _REPETITIONS = 3
@@ -46,7 +47,7 @@ def main() -> int:
         ),
     )
     wrong, worst = 0, 0.0
-    for k, schedule in enumerate(CHAIN_SCHEDULES):
+    for k, schedule in enumerate(training_schedules()):
         say(f"{schedule}: {count} chains")
         found = [c for seed in range(10_000 * k, 10_000 * k + count) for c in compare(seed, schedule)]
         wrong += sum(c.difference > _TOLERANCE or c.bound_exceeds for c in found)

@@ -36,9 +36,9 @@ from aliquot.core import AliquotError
 from aliquot.cost import Chain, ChainPlan
 from aliquot.graph import Layers, cut_alike, cut_layers
 from aliquot.planners import PipeshardParallel
-from aliquot.planners._known_stages import KnownStages
 from aliquot.planners._layer_costs import build_chains
 from aliquot.planners._pipeshard import PipelineDecision, _counts, _solve_stages, _Task
+from aliquot.planners._stage_cache import StageCache
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step, sketch_step
 
@@ -227,7 +227,7 @@ class Fidelity:
             on_missing_rule="error",
             progress=None,
         )
-        result = _solve_stages(task, self._layered[count], chain, plan, self.kinds, KnownStages())
+        result = _solve_stages(task, self._layered[count], chain, plan, self.kinds, StageCache())
         return result if isinstance(result, PipelineDecision) else None
 
     def restricted(self, method: str) -> ChainPlan | None:

@@ -1,18 +1,16 @@
 """Time and memory of a step under a plan: one formula each, with its source, and the one judge that adds them up."""
 
 from ._chain import Chain as Chain
-from ._chain import StageOption as StageOption
-from ._chain import Stretches as Stretches
-from ._chain_plan import CHAIN_SCHEDULES as CHAIN_SCHEDULES
+from ._chain import PrefixSums as PrefixSums
+from ._chain import measure_form as measure_form
+from ._chain_base import AbstractChain as AbstractChain
+from ._chain_base import StageChoice as StageChoice
+from ._chain_base import StageFigures as StageFigures
+from ._chain_base import StageOption as StageOption
 from ._chain_plan import ChainPlan as ChainPlan
-from ._chain_plan import ScheduleForm as ScheduleForm
-from ._chain_plan import StageChoice as StageChoice
-from ._chain_plan import StageFigures as StageFigures
 from ._chain_plan import chain_in_flight as chain_in_flight
 from ._chain_plan import find_stage_faults as find_stage_faults
 from ._chain_plan import judge_stages as judge_stages
-from ._chain_plan import measure_form as measure_form
-from ._chain_plan import schedule_form as schedule_form
 from ._chain_plan import simulate_stages as simulate_stages
 from ._choices import can_split as can_split
 from ._choices import distinct_specs as distinct_specs
@@ -43,7 +41,6 @@ from ._phases import phase_costs as phase_costs
 from ._pipeline import PipelineTimes as PipelineTimes
 from ._pipeline import StageCosts as StageCosts
 from ._pipeline import TransferTime as TransferTime
-from ._pipeline import closed_form_s as closed_form_s
 from ._pipeline import simulate as simulate
 from ._priced import Priced as Priced
 from ._priced import PricedEdge as PricedEdge

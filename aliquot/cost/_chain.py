@@ -1,11 +1,12 @@
-"""What an inter planner sees of a step: units in order, the ways to run each, and what these cost.
+"""`Chain`: a step whose stages cost the sum of their units, but for working memory, of which the largest counts.
 
-A `Chain` holds figures of single units; `Stretches` answers for any run of units in constant time. Neither knows about
-graphs, so that a chain can just as well be made of measurements or of another system's tables.
+It holds figures of single units; `PrefixSums` answers for any stretch of units in constant time.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..cluster import Link
 from ..core import InputError
+from ..plans import ClosedForm
+from ._chain_base import AbstractChain, StageChoice, StageFigures, StageOption
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -30,37 +33,8 @@ _UNIT_FIGURES = (
 _SUMMED = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s", "state_bytes", "in_flight_bytes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOption:
-    """One way to run a stage: on how many devices, arranged how, split by what.
-
-    Attributes:
-        name: for people, such as "shard on 2x4, recompute".
-        submesh: hosts, and devices used in each. A submesh of several hosts uses all devices of each.
-        mesh_shape: of the logical mesh that these devices form.
-        index: into what the maker of the chain keeps about it.
-        recompute: what the backward pass computes again: "none", or a policy's name.
-        dp, tp, zero: degrees of data and of tensor parallelism and the stage of ZeRO, where the option is a regular one;
-            a planner that lays all stages out alike looks for these.
-    """
-
-    name: str
-    submesh: tuple[int, int]
-    mesh_shape: tuple[int, ...]
-    index: int
-    recompute: str = "none"
-    dp: int | None = None
-    tp: int | None = None
-    zero: int = 0
-
-    @property
-    def num_devices(self) -> int:
-        """Of the submesh."""
-        return self.submesh[0] * self.submesh[1]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chain:
+class Chain(AbstractChain):
     """Units in order, each with what every option makes of it, for one number of micro-batches.
 
     Arrays of shape [U, O] hold a figure for each unit and option, per device where they are bytes. An option that cannot
@@ -107,27 +81,6 @@ class Chain:
         if faults:
             raise InputError("This chain cannot be planned:" + "".join(f"\n  - {fault}" for fault in faults))
 
-    @property
-    def num_units(self) -> int:
-        """U."""
-        return len(self.unit_names)
-
-    @property
-    def num_devices(self) -> int:
-        """Of the cluster."""
-        return self.num_hosts * self.devices_per_host
-
-    def device_counts(self) -> Ints:
-        """[O], the number of devices of each option."""
-        return np.array([option.num_devices for option in self.options], np.int64)
-
-    def fits_at(self, first_device: int, num_devices: int) -> bool:
-        """Whether a submesh may begin at a device: within one host, or of whole hosts from the first device of one."""
-        start = first_device % self.devices_per_host
-        if first_device < 0 or first_device + num_devices > self.num_devices:
-            return False
-        return start == 0 if num_devices > self.devices_per_host else start + num_devices <= self.devices_per_host
-
     def transfer_s(
         self, num_bytes: ArrayLike, sender_devices: ArrayLike, receiver_devices: ArrayLike, crosses_hosts: ArrayLike
     ) -> Floats:
@@ -148,6 +101,66 @@ class Chain:
         latency = np.where(crosses_hosts, self.inter.latency_s, self.intra.latency_s)
         sizes = np.asarray(num_bytes, np.float64)
         return np.asarray(np.where(sizes > 0, sizes / np.where(crosses_hosts, between, inside) + latency, 0.0))
+
+    def least_s(self, option: Any, first: Any, last: Any) -> Floats:
+        """See `AbstractChain.least_s`."""
+        tables = PrefixSums.of(self)
+        both = tables.forward_s + tables.backward_s
+        runs = np.asarray(last) <= tables.last_end[option, first]
+        return np.asarray(np.where(runs, both[option, last] - both[option, first], np.inf))
+
+    def propose(
+        self,
+        option: int,
+        first: int,
+        last: int,
+        *,
+        first_device: int,
+        in_flight: float,
+        limit_bytes: float,
+        chunks: int = 1,
+    ) -> StageChoice | None:
+        """See `AbstractChain.propose`."""
+        tables = PrefixSums.of(self)
+        if last > tables.last_end[option, first]:
+            return None
+        if tables.stage_bytes(option, first, last, in_flight, chunks) > limit_bytes:
+            return None
+        return StageChoice(first_unit=first, last_unit=last, option=option, first_device=first_device)
+
+    def quote(
+        self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1
+    ) -> tuple[StageFigures, ...]:
+        """See `AbstractChain.quote`."""
+        tables = PrefixSums.of(self)
+        first, last, option = _columns(stages)
+        kept = np.asarray(in_flight, np.float64)
+
+        def of(sums: Floats) -> Floats:
+            return np.asarray(sums[option, last] - sums[option, first])
+
+        columns: dict[str, Floats] = {
+            "forward_s": of(tables.forward_s),
+            "backward_s": of(tables.backward_s),
+            "weight_gradient_s": of(tables.weight_gradient_s),
+            "exposed_s": of(tables.exposed_s),
+            "once_s": of(tables.once_s),
+            "transfer_s": _edges_s(self, stages),
+            "in_flight": kept,
+            "state_bytes": of(tables.state_bytes),
+            "held_bytes": kept * of(tables.in_flight_bytes),
+            "working_bytes": tables.working_bytes(option, first, last),
+            "peak_bytes": tables.stage_bytes(option, first, last, kept, chunks),
+        }
+        rows = zip(*(column.tolist() for column in columns.values()))
+        return tuple(StageFigures(**dict(zip(columns, row))) for row in rows)
+
+    def find_fault(self, stage: StageChoice) -> str | None:
+        """See `AbstractChain.find_fault`."""
+        end = int(PrefixSums.of(self).last_end[stage.option, stage.first_unit])
+        if end >= stage.last_unit:
+            return None
+        return f"cannot run {self.unit_names[end]} with option {self.options[stage.option].name!r}"
 
 
 def _faulty_arrays(chain: Chain) -> list[str]:
@@ -190,8 +203,8 @@ def _faulty_options(chain: Chain) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stretches:
-    """What any run of units [i, j) costs under any option, by lookup.
+class PrefixSums:
+    """Costs of any stretch of units [i, j) under any option, by lookup.
 
     Sums are differences of prefix sums of shape [O, U + 1]. `exposed_s` sums the part of the passes that a zero-bubble
     schedule cannot fill while a pipeline fills and drains: forward and backward, less as much of the weight gradients
@@ -213,8 +226,12 @@ class Stretches:
     working_tables: Floats
 
     @classmethod
-    def of(cls, chain: Chain) -> Stretches:
-        """All tables of a chain, in O(U log U) for each option."""
+    def of(cls, chain: Chain) -> PrefixSums:
+        """All tables of a chain, in O(U log U) for each option; those of the last few chains are kept."""
+        return _tables_of(chain)
+
+    @classmethod
+    def _made(cls, chain: Chain) -> PrefixSums:
         runs = np.isfinite(np.stack([getattr(chain, name).T for name in _UNIT_FIGURES])).all(axis=0)
         figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in _UNIT_FIGURES}
         forward, weights = figures["forward_s"], figures["weight_gradient_s"]
@@ -245,6 +262,48 @@ class Stretches:
         state = self.state_bytes[options, last] - self.state_bytes[options, first]
         kept = self.in_flight_bytes[options, last] - self.in_flight_bytes[options, first]
         return np.asarray(chunks * (state + in_flight * kept + self.working_bytes(options, first, last)))
+
+
+# Chains are compared by identity, and every plan of a chain is judged by its tables.
+@functools.lru_cache(maxsize=16)
+def _tables_of(chain: Chain) -> PrefixSums:
+    return PrefixSums._made(chain)
+
+
+def measure_form(chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]) -> tuple[float, tuple[float, ...]]:
+    """A closed form over prefix sums, for some stages: its sum, and the value of each of its maxima, not weighted."""
+    first, last, option = _columns(stages)
+    edges = _edges_s(chain, stages)
+    maxima = []
+    for term in form.maxima:
+        values = term.sums[option, last] - term.sums[option, first]
+        both = np.maximum(values, term.link * edges) if chain.overlaps_transfers else values + term.transfers * edges
+        maxima.append(float(both.max()))
+    sums = form.sums[option, last] - form.sums[option, first] + form.transfers * edges
+    return float(sums.sum()), tuple(maxima)
+
+
+def _columns(stages: Sequence[StageChoice]) -> tuple[Ints, Ints, Ints]:
+    """First units, last units and options."""
+    rows = np.array([(s.first_unit, s.last_unit, s.option) for s in stages], np.int64)
+    return rows[:, 0], rows[:, 1], rows[:, 2]
+
+
+def _edges_s(chain: Chain, stages: Sequence[StageChoice]) -> Floats:
+    """For each stage the transfer over the edge in front of it, in one direction; none in front of the first."""
+    edges = np.zeros(len(stages))
+    for k in range(1, len(stages)):
+        ends = [_devices(chain, stage) for stage in stages[k - 1 : k + 1]]
+        if ends[0] == ends[1]:
+            continue  # What stays on its devices does not travel.
+        hosts = {(start + d) // chain.devices_per_host for start, size in ends for d in (0, size - 1)}
+        sender, receiver = (size for _, size in ends)
+        edges[k] = chain.transfer_s(chain.boundary_bytes[stages[k].first_unit - 1], sender, receiver, len(hosts) > 1)
+    return edges
+
+
+def _devices(chain: Chain, stage: StageChoice) -> tuple[int, int]:
+    return stage.first_device, chain.options[stage.option].num_devices
 
 
 def _prefix(figures: Floats) -> Floats:

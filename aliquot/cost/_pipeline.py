@@ -1,7 +1,7 @@
-"""What a schedule costs: step time, idle time and memory of a pipeline, event by event, and the textbook's formulas.
+"""Simulation of a schedule: step time, idle time and memory of a pipeline, event by event.
 
-The simulation is exact for given times of tasks and transfers, and slow next to a formula: planners search with
-`closed_form_s` and have their few best answers simulated.
+It is exact for given times of tasks and transfers, and slow next to a formula: planners search with a schedule's closed form
+and have their few best answers simulated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import InputError, nearest
+from ..core import InputError
 from ..plans import Schedule, Task, TaskKind
 
 Floats = NDArray[np.float64]
@@ -133,7 +133,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
     run = _Run(schedule, costs)
     run.to_the_end()
     updates = np.zeros(schedule.num_submeshes)
-    np.add.at(updates, np.arange(schedule.num_stages) % schedule.num_submeshes, costs.update_s)
+    np.add.at(updates, np.array(schedule.placement), costs.update_s)
     return PipelineTimes(
         step_time_s=float((np.array(run.idle_since) + updates).max()),
         start_s=tuple(np.array(starts) for starts in run.starts),
@@ -302,10 +302,10 @@ def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
     residuals = costs.in_flight_bytes.tolist()
     deferred = residuals if costs.deferred_bytes is None else costs.deferred_bytes.tolist()
     working = costs.working_bytes.tolist()
-    state = float(costs.state_bytes[submesh :: schedule.num_submeshes].sum())
+    stages = schedule.stages_of(submesh)
+    state = float(costs.state_bytes[list(stages)].sum())
     keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
     held = [[0, 0] for _ in residuals]  # By stage the micro-batches before, and between, the halves of backward.
-    stages = range(submesh, schedule.num_stages, schedule.num_submeshes)
     most = 0.0
     for task in tasks:
         counts = held[task.stage]
@@ -320,43 +320,3 @@ def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
             counts[0] -= 1
             counts[1] += task.kind is TaskKind.BACKWARD_INPUT
     return state + most
-
-
-def closed_form_s(
-    name: str, forward_s: Floats, backward_s: Floats, num_micro_batches: int | NDArray[np.int64]
-) -> Floats:
-    """Step time by the textbook, without transfers and updates, for any number of candidates at once.
-
-    With M micro-batches and the times f and b of each stage, `gpipe` takes sum (f + b) + (M - 1) (max f + max b),
-    `1f1b` sum (f + b) + (M - 1) max (f + b), and `inference` sum f + (M - 1) max f. The formulas of `gpipe` and
-    `inference` are what a simulation yields. That of `1f1b` is exact for equal stages, and a simulation may exceed it
-    where backward does not take the same multiple of forward in all stages: a stage that is slow at forward holds up
-    the first backward tasks of those after it.
-
-    Args:
-        name: A schedule that has such a formula, with a submesh for each stage.
-        forward_s, backward_s: Shape `[..., num_stages]`, seconds of a task for one micro-batch.
-        num_micro_batches: Broadcasts with the leading dims.
-
-    Returns:
-        Seconds, of the leading dims' shape.
-
-    Raises:
-        InputError: The schedule has no such formula.
-
-    Reference: Y. Huang et al., "GPipe", 2019, section 2.3; L. Zheng et al., "Alpa: Automating Inter- and
-    Intra-Operator Parallelism for Distributed Deep Learning", 2022, section 5.1, equation 2.
-    """
-    forward, backward = np.asarray(forward_s, dtype=np.float64), np.asarray(backward_s, dtype=np.float64)
-    match name:
-        case "gpipe":
-            first, slowest = (forward + backward).sum(-1), forward.max(-1) + backward.max(-1)
-        case "1f1b":
-            first, slowest = (forward + backward).sum(-1), (forward + backward).max(-1)
-        case "inference":
-            first, slowest = forward.sum(-1), forward.max(-1)
-        case _:
-            known = ("gpipe", "1f1b", "inference")
-            raise InputError(f"there is no formula for the time of schedule {name!r}: {nearest(name, known)}")
-    total: Floats = first + (np.asarray(num_micro_batches) - 1) * slowest
-    return total

@@ -15,7 +15,7 @@ from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, ma
 from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
 from ..sharding import LayeredStep
 from ._base import Progress
-from ._second import SecondProcess
+from ._helper import HelperProcess
 from .intra import AbstractIntra, Space, fixed
 
 Floats = NDArray[np.float64]
@@ -75,7 +75,7 @@ def build_chains(
     copies: Sequence[int] = (),
     on_missing_rule: str = "error",
     progress: Progress | None = None,
-    second: SecondProcess | None = None,
+    helper: HelperProcess | None = None,
 ) -> tuple[list[Chain], list[int]]:
     """Chains of a step, one for each number of micro-batches; and for each layer the number of its kind.
 
@@ -87,7 +87,7 @@ def build_chains(
         counts: numbers of micro-batches.
         copies: for each unit of the chains the layer that it is a copy of; by default every layer is one.
         memory_limit_bytes: on each device.
-        second: that takes part.
+        helper: takes calls off this process.
     """
     options = submesh_options(cluster, step.micro_batch_size)
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
@@ -99,7 +99,7 @@ def build_chains(
     shares = []
     meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
     extracts = extract_stages(step.part, staged, step.batch_dims, members)
-    shared = (second or SecondProcess(wanted=False)).share(_solve_layer)
+    shared = (helper or HelperProcess(wanted=False)).share(_solve_layer)
     for number, (unit, extract) in enumerate(zip(members, extracts, strict=True)):
         if progress:
             progress(f"layer {step.layers.names[unit]}", number, len(members))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..cluster import Cluster, target_for
-from ..core import InfeasibleError, InputError, nearest
+from ..core import InfeasibleError
 from ..cost import (
     Chain,
     ChainPlan,
@@ -24,21 +24,21 @@ from ..cost import (
     simulate,
 )
 from ..graph import Graph, Role, same_structure, scans_over_layers, split_scans
-from ..plans import SCHEDULES, Schedule, make_schedule
+from ..plans import Schedule, make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
 from ._base import Decision, Progress
-from ._known_stages import KnownStages
+from ._helper import HelperProcess
 from ._layer_costs import build_chains, price_option, subcluster
 from ._methods import ShardParallel
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large
 from ._race import Entry, race
-from ._second import SecondProcess
-from .inter import AbstractInter, StageDP
+from ._stage_cache import StageCache
+from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra, Space, fixed
 
 _ROUNDS = 4
 _MOST_MICRO_BATCHES = 1024
-# Smaller steps are searched before a second process is ready.
+# Smaller steps are searched before a helper process is ready.
 _MANY_OPS = 1000
 
 
@@ -64,12 +64,12 @@ class PipeshardParallel:
     layers: str | int | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            raise InputError(f"There is no schedule {self.schedule!r}: {nearest(self.schedule, SCHEDULES)}")
-        if (self.num_stages or self.schedule) and not isinstance(self.inter, StageDP):
-            raise InputError(
-                f"num_stages and schedule are searched by StageDP; {type(self.inter).__name__} has its own. Leave them out."
-            )
+        self.inter.check_limits(self.limits)
+
+    @property
+    def limits(self) -> StageLimits:
+        """What the inter planner must keep to."""
+        return StageLimits(num_stages=self.num_stages, schedule=self.schedule)
 
     def whole(self, mesh_shape: tuple[int, ...]) -> ShardParallel:
         """The method for a search that came out as one stage, on its mesh."""
@@ -146,10 +146,10 @@ def solve_pipeline(
         progress=progress,
     )
     groups = [counts for counts in _counts(method, graph, cluster) if counts]
-    with SecondProcess(wanted=len(graph.ops) >= _MANY_OPS) as second:
+    with HelperProcess(wanted=len(graph.ops) >= _MANY_OPS) as helper:
         for number, counts in enumerate(groups):
             try:
-                return _solve_with(task, counts, second)
+                return _solve_with(task, counts, helper)
             except InfeasibleError:
                 if number == len(groups) - 1:
                     raise
@@ -195,7 +195,7 @@ class _Task:
     progress: Progress | None
 
 
-def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> PipelineDecision:
+def _solve_with(task: _Task, counts: list[int], helper: HelperProcess) -> PipelineDecision:
     """The best pipeline with one of some numbers of micro-batches."""
     method, graph, limit = task.method, task.graph, task.limit_bytes
     # The largest micro-batch allows every submesh.
@@ -212,26 +212,20 @@ def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> Pipeli
         copies=_copies(length),
         on_missing_rule=task.on_missing_rule,
         progress=task.progress,
-        second=second,
+        helper=helper,
     )
     layered: LayeredStep | None = None
     inter = method.inter
-    if isinstance(inter, StageDP):
-        inter = replace(
-            inter,
-            num_stages=method.num_stages or inter.num_stages,
-            schedules=(method.schedule,) if method.schedule else inter.schedules,
-        )
     shrink, needed = 1.0, 0.0
-    cut, known = graph, KnownStages()
+    cut, known = graph, StageCache()
     found: ChainPlan | None = None
     for _ in range(_ROUNDS):
         if found is not None and found.peak_bytes <= limit * shrink:
-            # By its own figures it keeps within the smaller limit, too: it would be found again, and need as much.
+            # It already fits the tighter limit, so the search would return it again.
             shrink *= min(0.97, limit / needed)
             continue
         within = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
-        found = inter.solve(within, second) if isinstance(inter, StageDP) else inter.solve(within)
+        found = inter.solve(within, limits=method.limits, helper=helper)
         bounds = (*(s.first_unit for s in found.stages), length)
         if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
@@ -244,13 +238,12 @@ def _solve_with(task: _Task, counts: list[int], second: SecondProcess) -> Pipeli
                 on_missing_rule=task.on_missing_rule,
                 known=None if length else sketch.part,
             )
-            known = KnownStages()
+            known = StageCache()
         (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
         result = _solve_stages(task, layered, chain, found, kinds, known)
         if isinstance(result, PipelineDecision):
             free = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
-            free = free and isinstance(inter, StageDP)
-            return replace(result, program=as_one_program(chains) if free else None)
+            return replace(result, program=as_one_program(chains) if free and inter.searches else None)
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
@@ -302,7 +295,7 @@ def _solve_stages(
     chain: Chain,
     found: ChainPlan,
     kinds: Sequence[int],
-    known: KnownStages,
+    known: StageCache,
 ) -> PipelineDecision | float:
     """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much.
 

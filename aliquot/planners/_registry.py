@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from ..core import InputError, nearest
-from ..cost import CHAIN_SCHEDULES
+from ..plans import training_schedules
 from ._base import AbstractMethod
 from ._methods import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
@@ -48,9 +48,9 @@ class PipelineOptions:
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), int) and value < 1
         ]
-        if self.schedule is not None and self.schedule not in CHAIN_SCHEDULES:
+        if self.schedule is not None and self.schedule not in training_schedules():
             faults.append(
-                f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, CHAIN_SCHEDULES)}"
+                f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, training_schedules())}"
             )
         if isinstance(self.layers, int) and self.stages is not None and self.stages > self.layers:
             faults.append(f"--stages {self.stages} are more than --layers {self.layers}: every stage needs a layer")

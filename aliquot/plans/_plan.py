@@ -187,7 +187,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch alone.
         combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal"); empty for one.
         schedule: order of stages and micro-batches, see `SCHEDULES`; "none" without a pipeline.
-        num_submeshes: stage `k` runs on submesh `k % num_submeshes`; fewer than stages where these are interleaved.
+        num_submeshes: fewer than stages where these are interleaved; the schedule places stages on them.
         layers: how the step was cut into layers: a path pattern, a number, or nothing for every good place.
         scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay whole.
         stages: see `StagePlan`.

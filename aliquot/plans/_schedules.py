@@ -1,192 +1,96 @@
-"""Schedules of a pipeline as data: which submesh runs which task after which. No arrays, no devices, no costs.
+"""Schedules to choose from: one object each, and one row in `SCHEDULES`.
 
-A schedule is one list of tasks for each submesh. `cost` prices such lists, planners choose among them by name, and the
-runtime walks them in one global order, so that every process issues the same transfers in the same order. Adding one
-is one function that returns the lists, and one row in `SCHEDULES`.
+An object says all that the rest asks of a schedule: its lists of tasks, where stages run, how many micro-batches they keep,
+and its step time in closed form.
 """
 
 from __future__ import annotations
 
+import abc
 import enum
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from typing import ClassVar
 
 from ..core import InputError, nearest
+from ._closed_form import ClosedForm, Maximum, StageTimes
+from ._schedule import Lists, Schedule, Task, TaskKind, round_robin
 
 
-class TaskKind(enum.StrEnum):
-    """What a task computes for its stage and micro-batch.
+class Keeps(enum.StrEnum):
+    """What decides how many micro-batches a stage keeps between forward and backward; searches over stages use it."""
 
-    A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage before waits for,
-    `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits before the update. The first stage
-    has none before it: its `BACKWARD_INPUT` is there all the same, so that stages are alike, and may be empty.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    BACKWARD_INPUT = "backward-input"
-    BACKWARD_WEIGHT = "backward-weight"
+    ALL = "every micro-batch"
+    BEHIND = "the number of stages behind it"
+    STAGES = "the number of all stages"
+    PLACE = "its place and the number of all stages"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One box of a schedule: a stage computes something for one micro-batch. Both count from 0."""
-
-    stage: int
-    micro_batch: int
-    kind: TaskKind
-
-    def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.micro_batch} in stage {self.stage}"
-
-
-Lists = tuple[tuple[Task, ...], ...]
-
-_TRAINING = {TaskKind.FORWARD, TaskKind.BACKWARD}
-_SPLIT = {TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
-_INFERENCE = {TaskKind.FORWARD}
-
-
-def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
-    """The tasks whose results a task reads. A schedule has whole backward tasks or split ones, never both.
-
-    Forward reads the stage before. Backward (or its half for the inputs) reads its own forward and, save in the last
-    stage, the same of the stage after. The half for the weights reads the half for the inputs.
-
-    >>> [str(read) for read in dependencies(Task(1, 0, TaskKind.BACKWARD), num_stages=3)]
-    ['forward of micro-batch 0 in stage 1', 'backward of micro-batch 0 in stage 2']
-    """
-    stage, micro_batch, kind = task.stage, task.micro_batch, task.kind
-    if kind is TaskKind.FORWARD:
-        return (Task(stage - 1, micro_batch, kind),) if stage else ()
-    if kind is TaskKind.BACKWARD_WEIGHT:
-        return (Task(stage, micro_batch, TaskKind.BACKWARD_INPUT),)
-    own = Task(stage, micro_batch, TaskKind.FORWARD)
-    return (own,) if stage == num_stages - 1 else (own, Task(stage + 1, micro_batch, kind))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """The order in which every submesh runs its tasks, one at a time.
+class AbstractScheduleKind(abc.ABC):
+    """A schedule for any numbers of stages, micro-batches and submeshes. Frozen, without state.
 
     Attributes:
-        name: its key in `SCHEDULES`, or any name for lists made by hand.
-        num_stages, num_micro_batches, num_submeshes: stage k runs on submesh `k % num_submeshes`.
-        lists: the tasks of each submesh, in order.
-
-    Raises:
-        InputError: A task is missing, twice, or on another submesh than its stage.
+        name: its key in `SCHEDULES`, as plans and the command line have it.
+        trains: whether it has backward tasks; only such schedules are planned.
+        interleaves: whether it runs several stages on each submesh. Otherwise planners give each stage its own.
+        keeps: what `in_flight` depends on.
     """
 
-    name: str
-    num_stages: int
-    num_micro_batches: int
-    num_submeshes: int
-    lists: Lists
+    name: ClassVar[str]
+    trains: ClassVar[bool] = True
+    interleaves: ClassVar[bool] = False
+    keeps: ClassVar[Keeps] = Keeps.PLACE
 
-    def __post_init__(self) -> None:
-        faults = list(self._faults())
-        if faults:
-            raise InputError(f"schedule {self.name!r} cannot be run: {'; '.join(faults)}")
+    @abc.abstractmethod
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """The tasks of each submesh in order, stages being placed by `placement`. All numbers are at least 1."""
 
-    def _faults(self) -> Iterator[str]:
-        if len(self.lists) != self.num_submeshes:
-            yield f"it has {len(self.lists)} lists for {self.num_submeshes} submeshes"
-        kinds = {task.kind for tasks in self.lists for task in tasks}
-        if kinds not in (_TRAINING, _SPLIT, _INFERENCE):
-            yield f"its tasks are {', '.join(sorted(kinds)) or 'none'}: neither forward alone nor forward and backward"
-            return
-        found: dict[int, Task] = {}
-        for submesh, tasks in enumerate(self.lists):
-            for task in tasks:
-                if not (0 <= task.stage < self.num_stages and 0 <= task.micro_batch < self.num_micro_batches):
-                    yield f"there can be no {task}"
-                elif found.setdefault(self._slot(task), task) is not task:
-                    yield f"it has the {task} twice"
-                if self.submesh_of(task.stage) != submesh:
-                    yield f"the {task} is on submesh {submesh}"
-        wanted = self.num_stages * self.num_micro_batches * len(kinds)
-        if len(found) < wanted:
-            yield f"it lacks {wanted - len(found)} of {wanted} tasks"
+    @abc.abstractmethod
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """The step time of stages as a formula; with t = forward + backward, see each schedule.
 
-    def _slot(self, task: Task) -> int:
-        """A number of its own for each task: a row for forward, one for backward or its first half, one for weights."""
-        row = 0 if task.kind is TaskKind.FORWARD else 2 if task.kind is TaskKind.BACKWARD_WEIGHT else 1
-        return (row * self.num_stages + task.stage) * self.num_micro_batches + task.micro_batch
+        To each is added the largest once-a-step time. Transfers over the edge in front of a stage, both ways, belong to it.
 
-    def submesh_of(self, stage: int) -> int:
-        """The submesh that a stage runs on."""
-        return stage % self.num_submeshes
-
-    def in_flight(self, stage: int, until: TaskKind = TaskKind.BACKWARD_WEIGHT) -> int:
-        """The most micro-batches at once whose residuals a stage holds, that of the running task included.
-
-        They are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split: `BACKWARD_WEIGHT`, or
-        `BACKWARD_INPUT` for what only that half reads. Without backward nothing is held but by the running task.
+        Args:
+            times: of stages, or of units as prefix sums.
+            chunks: how many stages each submesh runs.
         """
-        held = most = 0
-        endings = (TaskKind.BACKWARD, until)
-        tasks = [task for task in self.lists[self.submesh_of(stage)] if task.stage == stage]
-        if all(task.kind is TaskKind.FORWARD for task in tasks):
-            return 1
-        for task in tasks:
-            held += (task.kind is TaskKind.FORWARD) - (task.kind in endings)
-            most = max(most, held)
-        return most
 
-    def order(self) -> tuple[Task, ...]:
-        """All tasks in one order that meets every dependency and every submesh's own list; always the same one.
+    def placement(self, num_stages: int, num_submeshes: int) -> tuple[int, ...]:
+        """The submesh of each stage. The first stages are on submeshes 0, 1, ..., and so on until each has one."""
+        return round_robin(num_stages, num_submeshes)
 
-        By earliest start, where a forward task and each half of a backward one take one unit of time and transfers
-        none; tasks that start together go by submesh. Raises `InputError` if tasks wait for one another in a circle.
-        """
-        starts, places = self._earliest_starts()
-        stuck = [
-            (submesh, tasks[places[submesh]]) for submesh, tasks in enumerate(self.lists) if tasks[places[submesh] :]
-        ]
-        if stuck:
-            heads = "; ".join(f"submesh {submesh} at the {task}" for submesh, task in stuck)
-            raise InputError(f"tasks of schedule {self.name!r} wait for one another: {heads}")
-        timed = [(starts[self._slot(t)], submesh, t) for submesh, tasks in enumerate(self.lists) for t in tasks]
-        return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
-
-    def _earliest_starts(self) -> tuple[list[int], list[int]]:
-        """Unit time at which each task starts, by its slot, and how many tasks each submesh can run.
-
-        Goes by slots: hashing as many tasks would take most of the time. What a slot reads is what `dependencies` says.
-        """
-        row, stride = self.num_stages * self.num_micro_batches, self.num_micro_batches
-        starts, ends = [0] * (3 * row), [0] * (3 * row)
-        waiting: dict[int, list[int]] = {}
-        free, places = [0] * self.num_submeshes, [0] * self.num_submeshes
-        awake = list(range(self.num_submeshes))
-        while awake:
-            submesh = awake.pop()
-            tasks = self.lists[submesh]
-            while places[submesh] < len(tasks):
-                task = tasks[places[submesh]]
-                slot = self._slot(task)
-                reads = [slot - row] if slot >= row else [slot - stride] if task.stage else []
-                if row <= slot < 2 * row - stride:
-                    reads.append(slot + stride)
-                missing = next((read for read in reads if not ends[read]), None)
-                if missing is not None:
-                    waiting.setdefault(missing, []).append(submesh)
-                    break
-                starts[slot] = max([free[submesh], *[ends[read] for read in reads]])
-                ends[slot] = free[submesh] = starts[slot] + (2 if task.kind is TaskKind.BACKWARD else 1)
-                places[submesh] += 1
-                awake += waiting.pop(slot, ())
-        return starts, places
+    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+        """The most micro-batches that each stage keeps between forward and backward, the running one included."""
+        return _counted(self, num_stages, num_micro_batches, num_submeshes)
 
 
-def _shared(name: str, stage_lists: Iterable[Iterable[Task]], num_micro_batches: int, num_submeshes: int) -> Lists:
-    """The lists of stages that take turns on fewer submeshes, in the order of stages that have one each.
+# Searches ask for the same ones again and again.
+@functools.lru_cache(maxsize=1024)
+def _counted(
+    kind: AbstractScheduleKind, num_stages: int, num_micro_batches: int, num_submeshes: int
+) -> tuple[int, ...]:
+    schedule = Schedule(
+        name=kind.name,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        num_submeshes=num_submeshes,
+        lists=kind.tasks(num_stages, num_micro_batches, num_submeshes),
+        placement=kind.placement(num_stages, num_submeshes),
+    )
+    return tuple(schedule.in_flight(stage) for stage in range(num_stages))
+
+
+def share_submeshes(
+    name: str, stage_lists: Iterable[Iterable[Task]], num_micro_batches: int, placement: Sequence[int]
+) -> Lists:
+    """The lists of stages that share submeshes, in the order of stages that have one each.
 
     Leaving out where a task runs takes no dependency away and adds none, so what could be run can still be run.
     """
     lists = tuple(tuple(tasks) for tasks in stage_lists)
+    num_submeshes = max(placement) + 1
     if num_submeshes == len(lists):
         return lists
     apart = Schedule(
@@ -197,7 +101,7 @@ def _shared(name: str, stage_lists: Iterable[Iterable[Task]], num_micro_batches:
         lists=lists,
     )
     order = apart.order()
-    return tuple(tuple(t for t in order if t.stage % num_submeshes == submesh) for submesh in range(num_submeshes))
+    return tuple(tuple(t for t in order if placement[t.stage] == submesh) for submesh in range(num_submeshes))
 
 
 def _interleave(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
@@ -211,63 +115,133 @@ def _row(stage: int, kind: TaskKind, micro_batches: Iterable[int]) -> list[Task]
     return [Task(stage, micro_batch, kind) for micro_batch in micro_batches]
 
 
-def gpipe(num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-    """All forward tasks, then all backward ones. Every stage holds all micro-batches.
-
-    Micro-batches go through backward in the order of forward, so that gradients add up in the same order as in every
-    other schedule.
-
-    Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019,
-    section 2.3.
-    """
-    all_of_them = range(num_micro_batches)
-    stages = (
-        _row(stage, TaskKind.FORWARD, all_of_them) + _row(stage, TaskKind.BACKWARD, all_of_them)
-        for stage in range(num_stages)
-    )
-    return _shared("gpipe", stages, num_micro_batches, num_submeshes)
-
-
-def one_forward_one_backward(num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-    """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of GPipe.
-
-    Those are just enough for a round trip to the last stage. If an activation or a gradient travels for d seconds, a
-    round trip takes 2 d (S - s - 1) longer, so each micro-batch takes 2 d (S - 1) / S longer, even where transfers run
-    beside tasks; GPipe and interleaved stages hide them.
-
-    Reference: D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2
-    (PipeDream-Flush).
-    """
-    stages = (_one_forward_one_backward(s, num_stages, num_micro_batches, TaskKind.BACKWARD) for s in range(num_stages))
-    return _shared("1f1b", stages, num_micro_batches, num_submeshes)
-
-
 def _one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int, backward: TaskKind) -> list[Task]:
     forwards = _row(stage, TaskKind.FORWARD, range(num_micro_batches))
     return _interleave(forwards, _row(stage, backward, range(num_micro_batches)), num_stages - stage - 1)
 
 
-def zero_bubble(num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+def _once(times: StageTimes, chunks: int = 1) -> Maximum:
+    return Maximum(sums=times.once_s, weight=float(chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class GPipe(AbstractScheduleKind):
+    """All forward tasks, then all backward ones. Every stage holds all micro-batches.
+
+    Micro-batches go through backward in the order of forward, so that gradients add up in the same order as in every
+    other schedule. Step time: sum t + (M - 1) (max forward + max backward).
+
+    Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019,
+    section 2.3.
+    """
+
+    name: ClassVar[str] = "gpipe"
+    keeps: ClassVar[Keeps] = Keeps.ALL
+
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """See `AbstractScheduleKind.tasks`."""
+        all_of_them = range(num_micro_batches)
+        stages = (
+            _row(stage, TaskKind.FORWARD, all_of_them) + _row(stage, TaskKind.BACKWARD, all_of_them)
+            for stage in range(num_stages)
+        )
+        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """See `AbstractScheduleKind.closed_form`: all forward passes stream through, then all backward ones."""
+        passes = [
+            Maximum(sums=sums, weight=num_micro_batches - 1.0, transfers=1, link=1)
+            for sums in (times.forward_s, times.backward_s)
+        ]
+        return ClosedForm(sums=times.forward_s + times.backward_s, transfers=2, maxima=(*passes, _once(times, chunks)))
+
+    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+        """See `AbstractScheduleKind.in_flight`: all."""
+        return (num_micro_batches,) * num_stages
+
+
+@dataclass(frozen=True, slots=True)
+class OneForwardOneBackward(AbstractScheduleKind):
+    """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of GPipe.
+
+    Those are just enough for a round trip to the last stage. If an activation or a gradient travels for d seconds, a
+    round trip takes 2 d (S - s - 1) longer, so each micro-batch takes 2 d (S - 1) / S longer, even where transfers run
+    beside tasks; GPipe and interleaved stages hide them. Step time: sum t + (M - 1) max t. That is exact for equal
+    stages; a simulation may exceed it where backward does not take the same multiple of forward in all stages.
+
+    Reference: D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2
+    (PipeDream-Flush); L. Zheng et al., "Alpa", 2022, section 5.1, equation 2 (step time).
+    """
+
+    name: ClassVar[str] = "1f1b"
+    keeps: ClassVar[Keeps] = Keeps.BEHIND
+
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """See `AbstractScheduleKind.tasks`."""
+        stages = (
+            _one_forward_one_backward(s, num_stages, num_micro_batches, TaskKind.BACKWARD) for s in range(num_stages)
+        )
+        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """See `AbstractScheduleKind.closed_form`: after the first micro-batch, the slowest stage sets the pace."""
+        both = times.forward_s + times.backward_s
+        slowest = Maximum(sums=both, weight=num_micro_batches - 1.0, transfers=2, link=1)
+        return ClosedForm(sums=both, transfers=2, maxima=(slowest, _once(times, chunks)))
+
+    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+        """See `AbstractScheduleKind.in_flight`: one for itself and each stage behind it."""
+        return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBubble(AbstractScheduleKind):
     """ZB-H1: 1F1B whose gradients of weights wait and fill what would be idle time.
 
     Stage s keeps the half for the weights s micro-batches behind. All stages then end together, and none of S holds
     more than S micro-batches, the bound of 1F1B's first stage; up to the half for the inputs it is S - s, as in 1F1B.
 
-    Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
+    Step time: sum e + max (M t - e), where e (`exposed_s`) is what a stage adds to the bubble: t less twice the weight
+    gradient, which fills gaps while the pipeline fills and while it drains, but never more than fills them. With equal
+    stages: M t + (S - 1) (forward + input gradient - weight gradient).
+
+    Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023, section 2.2 and table 2.
     """
-    stages = []
-    for stage in range(num_stages):
-        tasks: list[Task] = []
-        for task in _one_forward_one_backward(stage, num_stages, num_micro_batches, TaskKind.BACKWARD_INPUT):
-            tasks.append(task)
-            if task.kind is TaskKind.BACKWARD_INPUT and task.micro_batch >= stage:
-                tasks.append(Task(stage, task.micro_batch - stage, TaskKind.BACKWARD_WEIGHT))
-        left = range(max(0, num_micro_batches - stage), num_micro_batches)
-        stages.append(tasks + _row(stage, TaskKind.BACKWARD_WEIGHT, left))
-    return _shared("zero-bubble", stages, num_micro_batches, num_submeshes)
+
+    name: ClassVar[str] = "zero-bubble"
+    keeps: ClassVar[Keeps] = Keeps.STAGES
+
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """See `AbstractScheduleKind.tasks`."""
+        stages = []
+        for stage in range(num_stages):
+            tasks: list[Task] = []
+            for task in _one_forward_one_backward(stage, num_stages, num_micro_batches, TaskKind.BACKWARD_INPUT):
+                tasks.append(task)
+                if task.kind is TaskKind.BACKWARD_INPUT and task.micro_batch >= stage:
+                    tasks.append(Task(stage, task.micro_batch - stage, TaskKind.BACKWARD_WEIGHT))
+            left = range(max(0, num_micro_batches - stage), num_micro_batches)
+            stages.append(tasks + _row(stage, TaskKind.BACKWARD_WEIGHT, left))
+        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """See `AbstractScheduleKind.closed_form`."""
+        later = num_micro_batches - 1.0
+        heaviest = Maximum(
+            sums=num_micro_batches * (times.forward_s + times.backward_s) - times.exposed_s,
+            weight=1,
+            transfers=2 * later,
+            link=later,
+        )
+        return ClosedForm(sums=times.exposed_s, transfers=2, maxima=(heaviest, _once(times, chunks)))
+
+    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+        """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, as gradients of weights wait."""
+        return (min(num_stages, num_micro_batches),) * num_stages
 
 
-def interleaved(num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+@dataclass(frozen=True, slots=True)
+class Interleaved(AbstractScheduleKind):
     """1F1B for submeshes that run v stages (chunks) each: a v-th of the bubble, at the price of more transfers.
 
     Micro-batches go round in groups of at least P, the number of submeshes: a group passes a submesh's first chunk,
@@ -280,30 +254,49 @@ def interleaved(num_stages: int, num_micro_batches: int, num_submeshes: int) -> 
     it reads. Where stages or micro-batches are too few to fill a round, the missing ones are taken out of the lists.
     With one stage for each submesh it is 1F1B.
 
+    Step time: sum t / v + (M v - 1) max t over chunks. Chunks that differ are taken to be as slow as the slowest, which is
+    pessimistic.
+
     Reference: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     2021, section 2.2.2.
     """
-    if num_submeshes == num_stages:
-        return one_forward_one_backward(num_stages, num_micro_batches, num_submeshes)
-    chunks = -(-num_stages // num_submeshes)
-    groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
-    lists = []
-    for submesh in range(num_submeshes):
-        stages = range(submesh, chunks * num_submeshes, num_submeshes)
-        forwards = [task for group in groups for stage in stages for task in _row(stage, TaskKind.FORWARD, group)]
-        backwards = [
-            task for group in groups for stage in reversed(stages) for task in _row(stage, TaskKind.BACKWARD, group)
-        ]
-        ahead = 2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups))
-        tasks = _interleave(forwards, backwards, ahead)
-        lists.append(tuple(t for t in tasks if t.stage < num_stages and t.micro_batch < num_micro_batches))
-    return tuple(lists)
+
+    name: ClassVar[str] = "interleaved-1f1b"
+    interleaves: ClassVar[bool] = True
+
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """See `AbstractScheduleKind.tasks`."""
+        if num_submeshes == num_stages:
+            return OneForwardOneBackward().tasks(num_stages, num_micro_batches, num_submeshes)
+        chunks = -(-num_stages // num_submeshes)
+        groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
+        lists = []
+        for submesh in range(num_submeshes):
+            stages = range(submesh, chunks * num_submeshes, num_submeshes)
+            forwards = [task for group in groups for stage in stages for task in _row(stage, TaskKind.FORWARD, group)]
+            backwards = [
+                task for group in groups for stage in reversed(stages) for task in _row(stage, TaskKind.BACKWARD, group)
+            ]
+            ahead = 2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups))
+            tasks = _interleave(forwards, backwards, ahead)
+            lists.append(tuple(t for t in tasks if t.stage < num_stages and t.micro_batch < num_micro_batches))
+        return tuple(lists)
+
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """See `AbstractScheduleKind.closed_form`."""
+        both = times.forward_s + times.backward_s
+        slowest = Maximum(sums=both, weight=num_micro_batches * chunks - 1.0, transfers=2, link=1)
+        return ClosedForm(sums=both / chunks, transfers=2 / chunks, maxima=(slowest, _once(times, chunks)))
+
+    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+        """See `AbstractScheduleKind.in_flight`: counted without writing the lists, as a search asks for many of them."""
+        return _interleaved_in_flight(num_stages, num_micro_batches, num_submeshes)
 
 
-def interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshes: int) -> list[int]:
-    """`Schedule.in_flight` of every stage of an interleaved schedule, without its lists: a search asks for many of them."""
+@functools.lru_cache(maxsize=1024)
+def _interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshes: int) -> tuple[int, ...]:
     if num_submeshes == num_stages:
-        return [min(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+        return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
     chunks = -(-num_stages // num_submeshes)
     groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
     # Where the forward tasks of each chunk stand among a submesh's, and its backward tasks; some there are too many.
@@ -316,7 +309,7 @@ def interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshes
             forwards[turn] += range(start, start + count)
             backwards[chunks - 1 - turn] += range(start, start + count)
     total = groups[-1].stop * chunks
-    found = []
+    kept = []
     for stage in range(num_stages):
         chunk, submesh = divmod(stage, num_submeshes)
         ahead = min(2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups)), total)
@@ -325,8 +318,8 @@ def interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshes
             while ended < num_micro_batches and backwards[chunk][ended] < place - ahead:
                 ended += 1
             most = max(most, begun - ended)
-        found.append(most)
-    return found
+        kept.append(most)
+    return tuple(kept)
 
 
 def _groups(count: int, at_least: int) -> list[range]:
@@ -336,20 +329,45 @@ def _groups(count: int, at_least: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(cuts, cuts[1:])]
 
 
-def inference(num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-    """Forward alone: micro-batches stream through the stages."""
-    stages = (_row(stage, TaskKind.FORWARD, range(num_micro_batches)) for stage in range(num_stages))
-    return _shared("inference", stages, num_micro_batches, num_submeshes)
+@dataclass(frozen=True, slots=True)
+class Inference(AbstractScheduleKind):
+    """Forward alone: micro-batches stream through the stages. Step time: sum forward + (M - 1) max forward."""
+
+    name: ClassVar[str] = "inference"
+    trains: ClassVar[bool] = False
+    keeps: ClassVar[Keeps] = Keeps.BEHIND
+
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """See `AbstractScheduleKind.tasks`."""
+        stages = (_row(stage, TaskKind.FORWARD, range(num_micro_batches)) for stage in range(num_stages))
+        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """See `AbstractScheduleKind.closed_form`."""
+        slowest = Maximum(sums=times.forward_s, weight=num_micro_batches - 1.0, transfers=1, link=1)
+        return ClosedForm(sums=times.forward_s, transfers=1, maxima=(slowest, _once(times, chunks)))
+
+    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+        """See `AbstractScheduleKind.in_flight`: the running one."""
+        return (1,) * num_stages
 
 
-# From (num_stages, num_micro_batches, num_submeshes), all at least 1 and no more submeshes than stages, to the lists.
-SCHEDULES: dict[str, Callable[[int, int, int], Lists]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved-1f1b": interleaved,
-    "zero-bubble": zero_bubble,
-    "inference": inference,
+SCHEDULES: dict[str, AbstractScheduleKind] = {
+    kind.name: kind for kind in (GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble(), Inference())
 }
+
+
+def training_schedules() -> tuple[str, ...]:
+    """Names of the schedules that planners may choose."""
+    return tuple(name for name, kind in SCHEDULES.items() if kind.trains)
+
+
+def schedule_kind(name: str) -> AbstractScheduleKind:
+    """The schedule of a name that planners may choose. Raises `InputError` for any other name."""
+    known = training_schedules()
+    if name not in known:
+        raise InputError(f"Unknown schedule {name!r}: {nearest(name, known)}")
+    return SCHEDULES[name]
 
 
 def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submeshes: int | None = None) -> Schedule:
@@ -360,7 +378,7 @@ def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submes
         num_stages: At least 1.
         num_micro_batches: At least 1.
         num_submeshes: At least 1, at most one for each stage, which is the default. Stage k runs on submesh
-            `k % num_submeshes`.
+            `k % num_submeshes`, unless the schedule places them otherwise.
 
     Raises:
         InputError: The name is unknown, or a count is impossible; says all that is wrong.
@@ -385,5 +403,6 @@ def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submes
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         num_submeshes=submeshes,
-        lists=SCHEDULES[name](num_stages, num_micro_batches, submeshes),
+        lists=SCHEDULES[name].tasks(num_stages, num_micro_batches, submeshes),
+        placement=SCHEDULES[name].placement(num_stages, submeshes),
     )

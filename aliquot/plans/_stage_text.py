@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, grouped_arrays
 from ._plan import Plan, StagePlan, StagePrediction
+from ._schedules import SCHEDULES
 
 # `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no parameters of its own).
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d{1,9})(?::(?P<stop>\d{1,9}))?(?P<rest>\D*)$")
@@ -189,9 +190,10 @@ def submesh_name(submesh: int, stages: Sequence[int], first_device: int, last_de
 def submesh_names(plan: Plan) -> tuple[str, ...]:
     """What each submesh of a plan runs and where."""
     names = []
+    placement = SCHEDULES[plan.schedule].placement(len(plan.stages), plan.num_submeshes)
     for submesh in range(plan.num_submeshes):
         start, stop = device_range(plan.stages[submesh])
-        stages = range(submesh, len(plan.stages), plan.num_submeshes)
+        stages = [stage for stage, place in enumerate(placement) if place == submesh]
         names.append(submesh_name(submesh, stages, start, stop - 1))
     return tuple(names)
 

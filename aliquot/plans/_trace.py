@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import write_atomic
-from ._schedules import TaskKind
+from ._schedule import TaskKind
 
 COMPUTE, SEND, SEND_BACK = "compute", "transfers", "transfers back"
 _LANES = (COMPUTE, SEND, SEND_BACK)

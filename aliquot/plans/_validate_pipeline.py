@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..core import nearest
 from ._plan import Plan, StagePlan
+from ._schedule import round_robin
 from ._schedules import SCHEDULES
 from ._stage_text import device_range, stage_numbers
 
@@ -68,6 +69,8 @@ def _devices(plan: Plan) -> Iterator[str]:
     if submeshes < 1 or len(plan.stages) % submeshes:
         yield f"{len(plan.stages)} stages cannot be dealt out to {submeshes} submeshes equally"
         submeshes = len(plan.stages)
+    kind = SCHEDULES.get(plan.schedule)
+    placement = kind.placement(len(plan.stages), submeshes) if kind else round_robin(len(plan.stages), submeshes)
     each, total = _cluster_size(plan)
     users: dict[int, list[int]] = {}
     for index, stage in enumerate(plan.stages):
@@ -75,8 +78,8 @@ def _devices(plan: Plan) -> Iterator[str]:
         where = f"stage {index} on devices {start} to {stop - 1}"
         if stop <= start:
             continue  # Its mesh is a violation of its own.
-        if index >= submeshes and (start, stop) != device_range(plan.stages[index % submeshes]):
-            yield f"{where} should be on those of stage {index % submeshes}, with which it shares a submesh"
+        if placement[index] != index and (start, stop) != device_range(plan.stages[placement[index]]):
+            yield f"{where} should be on those of stage {placement[index]}, with which it shares a submesh"
             continue
         if start < 0 or stop > total > 0:
             yield f"{where} reaches outside the cluster of {total}"

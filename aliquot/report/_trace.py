@@ -92,7 +92,7 @@ def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) ->
         now = max((e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0)
         if not costs.overlaps_transfers:
             now = max([now, *(e.end_s for e in events if e.lane != "compute" and _touches(schedule, e, submesh))])
-        for stage in range(submesh, schedule.num_stages, schedule.num_submeshes):
+        for stage in schedule.stages_of(submesh):
             end = now + float(costs.update_s[stage])
             found.append(
                 TraceEvent(

@@ -53,6 +53,6 @@ def measured_trace(pipeline: Pipeline, spans: Sequence[Span], title: str) -> Tra
     names = []
     for submesh in range(schedule.num_submeshes):
         devices = [device.id for device in pipeline.contexts[submesh].mesh.devices.flat]
-        stages = range(submesh, schedule.num_stages, schedule.num_submeshes)
+        stages = schedule.stages_of(submesh)
         names.append(submesh_name(submesh, stages, min(devices), max(devices)))
     return Trace(title=title, source="measured", submeshes=tuple(names), events=tuple(events))

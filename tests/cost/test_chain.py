@@ -8,7 +8,7 @@ from planners.inter.chains import even_chain, random_chain
 
 from aliquot.cluster import Link
 from aliquot.core import InputError
-from aliquot.cost import StageChoice, Stretches, chain_in_flight, find_stage_faults, judge_stages, simulate_stages
+from aliquot.cost import PrefixSums, StageChoice, chain_in_flight, find_stage_faults, judge_stages, simulate_stages
 from aliquot.plans import make_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
 @pytest.mark.parametrize("seed", range(6))
 def test_any_run_of_units_is_a_lookup(seed):
     chain = random_chain(np.random.default_rng(seed), num_units=9, geometry=(2, 2))
-    tables = Stretches.of(chain)
+    tables = PrefixSums.of(chain)
     for o in range(len(chain.options)):
         runs = np.isfinite(chain.forward_s[:, o])
         for i in range(9):
@@ -43,7 +43,7 @@ def test_what_a_zero_bubble_schedule_cannot_fill(forward, inputs, weights, expos
     chain = replace(
         chain, forward_s=forward * ones, backward_s=(inputs + weights) * ones, weight_gradient_s=weights * ones
     )
-    assert Stretches.of(chain).exposed_s[0, 1] == exposed
+    assert PrefixSums.of(chain).exposed_s[0, 1] == exposed
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_loop_over_layers_is_cut_between_any_two():
 class OnlySmall(AbstractInter):
     """Finds room for micro-batches of two examples and fewer alone."""
 
-    def solve(self, chains):
+    def solve(self, chains, **options):
         small = [chain for chain in chains if chain.num_micro_batches >= 32]
         if not small:
             raise InfeasibleError("too large", required_bytes=2, available_bytes=1)

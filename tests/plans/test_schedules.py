@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.core import InputError
-from aliquot.plans import SCHEDULES, Schedule, Task, TaskKind, dependencies, interleaved_in_flight, make_schedule
+from aliquot.plans import SCHEDULES, Schedule, Task, TaskKind, dependencies, make_schedule
 
 UNITS = {TaskKind.FORWARD: 1, TaskKind.BACKWARD: 2, TaskKind.BACKWARD_INPUT: 1, TaskKind.BACKWARD_WEIGHT: 1}
 KINDS = {
@@ -89,7 +89,9 @@ def test_in_flight(sizes):
 @settings(deadline=None, max_examples=200)
 def test_in_flight_of_interleaved_without_its_lists(sizes):
     schedule = make_schedule("interleaved-1f1b", *sizes)
-    assert interleaved_in_flight(*sizes) == [schedule.in_flight(stage) for stage in range(sizes[0])]
+    assert list(SCHEDULES["interleaved-1f1b"].in_flight(*sizes)) == [
+        schedule.in_flight(stage) for stage in range(sizes[0])
+    ]
 
 
 @given(counts())

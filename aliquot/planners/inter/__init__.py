@@ -1,6 +1,8 @@
 """Which stretch of a step goes to which devices, with which option, and under which schedule."""
 
+from ._base import NO_LIMITS as NO_LIMITS
 from ._base import AbstractInter as AbstractInter
+from ._base import StageLimits as StageLimits
 from .grid import Grid as Grid
 from .manual import ManualStages as ManualStages
 from .stages import StageDP as StageDP

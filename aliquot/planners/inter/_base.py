@@ -4,28 +4,85 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ...core import InputError
-from ...cost import Chain, ChainPlan
+from ...core import InputError, nearest
+from ...cost import AbstractChain, ChainPlan
+from ...plans import training_schedules
+from .._helper import HelperProcess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLimits:
+    """What the answer must keep to; None leaves it to the planner.
+
+    Attributes:
+        num_stages: how many stages, interleaved ones counted one by one.
+        schedule: a name of `plans.SCHEDULES`.
+
+    Raises:
+        InputError: fewer than one stage, or no such schedule.
+    """
+
+    num_stages: int | None = None
+    schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_stages is not None and self.num_stages < 1:
+            raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
+        if self.schedule is not None and self.schedule not in training_schedules():
+            raise InputError(f"There is no schedule {self.schedule!r}: {nearest(self.schedule, training_schedules())}")
+
+
+NO_LIMITS = StageLimits()
 
 
 class AbstractInter(abc.ABC):
     """A way to cut a chain into stages. Inter planners are frozen, pure and deterministic: no devices, clocks or files."""
 
     @abc.abstractmethod
-    def solve(self, chains: Sequence[Chain]) -> ChainPlan:
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
         """Stages, with their submeshes and options, a number of micro-batches and a schedule.
 
         Args:
             chains: of the same step and cluster, one for each number of micro-batches to choose from.
+            limits: what the stages must keep to; `check_limits` has accepted them.
+            helper: a process that takes calls off this one; answers must not depend on it.
+            start: stages to begin from, such as those of another planner; the answer is no slower than they are. A planner
+                whose answer is given by its settings ignores them.
 
         Raises:
-            InfeasibleError: Nothing fits; what needs least is described.
-            InputError: The chains, or what is wanted of them, cannot be planned.
+            InfeasibleError: nothing fits; what needs least is described.
+            InputError: the chains, or what is wanted of them, cannot be planned.
         """
 
+    @property
+    def searches(self) -> bool:
+        """Whether it looks for the fastest stages of all. One stage is then a good answer, and so is one program."""
+        return False
 
-def check_chains(chains: Sequence[Chain]) -> None:
+    def check_limits(self, limits: StageLimits) -> None:
+        """Refuse limits that this planner cannot keep to; by default any. Raises `InputError`."""
+        given = [name for name in ("num_stages", "schedule") if getattr(limits, name) is not None]
+        if given:
+            raise InputError(
+                f"{' and '.join(given)}: a planner that searches stages, such as StageDP, keeps to these; "
+                f"{type(self).__name__} has its own. Leave them out."
+            )
+
+    def required_profiles(self, chains: Sequence[AbstractChain]) -> tuple[str, ...]:
+        """Names of measurements that it wants and the chains do not hold; none by default."""
+        return ()
+
+
+def check_chains(chains: Sequence[AbstractChain]) -> None:
     """Refuse chains that are not of one step on one cluster. Raises `InputError`."""
     if not chains:
         raise InputError("No chain was given to be cut into stages: give one for each number of micro-batches to try.")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ...cost import Chain, ChainPlan, simulate_stages
+from ...cost import AbstractChain, ChainPlan, simulate_stages
 
 _ROUNDING = 1e-9
 
 
 def worth_simulating(
-    plans: Iterable[tuple[ChainPlan, Chain]], most: int, known: Iterable[ChainPlan] = ()
+    plans: Iterable[tuple[ChainPlan, AbstractChain]], most: int, known: Iterable[ChainPlan] = ()
 ) -> list[ChainPlan]:
     """The first `most` different plans of each schedule, less those that are known.
 
@@ -38,7 +38,7 @@ def _key(plan: ChainPlan) -> object:
     return plan.stages, plan.schedule, plan.num_micro_batches, plan.num_submeshes
 
 
-def simulated(chains: Sequence[Chain], plan: ChainPlan) -> ChainPlan:
+def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
     """A plan of one of some chains with its step time by simulation."""
     (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
     found, peak_bytes = simulate_stages(chain, plan)

@@ -8,7 +8,7 @@ import pytest
 from planners.inter.chains import random_chain
 
 from aliquot.cluster import Link
-from aliquot.cost import Chain, StageChoice, StageOption, Stretches, find_stage_faults, judge_stages
+from aliquot.cost import Chain, PrefixSums, StageChoice, StageOption, find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.planners.inter.stages._recut import _stage_costs, recut, recuts, two_sided_s
 
@@ -89,7 +89,7 @@ def test_stages_slower_than_the_plans_slowest_need_not_be_looked_at(schedule):
         )
         for cuts in edges
     ]
-    tables = Stretches.of(chain)
+    tables = PrefixSums.of(chain)
     even, *others = (recuts(chain, tables, plan) for plan in plans)
     assert all([p.stages for p in even] == [p.stages for p in found] for found in others)
     assert max(cost.shape[1] for cost in _stage_costs(chain, tables, plans[0])[0]) < 20

@@ -1,4 +1,5 @@
 """Regular grids, as experts set them by hand."""
 
+from ._grid import GRID_SCHEDULE as GRID_SCHEDULE
 from ._grid import Grid as Grid
 from ._grid import layouts as layouts

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....core import InfeasibleError, InputError, format_bytes
-from ....cost import Chain, ChainPlan, StageChoice, Stretches, find_stage_faults, judge_stages
-from .._base import AbstractInter, check_chains
+from ....cost import AbstractChain, ChainPlan, StageChoice, chain_in_flight, find_stage_faults, judge_stages
+from ..._helper import HelperProcess
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
 
-_SCHEDULE = "1f1b"
+GRID_SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +31,16 @@ class Grid(AbstractInter):
 
     simulated: int = 3
 
-    def solve(self, chains: Sequence[Chain]) -> ChainPlan:
-        """See `AbstractInter.solve`."""
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
+        """See `AbstractInter.solve`. It tries every grid, whatever there is to start from."""
+        self.check_limits(limits)
         check_chains(chains)
         plans = [(plan, chain) for chain in chains for plan in layouts(chain)]
         if not plans:
@@ -47,9 +58,8 @@ class Grid(AbstractInter):
         return best
 
 
-def layouts(chain: Chain) -> Iterator[ChainPlan]:
+def layouts(chain: AbstractChain) -> Iterator[ChainPlan]:
     """Every regular plan that can run, whatever its memory."""
-    tables = Stretches.of(chain)
     for k, option in enumerate(chain.options):
         if option.dp is None or option.tp is None:
             continue
@@ -57,16 +67,29 @@ def layouts(chain: Chain) -> Iterator[ChainPlan]:
         count, rest = divmod(chain.num_devices, size)
         if rest or count > chain.num_units:
             continue
-        edges = [stage * chain.num_units // count for stage in range(count + 1)]
-        stages = [
-            StageChoice(first_unit=first, last_unit=last, option=k, first_device=stage * size)
-            for stage, (first, last) in enumerate(zip(edges, edges[1:]))
-        ]
-        if not find_stage_faults(chain, stages, _SCHEDULE, check_memory=False, tables=tables):
-            yield judge_stages(chain, stages, _SCHEDULE, tables=tables)
+        stages = _equal_stages(chain, k, count)
+        if stages and not find_stage_faults(chain, stages, GRID_SCHEDULE, check_memory=False):
+            yield judge_stages(chain, stages, GRID_SCHEDULE)
 
 
-def _nothing_fits(plans: Sequence[tuple[ChainPlan, Chain]]) -> InfeasibleError:
+def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageChoice]:
+    """Stages of as many units each under one option, that fit where any are known to; none if it cannot run them."""
+    edges = [stage * chain.num_units // count for stage in range(count + 1)]
+    kept = chain_in_flight(GRID_SCHEDULE, chain.num_micro_batches, count, count)
+    size = chain.options[option].num_devices
+    stages = []
+    for stage, (first, last) in enumerate(zip(edges, edges[1:])):
+        propose = functools.partial(
+            chain.propose, option, first, last, first_device=stage * size, in_flight=float(kept[stage])
+        )
+        choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
+        if choice is None:
+            return []
+        stages.append(choice)
+    return stages
+
+
+def _nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]]) -> InfeasibleError:
     plan, chain = min(plans, key=lambda found: found[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....core import InfeasibleError, InputError, PlanMismatchError, nearest
-from ....cost import CHAIN_SCHEDULES, Chain, ChainPlan, StageChoice, find_stage_faults, judge_stages, simulate_stages
-from .._base import AbstractInter, check_chains
+from ....cost import (
+    AbstractChain,
+    ChainPlan,
+    StageChoice,
+    chain_in_flight,
+    find_stage_faults,
+    judge_stages,
+    simulate_stages,
+)
+from ....plans import SCHEDULES, training_schedules
+from ..._helper import HelperProcess
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 
 _ASKED = "these stages cannot be used"
 _ADVICE = (
@@ -37,33 +48,44 @@ class ManualStages(AbstractInter):
 
     def __post_init__(self) -> None:
         faults = []
-        if self.schedule not in CHAIN_SCHEDULES:
-            faults.append(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, CHAIN_SCHEDULES)}")
+        known = training_schedules()
+        if self.schedule not in known:
+            faults.append(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, known)}")
         for name in ("options", "first_devices"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.boundaries):
                 faults.append(f"{len(self.boundaries)} stages have {len(given)} {name.replace('_', ' ')}")
         if self.num_submeshes is not None and self.num_submeshes < 1:
             faults.append(f"{self.num_submeshes} submeshes were asked for; there is at least 1")
-        if self.num_submeshes not in (None, len(self.boundaries)) and self.schedule != "interleaved-1f1b":
-            faults.append(f"schedule {self.schedule!r} runs each stage on a submesh of its own; try interleaved-1f1b")
+        shared = self.num_submeshes not in (None, len(self.boundaries))
+        if shared and self.schedule in known and not SCHEDULES[self.schedule].interleaves:
+            others = " or ".join(name for name in known if SCHEDULES[name].interleaves)
+            faults.append(f"schedule {self.schedule!r} runs each stage on a submesh of its own; try {others}")
         if faults:
             raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
 
-    def solve(self, chains: Sequence[Chain]) -> ChainPlan:
-        """See `AbstractInter.solve`.
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
+        """See `AbstractInter.solve`. The stages are given, whatever there is to start from.
 
         Raises:
             PlanMismatchError: Units left out or in two stages, devices used twice or beyond the cluster, unknown options.
             InfeasibleError: Nothing but memory is wrong; names each stage that has too little.
         """
+        self.check_limits(limits)
         check_chains(chains)
         wanted = [c for c in chains if self.num_micro_batches in (None, c.num_micro_batches)]
         if not wanted:
             known = ", ".join(str(c.num_micro_batches) for c in chains)
             raise InputError(f"{self.num_micro_batches} micro-batches were asked for; there are chains for {known}.")
         plans: list[ChainPlan] = []
-        short: list[tuple[float, Chain, tuple[str, ...]]] = []
+        short: list[tuple[float, AbstractChain, tuple[str, ...]]] = []
         for chain in wanted:
             stages = self._stages(chain)
             if faults := find_stage_faults(
@@ -80,7 +102,7 @@ class ManualStages(AbstractInter):
             raise _too_large(min(short, key=lambda entry: entry[0]))
         return min(plans, key=lambda plan: plan.step_time_s)
 
-    def _stages(self, chain: Chain) -> list[StageChoice]:
+    def _stages(self, chain: AbstractChain) -> list[StageChoice]:
         names = [option.name for option in chain.options]
         faults = [
             f"stage {k} has an unknown option {o!r}: {nearest(o, names)}"
@@ -96,17 +118,41 @@ class ManualStages(AbstractInter):
             raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
         options = [names.index(o) if isinstance(o, str) else o for o in self.options]
         firsts = self.first_devices or self._one_behind_the_other([chain.options[o].num_devices for o in options])
-        return [
+        stages = [
             StageChoice(first_unit=i, last_unit=j, option=o, first_device=d)
             for (i, j), o, d in zip(self.boundaries, options, firsts)
         ]
+        # Options of units can only be chosen for stages that exist.
+        count, submeshes = len(stages), self.num_submeshes or len(stages)
+        whole = stages and all(0 <= s.first_unit < s.last_unit <= chain.num_units for s in stages)
+        if not whole or count % submeshes:
+            return stages
+        kept = chain_in_flight(self.schedule, chain.num_micro_batches, count, submeshes).tolist()
+        return [self._with_unit_options(chain, s, k, count // submeshes) for s, k in zip(stages, kept)]
+
+    def _with_unit_options(self, chain: AbstractChain, stage: StageChoice, kept: float, chunks: int) -> StageChoice:
+        """A stage with the fastest options of its units that fit, or that do not, where none do."""
+        for limit_bytes in (chain.memory_limit_bytes, math.inf):
+            proposed = chain.propose(
+                stage.option,
+                stage.first_unit,
+                stage.last_unit,
+                first_device=stage.first_device,
+                in_flight=kept,
+                chunks=chunks,
+                limit_bytes=limit_bytes,
+            )
+            if proposed is not None:
+                return proposed
+        return stage
 
     def _one_behind_the_other(self, sizes: list[int]) -> list[int]:
         submeshes = self.num_submeshes or len(sizes)
-        return [sum(sizes[: k % submeshes]) for k in range(len(sizes))]
+        placement = SCHEDULES[self.schedule].placement(len(sizes), submeshes)
+        return [sum(sizes[:place]) for place in placement]
 
 
-def _too_large(shortage: tuple[float, Chain, tuple[str, ...]]) -> InfeasibleError:
+def _too_large(shortage: tuple[float, AbstractChain, tuple[str, ...]]) -> InfeasibleError:
     peak_bytes, chain, faults = shortage
     listed = "".join(f"\n  - {fault}" for fault in faults)
     return InfeasibleError(

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ....cost import Chain, StageChoice, Stretches, chain_in_flight, measure_form, schedule_form
+from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, measure_form
+from ....plans import Keeps, schedule_kind
 from ._boxes import Found
 from ._limits import Reach, memory_ends, reach_within, simple_lows
 from ._tables import Floats, Ints, RunMinima
@@ -45,19 +46,24 @@ class DeviceProgram:
         limit_bytes: for each device.
     """
 
+    proves = True
+    num_submeshes: int | None = None
+
     def __init__(
-        self, chain: Chain, tables: Stretches, schedule: str, *, num_stages: int | None, limit_bytes: float
+        self, chain: Chain, tables: PrefixSums, schedule: str, *, num_stages: int | None, limit_bytes: float
     ) -> None:
         self.chain, self.tables, self.schedule = chain, tables, schedule
-        self.form = schedule_form(schedule, tables, chain.num_micro_batches)
+        kind = schedule_kind(schedule)
+        self.form = kind.closed_form(tables, chain.num_micro_batches)
         self.num_stages, self._limit_bytes = num_stages, limit_bytes
         self._counts = chain.device_counts()
         self._sizes, self._size_of = np.unique(self._counts, return_inverse=True)
         self._options_at = _usable_options(chain, self._counts)
         self._places = {d: self._place(d) for d in self._options_at}
         most = min(chain.num_units, chain.num_devices // int(self._counts.min()))
-        self._deepest = num_stages or (1 if schedule == "gpipe" else min(chain.num_micro_batches, most))
-        self._shares_bound = schedule == "zero-bubble" and num_stages is None
+        self._most = most
+        self._deepest = num_stages or (1 if kind.keeps is Keeps.ALL else min(chain.num_micro_batches, most))
+        self._keeps = kind.keeps
         # How many following stages are told apart; grows when the stages found do not fit.
         self._depth = num_stages or 1
         # No pipeline has fewer stages that fit, where all keep as many micro-batches as there are stages.
@@ -80,7 +86,12 @@ class DeviceProgram:
             self.chain, self.tables, self.form, limits_s, self._transfers_s.reshape(-1, self.chain.num_units)
         )
         unlimited = all(np.isinf(limit) for limit in limits_s)
-        stages = self._shared_search(reach, unlimited) if self._shares_bound else self._deepening_search(reach)
+        if self.num_stages is None and self._keeps is Keeps.STAGES:
+            stages = self._shared_search(reach, unlimited)
+        elif self.num_stages is None and self._keeps is Keeps.PLACE:
+            stages = self._search_of_each_count(reach)
+        else:
+            stages = self._deepening_search(reach)
         if stages is None:
             return None
         sum_s, maxima_s = measure_form(self.chain, self.form, stages)
@@ -118,6 +129,12 @@ class DeviceProgram:
             run = self._run(reach, kept, count)
             best = run if run and (best is None or run[0] < best[0]) else best
             count += 1
+        return best[1] if best else None
+
+    def _search_of_each_count(self, reach: Reach) -> Stages | None:
+        """Where what a stage keeps depends on its place among all: each number of stages by itself."""
+        runs = [self._run(reach, self._kept(count, count), count) for count in range(1, self._most + 1)]
+        best = min((run for run in runs if run), key=lambda run: run[0], default=None)
         return best[1] if best else None
 
     def _fewest(self, reach: Reach, kept: tuple[float, ...]) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 from ....core import InfeasibleError, format_bytes
-from ....cost import Chain, ChainPlan, Stretches, judge_stages
+from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
+from ....plans import Keeps, schedule_kind
 from ._devices import DeviceProgram
 from ._rounds import RoundsProgram, round_counts
+from ._tabulated import TabulatedProgram, tabulated_programs
 
 _PRECISION = 1e-3
 
 
-def nothing_fits(chains: Sequence[Chain], schedules: Sequence[str], num_stages: int | None) -> InfeasibleError:
+def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_stages: int | None) -> InfeasibleError:
     """The error to raise, with the smallest need over all chains and schedules, to within 0.1 %."""
     plans = [(plan, chain) for chain in chains for name in schedules if (plan := _smallest(chain, name, num_stages))]
     wanted = "" if num_stages is None else f" of {num_stages} stages"
@@ -44,10 +47,19 @@ def nothing_fits(chains: Sequence[Chain], schedules: Sequence[str], num_stages: 
     )
 
 
-def _smallest(chain: Chain, schedule: str, num_stages: int | None) -> ChainPlan | None:
+def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> ChainPlan | None:
     """Stages whose fullest device needs least; None if there are none at all."""
-    tables = Stretches.of(chain)
-    if schedule != "interleaved-1f1b":
+    if not isinstance(chain, Chain):
+        made = functools.partial(
+            tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=2 if num_stages is None else 4
+        )
+        least = [
+            _bisect(chain, schedule, lambda limit, k=k: made(limit_bytes=limit)[k])  # type: ignore[misc]
+            for k in range(len(made(limit_bytes=math.inf)))
+        ]
+        return min((plan for plan in least if plan), key=lambda plan: plan.peak_bytes, default=None)
+    tables = PrefixSums.of(chain)
+    if not schedule_kind(schedule).interleaves:
         return _bisect(
             chain,
             schedule,
@@ -60,7 +72,7 @@ def _smallest(chain: Chain, schedule: str, num_stages: int | None) -> ChainPlan 
             chain,
             schedule,
             lambda limit, n=n, v=v: RoundsProgram(  # type: ignore[misc]
-                chain, tables, num_submeshes=n, chunks=v, limit_bytes=limit
+                chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit
             ),
         )
         for n, v in rounds
@@ -68,7 +80,11 @@ def _smallest(chain: Chain, schedule: str, num_stages: int | None) -> ChainPlan 
     return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
 
 
-def _bisect(chain: Chain, schedule: str, make: Callable[[float], DeviceProgram | RoundsProgram]) -> ChainPlan | None:
+def _bisect(
+    chain: AbstractChain,
+    schedule: str,
+    make: Callable[[float], DeviceProgram | RoundsProgram | TabulatedProgram],
+) -> ChainPlan | None:
     """The stages of the least limit under which there are any."""
 
     def under(limit_bytes: float) -> ChainPlan | None:
@@ -76,8 +92,7 @@ def _bisect(chain: Chain, schedule: str, make: Callable[[float], DeviceProgram |
         found = program.solve((math.inf,) * len(program.weights))
         if found is None:
             return None
-        submeshes = program.num_submeshes if isinstance(program, RoundsProgram) else None
-        return judge_stages(chain, found.stages, schedule, num_submeshes=submeshes)
+        return judge_stages(chain, found.stages, schedule, num_submeshes=program.num_submeshes)
 
     best = under(math.inf)
     low = 0.0
@@ -91,7 +106,7 @@ def _bisect(chain: Chain, schedule: str, make: Callable[[float], DeviceProgram |
     return best
 
 
-def _no_layout(chain: Chain, num_stages: int | None) -> str:
+def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
     """Why there are no stages at all, whatever the memory."""
     sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
     wanted = "no stages use" if num_stages is None else f"no {num_stages} stages use"
@@ -103,14 +118,14 @@ def _no_layout(chain: Chain, num_stages: int | None) -> str:
 
 
 def _remedy(
-    chains: Sequence[Chain], plan: ChainPlan, parts: dict[str, float], limit: float, num_stages: int | None
+    chains: Sequence[AbstractChain], plan: ChainPlan, parts: dict[str, float], limit: float, num_stages: int | None
 ) -> str:
     """What would make it fit."""
     chain = chains[0]
     moving = parts["activations in flight"] + parts["working memory"]
     fixed = parts["state"]
     advice = []
-    if plan.schedule != "gpipe" and fixed < limit:
+    if schedule_kind(plan.schedule).keeps is not Keeps.ALL and fixed < limit:
         factor = 2
         while fixed + moving / factor > limit and factor < 1024:
             factor *= 2

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Chain, ScheduleForm, Stretches
+from ....cost import Chain, PrefixSums
+from ....plans import ClosedForm
 from ._tables import Floats, Ints, last_true, last_within
 
 
@@ -27,7 +28,7 @@ class Reach:
 
 
 def reach_within(
-    chain: Chain, tables: Stretches, form: ScheduleForm, limits_s: Sequence[float], transfers_s: Floats
+    chain: Chain, tables: PrefixSums, form: ClosedForm, limits_s: Sequence[float], transfers_s: Floats
 ) -> Reach:
     """Ends of stages whose figures keep within limits, one for each maximum of the form.
 
@@ -51,7 +52,7 @@ def reach_within(
 
 def memory_ends(
     chain: Chain,
-    tables: Stretches,
+    tables: PrefixSums,
     options: Ints,
     in_flight: Sequence[float],
     limit_bytes: float,
@@ -68,7 +69,7 @@ def memory_ends(
     return last_true((len(kept), len(options), chain.num_units), chain.num_units, fits)
 
 
-def simple_lows(chain: Chain, tables: Stretches, form: ScheduleForm, num_places: float) -> tuple[float, list[float]]:
+def simple_lows(chain: Chain, tables: PrefixSums, form: ClosedForm, num_places: float) -> tuple[float, list[float]]:
     """Bounds of a form's sum and of each maximum that hold for any stages.
 
     A stage's device-seconds are at least those of its units' cheapest options, and the stage that exceeds the average

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ....cost import Chain, ChainPlan, StageChoice, Stretches, chain_in_flight, judge_stages
+from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, StageChoice, chain_in_flight, judge_stages
 from ._limits import memory_ends
 from ._tables import Floats, Ints, last_within
 
@@ -23,7 +23,7 @@ from ._tables import Floats, Ints, last_within
 _SLACKS = (0.0, 1e-3, 1e-2)
 
 
-def two_sided_s(chain: Chain, plan: ChainPlan) -> float:
+def two_sided_s(chain: AbstractChain, plan: ChainPlan) -> float:
     """A plan's closed form with each edge counted at both its ends; the closed form itself where that is the same."""
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages):
         return plan.closed_form_s
@@ -39,7 +39,7 @@ def _busy_s(plan: ChainPlan) -> list[float]:
 
 def recut(chain: Chain, plan: ChainPlan) -> ChainPlan:
     """A plan on the same submeshes with the best cuts and options by `two_sided_s`; the plan itself if it is no worse."""
-    return best_cut(chain, plan, recuts(chain, Stretches.of(chain), plan))
+    return best_cut(chain, plan, recuts(chain, PrefixSums.of(chain), plan))
 
 
 def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> ChainPlan:
@@ -47,7 +47,7 @@ def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> Chai
     return min((plan, *others), key=lambda found: two_sided_s(chain, found))
 
 
-def recuts(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[ChainPlan, ...]:
+def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan, ...]:
     """The best cuts and options on a plan's submeshes, for some allowances for the slowest stage; those that fit."""
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages) or len(plan.stages) == 1:
         return ()
@@ -60,7 +60,7 @@ def recuts(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[ChainPlan,
             replace(stage, first_unit=i, last_unit=j, option=_fastest(tables, own, i, j))
             for stage, own, i, j in zip(plan.stages, ends, edges, edges[1:])
         ]
-        judged = judge_stages(chain, stages, plan.schedule, tables=tables)
+        judged = judge_stages(chain, stages, plan.schedule)
         if judged.peak_bytes <= chain.memory_limit_bytes:
             found.append(judged)
     return tuple(found)
@@ -70,7 +70,7 @@ def recuts(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[ChainPlan,
 _Ends: TypeAlias = tuple[Ints, Ints]
 
 
-def _stage_costs(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[list[Floats], list[_Ends]]:
+def _stage_costs(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[list[Floats], list[_Ends]]:
     """For each stage what units keep its submesh busy for, edges included: [U + 1, B], by last unit and first.
 
     Column b of row j is for the units [j - B + b, j); B is the most units for which the stage is worth looking at: given
@@ -98,7 +98,7 @@ def _stage_costs(chain: Chain, tables: Stretches, plan: ChainPlan) -> tuple[list
 
 
 def _stage_times(
-    chain: Chain, tables: Stretches, submesh: tuple[int, int], kept: float, most_s: float
+    chain: Chain, tables: PrefixSums, submesh: tuple[int, int], kept: float, most_s: float
 ) -> tuple[Floats, _Ends]:
     """As `_stage_costs`, without edges, each with the fastest option that fits."""
     alike = np.array([o for o, option in enumerate(chain.options) if option.submesh == submesh])
@@ -116,7 +116,7 @@ def _stage_times(
     return best, (alike, ends)
 
 
-def _fastest(tables: Stretches, ends: _Ends, first: int, last: int) -> int:
+def _fastest(tables: PrefixSums, ends: _Ends, first: int, last: int) -> int:
     """The option of a stage that takes least for its units."""
     alike, reach = ends
     sums = tables.forward_s + tables.backward_s

@@ -6,27 +6,46 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....cost import Chain, StageChoice, Stretches, chain_in_flight, measure_form, schedule_form
+from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, measure_form
+from ....plans import schedule_kind
 from ._boxes import Found
 from ._limits import memory_ends, reach_within, simple_lows
 from ._tables import Floats, Ints, RunMinima
 
-_SCHEDULE = "interleaved-1f1b"
-
 
 class RoundsProgram:
-    """The least sum of the interleaved closed form for a number of submeshes and of chunks on each."""
+    """The least sum of an interleaved schedule's closed form for a number of submeshes and of chunks on each."""
 
-    def __init__(self, chain: Chain, tables: Stretches, *, num_submeshes: int, chunks: int, limit_bytes: float) -> None:
-        self.chain, self.tables = chain, tables
+    proves = True
+
+    def __init__(
+        self,
+        chain: Chain,
+        tables: PrefixSums,
+        schedule: str,
+        *,
+        num_submeshes: int,
+        chunks: int,
+        limit_bytes: float,
+    ) -> None:
+        self.chain, self.tables, self.schedule = chain, tables, schedule
         self.num_submeshes, self._chunks, self._limit_bytes = num_submeshes, chunks, limit_bytes
-        self.form = schedule_form(_SCHEDULE, tables, chain.num_micro_batches, chunks)
+        kind = schedule_kind(schedule)
+        self.form = kind.closed_form(tables, chain.num_micro_batches, chunks)
+        self._placement = kind.placement(num_submeshes * chunks, num_submeshes)
         self._size = chain.num_devices // num_submeshes
         self._options = np.flatnonzero(chain.device_counts() == self._size)
         # Of stages that keep so many micro-batches, and which of them each stage is.
         self._ends: Ints | None = None
         self._row_of = np.zeros(0, np.int64)
-        self._edges_s = np.stack([self._edge_s(k) for k in range(num_submeshes)] + [np.zeros(chain.num_units)])
+        # Stages with the same submeshes on both sides of the edge in front of them share a row.
+        rows = {(-1, 0): np.zeros(chain.num_units)}
+        pairs = [(-1, 0), *zip(self._placement, self._placement[1:])]
+        for pair in pairs[1:]:
+            if pair not in rows:
+                rows[pair] = self._edge_s(*pair)
+        self._edge_row = [list(rows).index(pair) for pair in pairs]
+        self._edges_s = np.stack(list(rows.values()))
 
     @property
     def weights(self) -> list[float]:
@@ -49,7 +68,7 @@ class RoundsProgram:
         ends_of: list[Ints] = []
         extra_of: list[Floats] = []
         for k in range(count - 1, -1, -1):
-            row = k % self.num_submeshes if k else self.num_submeshes
+            row = self._edge_row[k]
             ends = reach.ends[row if len(reach.ends) > 1 else 0, options]
             ends_of.append(np.minimum(ends, self._memory_ends(k)))
             extra_of.append(self.form.transfers * self._edges_s[row] + reach.blocked[row] - sums[:, :-1])
@@ -62,26 +81,28 @@ class RoundsProgram:
             ends, extra = ends_of[count - 1 - k][:, unit, None], extra_of[count - 1 - k][:, unit, None]
             values = np.where((steps > unit) & (steps <= ends), sums + least[k + 1] + extra, np.inf)
             o, last = (int(n) for n in np.unravel_index(values.argmin(), values.shape))
-            where = k % self.num_submeshes * self._size
+            where = self._placement[k] * self._size
             stages.append(StageChoice(first_unit=unit, last_unit=last, option=int(options[o]), first_device=where))
             unit = last
         sum_s, maxima_s = measure_form(self.chain, self.form, stages)
         return Found(stages=tuple(stages), sum_s=sum_s, maxima_s=maxima_s)
 
-    def _edge_s(self, submesh: int) -> Floats:
-        """[U], one way over the edge in front of a submesh, which for the first is that from the last one."""
-        chain, first = self.chain, submesh * self._size
-        same_host = submesh > 0 and (first - 1) // chain.devices_per_host == first // chain.devices_per_host
-        crosses = chain.num_hosts > 1 and not same_host
+    def _edge_s(self, sender: int, receiver: int) -> Floats:
+        """[U], one way over the edge from one submesh to another, in front of each unit."""
+        chain, size = self.chain, self._size
+        if sender == receiver:
+            return np.zeros(chain.num_units)
+        ends = {(submesh * size + k) // chain.devices_per_host for submesh in (sender, receiver) for k in (0, size - 1)}
+        crosses = len(ends) > 1
         edge = np.zeros(chain.num_units)
-        edge[1:] = chain.transfer_s(chain.boundary_bytes[:-1], self._size, self._size, crosses)
+        edge[1:] = chain.transfer_s(chain.boundary_bytes[:-1], size, size, crosses)
         return edge
 
     def _memory_ends(self, stage: int) -> Ints:
         # Most programs are ruled out before they are searched; a list of tasks would be too much for them.
         if self._ends is None:
             count = self.num_submeshes * self._chunks
-            kept = chain_in_flight(_SCHEDULE, self.chain.num_micro_batches, count, self.num_submeshes)
+            kept = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, self.num_submeshes)
             distinct, self._row_of = np.unique(kept, return_inverse=True)
             self._ends = memory_ends(
                 self.chain, self.tables, self._options, distinct.tolist(), self._limit_bytes, self._chunks

@@ -6,29 +6,33 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ....core import InputError, nearest
-from ....cost import CHAIN_SCHEDULES, Chain, ChainPlan, StageChoice, Stretches, judge_stages
-from ..._second import SecondProcess
-from .._base import AbstractInter, check_chains
+from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, StageChoice, find_stage_faults, judge_stages
+from ....plans import schedule_kind, training_schedules
+from ..._helper import HelperProcess
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
-from ..grid import layouts
+from ..grid import GRID_SCHEDULE, layouts
 from ._boxes import Outcome, minimise
 from ._devices import DeviceProgram
 from ._infeasible import nothing_fits
 from ._recut import best_cut, recuts, two_sided_s
 from ._rounds import RoundsProgram, round_counts
+from ._tabulated import TabulatedProgram, tabulated_programs
 
 _RECUTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDP(AbstractInter):
-    """Alpa's dynamic program over stages, exact for the closed forms of `schedule_form`.
+    """Alpa's dynamic program over stages, exact for schedules' closed forms on a `Chain`.
 
     Searched are all cuts between units, all options for each stage, all submeshes that take consecutive devices and
     together use all of them, the schedules named here, and the given chains' numbers of micro-batches. With interleaved
-    schedules, submeshes are equal and each chunk fits into an equal share of its device's memory.
+    schedules, submeshes are equal and each chunk fits into an equal share of its device's memory. On any other chain it goes by
+    quotes of all stretches, and proves nothing.
 
     Attributes:
         schedules: to choose from. gpipe is never faster than 1f1b in closed form and keeps more; it is there to compare.
@@ -53,36 +57,60 @@ class StageDP(AbstractInter):
 
     def __post_init__(self) -> None:
         if not self.schedules:
-            raise InputError(f"No schedule to choose from. Known: {', '.join(CHAIN_SCHEDULES)}.")
+            raise InputError(f"No schedule to choose from. Known: {', '.join(training_schedules())}.")
         for name in self.schedules:
-            if name not in CHAIN_SCHEDULES:
-                raise InputError(f"Unknown schedule {name!r}: {nearest(name, CHAIN_SCHEDULES)}")
+            if name not in training_schedules():
+                raise InputError(f"Unknown schedule {name!r}: {nearest(name, training_schedules())}")
         if self.simulated < 1:
             raise InputError(f"{self.simulated} plans are to be simulated; the answer is one of them, so at least 1.")
         if self.num_stages is not None and self.num_stages < 1:
             raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
 
-    def solve(self, chains: Sequence[Chain], second: SecondProcess | None = None) -> ChainPlan:
-        """See `AbstractInter.solve`; `second` takes part.
+    @property
+    def searches(self) -> bool:
+        """See `AbstractInter.searches`."""
+        return True
+
+    def check_limits(self, limits: StageLimits) -> None:
+        """See `AbstractInter.check_limits`: it keeps to all of them."""
+
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
+        """See `AbstractInter.solve`.
 
         The bound is one of closed forms and holds for everything that this planner may choose; so does the status, which
         says how well the least closed form is known. The answer's own closed form may lie above that where simulation
         prefers it.
         """
+        schedules = (limits.schedule,) if limits.schedule else self.schedules
+        planner = replace(self, num_stages=limits.num_stages or self.num_stages, schedules=schedules)
         check_chains(chains)
-        _check_count(chains[0], self.num_stages)
-        searched = self._search(chains, second)
-        if not searched.plans:
+        _check_count(chains[0], planner.num_stages)
+        return planner._solve(chains, helper or HelperProcess(wanted=False), start)
+
+    def _solve(self, chains: Sequence[AbstractChain], helper: HelperProcess, start: ChainPlan | None) -> ChainPlan:
+        searched = self._search(chains, helper)
+        begun = [start] if start is not None and self._may_choose(chains, start) else []
+        if not searched.plans and not begun:
             raise nothing_fits(chains, self.schedules, self.num_stages)
-        shared = (second or SecondProcess(wanted=False)).share(simulated)
+        queue = helper.share(simulated)
         first = worth_simulating(searched.plans, self.simulated)
-        shared.add(chains, first)
+        queue.add(chains, begun)
+        queue.add(chains, first)
         if self.simulated > 1:
-            shared.add(chains, worth_simulating(self._more(chains, searched), self.simulated, first))
-        best = fastest(shared.answers())
+            queue.add(chains, worth_simulating(self._more(chains, searched), self.simulated, first))
+        best = fastest(queue.answers())
         assert best is not None, "what fits by the bounds on micro-batches in flight fits when simulated"
-        best_s = searched.plans[0][0].closed_form_s
+        best_s = min(plan.closed_form_s for plan in [*begun, *(plan for plan, _ in searched.plans[:1])])
         bound_s = min(best_s, searched.bound_s)
+        if bound_s <= 0:
+            return best
         proved = "optimal" if best_s - bound_s <= 1e-9 * bound_s else "optimal within the gap"
         return replace(
             best,
@@ -91,13 +119,18 @@ class StageDP(AbstractInter):
             status=proved if searched.complete else "solve limit",
         )
 
-    def _search(self, chains: Sequence[Chain], second: SecondProcess | None) -> _Searched:
+    def _may_choose(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
+        """Whether a plan to start from is one of those that are searched."""
+        own = [chain for chain in chains if chain.num_micro_batches == start.num_micro_batches]
+        if not own or start.schedule not in self.schedules or self.num_stages not in (None, len(start.stages)):
+            return False
+        return not find_stage_faults(own[0], start.stages, start.schedule, num_submeshes=start.num_submeshes)
+
+    def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _Searched:
         """All runs, those with the smallest bounds first."""
-        shared = (second or SecondProcess(wanted=False)).share(_search_schedule)
-        shared.add(
-            _Wanted(planner=self, tables=tuple((chain, Stretches.of(chain)) for chain in chains)), self.schedules
-        )
-        runs = sorted([run for found in shared.answers() for run in found], key=lambda run: run.order)
+        queue = helper.share(_search_schedule)
+        queue.add(_Wanted(planner=self, chains=tuple(chains)), self.schedules)
+        runs = sorted([run for answer in queue.answers() for run in answer], key=lambda run: run.order)
         plans = [(plan, chains[run.chain]) for run in runs for plan in run.plans]
         plans.sort(key=lambda entry: entry[0].closed_form_s)
         return _Searched(
@@ -106,14 +139,14 @@ class StageDP(AbstractInter):
             complete=all(run.complete for run in runs),
         )
 
-    def _more(self, chains: Sequence[Chain], searched: _Searched) -> list[tuple[ChainPlan, Chain]]:
+    def _more(self, chains: Sequence[AbstractChain], searched: _Searched) -> list[tuple[ChainPlan, AbstractChain]]:
         """Where a transfer holds up the stage that sends, too, which closed forms leave out: what else may be fast.
 
         What was found, regular layouts, and both cut again for their submeshes; best first by a form that does count it.
         """
         waiting = [chain for chain in chains if not chain.overlaps_transfers]
         known = list(searched.plans) if waiting else []
-        if "1f1b" in self.schedules:
+        if GRID_SCHEDULE in self.schedules:
             known += [
                 (plan, chain)
                 for chain in waiting
@@ -123,51 +156,60 @@ class StageDP(AbstractInter):
         known.sort(key=lambda entry: two_sided_s(entry[1], entry[0]))
         again, seen = list(known), Counter[str]()
         cut: dict[object, tuple[ChainPlan, ...]] = {}
-        tables = {chain.num_micro_batches: Stretches.of(chain) for chain in waiting}
         for plan, chain in known:
             seen[plan.schedule] += 1
-            if seen[plan.schedule] <= _RECUTS:
+            if seen[plan.schedule] <= _RECUTS and isinstance(chain, Chain):
                 count = chain.num_micro_batches
                 # Cuts and options are found anew: plans of the same submeshes come to the same.
                 key = plan.schedule, count, tuple(chain.options[stage.option].submesh for stage in plan.stages)
                 if key not in cut:
-                    cut[key] = recuts(chain, tables[count], plan)
+                    cut[key] = recuts(chain, PrefixSums.of(chain), plan)
                 again.append((best_cut(chain, plan, cut[key]), chain))
         return sorted(again, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
-    def programs(self, chain: Chain, tables: Stretches, schedule: str) -> list[DeviceProgram | RoundsProgram]:
+    def programs(self, chain: AbstractChain, schedule: str) -> list[_AnyProgram]:
         """What is to be minimised for a chain under a schedule."""
         limit = chain.memory_limit_bytes
-        if schedule != "interleaved-1f1b":
+        if not isinstance(chain, Chain):
+            return [
+                *tabulated_programs(
+                    chain, schedule, num_stages=self.num_stages, most_chunks=self.most_chunks, limit_bytes=limit
+                )
+            ]
+        tables = PrefixSums.of(chain)
+        if not schedule_kind(schedule).interleaves:
             return [DeviceProgram(chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit)]
         return [
-            RoundsProgram(chain, tables, num_submeshes=n, chunks=v, limit_bytes=limit)
+            RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
             for n, v in round_counts(chain, self.num_stages, self.most_chunks)
         ]
+
+
+_AnyProgram: TypeAlias = DeviceProgram | RoundsProgram | TabulatedProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Searched:
     """Plans that were found, best first, each with its chain."""
 
-    plans: tuple[tuple[ChainPlan, Chain], ...]
+    plans: tuple[tuple[ChainPlan, AbstractChain], ...]
     bound_s: float
     complete: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
-    """What is searched: chains with their tables, by a planner's limits."""
+    """What is searched: chains, by a planner's limits."""
 
     planner: StageDP
-    tables: tuple[tuple[Chain, Stretches], ...]
+    chains: tuple[AbstractChain, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Program:
     """One program to search: a chain, by its number, under a schedule."""
 
-    program: DeviceProgram | RoundsProgram
+    program: _AnyProgram
     schedule: str
     chain: int
 
@@ -193,8 +235,7 @@ class _Program:
             self.program.chain,
             stages,
             self.schedule,
-            num_submeshes=self.program.num_submeshes if isinstance(self.program, RoundsProgram) else None,
-            tables=self.program.tables,
+            num_submeshes=self.program.num_submeshes,
         )
 
 
@@ -217,8 +258,8 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
     planner = wanted.planner
     programs = [
         ((entry.floor_s, number, planner.schedules.index(schedule), k), entry)
-        for number, (chain, tables) in enumerate(wanted.tables)
-        for k, program in enumerate(planner.programs(chain, tables, schedule))
+        for number, chain in enumerate(wanted.chains)
+        for k, program in enumerate(planner.programs(chain, schedule))
         for entry in [_Program(program=program, schedule=schedule, chain=number)]
     ]
     best_s, runs = math.inf, []
@@ -227,12 +268,18 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
         plans = tuple(entry.judged(found.stages) for found in outcome.found[: planner.simulated])
         best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
         runs.append(
-            _Run(order=order, chain=entry.chain, plans=plans, bound_s=outcome.bound_s, complete=outcome.complete)
+            _Run(
+                order=order,
+                chain=entry.chain,
+                plans=plans,
+                bound_s=outcome.bound_s if entry.program.proves else 0.0,
+                complete=outcome.complete,
+            )
         )
     return runs
 
 
-def _check_count(chain: Chain, num_stages: int | None) -> None:
+def _check_count(chain: AbstractChain, num_stages: int | None) -> None:
     if num_stages is None:
         return
     if num_stages > chain.num_units:

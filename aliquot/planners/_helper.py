@@ -1,8 +1,8 @@
-"""A second process that takes part in a search: searches are mostly Python, which keeps one core busy at a time.
+"""A helper process that takes part in a search: searches are mostly Python, which keeps one core busy at a time.
 
-What is shared are calls of pure functions of this package on values that say all there is to know, so that answers do not
-depend on who gives them. A call that the second process does not answer, because it could not be started or has died, is
-made here: its error, if it is one, comes from here, too.
+The two processes share calls of pure functions of this package on values that say all there is to know, so that answers do not
+depend on which process gives them. A call that the helper does not answer, because it could not be started, does not know a
+class of the caller's, or has died, is made here: its error, if it is one, comes from here, too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _POLL_S = 0.02
 _READY = b"."
 
 
-class SecondProcess:
-    """A process of its own beside this one, for `with`; it starts at once, and is ready a second later.
+class HelperProcess:
+    """A process of its own beside this one, to be used with `with`; it starts at once, and is ready a second later.
 
     It imports this package and neither the user's program nor its modules, touches no accelerator, and ends with the
     block, whatever ends that. Ctrl-C reaches this process alone.
@@ -42,7 +42,7 @@ class SecondProcess:
     def __init__(self, *, wanted: bool) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
-        self._shared: Share[Any] | None = None
+        self._shared: SharedQueue[Any] | None = None
         if wanted and sys.executable and _num_cores() > 1:
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
             with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ class SecondProcess:
                     start_new_session=True,
                 )
 
-    def __enter__(self) -> SecondProcess:
+    def __enter__(self) -> HelperProcess:
         return self
 
     def __exit__(
@@ -63,14 +63,14 @@ class SecondProcess:
     ) -> None:
         self.end()
 
-    def share(self, function: Callable[[Any, Any], T]) -> Share[T]:
+    def share(self, function: Callable[[Any, Any], T]) -> SharedQueue[T]:
         """Calls of a function of a module of this package, with what many calls have in common and what each has of its own.
 
-        Those of the last `Share` are over then: where their answers were not taken, this ends the process.
+        Those of the last `SharedQueue` are over then: where their answers were not taken, this ends the process.
         """
         if self._shared is not None and not self._shared.is_over:
             self.end()
-        shared = Share(function, self)
+        shared = SharedQueue(function, self)
         self._shared = shared
         return shared
 
@@ -90,12 +90,12 @@ class SecondProcess:
                 stream.close()
 
 
-class Share(Generic[T]):
-    """Calls that two processes divide among themselves: the second begins with the first, this one with the last."""
+class SharedQueue(Generic[T]):
+    """Calls that two processes divide between them: the helper takes them from the front, this process from the back."""
 
-    def __init__(self, function: Callable[[Any, Any], T], second: SecondProcess) -> None:
+    def __init__(self, function: Callable[[Any, Any], T], helper: HelperProcess) -> None:
         self.is_over = False
-        self._function, self._second = function, second
+        self._function, self._helper = function, helper
         self._calls: list[tuple[Any, bytes, Any]] = []
         self._answers: list[T | _Nothing] = []
         self._open: deque[int] = deque()
@@ -105,8 +105,14 @@ class Share(Generic[T]):
 
     def add(self, context: Any, items: Iterable[Any]) -> None:
         """Calls with one context; they begin as soon as there is a process for them."""
-        process = self._second.process
-        packed = pickle.dumps(context, pickle.HIGHEST_PROTOCOL) if process is not None else b""
+        packed = b""
+        if self._helper.process is not None:
+            try:
+                packed = pickle.dumps(context, pickle.HIGHEST_PROTOCOL)
+            except (pickle.PicklingError, AttributeError, TypeError):
+                # A planner that a function defines, for one, cannot leave this process.
+                self._helper.end()
+        process = self._helper.process
         with self._changed:
             for item in items:
                 self._open.append(len(self._calls))
@@ -127,7 +133,7 @@ class Share(Generic[T]):
         self.wait()
         left = [number for number, answer in enumerate(self._answers) if isinstance(answer, _Nothing)]
         if left:
-            self._second.end()
+            self._helper.end()
         for number in left:
             self._call(number)
         self.is_over = True
@@ -159,13 +165,13 @@ class Share(Generic[T]):
         sent: bytes | None = None
         # Whatever goes wrong there, it is done here.
         with contextlib.suppress(Exception):
-            while not self._second.is_ready:
+            while not self._helper.is_ready:
                 # Calls wait here as long as they would wait there, so that this process can have them.
                 if self._complete and not self._open:
                     return
                 if select.select([process.stdout], [], [], _POLL_S)[0]:
                     _expect_ready(process.stdout)
-                    self._second.is_ready = True
+                    self._helper.is_ready = True
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._open or under_way or self._complete)
@@ -195,7 +201,7 @@ _NOTHING = _Nothing()
 
 
 def serve() -> None:
-    """What the second process does: answer what comes by standard input, until that ends."""
+    """Run the helper process: answer what comes by standard input, until that ends."""
     collect_seldom()
     # What imports and functions print is no answer.
     answers = os.fdopen(os.dup(1), "wb")

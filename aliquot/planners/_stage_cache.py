@@ -1,4 +1,4 @@
-"""Stages that were looked at as wholes, kept from one proposal of a search to the next: most have layers in common."""
+"""Solved stages, kept from one proposal of a search to the next: proposals often have stages in common."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from ..cost import PhaseCosts, Problem, StageOption
 from ..graph import Extract, Graph
 from ._base import Decision
 
-Solution = tuple[Decision, PhaseCosts]
+Solved = tuple[Decision, PhaseCosts]
 
 
 @dataclass(slots=True)
-class KnownStage:
+class CachedStage:
     """A stage's problem on any submesh, and its solutions so far."""
 
     problem: Problem
-    _solutions: dict[object, Solution] = field(default_factory=dict)
+    _solutions: dict[object, Solved] = field(default_factory=dict)
 
-    def solved(
-        self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solution]
-    ) -> Solution:
+    def solved(self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]) -> Solved:
         """What `solve` finds. Raises what it raises.
 
         Args:
@@ -34,17 +32,17 @@ class KnownStage:
         return self._solutions[key]
 
 
-class KnownStages:
-    """Stages of one step at one size of its micro-batches."""
+class StageCache:
+    """Solved stages of one step at one size of its micro-batches."""
 
     def __init__(self) -> None:
-        self._stages: dict[object, KnownStage] = {}
+        self._stages: dict[object, CachedStage] = {}
 
-    def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> KnownStage:
+    def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> CachedStage:
         """A stage by what it runs, which the same layers need not do in every proposal: another may run the update."""
         key = _key(extract)
         if key not in self._stages:
-            self._stages[key] = KnownStage(make(extract.graph))
+            self._stages[key] = CachedStage(make(extract.graph))
         return self._stages[key]
 
 

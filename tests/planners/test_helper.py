@@ -7,24 +7,24 @@ import time
 from pathlib import Path
 
 import pytest
-from planners import second_calls
+from planners import helper_calls
 from planners.test_pipeshard import plan_of
 
-from aliquot.planners import _pipeshard, _second
-from aliquot.planners._second import SecondProcess
+from aliquot.planners import _helper, _pipeshard
+from aliquot.planners._helper import HelperProcess
 
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(_second, "_num_cores", lambda: 2)
+    monkeypatch.setattr(_helper, "_num_cores", lambda: 2)
 
 
-def _wait_until_ready(second):
+def _wait_until_ready(helper):
     """Until it has answered once."""
-    shared = second.share(second_calls.add)
+    shared = helper.share(helper_calls.add)
     shared.add(1, [1])
     for _ in range(600):
-        if not isinstance(shared._answers[0], _second._Nothing):
+        if not isinstance(shared._answers[0], _helper._Nothing):
             assert shared.answers() == [2]
             return
         time.sleep(0.1)
@@ -33,18 +33,18 @@ def _wait_until_ready(second):
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_answers_come_in_order(wanted):
-    with SecondProcess(wanted=wanted) as second:
-        shared = second.share(second_calls.add)
+    with HelperProcess(wanted=wanted) as helper:
+        shared = helper.share(helper_calls.add)
         shared.add(10, range(200))
         shared.add(1000, range(3))
         assert shared.answers() == [*range(10, 210), 1000, 1001, 1002]
 
 
 def test_both_processes_take_part_and_the_second_ends_with_the_block():
-    with SecondProcess(wanted=True) as second:
-        process = second.process
-        _wait_until_ready(second)
-        shared = second.share(second_calls.who)
+    with HelperProcess(wanted=True) as helper:
+        process = helper.process
+        _wait_until_ready(helper)
+        shared = helper.share(helper_calls.who)
         shared.add(None, [0.05] * 20)
         answers = shared.answers()
         assert len(set(answers)) == 2
@@ -54,16 +54,16 @@ def test_both_processes_take_part_and_the_second_ends_with_the_block():
 
 def test_progress_is_told_of_all_calls():
     heard = []
-    shared = SecondProcess(wanted=False).share(second_calls.add)
+    shared = HelperProcess(wanted=False).share(helper_calls.add)
     shared.add(1, range(3))
     assert shared.answers(lambda begun, of: heard.append((begun, of))) == [1, 2, 3]
     assert heard == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_it_ends_when_the_block_is_interrupted():
-    with pytest.raises(KeyboardInterrupt), SecondProcess(wanted=True) as second:
-        process = second.process
-        second.share(second_calls.who).add(None, [60.0])
+    with pytest.raises(KeyboardInterrupt), HelperProcess(wanted=True) as helper:
+        process = helper.process
+        helper.share(helper_calls.who).add(None, [60.0])
         raise KeyboardInterrupt
     assert process.poll() is not None
 
@@ -73,75 +73,75 @@ def test_nothing_waits_for_a_process_that_is_not_ready(monkeypatch, tmp_path):
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    with SecondProcess(wanted=True) as second:
-        shared = second.share(second_calls.add)
+    with HelperProcess(wanted=True) as helper:
+        shared = helper.share(helper_calls.add)
         shared.add(1, range(5))
         assert shared.answers() == [1, 2, 3, 4, 5]
 
 
 def test_it_ends_when_all_calls_were_made_and_nobody_asked():
-    with pytest.raises(KeyboardInterrupt), SecondProcess(wanted=True) as second:
-        _wait_until_ready(second)
-        second.share(second_calls.add).add(1, [1])
+    with pytest.raises(KeyboardInterrupt), HelperProcess(wanted=True) as helper:
+        _wait_until_ready(helper)
+        helper.share(helper_calls.add).add(1, [1])
         time.sleep(0.2)
         raise KeyboardInterrupt
 
 
 def test_what_a_dead_process_leaves_is_done_here():
-    with SecondProcess(wanted=True) as second:
-        _wait_until_ready(second)
-        shared = second.share(second_calls.die_elsewhere)
+    with HelperProcess(wanted=True) as helper:
+        _wait_until_ready(helper)
+        shared = helper.share(helper_calls.die_elsewhere)
         shared.add(os.getpid(), range(50))
         time.sleep(0.2)
         assert shared.answers() == list(range(50))
-        shared = second.share(second_calls.add)
+        shared = helper.share(helper_calls.add)
         shared.add(1, range(5))
         assert shared.answers() == [1, 2, 3, 4, 5]
 
 
 def test_answers_that_nobody_took_are_not_those_of_other_calls():
-    with SecondProcess(wanted=True) as second:
-        _wait_until_ready(second)
-        second.share(second_calls.add).add(1, range(1000))
-        shared = second.share(second_calls.add)
+    with HelperProcess(wanted=True) as helper:
+        _wait_until_ready(helper)
+        helper.share(helper_calls.add).add(1, range(1000))
+        shared = helper.share(helper_calls.add)
         shared.add(5, range(3))
         assert shared.answers() == [5, 6, 7]
 
 
 def test_errors_come_from_here():
-    with SecondProcess(wanted=True) as second:
-        _wait_until_ready(second)
-        shared = second.share(second_calls.refuse)
+    with HelperProcess(wanted=True) as helper:
+        _wait_until_ready(helper)
+        shared = helper.share(helper_calls.refuse)
         shared.add(None, [1, 2, 4])
         with pytest.raises(ValueError, match="1 is odd"):
             shared.answers()
 
 
 def test_what_calls_print_is_no_answer():
-    with SecondProcess(wanted=True) as second:
-        _wait_until_ready(second)
-        shared = second.share(second_calls.say)
+    with HelperProcess(wanted=True) as helper:
+        _wait_until_ready(helper)
+        shared = helper.share(helper_calls.say)
         shared.add(None, range(3))
         time.sleep(0.2)
         assert shared.answers() == [0, 1, 2]
 
 
 def test_one_core_gets_no_second_process(monkeypatch):
-    monkeypatch.setattr(_second, "_num_cores", lambda: 1)
-    assert SecondProcess(wanted=True).process is None
+    monkeypatch.setattr(_helper, "_num_cores", lambda: 1)
+    assert HelperProcess(wanted=True).process is None
 
 
 def test_a_program_without_a_guard_is_not_run_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        "from aliquot.planners import _second\n"
-        "_second._num_cores = lambda: 2\n"
+        "from aliquot.planners import _helper\n"
+        "_helper._num_cores = lambda: 2\n"
         "print('begun')\n"
-        f"sys.path.append({str(Path(second_calls.__file__).parents[1])!r})\n"
-        "from planners import second_calls\n"
-        "with _second.SecondProcess(wanted=True) as second:\n"
-        "    shared = second.share(second_calls.add)\n"
+        f"sys.path.append({str(Path(helper_calls.__file__).parents[1])!r})\n"
+        "from planners import helper_calls\n"
+        "with _helper.HelperProcess(wanted=True) as helper:\n"
+        "    shared = helper.share(helper_calls.add)\n"
         "    shared.add(1, range(3))\n"
         "    print(shared.answers())\n"
     )
@@ -152,7 +152,7 @@ def test_a_program_without_a_guard_is_not_run_again(tmp_path):
 def test_a_pipeline_is_the_same_whoever_prices_its_layers(monkeypatch):
     here = []
 
-    class Ready(SecondProcess):
+    class Ready(HelperProcess):
         def __enter__(self):
             if self.process is not None:
                 _wait_until_ready(self)
@@ -163,9 +163,9 @@ def test_a_pipeline_is_the_same_whoever_prices_its_layers(monkeypatch):
         here[-1] += 1
         return call(share, number)
 
-    call = _second.Share._call
-    monkeypatch.setattr(_second.Share, "_call", counted)
-    monkeypatch.setattr(_pipeshard, "SecondProcess", Ready)
+    call = _helper.SharedQueue._call
+    monkeypatch.setattr(_helper.SharedQueue, "_call", counted)
+    monkeypatch.setattr(_pipeshard, "HelperProcess", Ready)
     plans = []
     for fewest in (10**9, 0):
         monkeypatch.setattr(_pipeshard, "_MANY_OPS", fewest)

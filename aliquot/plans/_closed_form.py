@@ -1,0 +1,79 @@
+"""Closed forms of a schedule's step time: a sum over stages plus weighted maxima over stages.
+
+This shape can be searched exactly by planners, and evaluated for any list of stages. A schedule states its form for arrays of
+any shape whose entries add up along the units of a chain: figures of stages, or prefix sums over units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class StageTimes(Protocol):
+    """Seconds of stages, or prefix sums of them over units; arrays of one shape.
+
+    Attributes:
+        forward_s, backward_s: passes of one micro-batch.
+        weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
+        exposed_s: the part of the passes that a zero-bubble schedule cannot fill while a pipeline fills and drains: forward
+            and backward, less as much of the weight gradients twice over as leaves the longer of forward and input gradient.
+        once_s: once in a step: gradient synchronisation that is not hidden, and the update.
+    """
+
+    @property
+    def forward_s(self) -> Floats: ...
+    @property
+    def backward_s(self) -> Floats: ...
+    @property
+    def weight_gradient_s(self) -> Floats: ...
+    @property
+    def exposed_s(self) -> Floats: ...
+    @property
+    def once_s(self) -> Floats: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Maximum:
+    """A term `weight * max over stages of (sums, plus transfers)`.
+
+    `transfers` times the edge's transfer are added to each stage's, or, where transfers overlap with computing, `link`
+    times it compete with them for the maximum.
+    """
+
+    sums: Floats
+    weight: float
+    transfers: float = 0.0
+    link: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClosedForm:
+    """A schedule's step time: the sum over stages of `sums` and `transfers` times each edge's, plus its maxima."""
+
+    sums: Floats
+    transfers: float
+    maxima: tuple[Maximum, ...]
+
+    def parts_s(self, edges_s: Floats, *, overlaps: bool) -> tuple[Floats, tuple[Floats, ...]]:
+        """The sum, and the value of each maximum, not weighted, of stages along the last axis.
+
+        Args:
+            edges_s: for each stage the transfer over the edge in front of it, in one direction.
+            overlaps: whether stages compute while arrays travel.
+        """
+        maxima = []
+        for term in self.maxima:
+            both = np.maximum(term.sums, term.link * edges_s) if overlaps else term.sums + term.transfers * edges_s
+            maxima.append(np.asarray(both.max(-1)))
+        return np.asarray((self.sums + self.transfers * edges_s).sum(-1)), tuple(maxima)
+
+    def total_s(self, edges_s: Floats, *, overlaps: bool) -> Floats:
+        """The step time of stages along the last axis."""
+        sums_s, maxima_s = self.parts_s(edges_s, overlaps=overlaps)
+        return np.asarray(sums_s + sum(term.weight * value for term, value in zip(self.maxima, maxima_s)))

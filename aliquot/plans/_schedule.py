@@ -1,0 +1,197 @@
+"""A pipeline's tasks as data: which submesh runs which task after which. No arrays, no devices, no costs.
+
+`cost` prices these lists, and the runtime walks them in one global order, so that every process issues the same transfers in
+the same order.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+
+from ..core import InputError
+
+
+class TaskKind(enum.StrEnum):
+    """What a task computes for its stage and micro-batch.
+
+    A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage before waits for,
+    `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits before the update. The first stage
+    has none before it: its `BACKWARD_INPUT` is there all the same, so that stages are alike, and may be empty.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward-input"
+    BACKWARD_WEIGHT = "backward-weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One box of a schedule: a stage computes something for one micro-batch. Both count from 0."""
+
+    stage: int
+    micro_batch: int
+    kind: TaskKind
+
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.micro_batch} in stage {self.stage}"
+
+
+Lists = tuple[tuple[Task, ...], ...]
+
+_TRAINING = {TaskKind.FORWARD, TaskKind.BACKWARD}
+_SPLIT = {TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
+_INFERENCE = {TaskKind.FORWARD}
+
+
+def round_robin(num_stages: int, num_submeshes: int) -> tuple[int, ...]:
+    """The submesh of each stage where stages take turns: 0, 1, 2, 0, 1, 2."""
+    return tuple(stage % num_submeshes for stage in range(num_stages))
+
+
+def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
+    """The tasks whose results a task reads. A schedule has whole backward tasks or split ones, never both.
+
+    Forward reads the stage before. Backward (or its half for the inputs) reads its own forward and, save in the last
+    stage, the same of the stage after. The half for the weights reads the half for the inputs.
+
+    >>> [str(read) for read in dependencies(Task(1, 0, TaskKind.BACKWARD), num_stages=3)]
+    ['forward of micro-batch 0 in stage 1', 'backward of micro-batch 0 in stage 2']
+    """
+    stage, micro_batch, kind = task.stage, task.micro_batch, task.kind
+    if kind is TaskKind.FORWARD:
+        return (Task(stage - 1, micro_batch, kind),) if stage else ()
+    if kind is TaskKind.BACKWARD_WEIGHT:
+        return (Task(stage, micro_batch, TaskKind.BACKWARD_INPUT),)
+    own = Task(stage, micro_batch, TaskKind.FORWARD)
+    return (own,) if stage == num_stages - 1 else (own, Task(stage + 1, micro_batch, kind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The order in which every submesh runs its tasks, one at a time.
+
+    Attributes:
+        name: its key in `SCHEDULES`, or any name for lists made by hand.
+        num_stages, num_micro_batches, num_submeshes: how many there are.
+        lists: the tasks of each submesh, in order.
+        placement: for each stage its submesh; by default stage k runs on submesh `k % num_submeshes`.
+
+    Raises:
+        InputError: A task is missing, twice, or on another submesh than its stage.
+    """
+
+    name: str
+    num_stages: int
+    num_micro_batches: int
+    num_submeshes: int
+    lists: Lists
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", round_robin(self.num_stages, self.num_submeshes))
+        faults = list(self._faults())
+        if faults:
+            raise InputError(f"schedule {self.name!r} cannot be run: {'; '.join(faults)}")
+
+    def _faults(self) -> Iterator[str]:
+        if len(self.placement) != self.num_stages or set(self.placement) != set(range(self.num_submeshes)):
+            yield f"{self.num_stages} stages are placed on submeshes {self.placement}, and there are {self.num_submeshes}"
+            return
+        if len(self.lists) != self.num_submeshes:
+            yield f"it has {len(self.lists)} lists for {self.num_submeshes} submeshes"
+        kinds = {task.kind for tasks in self.lists for task in tasks}
+        if kinds not in (_TRAINING, _SPLIT, _INFERENCE):
+            yield f"its tasks are {', '.join(sorted(kinds)) or 'none'}: neither forward alone nor forward and backward"
+            return
+        found: dict[int, Task] = {}
+        for submesh, tasks in enumerate(self.lists):
+            for task in tasks:
+                if not (0 <= task.stage < self.num_stages and 0 <= task.micro_batch < self.num_micro_batches):
+                    yield f"there can be no {task}"
+                    continue
+                if found.setdefault(self._slot(task), task) is not task:
+                    yield f"it has the {task} twice"
+                if self.submesh_of(task.stage) != submesh:
+                    yield f"the {task} is on submesh {submesh}"
+        wanted = self.num_stages * self.num_micro_batches * len(kinds)
+        if len(found) < wanted:
+            yield f"it lacks {wanted - len(found)} of {wanted} tasks"
+
+    def _slot(self, task: Task) -> int:
+        """A number of its own for each task: a row for forward, one for backward or its first half, one for weights."""
+        row = 0 if task.kind is TaskKind.FORWARD else 2 if task.kind is TaskKind.BACKWARD_WEIGHT else 1
+        return (row * self.num_stages + task.stage) * self.num_micro_batches + task.micro_batch
+
+    def submesh_of(self, stage: int) -> int:
+        """The submesh that a stage runs on."""
+        return self.placement[stage]
+
+    def stages_of(self, submesh: int) -> tuple[int, ...]:
+        """The stages that a submesh runs, in order."""
+        return tuple(stage for stage, place in enumerate(self.placement) if place == submesh)
+
+    def in_flight(self, stage: int, until: TaskKind = TaskKind.BACKWARD_WEIGHT) -> int:
+        """The most micro-batches at once whose residuals a stage holds, that of the running task included.
+
+        They are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split: `BACKWARD_WEIGHT`, or
+        `BACKWARD_INPUT` for what only that half reads. Without backward nothing is held but by the running task.
+        """
+        held = most = 0
+        endings = (TaskKind.BACKWARD, until)
+        tasks = [task for task in self.lists[self.submesh_of(stage)] if task.stage == stage]
+        if all(task.kind is TaskKind.FORWARD for task in tasks):
+            return 1
+        for task in tasks:
+            held += (task.kind is TaskKind.FORWARD) - (task.kind in endings)
+            most = max(most, held)
+        return most
+
+    def order(self) -> tuple[Task, ...]:
+        """All tasks in one order that meets every dependency and every submesh's own list; always the same one.
+
+        By earliest start, where a forward task and each half of a backward one take one unit of time and transfers
+        none; tasks that start together go by submesh. Raises `InputError` if tasks wait for one another in a circle.
+        """
+        starts, places = self._earliest_starts()
+        stuck = [
+            (submesh, tasks[places[submesh]]) for submesh, tasks in enumerate(self.lists) if tasks[places[submesh] :]
+        ]
+        if stuck:
+            heads = "; ".join(f"submesh {submesh} at the {task}" for submesh, task in stuck)
+            raise InputError(f"tasks of schedule {self.name!r} wait for one another: {heads}")
+        timed = [(starts[self._slot(t)], submesh, t) for submesh, tasks in enumerate(self.lists) for t in tasks]
+        return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
+
+    def _earliest_starts(self) -> tuple[list[int], list[int]]:
+        """Unit time at which each task starts, by its slot, and how many tasks each submesh can run.
+
+        Goes by slots: hashing as many tasks would take most of the time. What a slot reads is what `dependencies` says.
+        """
+        row, stride = self.num_stages * self.num_micro_batches, self.num_micro_batches
+        starts, ends = [0] * (3 * row), [0] * (3 * row)
+        waiting: dict[int, list[int]] = {}
+        free, places = [0] * self.num_submeshes, [0] * self.num_submeshes
+        awake = list(range(self.num_submeshes))
+        while awake:
+            submesh = awake.pop()
+            tasks = self.lists[submesh]
+            while places[submesh] < len(tasks):
+                task = tasks[places[submesh]]
+                slot = self._slot(task)
+                reads = [slot - row] if slot >= row else [slot - stride] if task.stage else []
+                if row <= slot < 2 * row - stride:
+                    reads.append(slot + stride)
+                missing = next((read for read in reads if not ends[read]), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(submesh)
+                    break
+                starts[slot] = max([free[submesh], *[ends[read] for read in reads]])
+                ends[slot] = free[submesh] = starts[slot] + (2 if task.kind is TaskKind.BACKWARD else 1)
+                places[submesh] += 1
+                awake += waiting.pop(slot, ())
+        return starts, places
