@@ -138,6 +138,11 @@ def follow(
         positions: whether the indices of a lookup along the batch are each row's own position.
     """
     kinds = {spec.kind for spec in specs}
+    if shapes and all(0 in whole for whole, _ in shapes):
+        # Arrays without a number are whatever their shapes allow.
+        seen = [spec_by_shape(whole, part, parts) for whole, part in shapes]
+        if all(seen):
+            return Followed(results=tuple(spec for spec in seen if spec))
     if op.name in ("optimization_barrier", "device_put"):
         return _checked(Followed(results=tuple(specs)), shapes, parts)
     if kinds & REDUCTIONS:

@@ -243,6 +243,15 @@ def test_a_reshape_of_nothing_is_linear():
     assert plan(lambda w, b: jnp.mean(scanned(jnp.tanh(w[:2]), b["x"]) ** 2)).combine["[1]"] == "sum"
 
 
+def test_examples_without_numbers_may_be_flattened():
+    def loss(w, b):
+        h = jnp.tanh(b["x"] @ w)
+        nothing = h[:, :0, None].reshape(-1, 1) * w[0, 0]
+        return jnp.mean(h**2) + jnp.sum(nothing.reshape(h.shape[0], 0, 1))
+
+    assert plan(loss).combine["[1]"] == "sum"
+
+
 def test_checks_are_made_part_by_part():
     """Whether any example is wrong is known once every part has looked, and which message is shown does not matter."""
 
