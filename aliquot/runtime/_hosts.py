@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import jax
 
-from ._watchdog import Peers, stop_watching, watch, watched
+from ._watchdog import stop_watching, watch, watched
 
 # The library's own limits leave a dead peer unnoticed for minutes. What watches processes here is quicker still.
 _HEARTBEAT_S = 30
@@ -32,6 +32,7 @@ def initialize(
     local_device_ids: Sequence[int] | None = None,
     initialization_timeout_s: int = 300,
     cpu_collectives: str | None = "gloo",
+    transfers: str | None = None,
 ) -> None:
     """Join the processes that run a step together. Call it first, before anything touches a device.
 
@@ -49,6 +50,9 @@ def initialize(
         cpu_collectives: how CPUs of several processes work together within a program. With None they cannot, as a
             pipeline does not need where every stage has one process: then collectives within a process do not go through
             the network, which on CPUs takes 40 times as long.
+        transfers: what carries arrays between the stages of a pipeline in different processes: "device" leaves it to JAX,
+            "host" sends them through the memory and the network of the hosts. By default hosts do so for CPUs, whose
+            transfers in JAX lose data, and devices for themselves elsewhere.
 
     Raises:
         RuntimeError: from JAX, when devices were touched already or the others do not come.
@@ -68,7 +72,7 @@ def initialize(
     )
     peers = watch(initialization_timeout_s)
     if peers is not None:
-        _open_transfers(peers)
+        peers.transfers = transfers
         atexit.register(_at_exit)
 
 
@@ -100,22 +104,6 @@ def _spare_threads() -> None:
 def _num_cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _open_transfers(peers: Peers) -> None:
-    """Let devices that cannot reach other processes by themselves, such as CPUs, send through the network."""
-    if jax.config.values["jax_cross_host_transfer_socket_address"]:
-        return
-    host = f"[{peers.address}]" if ":" in peers.address else peers.address
-    # The address is told to the others as it stands here, so the port must be known.
-    _held.append(reserved_port(peers.address, peers.process, peers.count))
-    port = _held[-1].getsockname()[1]
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{port}")
-    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
-
-
-# Keeps ports until the process ends: transfers go on as long.
-_held: list[socket.socket] = []
 
 
 def reserved_port(address: str, process: int, count: int) -> socket.socket:

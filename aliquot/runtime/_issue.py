@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ._arrays import is_key, struct, stub
 from ._instructions import Run, Send
 from ._stage_functions import Form, Key
-from ._transfer import Move, plan_broadcast, plan_move
+from ._transfer import Move, channels_of_hosts, plan_broadcast, plan_move
 from ._watchdog import Peers
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ class Issuer:
     def connect(self) -> None:
         """Let every two processes exchange something, each with one other at a time and one way after the other.
 
-        Where the first transfers of two processes meet, they take seconds, or never arrive.
+        Where the first transfers of two processes meet that JAX carries, they take seconds, or never arrive.
         """
-        if self._peers is None:
+        if self._peers is None or channels_of_hosts() is not None:
             return
         first = {device.process_index: device for device in reversed(jax.devices())}
         for pairs in _rounds(len(first)):
@@ -189,7 +189,7 @@ class Issuer:
         self._peers.describe = self._describe
         try:
             return self._run(given)
-        except jax.errors.JaxRuntimeError:
+        except (jax.errors.JaxRuntimeError, ConnectionError):
             # If a process has died, this one is about to say so, and to end.
             time.sleep(_VERDICT_S)
             raise

@@ -1,10 +1,11 @@
 """Arrays from one stage's mesh to another's, in one process or between processes.
 
-Within a process `jax.device_put` moves anything anywhere. Between processes it is a pull by the receiver, for which both
-ends must be split alike over equally many devices; `_route` takes arrays apart where an end has devices of several.
-Pulls are matched by their order alone, in every process: each must issue all of them, also those between two others, with
-an empty array of the sender's sharding in place of what it does not hold. What was sent must not be donated: nothing tells
-the sender when it was pulled.
+Within a process `jax.device_put` moves anything anywhere. Between processes arrays of CPU devices go through the memory of the
+hosts, see `_host_moves`. For other devices `jax.device_put` is a pull by the receiver, for which both ends must be split alike
+over equally many devices; `_route` takes arrays apart where an end has devices of several processes. Pulls are matched by
+their order alone, in every process: each must issue all of them, also those between two others, with an empty array of the
+sender's sharding in place of what it does not hold. What was sent must not be donated: nothing tells the sender when it was
+pulled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._arrays import is_key, keys_from, struct, stub, words, words_of
+from ._channels import Channels
+from ._host_moves import plan_host_move
 from ._route import WORTH_CUTTING_BYTES, plan_route
+from ._watchdog import watched
 
 Move = Callable[..., Sequence[Any]]
 
@@ -35,6 +39,14 @@ def processes_of(sharding: Sharding) -> frozenset[int]:
     """The processes that hold a part."""
     devices: Any = sharding.device_set
     return frozenset(device.process_index for device in devices)
+
+
+def channels_of_hosts() -> Channels | None:
+    """What carries arrays between processes if devices cannot, or None. All must call it at the same point at first."""
+    peers = watched()
+    if peers is None or peers.transfers == "device" or (peers.transfers is None and jax.default_backend() != "cpu"):
+        return None
+    return peers.channels
 
 
 def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]) -> Move | None:
@@ -54,6 +66,9 @@ def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSh
     if senders == receivers and (len(senders) == 1 or source.device_set == target.device_set):
         goals = list(targets)
         return (lambda *arrays: jax.device_put(list(arrays), goals)) if own in senders else None
+    channels = channels_of_hosts()
+    if channels is not None:
+        return plan_host_move(structs, [dict.fromkeys(receivers, target) for target in targets], channels)
     spans = len(senders) > 1 or len(receivers) > 1
     if spans and (senders & receivers or source.mesh.devices.size != target.mesh.devices.size):
         return plan_route(structs, targets)
@@ -161,8 +176,18 @@ def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
     own, devices = jax.process_index(), list(structs[0].sharding.mesh.devices.flat)
     holders = {device.process_index for device in devices}
     first = {device.process_index: device for device in reversed(jax.devices())}
-    lead, sends = SingleDeviceSharding(devices[0]), devices[0].process_index == own
     others = sorted(first.keys() - holders)
+    channels = channels_of_hosts()
+    if channels is not None:
+        away = {other: SingleDeviceSharding(first[other]) for other in others}
+        move = plan_host_move(structs, [away] * len(structs), channels)
+
+        def share_by_host(*arrays: Any) -> Sequence[Any]:
+            moved = move(*arrays) if move is not None else ()
+            return [array.addressable_data(0) for array in arrays] if own in holders else moved
+
+        return share_by_host
+    lead, sends = SingleDeviceSharding(devices[0]), devices[0].process_index == own
     stubs = [] if sends else [stub(s.shape, lead, s.dtype) for s in structs]
     goals = [[SingleDeviceSharding(first[other])] * len(structs) for other in others]
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..graph import coordination_client
+from ._channels import Channels, listener, receive_exactly
 
 EXIT_CODE = 3
 
@@ -43,7 +44,10 @@ class Peers:
 
     def __init__(self, client: Any, address: str, process: int, count: int, timeout_s: float = 300) -> None:
         self._client, self.process, self.count = client, process, count
+        #: "host" or "device": what carries arrays between processes; None where the kind of device decides.
+        self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
+        self._channels: Channels | None = None
         self._exchanges = 0
         self._left: set[int] = set()
         self._is_leaving = False
@@ -58,6 +62,13 @@ class Peers:
         _delay_aborts()
         threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
 
+    @property
+    def channels(self) -> Channels:
+        """Connections for arrays. All processes must ask for them at the same point at first."""
+        if self._channels is None:
+            self._channels = Channels(self)
+        return self._channels
+
     def exchange(self, data: bytes) -> list[bytes]:
         """What every process passes, in order of the processes. Waits until all have called it as often as this one."""
         self._exchanges += 1
@@ -69,6 +80,8 @@ class Peers:
         """Wait until all processes call this, then stop watching. False if they have not come in time."""
         if self._is_leaving:
             return True
+        if self._channels is not None:
+            self._channels.flush(timeout_s)
         try:
             self._client.wait_at_barrier("aliquot/leave", _DAY_MS if timeout_s is None else int(timeout_s * 1000))
         except RuntimeError:
@@ -96,14 +109,14 @@ class Peers:
         """Process 0: take the connections of all others, known by a word that only they can look up."""
         word = secrets.token_bytes(16)
         found: dict[int, socket.socket] = {}
-        with _listener() as listener:
-            listener.settimeout(timeout_s)
-            self._client.key_value_set_bytes("aliquot/watchdog", word + str(listener.getsockname()[1]).encode())
+        with listener() as meeting:
+            meeting.settimeout(timeout_s)
+            self._client.key_value_set_bytes("aliquot/watchdog", word + str(meeting.getsockname()[1]).encode())
             while len(found) < self.count - 1:
-                peer, _ = listener.accept()
+                peer, _ = meeting.accept()
                 peer.settimeout(10)
                 with suppress(OSError):
-                    hello = _receive(peer, len(word) + 4)
+                    hello = receive_exactly(peer, len(word) + 4)
                     if secrets.compare_digest(hello[: len(word)], word):
                         found[int.from_bytes(hello[len(word) :], "big")] = peer
         return found
@@ -133,7 +146,7 @@ class Peers:
         try:
             said = peer.recv(1)
             if said == _DIED:
-                self._end(int.from_bytes(_receive(peer, 4), "big"))
+                self._end(int.from_bytes(receive_exactly(peer, 4), "big"))
         except OSError:
             said = b""
         if said == _LEAVES:
@@ -216,24 +229,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
 def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")
-
-
-def _receive(peer: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = peer.recv(size - len(data))
-        if not more:
-            raise OSError("the connection ended")
-        data += more
-    return data
 
 
 def _probe(peer: socket.socket) -> None:

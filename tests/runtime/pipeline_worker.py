@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runtime.pipelines import pipeline
 
 from aliquot.core import PlanMismatchError
-from aliquot.runtime import _route, initialize, shutdown
-from aliquot.runtime._arrays import stub
+from aliquot.runtime import initialize, shutdown
 from aliquot.runtime._check import compare
+from aliquot.runtime._transfer import plan_move
 from aliquot.runtime._watchdog import Peers
 
 NUM_STEPS = 3
@@ -85,9 +85,6 @@ def say(**found):
 def equal(case):
     """The worst difference to the plain step of any leaf, losses as read here, and what a check says."""
     key, is_checked = jax.random.key(0), case.pop("check", False)
-    if case.pop("cut", False):
-        # However small they are here.
-        _route.WORTH_CUTTING_BYTES = 0
     shapes = jax.eval_shape(init, key)
     step = pipeline(train_step, shapes, batch_of(0), **case)
     state = step.init(init, key)
@@ -129,14 +126,17 @@ def relayed(case):
     The other has begun to add and waits, and must send nevertheless.
     """
     of = [[device for device in jax.devices() if device.process_index == k] for k in range(3)]
-    own, ends = jax.process_index(), [SingleDeviceSharding(devices[0]) for devices in of]
+    own = jax.process_index()
+    ends = [NamedSharding(Mesh(np.array(devices[:1]), ("one",)), PartitionSpec()) for devices in of]
+    look = jax.ShapeDtypeStruct((1,), np.float32)
     rows = NamedSharding(Mesh(np.array(of[1] + of[2]), ("device",)), PartitionSpec("device"))
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(rows.mesh, PartitionSpec()))
     held = [jax.device_put(np.ones(1, np.float32), device) for device in of[own]]
 
     def moved(array, source, target):
-        sent = array if own == source else stub((1,), ends[source], jnp.float32)
-        return jax.device_put(sent, ends[target])
+        move = plan_move([look.update(sharding=ends[source])], [ends[target]])
+        held = [jax.device_put(array, ends[source])] if own == source else []
+        return [*(move(*held) if move else ()), None][0]
 
     found = []
     for _ in range(2):
@@ -144,10 +144,52 @@ def relayed(case):
         there = moved(held[0], 1, 0)
         back = moved(there, 0, 2)
         if own == 2:
-            held = [back, *held[1:]]
+            held = [back.addressable_data(0), *held[1:]]
         if own:
             found.append(total(jax.make_array_from_single_device_arrays((4,), rows, held)))
     return [float(array.addressable_data(0)) for array in found]
+
+
+def moved(case):
+    """How many arrays of many shapes, splits and types came from some devices to others as they were."""
+    devices, random, count = jax.devices(), np.random.default_rng(0), 0
+    looks = [((12, 8), "float32"), ((8, 12), "bfloat16"), ((300, 400), "float64"), ((), "bool"), ((0, 4), "int8")]
+    hosts = [random.integers(0, 2, shape).astype(jnp.dtype(dtype)) for shape, dtype in looks]
+    ends = [
+        (devices[:2], devices[2:4]),
+        (devices[:4], devices[4:]),
+        (devices[:1], devices[2:]),
+        (devices[2:], devices[:1]),
+        (devices[:3], devices[1:5]),
+        (devices[1:5], devices[4:]),
+        (devices[::-1], devices[1:2]),
+        (devices[2:4], devices[3::-1]),
+    ]
+    for own, other in ends:
+        sides = [Mesh(np.array(side), ("x",)) for side in (own, other)]
+        sources, targets, arrays = [], [], []
+        for host in hosts:
+            specs = [_split(host.shape, len(side), k) for k, side in enumerate((own, other))]
+            sharding, target = (NamedSharding(*pair) for pair in zip(sides, specs, strict=True))
+            sources.append(jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding))
+            targets.append(target)
+            if sharding.addressable_devices:
+                arrays.append(jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index]))
+        move = plan_move(sources, targets)
+        for host, array in zip(hosts, move(*arrays) if move else (), strict=False):
+            assert array.dtype == host.dtype
+            for shard in array.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), host[shard.index])
+        count += len(hosts)
+    return {"moves": count}
+
+
+def _split(shape, parts, dim):
+    """Along a dim, or the other one; whole where neither divides."""
+    for d in sorted(range(len(shape)), key=lambda d: d != dim):
+        if shape[d] and shape[d] % parts == 0:
+            return PartitionSpec(*[None] * d, "x")
+    return PartitionSpec()
 
 
 def endless(case):
@@ -175,7 +217,7 @@ def main():
     """All cases, one after the other."""
     jax.config.update("jax_enable_x64", True)
     initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=100)
-    tasks = {"equal": equal, "refused": refused, "relayed": relayed, "endless": endless}
+    tasks = {"equal": equal, "refused": refused, "relayed": relayed, "moved": moved, "endless": endless}
     say(found=[tasks[case.pop("task", task)](case) for case in cases])
     shutdown()
 

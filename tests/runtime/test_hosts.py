@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
 from runtime.host_worker import NUM_STEPS, batch_of, workload
 from runtime.ports import coordinator_port
 
-from aliquot.runtime import _hosts
 from aliquot.runtime._hosts import _spare_threads, reserved_port
 
 WORKER = Path(__file__).parent / "host_worker.py"
@@ -81,16 +79,6 @@ def test_ports_are_never_those_of_other_processes_or_of_the_system():
             held.close()
             with pytest.raises(OSError, match="no port"):
                 reserved_port("127.0.0.1", 7, 16384)
-
-
-def test_the_port_of_transfers_is_held_until_they_listen(monkeypatch):
-    told, held = {}, []
-    monkeypatch.setattr(_hosts, "_held", held)
-    monkeypatch.setattr(jax.config, "update", told.__setitem__)
-    _hosts._open_transfers(SimpleNamespace(address="127.0.0.1", process=0, count=1))
-    host, port = told["jax_cross_host_transfer_socket_address"].split(":")
-    with held[0], socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind((host, int(port)))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,7 @@
 
 import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,10 +10,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from runtime import processes
 from runtime.pipeline_worker import NUM_STEPS, batch_of, init, train_step
-from runtime.ports import coordinator_port
 
 WORKER = Path(__file__).parent / "pipeline_worker.py"
+GPT_WORKER = Path(__file__).parent / "gpt_worker.py"
 TIMEOUT_S = 240
 DEATH_S = 30
 DEVICES = {2: 4, 3: 6, 4: 4}
@@ -25,40 +22,16 @@ DEVICES = {2: 4, 3: 6, 4: 4}
 
 @contextlib.contextmanager
 def started(count: int, task: str, *cases: dict, plain: str = ""):
-    """Processes of the worker. Whoever still runs at the end is killed: hung processes listen to nothing gentler."""
-    tests = WORKER.parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
-    port = coordinator_port()
+    """Processes of the worker."""
     devices = DEVICES[count] if task != "endless" else sum(cases[0]["sizes"])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, (k, count, port, devices, plain, task)), *map(json.dumps, cases)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for k in range(count)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-            process.stderr.close()
+    with processes.started(WORKER, count, devices, plain, task, *map(json.dumps, cases)) as found:
+        yield found
 
 
-def found(count: int, *cases: dict, plain: str) -> list[list[dict]]:
+def found(count: int, *cases: dict, plain: str = "", task: str = "equal") -> list[list[dict]]:
     """What each process found in each case."""
-    with started(count, "equal", *cases, plain=plain) as processes:
-        printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    errors = "".join(said[-2000:] for _, said in printed)
-    assert [process.returncode for process in processes] == [0] * count, errors
-    return [json.loads(out.splitlines()[-1])["found"] for out, _ in printed]
+    with started(count, task, *cases, plain=plain) as running:
+        return [said["found"] for said in processes.last_lines(running, TIMEOUT_S)]
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +52,10 @@ TWO = [
     {"sizes": [1, 1, 2], "schedule": "gpipe", "micro_batches": 2},
     {"sizes": [2, 2], "chunks": 2, "schedule": "interleaved-1f1b", "check": True},
     # The stage in the middle has a device of either process.
-    {"sizes": [1, 2, 1], "cut": True},
+    {"sizes": [1, 2, 1]},
 ]
-# Stages of unequal size, one of them on two processes: two pieces of an array for each device of the smaller one.
-THREE = [{"sizes": [4, 2], "cut": True, "micro_batches": 2}, {"sizes": [2, 4], "micro_batches": 2}]
+# Stages of unequal size, one of them on two processes.
+THREE = [{"sizes": [4, 2], "micro_batches": 2}, {"sizes": [2, 4], "micro_batches": 2}]
 MISFIT = {"task": "refused", "sizes": [1, 1]}
 FOUR = [
     MISFIT,
@@ -112,10 +85,39 @@ def test_processes_train_as_one_device(count, cases, plain):
 def test_what_waits_for_others_does_not_stop_what_they_wait_for(monkeypatch):
     # As on a machine with two cores: no thread is left where both devices wait.
     monkeypatch.setenv("PJRT_NPROC", "2")
-    with started(3, "relayed", {}) as processes:
-        printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], "".join(said[-2000:] for _, said in printed)
-    assert [json.loads(out.splitlines()[-1])["found"] for out, _ in printed] == [[[]], [[4.0, 4.0]], [[4.0, 4.0]]]
+    assert found(3, {}, task="relayed") == [[[]], [[4.0, 4.0]], [[4.0, 4.0]]]
+
+
+def test_arrays_arrive_as_they_were():
+    """From any devices of some processes to any of others, however split."""
+    assert found(3, {}, task="moved") == [[{"moves": 40}]] * 3
+
+
+# gpt-10m: stages of real widths, whose arrays cross in many sizes. As JSON for a worker.
+GPT = {"layers": 2, "stages": 2, "batch": 8, "seq_len": 64, "micro_batches": 2, "schedule": "1f1b", "steps": 8}
+SHORT = [
+    (2, {"devices": 4}),
+    (2, {"devices": 8, "seq_len": 16, "schedule": "gpipe", "micro_batches": 4, "batch": 16}),
+]
+LONG = [
+    (count, {"devices": count * each, "layers": count, "stages": count, "schedule": schedule, "seq_len": length})
+    for count in (2, 4)
+    for each in (1, 2, 4)
+    for length, schedule in ((16, "gpipe"), (64, "1f1b"), (128, "zero-bubble"))
+]
+LONG_CASES = [pytest.param(n, {**c, "steps": 200, "limit_s": 1500}, marks=pytest.mark.slow) for n, c in LONG]
+
+
+@pytest.mark.parametrize(("count", "case"), [*SHORT, *LONG_CASES], ids=str)
+def test_a_gpt_trains_as_in_one_process(count, case):
+    case = {**GPT, **case}
+    timeout_s = case.get("limit_s", TIMEOUT_S)
+    with processes.started(GPT_WORKER, 1, json.dumps(case)) as alone:
+        (wanted,) = processes.last_lines(alone, timeout_s)
+    with processes.started(GPT_WORKER, count, json.dumps(case)) as together:
+        for said in processes.last_lines(together, timeout_s):
+            assert said["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+    assert len(wanted["losses"]) == case["steps"] and wanted["losses"][0] > wanted["losses"][-1]
 
 
 def read(stream, lines: list[str]) -> threading.Thread:
@@ -142,19 +144,19 @@ def test_the_others_end_when_one_dies(count, killed, case):
     case = {"sizes": [1] * count, "layers": 4, "micro_batches": 4, **case}
     stages = np.repeat(range(len(case["sizes"])), np.array(case["sizes"]) * count // sum(case["sizes"])).tolist()
     stages = stages[:: -1 if case.get("backwards") else 1]
-    with started(count, "endless", case) as processes:
-        out, errors = [[[] for _ in processes] for _ in range(2)]
-        readers = [read(p.stdout, lines) for p, lines in zip(processes, out, strict=True)]
-        readers += [read(p.stderr, lines) for p, lines in zip(processes, errors, strict=True)]
+    with started(count, "endless", case) as running:
+        out, errors = [[[] for _ in running] for _ in range(2)]
+        readers = [read(p.stdout, lines) for p, lines in zip(running, out, strict=True)]
+        readers += [read(p.stderr, lines) for p, lines in zip(running, errors, strict=True)]
         deadline = time.monotonic() + TIMEOUT_S
         while not all(any('"step": 2' in line for line in lines) for lines in out):
             said = "".join("".join(lines)[-2000:] for lines in errors)
-            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), said
+            assert time.monotonic() < deadline and all(p.poll() is None for p in running), said
             time.sleep(0.1)
-        processes[killed].kill()
+        running[killed].kill()
         start = time.monotonic()
         others = [k for k in range(count) if k != killed]
-        codes = [processes[k].wait(timeout=DEATH_S) for k in others]
+        codes = [running[k].wait(timeout=DEATH_S) for k in others]
         assert time.monotonic() - start < DEATH_S
         for thread in readers:
             thread.join(10)

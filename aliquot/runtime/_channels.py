@@ -1,0 +1,237 @@
+"""Connections that carry bytes from each process to each other, in order.
+
+A connection goes one way and is opened when its first message is sent. Threads write and read, so that what is sent waits for
+its computation, and what comes is read, while the process goes on; neither holds more than a few messages.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ._watchdog import Peers
+
+#: Makes the parts of a message, in the thread that writes them.
+Parts = Callable[[], Sequence[np.ndarray[Any, Any]]]
+
+# Number of the message, and its size in bytes.
+_HEADER = struct.Struct("!QQ")
+# Whoever is ahead waits when so many messages are on their way. One suffices to go on at all: of all processes the one that
+# is furthest behind never waits, because the others have sent and taken what comes before.
+_UNSENT, _UNREAD = 8, 2
+_WORD_BYTES = 16
+_ALIGNMENT_BYTES = 64
+
+
+class Channels:
+    """This process's connections to the others. All processes must make it at the same point.
+
+    Args:
+        peers: the processes.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._own = peers.process
+        word = secrets.token_bytes(_WORD_BYTES)
+        self._listener = listener()
+        told = peers.exchange(pickle.dumps((peers.address, self._listener.getsockname()[1], word)))
+        self._ends: list[tuple[str, int, bytes]] = [pickle.loads(data) for data in told]
+        self._word = word
+        self._outboxes: dict[int, _Outbox] = {}
+        self._inboxes = {k: _Inbox(k) for k in range(peers.count) if k != self._own}
+        _start(self._accept)
+
+    def send(self, process: int, parts: Parts) -> None:
+        """Send a message when its parts are there. Returns at once unless many messages wait.
+
+        Raises:
+            ConnectionError: earlier ones could not be sent.
+        """
+        if process not in self._outboxes:
+            host, port, word = self._ends[process]
+            self._outboxes[process] = _Outbox(process, host, port, word + self._own.to_bytes(4, "big"))
+        self._outboxes[process].put(parts)
+
+    def receive(self, process: int, num_bytes: int) -> np.ndarray[Any, Any]:
+        """The next message of a process, as bytes. Waits for it.
+
+        Raises:
+            ConnectionError: the process is gone, or sent something else.
+        """
+        return self._inboxes[process].take(num_bytes)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was sent has left this process. False if it has not in time."""
+        return all(outbox.flush(timeout_s) for outbox in self._outboxes.values())
+
+    def close(self) -> None:
+        """End all connections."""
+        ends: list[_Outbox | _Inbox | socket.socket] = [
+            *self._outboxes.values(),
+            *self._inboxes.values(),
+            self._listener,
+        ]
+        for end in ends:
+            with suppress(OSError):
+                end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.settimeout(10)
+            try:
+                hello = receive_exactly(connection, _WORD_BYTES + 4)
+            except OSError:
+                hello = b""
+            source = int.from_bytes(hello[_WORD_BYTES:], "big")
+            if secrets.compare_digest(hello[:_WORD_BYTES], self._word) and source in self._inboxes:
+                connection.settimeout(None)
+                self._inboxes[source].begin(connection)
+            else:
+                connection.close()
+
+
+class _Outbox:
+    """Messages to one process, and the thread that writes them."""
+
+    def __init__(self, process: int, host: str, port: int, hello: bytes) -> None:
+        self._process = process
+        self._waiting: queue.Queue[Parts] = queue.Queue(_UNSENT)
+        self._error: BaseException | None = None
+        self._unsent = 0
+        self._change = threading.Condition()
+        self._socket = socket.create_connection((host, port), timeout=60)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(hello)
+        _start(self._write)
+
+    def put(self, parts: Parts) -> None:
+        if self._error is not None:
+            raise ConnectionError(f"nothing can be sent to process {self._process}") from self._error
+        with self._change:
+            self._unsent += 1
+        self._waiting.put(parts)
+
+    def flush(self, timeout_s: float | None) -> bool:
+        with self._change:
+            return self._change.wait_for(lambda: not self._unsent or self._error is not None, timeout_s)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _write(self) -> None:
+        number = 0
+        while True:
+            parts = self._waiting.get()
+            if self._error is None:
+                try:
+                    arrays = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts()]
+                    self._socket.sendall(_HEADER.pack(number, sum(array.nbytes for array in arrays)))
+                    for array in arrays:
+                        self._socket.sendall(array.data)
+                # Also what JAX raises when the computation of an array has failed.
+                except Exception as error:
+                    self._error = error
+                    self._socket.close()
+            # Nothing may keep what was sent alive until the next message.
+            parts = arrays = array = None  # type: ignore[assignment]
+            number += 1
+            with self._change:
+                self._unsent -= 1
+                self._change.notify_all()
+
+
+class _Inbox:
+    """Messages of one process, and the thread that reads them."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._read: queue.Queue[tuple[int, np.ndarray[Any, Any]] | BaseException] = queue.Queue(_UNREAD)
+        self._taken = 0
+        self._socket: socket.socket | None = None
+
+    def begin(self, connection: socket.socket) -> None:
+        self._socket = connection
+        _start(self._listen, connection)
+
+    def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        found = self._read.get()
+        if isinstance(found, BaseException):
+            self._read.put(found)
+            raise ConnectionError(f"the connection to process {self._process} has ended") from found
+        number, data = found
+        if (number, data.nbytes) != (self._taken, num_bytes):
+            raise ConnectionError(
+                f"process {self._process} sent {data.nbytes} bytes as its message {number}, where {num_bytes} bytes were to "
+                f"come as message {self._taken}: it runs something else"
+            )
+        self._taken += 1
+        return data
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _listen(self, connection: socket.socket) -> None:
+        try:
+            while True:
+                number, size = _HEADER.unpack(receive_exactly(connection, _HEADER.size))
+                data = _aligned(size)
+                left = memoryview(data.data)
+                while left:
+                    got = connection.recv_into(left)
+                    if not got:
+                        raise OSError("the connection ended")
+                    left = left[got:]
+                self._read.put((number, data))
+                # The reader frees it.
+                del data, left
+        except (OSError, MemoryError) as error:
+            self._read.put(error)
+
+
+def listener() -> socket.socket:
+    """A listening socket at a port of the system's choice."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """So many bytes.
+
+    Raises:
+        OSError: the connection ended before.
+    """
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise OSError("the connection ended")
+        data += more
+    return data
+
+
+def _aligned(size: int) -> np.ndarray[Any, Any]:
+    """Bytes where XLA's CPU devices can use them in place."""
+    room = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT_BYTES
+    return room[start : start + size]
+
+
+def _start(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name="aliquot-channel", daemon=True).start()

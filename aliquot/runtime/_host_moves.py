@@ -1,0 +1,183 @@
+"""Arrays from one mesh to another through the memory of the hosts, for devices that cannot send to other processes.
+
+XLA's CPU devices have transfers between processes, but with two or more devices in each these lose data and hang. Here
+each process sends the parts that another one needs of what its devices hold, and the other puts its shards together from them: any
+split to any other, no byte twice to the same process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from ._arrays import keys_from, words, words_of
+from ._channels import Channels
+
+#: A block of an array: start and stop along each dim.
+Block = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block of array number `array` that process `source` holds on `device` and process `target` wants.
+
+    `within` is the block that the device holds, `goal` that which the target's devices want.
+    """
+
+    array: int
+    block: Block
+    within: Block
+    goal: Block
+    device: Any
+    source: int
+    target: int
+
+
+def plan_host_move(
+    structs: Sequence[Any], targets: Sequence[Mapping[int, Sharding]], channels: Channels
+) -> Callable[..., list[Any]] | None:
+    """What this process does to move arrays.
+
+    Args:
+        structs: of each array, with its sharding at the sender.
+        targets: where each shall lie: the sharding of each receiving process.
+
+    Returns:
+        A function from the arrays, in processes that hold parts of them, to those at the receiver, in processes that are
+        to have parts. None where there is nothing to do.
+    """
+    own = jax.process_index()
+    plain = [words_of(look) for look in structs]
+    pieces = [
+        piece
+        for k, (look, by_process) in enumerate(zip(plain, targets, strict=True))
+        for process, target in sorted(by_process.items())
+        for piece in _pieces(k, look, process, target)
+    ]
+    receives = any(own in by_process for by_process in targets)
+    sends = {
+        p.target: [q for q in pieces if (q.source, q.target) == (own, p.target)] for p in pieces if p.source == own
+    }
+    local = sends.pop(own, [])
+    if not sends and not receives:
+        return None
+    arriving: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        if piece.target == own and piece.source != own:
+            arriving.setdefault(piece.source, []).append(piece)
+    needed = sorted({piece.array for piece in pieces if piece.source == own})
+    together = _joiner(structs, plain, [by_process.get(own) for by_process in targets]) if receives else None
+
+    def move(*arrays: Any) -> list[Any]:
+        shards = {(k, shard.device): shard.data for k in needed for shard in words(arrays[k]).addressable_shards}
+        for process, group in sends.items():
+            mine = [(shards[p.array, p.device], _slices(p.block, p.within)) for p in group]
+            channels.send(process, functools.partial(_cut, mine))
+        if together is None:
+            return []
+        found = {
+            # A copy: the new shard must not be the old buffer, which may be donated.
+            (p.array, p.goal, p.block): np.array(np.asarray(shards[p.array, p.device])[_slices(p.block, p.within)])
+            for p in local
+        }
+        del shards
+        for process, group in arriving.items():
+            sizes = [_num_bytes(p.block, plain[p.array].dtype) for p in group]
+            data, start = channels.receive(process, sum(sizes)), 0
+            for p, size in zip(group, sizes, strict=True):
+                part = data[start : start + size].view(plain[p.array].dtype)
+                found[p.array, p.goal, p.block] = part.reshape([b - a for a, b in p.block])
+                start += size
+        return together(found)
+
+    return move
+
+
+def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piece]:
+    """What a process needs of an array, and from where."""
+    held: dict[Block, dict[int, Any]] = {}
+    for device, block in _blocks(look.sharding, look.shape).items():
+        held.setdefault(block, {}).setdefault(device.process_index, device)
+    goals = {block for device, block in _blocks(target, look.shape).items() if device.process_index == process}
+    found = []
+    for goal in sorted(goals):
+        for within in sorted(held):
+            block = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(goal, within, strict=True))
+            if all(start < stop for start, stop in block):
+                holders = held[within]
+                # Holders of the same block take turns.
+                source = process if process in holders else sorted(holders)[process % len(holders)]
+                found.append(_Piece(array, block, within, goal, holders[source], source, process))
+    return found
+
+
+def _joiner(
+    structs: Sequence[Any], plain: Sequence[Any], targets: Sequence[Any]
+) -> Callable[[Mapping[tuple[int, Block, Block], Any]], list[Any]]:
+    """From blocks, by array, where they belong and what they are, to arrays on this process's devices."""
+    own = jax.process_index()
+    places = [
+        [(device, block) for device, block in _blocks(target, look.shape).items() if device.process_index == own]
+        for target, look in zip(targets, plain, strict=True)
+    ]
+    devices = [device for place in places for device, _ in place]
+
+    def together(found: Mapping[tuple[int, Block, Block], Any]) -> list[Any]:
+        parts: dict[tuple[int, Block], dict[Block, Any]] = {}
+        for (k, goal, block), data in found.items():
+            parts.setdefault((k, goal), {})[block] = data
+        whole = {key: _filled(key[1], blocks, plain[key[0]].dtype) for key, blocks in parts.items()}
+        hosts = [
+            whole[k, block] if (k, block) in whole else _filled(block, {}, plain[k].dtype)
+            for k, place in enumerate(places)
+            for _, block in place
+        ]
+        shards = iter(jax.device_put(hosts, devices))
+        return [
+            keys_from(
+                jax.make_array_from_single_device_arrays(look.shape, target, [next(shards) for _ in place]), struct
+            )
+            for struct, look, target, place in zip(structs, plain, targets, places, strict=True)
+        ]
+
+    return together
+
+
+def _filled(goal: Block, parts: Mapping[Block, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """A block made of smaller ones."""
+    if goal in parts:
+        made: np.ndarray[Any, Any] = parts[goal]
+        return made
+    made = np.empty([b - a for a, b in goal], dtype)
+    for block, data in parts.items():
+        made[_slices(block, goal)] = data
+    return made
+
+
+def _blocks(sharding: Sharding, shape: Sequence[int]) -> dict[Any, Block]:
+    """The block of an array that each device holds."""
+    return {
+        device: tuple(piece.indices(size)[:2] for piece, size in zip(index or (), shape, strict=True))
+        for device, index in sharding.devices_indices_map(tuple(shape)).items()
+    }
+
+
+def _slices(block: Block, within: Block) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(block, within, strict=True))
+
+
+def _num_bytes(block: Block, dtype: Any) -> int:
+    size: int = np.dtype(dtype).itemsize
+    return math.prod(b - a for a, b in block) * size
+
+
+def _cut(held: Sequence[tuple[Any, tuple[slice, ...]]]) -> list[np.ndarray[Any, Any]]:
+    """Blocks of shards, when these are there."""
+    return [np.asarray(data)[where] for data, where in held]
