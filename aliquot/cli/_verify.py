@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ..core import InputError
 from ..plans import Plan
 from ._devices import use_host_only
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan
+from ._progress import compiling_progress
 from ._session import session
 
 
@@ -39,7 +36,7 @@ def verify(
         if model is None and (reason := unnamed(found.model, trusted=trust_plan)):
             raise InputError(f"{reason} Or call aliquot.verify(plan, train_step, state, batch) where the function is.")
         made = rebuild(found.model, named=model, trusted=trust_plan)
-        with _progress() as report, user_code(made.name):
+        with compiling_progress() as report, user_code(made.name):
             result = compile_plan(found, made.step, made.state, made.batch, target=target, progress=report)
         answer = result.to_dict()
         say.show(verification(answer))
@@ -54,22 +51,3 @@ def _check_target(plan: Plan, target: str | None) -> None:
     from ..verify import require_compiler, resolve_target
 
     require_compiler(resolve_target(target, Cluster.from_dict(plan.cluster)))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A function to call with a line; it changes in place in a terminal, and stands once elsewhere."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        seen: set[str] = set()
-
-        def once(line: str) -> None:
-            what = line.partition(" (")[0]
-            if what not in seen:
-                seen.add(what)
-                print(f"{what} ...", file=sys.stderr, flush=True)
-
-        yield once
-        return
-    with console.status("tracing the step") as status:
-        yield status.update

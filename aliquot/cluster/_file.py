@@ -15,6 +15,7 @@ from ..core import (
     parse_flops_per_s,
     parse_rate,
     parse_seconds,
+    shortened,
 )
 from ._cluster import Cluster, Link
 from ._device import DEVICES, DTYPES, Device
@@ -28,6 +29,7 @@ _LINK_KEYS = ("latency", "bandwidth")
 _INTRA_KEYS = (*_LINK_KEYS, "wires")
 _DEVICE_KEYS = ("name", "kind", "memory", "memory_bandwidth", "source", "peak")
 _REQUIRED = object()
+_MOST_CHARACTERS = 1_000_000
 
 
 class _Table:
@@ -63,14 +65,18 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     Raises:
         ClusterError: See there.
     """
-    asked = f"cluster file {os.fspath(path)!r}"
+    asked = f"cluster file {shortened(os.fspath(path))!r}"
     try:
         with open(path, encoding="utf-8") as stream:
-            text = stream.read()
+            text = stream.read(_MOST_CHARACTERS + 1)
     except OSError as error:
         raise ClusterError(f"it cannot be read ({error.strerror or error})", asked=asked) from error
     except UnicodeDecodeError as error:
         raise ClusterError("it is not text in UTF-8", asked=asked) from error
+    except ValueError as error:
+        raise ClusterError("that is not the name of a file", asked=asked) from error
+    if len(text) > _MOST_CHARACTERS:
+        raise ClusterError(f"it has more than {_MOST_CHARACTERS} characters, which no description needs", asked=asked)
     return parse_toml(text, asked=asked)
 
 
@@ -142,6 +148,9 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"it is not TOML ({error})", asked=asked) from error
+    except (RecursionError, ValueError) as error:
+        # Of lists in lists without end, and numbers of thousands of digits.
+        raise ClusterError("it is TOML that no description needs", asked=asked) from error
     problems: list[str] = []
     _Table("the file", data, ("cluster", "device", "intra", "inter"), problems)
     main = _Table("[cluster]", data.get("cluster", {}), _CLUSTER_KEYS, problems)

@@ -24,8 +24,8 @@ class Change:
     Attributes:
         section: `"decision"` or `"prediction"`.
         subject: what the term is about: a field, an array's path, an operator, a kind of collective.
-        before, after: its value in the first and in the second plan; seconds where the subject ends in `_s`, bytes
-            where it ends in `_bytes`.
+        before, after: its value in the first and in the second plan; in the unit that the subject names: `_s`,
+            `_bytes`, `_bytes_per_s`, `flops_per_s`.
     """
 
     section: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -50,13 +51,10 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
             consistent plan; then the message lists everything that is wrong.
     """
     data = _current(_decoded(text, source), source)
-    wrong = list(_type_errors(data, Plan, "plan"))
-    if wrong:
-        raise _invalid(source, wrong)
     try:
         plan: Plan = msgspec.convert(data, Plan)
     except msgspec.ValidationError as error:
-        raise _invalid(source, [str(error)]) from None
+        raise _invalid(source, list(_type_errors(data, Plan, "plan")) or [str(error)]) from None
     wrong = violations(plan)
     if wrong:
         raise _invalid(source, wrong)
@@ -224,7 +222,7 @@ def _struct_errors(data: Any, kind: type[msgspec.Struct], path: str) -> Iterator
     if not isinstance(data, dict):
         yield f"`{path}`: expected an object, got {shortened(repr(data), 40)}"
         return
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    fields = _fields(kind)
     for name in data.keys() - fields.keys():
         yield f"`{path}.{name}`: there is no such field"
     for name, field in fields.items():
@@ -232,6 +230,11 @@ def _struct_errors(data: Any, kind: type[msgspec.Struct], path: str) -> Iterator
             yield from _type_errors(data[name], field.type, f"{path}.{name}")
         elif field.required:
             yield f"`{path}.{name}`: is missing"
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.encode_name: field for field in msgspec.structs.fields(kind)}
 
 
 def _holds_structs(kind: Any) -> bool:

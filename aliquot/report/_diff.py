@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..core import format_bytes, format_seconds
+from ..core import format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
 from ..plans import Change, PlanDiff, stage_numbers
 from ._tables import columns
 
@@ -60,6 +60,10 @@ def _shown(subject: str, value: str | int | float | None) -> str:
     if value is None:
         return "none"
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if subject.endswith("bytes_per_s"):
+            return format_bytes_per_s(value)
+        if "flops_per_s" in subject:
+            return format_flops_per_s(value)
         if subject.endswith("_s"):
             return format_seconds(value)
         if subject.endswith("_bytes"):

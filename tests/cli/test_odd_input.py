@@ -1,6 +1,7 @@
 """What people type by mistake, and what their machines do to output: one or two lines, and an exit code."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from command_line import refused, run
 from sample_plans import sample_pipeline, sample_plan
 
 import aliquot as aq
+from aliquot.cli._progress import _said_again
 from aliquot.plans import ModelReference
 
 NINES = "9" * 5000
@@ -235,3 +237,39 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
         assert process.stderr.readline().startswith("interrupted: ending what is under way. Press Ctrl-C again")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
+
+
+def test_a_long_compilation_says_how_long_it_has_taken(capsys):
+    with _said_again(0.05) as say:
+        say("compiling stage 0 (0.1 s)")
+        say("compiling stage 0 (0.2 s)")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling stage 0 ..."
+    assert len(lines) >= 3 and all(re.fullmatch(r"compiling stage 0 \.\.\. \(\d+ s\)", line) for line in lines[1:])
+
+
+def test_a_plugin_without_its_device_is_told_of_in_one_line(tmp_path):
+    plugin = tmp_path / "jax_plugins" / "of_a_gpu_that_is_not_here"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text("def initialize(): raise RuntimeError('Unable to load CUDA.\\nReally.')\n")
+    command, environment = _command("cluster", "detect")
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
+    environment.pop("JAX_PLATFORMS")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "of_a_gpu_that_is_not_here" in line]
+    assert len(said) == 1 and "cannot start (RuntimeError: Unable to load CUDA.), so JAX goes on without it" in said[0]
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 100_000, "a = " + "9" * 5000, "a = 1\n" * 2, "\x00", "x = 1\n" * 500_000, '"\\u001b[2J" = 1'],
+)
+def test_odd_cluster_files(text, tmp_path):
+    path = tmp_path / "lab.toml"
+    path.write_text(text)
+    found = run("cluster", path)
+    refused(found, "lab.toml")
+    assert len(found.stderr.splitlines()) <= 12 and "\x1b" not in found.stderr

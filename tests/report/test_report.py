@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from sample_plans import PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
+from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.plans import CollectiveUse, diff
 from aliquot.report import (
@@ -175,3 +176,12 @@ def test_equal_differences_of_stages_are_one_row():
     stages[1] = replace(stages[1], data_axes=())
     text = as_text(difference(diff(before, replace(before, stages=tuple(stages))), "a.json", "b.json"))
     assert "stages 0, 2-3 recompute" in text and "stage 1 data_axes" in text
+
+
+def test_speeds_are_no_times():
+    slower = sample_plan(cluster=Cluster.preset("8xA100-80GB").to_dict())
+    text = as_text(difference(diff(sample_plan(), slower), "a", "b"), width=180)
+    (line,) = [line for line in text.splitlines() if "memory_bandwidth_bytes_per_s" in line]
+    assert "3.4 TB/s" in line and "2.0 TB/s" in line
+    (line,) = [line for line in text.splitlines() if "peak_flops_per_s.bfloat16" in line]
+    assert "989.4 TFLOP/s" in line and "312.0 TFLOP/s" in line
