@@ -111,6 +111,7 @@ def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     body = inliner.block(closed.jaxpr, closed.consts, input_values, "", 1)
     values = tuple(inliner.values)
     drafts = inliner.drafts
+    phases = assign_phases(drafts, len(values), inliner.decided)
     ops = tuple(
         [
             Op(
@@ -125,7 +126,7 @@ def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
                 eqn=draft.eqn,
                 region=draft.region,
             )
-            for index, (draft, phase) in enumerate(zip(drafts, assign_phases(drafts, len(values)), strict=True))
+            for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
         ]
     )
     outputs = tuple([Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)])

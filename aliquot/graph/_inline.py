@@ -28,6 +28,8 @@ class Inliner:
     values: list[Value] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     constants: dict[int, Any] = field(default_factory=dict)
+    # For each value that decides when a loop ends, the results of the loop.
+    decided: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _known_constants: dict[int, int] = field(default_factory=dict)
     _scopes: dict[tuple[str, int], tuple[Any, str]] = field(default_factory=dict)
     _dtypes: dict[Any, tuple[str, int]] = field(default_factory=dict)
@@ -212,6 +214,9 @@ class Inliner:
         body_inputs = (*operands[num_cond : num_cond + num_body], *carry_in)
         body_block = self._block(body, body_consts, body_inputs, scope, trips, region)
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
+        for ends in cond_block.outputs:
+            if isinstance(ends, int):
+                self.decided[ends] = results
         for last, inner, result in zip(body_block.outputs, carry_in, results, strict=True):
             self._link("tie", (last, inner), (result,), scope, trips, region)
         items.append(Call(kind="while", eqn=eqn, blocks=(cond_block, body_block), inputs=operands, outputs=results))

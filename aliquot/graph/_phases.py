@@ -6,7 +6,7 @@ differentiation began. The text is no API of JAX: a test pins it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ._types import Operand, Phase
@@ -32,8 +32,13 @@ def label(scope: str) -> Phase | None:
     return Phase.FORWARD if "jvp(" in scope else None
 
 
-def assign_phases(drafts: Sequence[Draft], num_values: int) -> list[Phase]:
+def assign_phases(
+    drafts: Sequence[Draft], num_values: int, decided: Mapping[int, Sequence[int]] | None = None
+) -> list[Phase]:
     """The phase of each operator.
+
+    Args:
+        decided: for each value that decides when a loop ends, the results of the loop: it feeds what they feed.
 
     An operator without a label that depends on the backward pass is update; one that depends on the forward pass only
     is forward (metrics, running statistics); one that depends on neither is prologue if it feeds either, else update.
@@ -45,9 +50,12 @@ def assign_phases(drafts: Sequence[Draft], num_values: int) -> list[Phase]:
         return [Phase.FORWARD] * len(drafts)
     phases = _by_dataflow(drafts, labels, num_values)
     feeds = bytearray(num_values)
+    decided = decided or {}
     for position in range(len(drafts) - 1, -1, -1):
         draft, phase = drafts[position], phases[position]
-        wanted = phase is Phase.FORWARD or phase is Phase.BACKWARD or any(feeds[o] for o in draft.outputs if o >= 0)
+        wanted = phase is Phase.FORWARD or phase is Phase.BACKWARD
+        for o in draft.outputs:
+            wanted = wanted or (o >= 0 and (feeds[o] == 1 or any(feeds[r] for r in decided.get(o, ()))))
         if phase is None:
             phases[position] = phase = Phase.PROLOGUE if wanted else Phase.UPDATE
         if wanted and phase is not Phase.UPDATE:

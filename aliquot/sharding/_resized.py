@@ -42,12 +42,13 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
                 for a, b in zip(small.values, large.values, strict=True)
             ]
         )
+        ops = tuple([_op(a, b, line) for a, b in zip(small.ops, large.ops)])
     except _Irregular:
         raise CaptureError(
-            f"{small.name} cannot be cut into micro-batches of {size} examples: an array's shape does not follow the size of "
-            "the batch. Use fewer micro-batches."
+            f"{small.name} cannot be cut into micro-batches of {size} examples: an array's shape or the turns of a loop do not "
+            "follow the size of the batch. Use fewer micro-batches."
         ) from None
-    return replace(small, values=values, ops=tuple([_op(a, b, line) for a, b in zip(small.ops, large.ops)]))
+    return replace(small, values=values, ops=ops)
 
 
 class _Irregular(Exception):
@@ -122,6 +123,9 @@ class _Line:
 
 
 def _op(small: Op, large: Op, line: _Line) -> Op:
+    if small.trips != large.trips:
+        # What loops over the batch is another program on every size.
+        small = replace(small, trips=line.number(small.trips, large.trips))
     if small.eqn is None:
         return small
     key = id(small.eqn), id(large.eqn)

@@ -238,3 +238,22 @@ def test_a_result_with_fewer_rows_than_the_batch_is_cut_where_it_has_rows():
     plan = aq.plan(train_step, params, batch, cluster=aq.Cluster.preset("4xcpu"), method=method, num_micro_batches=2)
     check = aq.parallelize(train_step, plan, devices=jax.devices()[:4]).check(params, batch)
     assert check.largest < 1e-6
+
+
+@pytest.mark.parametrize("method", [aq.DataParallel(), aq.ShardParallel()], ids=["dp", "shard"])
+def test_a_loop_under_vmap_ends_for_each_example_by_itself(method):
+    def train_step(params, batch):
+        def halved(x):
+            return jax.lax.while_loop(lambda c: jnp.sum(c[0] ** 2) > 0.5, lambda c: (c[0] / 2, c[1] + 1), (x, 0))
+
+        def loss_fn(params):
+            x, turns = jax.vmap(halved)(batch["x"])
+            return jnp.mean((x @ params["w"]) ** 2 * (1 + turns[:, None])), turns
+
+        (loss, turns), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, "turns": turns}
+
+    params, batch = {"w": weights()["w"]}, {"x": data()["x"]}
+    cluster = aq.Cluster.preset("8xcpu")
+    plan = aq.plan(train_step, params, batch, cluster=cluster, method=method, num_micro_batches=2)
+    assert aq.parallelize(train_step, plan).check(params, batch).largest < 1e-6

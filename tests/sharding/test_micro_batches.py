@@ -252,6 +252,18 @@ def test_examples_without_numbers_may_be_flattened():
     assert plan(loss).combine["[1]"] == "sum"
 
 
+def test_a_loop_over_two_examples_is_refused_for_each():
+    def loss(w, b):
+        return jnp.mean(jax.lax.map(lambda row: jnp.sum(jnp.tanh(row @ w)), b["x"]))
+
+    def step(w, b):
+        return w - jax.grad(loss)(w, b)
+
+    two = {"x": jax.ShapeDtypeStruct((2, W.shape[0]), jnp.float32)}
+    with pytest.raises(CaptureError, match="loops over the batch"):
+        plan_micro_batches(capture(step, W, two), 2)
+
+
 def test_checks_are_made_part_by_part():
     """Whether any example is wrong is known once every part has looked, and which message is shown does not matter."""
 
