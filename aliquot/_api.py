@@ -36,7 +36,7 @@ from .planners import (
 )
 from .plans import ArrayInterface, ModelReference, Plan, require_match
 from .report import Alternative
-from .sharding import NodeGraph, StagedStep, layer_step, plan_micro_batches, stage_step
+from .sharding import NodeGraph, StagedStep, inferred_rules, layer_step, plan_micro_batches, stage_step
 
 if TYPE_CHECKING:
     from .runtime import ParallelStep, PipelineStep
@@ -52,7 +52,7 @@ def plan(
     num_micro_batches: int = 1,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     verify: bool = False,
     progress: Progress | None = None,
@@ -68,7 +68,8 @@ def plan(
         num_micro_batches: into how many parts the batch of a step is cut.
         micro_batch_semantics: "exact", or "independent" to let what does not decompose see one micro-batch alone.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
-        on_missing_rule: "error", or "replicate" to run operators without a rule whole on every device.
+        on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the operator on small arrays on
+            the host, "replicate" to run it whole on every device, or "error".
         model: how to build the step again, written into the plan.
         verify: compile the best plan for the cluster's devices, which need not be here, and look on for one that fits if
             it does not. The plan then holds the compiled figures.
@@ -87,6 +88,8 @@ def plan(
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
+    if on_missing_rule == "infer":
+        _warn_of_inferred(full)
     searched_s, decided = 0.0, None
     made: dict[int, tuple[Problem, dict[str, str]]] = {}
     if isinstance(method, PipeshardParallel):
@@ -183,6 +186,19 @@ def _first_that_fits(propose: Callable[[float | None], Plan], check: Callable[[P
     return first_that_fits(propose, check)
 
 
+def _warn_of_inferred(graph: Graph) -> None:
+    """Say once what was inferred for primitives that have no rule."""
+    found = inferred_rules(graph)
+    if found:
+        each = ", ".join(f"`{r.primitive}` {r.text if r.splits else 'runs whole'}" for r in found)
+        warnings.warn(
+            f"Rules were inferred for primitives that have none declared: {each}. A letter is a dim that may be split, a point "
+            "one that stays whole. A rule of your own (aliquot.register_dim_rule) may allow more; "
+            'on_missing_rule="replicate" runs them whole.',
+            stacklevel=4,
+        )
+
+
 def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
     """What a compiler tells, as steps of a search."""
     return (lambda line: progress(line, 0, 0)) if progress else None
@@ -195,7 +211,7 @@ def parallelize(
     method: AbstractMethod | PipeshardParallel | None = None,
     cluster: Cluster | None = None,
     devices: Sequence[Any] | None = None,
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     **options: Any,
 ) -> Any:
     """Run a step under a plan: `parallelize(step, plan)`, or as a decorator: `@parallelize(method=Zero3Parallel())`.
@@ -245,7 +261,7 @@ _plan = plan
 
 
 def explain(
-    plan: Plan, step: Callable[..., Any], *args: Any, most: int = 5, on_missing_rule: str = "error", **kwargs: Any
+    plan: Plan, step: Callable[..., Any], *args: Any, most: int = 5, on_missing_rule: str = "infer", **kwargs: Any
 ) -> list[Alternative]:
     """What the best plan would cost that splits one of the largest arrays another way, everything else free to follow.
 
@@ -281,7 +297,7 @@ def verify(
     step: Callable[..., Any],
     *args: Any,
     target: str | None = None,
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     progress: Callable[[str], None] | None = None,
     cache: Path | None = None,
     **kwargs: Any,

@@ -39,7 +39,7 @@ def make_problem(
     *,
     num_micro_batches: int = 1,
     memory_limit_bytes: float | None = None,
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     repeats: bool = True,
 ) -> Problem:
     """The problem of a step traced at the size of one micro-batch. Raises `MissingRuleError`.

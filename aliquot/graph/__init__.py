@@ -1,5 +1,7 @@
 """What is computed: a training step as plain data."""
 
+from ._alone import LoneOperator as LoneOperator
+from ._alone import Shape as Shape
 from ._calling import FlatCall as FlatCall
 from ._calling import calling_of as calling_of
 from ._capture import build_graph as build_graph

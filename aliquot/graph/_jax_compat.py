@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -277,6 +278,18 @@ def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[
         jaxpr = opened
     params = {**eqn.params, "jaxpr": jaxpr}
     return list(eqn.primitive.bind(*closed.consts, *operands, **params))
+
+
+@functools.cache
+def host_device() -> Any:
+    """A CPU of its own, which exists beside those of JAX: no backend is started, and no accelerator looked for.
+
+    Not public: JAX starts all its backends when the first device is asked for.
+    """
+    from jaxlib import xla_client
+
+    client: Any = xla_client.make_cpu_client(asynchronous=False, num_devices=1)
+    return client.local_devices()[0]
 
 
 def coordination_client() -> tuple[Any, str, int, int] | None:

@@ -73,7 +73,7 @@ def build_chains(
     counts: Sequence[int],
     memory_limit_bytes: float,
     copies: Sequence[int] = (),
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     progress: Progress | None = None,
     helper: HelperProcess | None = None,
 ) -> tuple[list[Chain], list[int]]:

@@ -122,7 +122,7 @@ def solve_pipeline(
     cluster: Cluster,
     *,
     semantics: str = "exact",
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     memory_limit_bytes: float | None = None,
     progress: Progress | None = None,
 ) -> PipelineDecision:

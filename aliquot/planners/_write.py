@@ -6,8 +6,8 @@ from typing import Any
 
 from ..cost import Problem, encode_interior, predict
 from ..graph import Graph, Role, graph_fingerprint, interface_fingerprint
-from ..plans import ArrayInterface, ModelReference, Plan, Provenance, StagePlan
-from ..sharding import Spec, dims_of, project, without_partial
+from ..plans import ArrayInterface, InferredRule, ModelReference, Plan, Provenance, StagePlan
+from ..sharding import Spec, dims_of, inferred_rules, project, without_partial
 from ._base import Decision
 
 
@@ -71,6 +71,7 @@ def write_plan(
                 data_axes=tuple(names[a] for a in sorted(priced.data_axes)),
             ),
         ),
+        inferred_rules=written_rules(full, problem.nodes.on_missing_rule),
         notes=_notes(problem, decision),
         prediction=predict(priced, decision.picks, problem.memory_limit_bytes, graph),
         provenance=Provenance(
@@ -94,6 +95,12 @@ def write_plan(
             ),
         ),
     )
+
+
+def written_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ...]:
+    """What was inferred about primitives without a declared rule, if that was asked for."""
+    found = inferred_rules(full) if on_missing_rule == "infer" else ()
+    return tuple(InferredRule(primitive=r.primitive, rule=r.text, count=r.count) for r in found)
 
 
 def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:

@@ -20,6 +20,7 @@ from ..plans import (
 )
 from ..sharding import Spec, dims_of, project, without_partial
 from ._pipeshard import PipelineDecision, StageDecision
+from ._write import written_rules
 
 _Dims = tuple[tuple[str, ...], ...]
 
@@ -87,6 +88,7 @@ def write_pipeline(
             )
             for k, (stage, (shardings, outputs)) in enumerate(zip(found.stages, stages, strict=True))
         ),
+        inferred_rules=written_rules(full, found.stages[0].decision.priced.graph.on_missing_rule),
         prediction=_prediction(found, memory_limit_bytes),
         provenance=Provenance(
             planner=found.planner,

@@ -62,6 +62,18 @@ class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     label: str = ""
 
 
+class InferredRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may be split of a primitive for which no rule is declared.
+
+    `rule` has a letter for each dim that may be split and "." for each that stays whole, as in `"a.,.->a."`. `count` is
+    how many operators of the step follow it.
+    """
+
+    primitive: str
+    rule: str
+    count: int
+
+
 class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one stage of a pipeline is estimated to cost on each of its devices.
 
@@ -191,6 +203,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         layers: how the step was cut into layers: a path pattern, a number, or nothing for every good place.
         scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay whole.
         stages: see `StagePlan`.
+        inferred_rules: what was found out about primitives without a declared rule.
         notes: remarks for the reader, such as dims that could not be split.
         prediction, provenance: see there.
         compiled: what the compiler made of it, if it was asked; see there.
@@ -212,6 +225,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     layers: str = ""
     scan_bounds: tuple[int, ...] = ()
     stages: tuple[StagePlan, ...]
+    inferred_rules: tuple[InferredRule, ...] = ()
     notes: tuple[str, ...] = ()
     prediction: Prediction
     provenance: Provenance

@@ -118,6 +118,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "trace_s": found.trace_s,
         "candidates": [dict(candidate) for candidate in found.candidates],
         "alternatives": [asdict(alternative) for alternative in alternatives],
+        "inferred_rules": msgspec.to_builtins(plan.inferred_rules),
         "notes": list(plan.notes),
     }
 
@@ -151,6 +152,8 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
         parts.append(_alternatives(rest))
     if plan.provenance.candidates:
         parts.append(_candidates(plan))
+    if plan.inferred_rules:
+        parts.append(_inferred(plan))
     if plan.notes:
         parts += [Text("Notes", style="bold"), *(Text(f"  {note}") for note in plan.notes), ""]
     if remark:
@@ -264,6 +267,21 @@ def _candidates(plan: Plan) -> Group:
     if len(found) > _CANDIDATES:
         title += f", {_CANDIDATES} of {len(found)}"
     return columns(title, ("method", "mesh", "step time", "lower bound", "outcome"), rows, right=(2, 3))
+
+
+def _inferred(plan: Plan) -> Group:
+    rows = [(each.primitive, str(each.count), each.rule, _splits(each.rule)) for each in plan.inferred_rules]
+    header = ("primitive", "operators", "rule", "what may be split")
+    return columns("Inferred, as no rule is declared", header, rows, right=(1,))
+
+
+def _splits(rule: str) -> str:
+    """In words what a rule's short form says of the first result."""
+    first = rule.partition("->")[2].partition(",")[0]
+    split = [str(d) for d, letter in enumerate(first) if letter != "."]
+    if not split:
+        return "nothing: it runs whole on every device"
+    return f"dim{'' if len(split) == 1 else 's'} {', '.join(split)} of its result"
 
 
 def _mesh(value: Any) -> str:

@@ -5,7 +5,8 @@ groups groups of features. The partitioner gathers such images from all devices,
 And of a convolution with one input channel in each group of features that is split over the groups it gets wrong what it
 computes where the features of image and result are not at the same position.
 
-Fourier transforms and triangular systems it does not split at all. Here each device runs what it has.
+Fourier transforms and triangular systems it does not split at all, and what it makes of a primitive without a declared
+rule nobody knows. Here each device runs what it has.
 
 Kernels in Pallas it knows nothing of: each device runs its part of the grid. So does each device run cuDNN's attention on its
 examples and heads, for which JAX has a partitioner of its own that wants to see the devices.

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..graph import ATTENTION, KERNEL, Graph, Op, Operand, ReplayHook, evaluate
-from ..sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, without_partial
+from ..sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
 from ._local import Bind, convolution, in_plain_order, on_pieces, product
 from ._mapped import differing
 
@@ -186,7 +186,8 @@ class _Constrain(ReplayHook):
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         sums_scattered = pin is not None and pin.on_pieces
-        if not sums_scattered and op.name not in ("conv_general_dilated", *_ON_PIECES):
+        by_itself = op.name in _ON_PIECES or not is_declared(op)
+        if not sums_scattered and not by_itself and op.name != "conv_general_dilated":
             return bind(op.eqn, arrays)
         mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))
         without = self._without if differs else frozenset()
@@ -197,7 +198,8 @@ class _Constrain(ReplayHook):
             return convolution(op.eqn, arrays, bind, mesh, groups)
         given = pin.operands if pin is not None else [None] * len(arrays)
         splits = [s if s is None else partition(mesh, s, a.shape, without) for s, a in zip(given, arrays, strict=True)]
-        return on_pieces(op.eqn, arrays, bind, mesh, groups, dim_rule(op, self._graph), splits)
+        rule = dim_rule(op, self._graph, on_missing_rule=self._pins.on_missing_rule)
+        return on_pieces(op.eqn, arrays, bind, mesh, groups, rule, splits)
 
     def _product(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]) -> Sequence[Any]:
         mesh, (chain,), (minor,) = self._lowering.mesh, pin.results, pin.minor

@@ -86,7 +86,9 @@ def build_pipeline(
         plan = None
         layout = Layout()
         if count > 1:
-            plan = plan_micro_batches(graph, count, num_groups=number, semantics=semantics, on_missing_rule="replicate")
+            plan = plan_micro_batches(
+                graph, count, num_groups=number, semantics=semantics, on_missing_rule=setups[0].pins.on_missing_rule
+            )
             layout = Layout(groups=number, shards=shards // number, micro_batches=count)
         parts = cut_graph(plan, layout) if plan else phase_parts(graph)
         cut[number] = (

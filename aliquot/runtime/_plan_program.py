@@ -37,7 +37,7 @@ def build_plan_program(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice]
             plan.num_micro_batches,
             num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
             semantics=plan.micro_batch_semantics,
-            on_missing_rule="replicate",
+            on_missing_rule=nodes.on_missing_rule,
         )
     return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
 

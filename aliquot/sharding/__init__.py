@@ -2,6 +2,10 @@
 
 from . import rules as rules
 from ._build_nodes import build_nodes as build_nodes
+from ._dim_rule import Inferred as Inferred
+from ._dim_rule import dim_rule as dim_rule
+from ._dim_rule import inferred_rules as inferred_rules
+from ._dim_rule import is_declared as is_declared
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan
 from ._micro_batches import plan_micro_batches as plan_micro_batches
 from ._micro_batches import trace_part as trace_part
@@ -28,7 +32,6 @@ from ._reshard import result_fraction as result_fraction
 from ._reshard import waiting_apart as waiting_apart
 from ._rows import gathered_by_rows as gathered_by_rows
 from ._rule import DimRule as DimRule
-from ._rule import dim_rule as dim_rule
 from ._rule import register_dim_rule as register_dim_rule
 from ._rule import registered_primitives as registered_primitives
 from ._rule import rule as rule

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..graph import Graph, Phase, Role, fold
 from ._cuts import cut
+from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
 from ._materialised import taken_by_regions
 from ._naming import Naming
@@ -29,7 +30,7 @@ def build_nodes(
     runs_latest: bool = False,
     indexes_maxima: bool = False,
     product_itemsize: int = 0,
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
 ) -> NodeGraph:
     """Everything there is to decide about a step, for any mesh.
 
@@ -79,6 +80,7 @@ def build_nodes(
         op_class=tuple(cuts.folding.op_class.tolist()),
         loop_ports=_loop_ports(naming),
         folded=any(len(m) > 1 for m in cuts.folding.members),
+        on_missing_rule=on_missing_rule,
     )
 
 
@@ -143,7 +145,8 @@ def _sites(naming: Naming) -> list[Site]:
     """Products, with both splits of their results; and group operators at a border.
 
     These read something through another slot, or make an array that a product reads: were its split left to the compiler,
-    it would take on the product's, and with it what the array is made of.
+    it would take on the product's, and with it what the array is made of. Of a primitive without a declared rule the
+    compiler knows nothing either, so its operands are split as its inferred rule wants them.
     """
     cuts = naming.cuts
     readers = _product_readers(naming)
@@ -176,7 +179,8 @@ def _sites(naming: Naming) -> list[Site]:
         ports: list[Port | None] = [None] * len(op.inputs)
         for position, value_class, _ in cuts.operands(op_class):
             slot = cuts.operand_slot(op_class, value_class)
-            if slot is not None and slot != cuts.home(value_class) and not cuts.by_product(value_class):
+            crosses = slot != cuts.home(value_class) and not cuts.by_product(value_class)
+            if slot is not None and (crosses or not is_declared(op)):
                 ports[position] = naming.slot_port(slot)
         made = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is transposed is what they convert.

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Folding, Graph, Op, Phase, Role
-from ._rule import DimRule, dim_rule
+from ._dim_rule import dim_rule
+from ._rule import DimRule
 from ._slots import Slots
 
 # Operators of one operand that only rearrange: behind a weight's gradient they belong to what follows it.

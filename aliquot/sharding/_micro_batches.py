@@ -70,7 +70,7 @@ def plan_micro_batches(
     *,
     num_groups: int = 1,
     semantics: str = "exact",
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     known: Graph | None = None,
 ) -> MicroBatchPlan:
     """Decide how a step runs on micro-batches and gives the same result as on the whole batch.

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role, is_check, scan_counts
+from ._dim_rule import dim_rule
 from ._micro_calls import first_op, indexed_dims, ops_of, phase_of, standing_for
-from ._rule import DimRule, dim_rule
+from ._rule import DimRule
 from ._time_specs import (
     EQUAL,
     LATE,

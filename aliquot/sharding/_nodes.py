@@ -195,6 +195,7 @@ class NodeGraph:
         op_class: class of each operator.
         loop_ports: how the values that loops carry and remat regions take are split, by value index.
         folded: whether any node stands for more than one copy.
+        on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
     """
 
     nodes: tuple[Node, ...]
@@ -209,6 +210,7 @@ class NodeGraph:
     op_class: tuple[int, ...]
     loop_ports: dict[int, Port]
     folded: bool
+    on_missing_rule: str = "infer"
 
 
 def project(choice: Choice, projection: Projection) -> Spec:

@@ -52,6 +52,7 @@ class Pins:
         totals: what running totals of these are split like, one after the other, once they are added up over data axes.
         rows: of each value that replaces an input row by row, that input, and how either is split.
         wide_sums: whether what products on pieces leave is scattered in float32 at least.
+        on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
     """
 
     by_class: dict[int, Pin]
@@ -62,6 +63,7 @@ class Pins:
     totals: dict[int, Landing] = field(default_factory=dict)
     rows: dict[int, tuple[int, Spec, Spec]] = field(default_factory=dict)
     wide_sums: bool = False
+    on_missing_rule: str = "infer"
 
     def of(self, op: Op) -> Pin | None:
         """The pin of an operator, or None."""
@@ -157,6 +159,7 @@ def make_pins(
         rows=rows,
         # As XLA's CPU backend, which makes none itself, all-reduces narrow types, and as they are priced there.
         wide_sums=not reduce_scatter,
+        on_missing_rule=nodes.on_missing_rule,
     )
 
 

@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from ..core import MissingRuleError
-from ..graph import Graph, Literal, Op
-
 
 class HasShape(Protocol):
     """What a rule may know of an operand: its shape and dtype."""
@@ -74,10 +71,25 @@ class DimRule:
         return tuple(c for c in seen if c.islower())
 
     @property
+    def text(self) -> str:
+        """Its short form, with "." for each dim that stays whole: `"a.,b->ab"`."""
+
+        def side(arrays: Sequence[Dims]) -> str:
+            return ",".join("".join(_dim_text(names) for names in dims) for dims in arrays)
+
+        return f"{side(self.operands)}->{side(self.results)}"
+
+    @property
     def flops(self) -> float:
         """Floating-point operations of the whole operator."""
         # An operand of no elements stands for one that is not given.
         return self.flops_per_point * math.prod(size for size in self.sizes.values() if size)
+
+
+def _dim_text(names: str) -> str:
+    if not any(c.islower() for c in names):
+        return "."
+    return names if len(names) == 1 else f"({names})"
 
 
 def rule(
@@ -170,34 +182,9 @@ def registered_primitives() -> frozenset[str]:
     return frozenset(_rules)
 
 
-def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "error") -> DimRule:
-    """The rule of one operator.
-
-    Args:
-        on_missing_rule: "error", or "replicate": treat an operator without a rule as one that must stay whole.
-
-    Raises:
-        MissingRuleError: no rule is registered for the primitive.
-    """
-    operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
-    results = [
-        graph.values[o].shape if o >= 0 else tuple(v.aval.shape) for o, v in zip(op.outputs, _outvars(op), strict=True)
-    ]
-    fn = _rules.get(op.name)
-    if fn is not None:
-        return fn(operands, results, op.params)
-    if on_missing_rule == "replicate":
-        return whole(operands, results)
-    shapes = ", ".join(str(o.shape) for o in operands)
-    raise MissingRuleError(
-        f"No dimension rule for primitive `{op.name}` (operand shapes {shapes}; in {op.scope or graph.name}). Without one the "
-        "planner cannot tell which dimensions may be split. Register one with `@aliquot.register_dim_rule"
-        f'("{op.name}")`, or pass on_missing_rule="replicate" to run it whole on every device.'
-    )
-
-
-def _outvars(op: Op) -> Sequence[Any]:
-    return op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs)
+def declared_rule(primitive: str) -> DimRuleFn | None:
+    """The rule function of a primitive by its name, if there is one."""
+    return _rules.get(primitive)
 
 
 def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> DimRule:

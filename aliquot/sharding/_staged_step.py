@@ -69,7 +69,7 @@ def layer_step(
     *,
     layers: str | int | Layers | None = None,
     semantics: str = "exact",
-    on_missing_rule: str = "error",
+    on_missing_rule: str = "infer",
     known: Graph | None = None,
 ) -> LayeredStep:
     """A step cut into micro-batches and layers.

@@ -22,9 +22,7 @@ def parallel(fn: Any, *args: Any, method: Any, num_micro_batches: int = 1, seman
 def build(graph: Graph, method: Any, num_micro_batches: int = 1, semantics: str = "exact", devices: Any = None):
     """The same for a captured step."""
     small = graph if num_micro_batches == 1 else trace_part(graph, num_micro_batches)
-    problem = make_problem(
-        small, Cluster.preset("8xcpu"), num_micro_batches=num_micro_batches, on_missing_rule="replicate"
-    )
+    problem = make_problem(small, Cluster.preset("8xcpu"), num_micro_batches=num_micro_batches)
     decision = method.solve(problem)
     plan = write_plan(
         decision,
@@ -53,9 +51,7 @@ def loop_results(
         outputs=((-1,),) * len(graph.outputs),
         values={},
     )
-    plan = plan_micro_batches(
-        graph, num_micro_batches, num_groups=groups, semantics=semantics, on_missing_rule="replicate"
-    )
+    plan = plan_micro_batches(graph, num_micro_batches, num_groups=groups, semantics=semantics)
     program = build_program(graph, pins, mesh, micro_batches=plan, data_axes=("x",) if groups > 1 else ())
     copies = [
         place(leaf, sharding, leaf.shape, keep=True)

@@ -1,0 +1,167 @@
+"""Operators evaluated alone, on operands of other shapes: what shapes they make, and what numbers.
+
+Numbers are made by the host's CPU, through a client of its own: JAX is not made to look for accelerators, and none that
+is there is touched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _jax_compat as compat
+
+Shape: TypeAlias = tuple[int, ...]
+Number: TypeAlias = bool | int | float | complex
+
+
+class LoneOperator:
+    """One operator, taken out of its step. Equal to any that computes the same on equal operands."""
+
+    def __init__(self, eqn: Any) -> None:
+        self._eqn = eqn
+        self._dtypes = [v.aval.dtype for v in eqn.invars]
+        self._literals = {k: v.val for k, v in enumerate(eqn.invars) if compat.is_literal(v)}
+        self._key = self._comparable() or (id(eqn),)
+
+    @staticmethod
+    def of(eqn: Any) -> LoneOperator | None:
+        """The operator of an equation; None if it takes or makes something other than arrays, or has effects."""
+        arrays = all(hasattr(v.aval, "shape") and hasattr(v.aval, "dtype") for v in (*eqn.invars, *eqn.outvars))
+        return LoneOperator(eqn) if arrays and not eqn.effects else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoneOperator) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def _comparable(self) -> tuple[Any, ...] | None:
+        """What it computes, without the shapes of its operands; None if its parameters cannot be compared."""
+        try:
+            params = tuple((name, _hashable(value)) for name, value in sorted(self._eqn.params.items()))
+            literals = tuple((k, str(value)) for k, value in sorted(self._literals.items()))
+            key = self._eqn.primitive, params, tuple(map(str, self._dtypes)), literals
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def shapes_made(self, shapes: Sequence[Shape]) -> tuple[Shape, ...] | None:
+        """Shapes of its results for operands of other shapes; None if it does not take these, or makes other dtypes."""
+        structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, self._dtypes, strict=True)]
+        try:
+            with _quietly():
+                made = jax.eval_shape(lambda *arrays: compat.bind(self._eqn, arrays), *structs)
+        except Exception:  # Whatever a library's own checks raise.
+            return None
+        outvars = self._eqn.outvars
+        same = len(made) == len(outvars) and all(m.dtype == v.aval.dtype for m, v in zip(made, outvars, strict=True))
+        return tuple(tuple(m.shape) for m in made) if same else None
+
+    def operands(self, shapes: Sequence[Shape], draw: int) -> list[NDArray[Any]]:
+        """Random operands of these shapes: always the same for the same shapes and number of the draw.
+
+        Of floats the first draw lies between 0 and 1, the second on both sides of 0, the third holds small whole numbers.
+        Integers may index every dim.
+        """
+        random = np.random.default_rng(draw)
+        fewest = min((n for shape in shapes for n in shape if n > 1), default=2)
+        return [
+            np.asarray(self._literals[k])
+            if k in self._literals
+            else _random(random, shape, dtype, draw, min(fewest, 2 + draw))
+            for k, (shape, dtype) in enumerate(zip(shapes, self._dtypes, strict=True))
+        ]
+
+    def run(self, draws: Sequence[Sequence[Sequence[NDArray[Any]]]]) -> list[list[list[NDArray[Any]]]] | None:
+        """Results for several lists of operands, for each draw; None if they cannot be compiled or run for the host.
+
+        One program takes all lists of a draw; the shapes are the same in every draw.
+        """
+
+        def program(given: Sequence[Sequence[Any]]) -> list[list[Any]]:
+            made = []
+            for operands in given:
+                arrays = [_typed(o, d) for o, d in zip(operands, self._dtypes, strict=True)]
+                made.append([_plain(r) for r in compat.bind(self._eqn, arrays)])
+            return made
+
+        device = compat.host_device()
+        try:
+            with _quietly(), jax.default_device(device):
+                jitted = jax.jit(program)
+                made = [jitted(jax.device_put([list(operands) for operands in calls], device)) for calls in draws]
+                return [[[np.asarray(r) for r in results] for results in each] for each in made]
+        except Exception:  # Nothing is lost: the operator then runs whole.
+            return None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Whatever a try says or checks is none of the user's business."""
+    with warnings.catch_warnings(), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def _random(random: np.random.Generator, shape: Shape, dtype: Any, draw: int, below: int) -> NDArray[Any]:
+    if _is_key(dtype):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        return random.integers(0, 2**32, words.shape, dtype=np.uint32)
+    numbers: NDArray[Any]
+    if jnp.issubdtype(dtype, jnp.bool_):
+        numbers = random.integers(0, 2, shape)
+    elif jnp.issubdtype(dtype, jnp.integer):
+        numbers = random.integers(0, below, shape)
+    else:
+        numbers = _floats(random, shape, draw)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            numbers = numbers + 1j * _floats(random, shape, draw)
+    typed: NDArray[Any] = numbers.astype(dtype)
+    return typed
+
+
+def _floats(random: np.random.Generator, shape: Shape, draw: int) -> NDArray[Any]:
+    if draw == 0:
+        return random.uniform(0.05, 0.95, shape)
+    if draw == 1:
+        return 4 * random.standard_normal(shape)
+    return random.integers(1, 5, shape).astype(np.float64)
+
+
+def _typed(array: Any, dtype: Any) -> Any:
+    return jax.random.wrap_key_data(array, impl=_kind_of_key(dtype)) if _is_key(dtype) else array.astype(dtype)
+
+
+def _kind_of_key(dtype: Any) -> Any:
+    kinds: list[Any] = []
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return kinds[0]
+
+
+def _plain(array: Any) -> Any:
+    return jax.random.key_data(array) if _is_key(array.dtype) else array
+
+
+def _hashable(value: Any) -> Any:
+    """A parameter as something that can be compared by value."""
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes()
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_hashable, value))
+    # True is 1 and 1.0 for a dictionary.
+    return type(value), value

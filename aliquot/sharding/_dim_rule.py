@@ -1,0 +1,82 @@
+"""The rule of an operator: declared for its primitive, or inferred."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import InputError, MissingRuleError
+from ..graph import Graph, Literal, Op
+from ._infer import infer_rule
+from ._rule import DimRule, declared_rule, whole
+
+_WITHOUT_RULE = ("infer", "error", "replicate")
+
+
+def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule:
+    """The rule of one operator.
+
+    Args:
+        on_missing_rule: what to do for a primitive without a rule. "infer": find out by evaluating the operator alone on
+            small random operands, on the host; what cannot be evaluated or split so runs whole. "replicate": let it run
+            whole. "error": raise.
+
+    Raises:
+        InputError: `on_missing_rule` is none of these.
+        MissingRuleError: no rule is registered for the primitive, and "error" is asked for.
+    """
+    if on_missing_rule not in _WITHOUT_RULE:
+        known = ", ".join(f'"{word}"' for word in _WITHOUT_RULE)
+        raise InputError(f"on_missing_rule is {on_missing_rule!r}, and can be {known}.")
+    operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
+    results = [
+        graph.values[o].shape if o >= 0 else tuple(v.aval.shape) for o, v in zip(op.outputs, _outvars(op), strict=True)
+    ]
+    fn = declared_rule(op.name)
+    if fn is not None:
+        return fn(operands, results, op.params)
+    if on_missing_rule == "infer" and op.eqn is not None:
+        return infer_rule(op.eqn, operands, results) or whole(operands, results)
+    if on_missing_rule == "replicate":
+        return whole(operands, results)
+    shapes = ", ".join(str(o.shape) for o in operands)
+    raise MissingRuleError(
+        f"No dimension rule for primitive `{op.name}` (operand shapes {shapes}; in {op.scope or graph.name}). Without one the "
+        "planner cannot tell which dimensions may be split. Register one with `@aliquot.register_dim_rule"
+        f'("{op.name}")`, or pass on_missing_rule="infer" to have one found out by evaluating it on small arrays, or '
+        'on_missing_rule="replicate" to run it whole on every device.'
+    )
+
+
+def is_declared(op: Op) -> bool:
+    """Whether the rule of an operator is declared for its primitive. Loops' links have one."""
+    return declared_rule(op.name) is not None
+
+
+def _outvars(op: Op) -> Sequence[Any]:
+    return op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """A rule that was inferred, in its short form, and for how many operators of a step."""
+
+    primitive: str
+    text: str
+    splits: bool
+    count: int
+
+
+def inferred_rules(graph: Graph) -> tuple[Inferred, ...]:
+    """What was inferred for the operators of a step whose primitives have no rule, in order of first use."""
+    found: dict[tuple[str, str], tuple[bool, int]] = {}
+    for op in graph.ops:
+        if not is_declared(op):
+            rule = dim_rule(op, graph)
+            key = op.name, rule.text
+            found[key] = bool(rule.factors), found.get(key, (False, 0))[1] + 1
+    return tuple(
+        Inferred(primitive=name, text=text, splits=splits, count=count)
+        for (name, text), (splits, count) in found.items()
+    )

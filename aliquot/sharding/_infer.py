@@ -1,0 +1,289 @@
+"""Rules of primitives for which none is declared, found out by evaluating the operator alone.
+
+A factor that runs through some operands and through every result may be split if the slices of the results are the
+results of the slices. That is tried on small random operands of two sizes, so that nothing is believed that holds for one
+size alone. A dim that the operator's parameters name cannot be cut, as the operator takes no other size there. Factors that
+are reduced are not inferred, nor is linearity: without them a plan is slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import LoneOperator, Shape
+from ._rule import DimRule, Dims, HasShape
+from .rules._factors import Factors
+
+_MOST_SHAPES_TRIED = 128
+_MOST_FACTORS_TRIED = 24
+_MOST_ELEMENTS = 1 << 16
+_DRAWS = 3
+# Small stand-ins for the sizes of dims, in increasing order. Each is cut in two unequal pieces.
+_SMALL = ((4, 8, 10, 12, 14, 16, 18), (6, 9, 15, 20, 21, 24, 27))
+
+Places: TypeAlias = frozenset[tuple[int, int]]
+"""Dims of arrays: positions among operands or results, and dims."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factor:
+    """Dims of operands and of results that are split together."""
+
+    operands: Places
+    results: Places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """Operands of small shapes, and where to cut the dims of a factor in two."""
+
+    shapes: tuple[Shape, ...]
+    at: int
+
+
+def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape]) -> DimRule | None:
+    """The rule of an operator as far as it can be found out; None if nothing may be split.
+
+    Operators that have effects or that cannot be evaluated on the host have none. The same operator always gets the same
+    rule: operands are drawn from a fixed seed.
+    """
+    lone = LoneOperator.of(eqn)
+    if lone is None:
+        return None
+    found = _factors(lone, tuple(o.shape for o in operands), tuple(results))
+    return _as_rule(found, operands, results) if found else None
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> tuple[_Factor, ...]:
+    """The factors that may be split, no two of which share a dim."""
+    small = [_small_shapes(lone, shapes, which) for which in range(len(_SMALL))]
+    tests: list[tuple[_Factor, tuple[_Trial, ...]]] = []
+    for places in itertools.islice(_candidates(shapes), _MOST_SHAPES_TRIED):
+        factor = _followed(lone, shapes, results, places)
+        trials = _trials(lone, shapes, small, factor) if factor is not None else None
+        if factor is not None and trials is not None:
+            tests.append((factor, trials))
+        if len(tests) == _MOST_FACTORS_TRIED:
+            break
+    found: list[_Factor] = []
+    for factor in _passing(lone, tuple(tests)):
+        if all(f.operands.isdisjoint(factor.operands) and f.results.isdisjoint(factor.results) for f in found):
+            found.append(factor)
+    return tuple(sorted(found, key=lambda factor: min(factor.operands)))
+
+
+def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
+    """Dims of equal size that may be one factor, at most one of each operand: few dims before many.
+
+    Of many operands, the same dim of all of them is tried early.
+    """
+    for size in sorted({n for shape in shapes for n in shape if n > 1}):
+        having = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
+        yield from (frozenset({(k, d)}) for k, dims in enumerate(having) for d in dims)
+        seen: set[Places] = set()
+        for from_end in (False, True):
+            offsets = {d - (len(shapes[k]) if from_end else 0) for k, dims in enumerate(having) for d in dims}
+            for offset in sorted(offsets):
+                places = frozenset(
+                    (k, offset + (len(shapes[k]) if from_end else 0))
+                    for k, dims in enumerate(having)
+                    if offset + (len(shapes[k]) if from_end else 0) in dims
+                )
+                if len(places) > 1 and places not in seen:
+                    seen.add(places)
+                    yield places
+        having_any = [k for k, dims in enumerate(having) if dims]
+        for count in range(2, len(having_any) + 1):
+            for chosen in itertools.combinations(having_any, count):
+                for dims in itertools.product(*(having[k] for k in chosen)):
+                    places = frozenset(zip(chosen, dims, strict=True))
+                    if places not in seen:
+                        yield places
+
+
+def _followed(
+    lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...], places: Places
+) -> _Factor | None:
+    """The factor of these dims, if another size of theirs is the size of one dim of every result; else None."""
+    size = _size_at(shapes, places)
+    made = lone.shapes_made(_resized(shapes, places, 2 * size))
+    if made is None or not made:
+        return None
+    followed = []
+    for k, (new, old) in enumerate(zip(made, results, strict=True)):
+        differing = [d for d, (n, o) in enumerate(zip(new, old, strict=False)) if n != o]
+        if len(new) != len(old) or len(differing) != 1:
+            return None
+        (dim,) = differing
+        if (old[dim], new[dim]) != (size, 2 * size):
+            return None
+        followed.append((k, dim))
+    return _Factor(operands=places, results=frozenset(followed))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> tuple[Shape, ...]:
+    """The same shapes with a small number in the place of each size, wherever the operator takes it.
+
+    Sizes that are equal stay equal, and larger ones larger.
+    """
+    small = shapes
+    for size in _sizes(shapes):
+        places = frozenset((k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size)
+        trial = _resized(small, places, _stand_in(shapes, size, which))
+        if lone.shapes_made(trial) is not None:
+            small = trial
+    return small
+
+
+def _trials(
+    lone: LoneOperator, shapes: tuple[Shape, ...], small: Sequence[tuple[Shape, ...]], factor: _Factor
+) -> tuple[_Trial, ...] | None:
+    """How to test a factor at small shapes; None if the operator does not take these, or they are too large."""
+    found = []
+    for which, others in enumerate(small):
+        size = _stand_in(shapes, _size_at(shapes, factor.operands), which)
+        whole = _resized(others, factor.operands, size)
+        # Pieces of different sizes: what holds for halves may hold by chance.
+        at = size // 3
+        pieces = [lone.shapes_made(_resized(whole, factor.operands, n)) for n in (at, size - at)]
+        made = lone.shapes_made(whole)
+        if made is None or any(
+            p != _resized(made, factor.results, n) for p, n in zip(pieces, (at, size - at), strict=True)
+        ):
+            return None
+        if _size_at(made, factor.results) != size or sum(map(math.prod, (*whole, *made))) > _MOST_ELEMENTS:
+            return None
+        found.append(_Trial(shapes=whole, at=at))
+    return tuple(found)
+
+
+def _sizes(shapes: Sequence[Shape]) -> list[int]:
+    return sorted({n for shape in shapes for n in shape if n > 1})
+
+
+def _stand_in(shapes: Sequence[Shape], size: int, which: int) -> int:
+    rank = _sizes(shapes).index(size)
+    return _SMALL[which][min(rank, len(_SMALL[which]) - 1)]
+
+
+def _size_at(shapes: Sequence[Shape], places: Places) -> int:
+    """The size of dims that are equally long; 0 if they are not."""
+    (size, *others) = {shapes[k][d] for k, d in places}
+    return 0 if others else size
+
+
+def _resized(shapes: Sequence[Shape], places: Places, size: int) -> tuple[Shape, ...]:
+    return tuple(tuple(size if (k, d) in places else n for d, n in enumerate(shape)) for k, shape in enumerate(shapes))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _passing(lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]], ...]) -> tuple[_Factor, ...]:
+    """The factors of which slices of results are the results of slices, at both sizes and for all draws.
+
+    All in one program; each by itself where that program cannot be compiled.
+    """
+    if not tests:
+        return ()
+    passed = _pass_together(lone, tests)
+    if passed is None:
+        each = [_pass_together(lone, (test,)) for test in tests]
+        passed = [p is not None and p[0] for p in each]
+    return tuple(factor for (factor, _), good in zip(tests, passed, strict=True) if good)
+
+
+def _pass_together(lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]) -> list[bool] | None:
+    wholes = list(dict.fromkeys(trial.shapes for _, trials in tests for trial in trials))
+    draws = []
+    for draw in range(_DRAWS):
+        given = {shapes: lone.operands(shapes, draw) for shapes in wholes}
+        cut = [
+            part
+            for factor, trials in tests
+            for trial in trials
+            for part in _cut(given[trial.shapes], factor.operands, trial.at)
+        ]
+        draws.append([*given.values(), *cut])
+    made = lone.run(draws)
+    if made is None:
+        return None
+    passed = []
+    position = len(wholes)
+    for factor, trials in tests:
+        good = True
+        for trial in trials:
+            # Numbers are compared wherever there are some: a root of negative numbers is none.
+            compared = False
+            for results in made:
+                want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.at)
+                good &= all(_same(a, b) for a, b in zip(results[position : position + 2], want, strict=True))
+                compared |= all(_is_mostly_finite(r) for r in results[wholes.index(trial.shapes)])
+            good &= compared
+            position += 2
+        passed.append(good)
+    return passed
+
+
+def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[NDArray[Any]]]:
+    """Both pieces of arrays cut along some of their dims."""
+    dims = dict(places)
+    return [
+        [a[(slice(None),) * dims[k] + (piece,)] if k in dims else a for k, a in enumerate(arrays)]
+        for piece in (slice(None, at), slice(at, None))
+    ]
+
+
+def _same(found: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
+    """Whether arrays are equal, of floats up to rounding."""
+    return all(_equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _equal(found: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if found.dtype.kind in "biu":
+        return bool((found == wanted).all())
+    rounding = min(64 * _epsilon(found.dtype), 0.05)
+    wide = np.complex128 if found.dtype.kind == "c" else np.float64
+    a, b = found.astype(wide), wanted.astype(wide)
+    largest = float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0))
+    return bool(np.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True))
+
+
+def _epsilon(dtype: Any) -> float:
+    limits: Any = jnp.finfo  # Not annotated in JAX.
+    return float(limits(dtype).eps)
+
+
+def _is_mostly_finite(array: NDArray[Any]) -> bool:
+    if array.dtype.kind in "biu":
+        return True
+    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    return bool(np.isfinite(wide).mean() > 0.25) if array.size else False
+
+
+def _as_rule(factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]) -> DimRule:
+    f = Factors()
+    shapes = [o.shape for o in operands]
+    letters = [f.split(_size_at(shapes, factor.operands)) for factor in factors]
+
+    def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
+        return tuple(
+            next((letter for letter, own in zip(letters, places, strict=True) if (k, d) in own), None) or f.whole(n)
+            for d, n in enumerate(shape)
+        )
+
+    return f.rule(
+        [dims(k, shape, [factor.operands for factor in factors]) for k, shape in enumerate(shapes)],
+        [dims(k, shape, [factor.results for factor in factors]) for k, shape in enumerate(results)],
+    )
