@@ -1,7 +1,7 @@
 """What Ctrl-C does to the process of the command line, whenever it comes.
 
-While modules are imported and options read, nothing is under way that could be lost: the process ends at once. Within a verb
-Ctrl-C is a `KeyboardInterrupt`. Python raises that between two of its own instructions, which a compiler or a solver may put off
+While modules are imported and options read, nothing is under way that could be lost: the process ends at once. Else, within a
+verb, Ctrl-C is a `KeyboardInterrupt`. Python raises that between two of its own instructions, which a compiler or a solver may put off
 for long, so a thread acknowledges it meanwhile, and a second Ctrl-C ends the process.
 """
 
@@ -16,6 +16,7 @@ from types import FrameType
 INTERRUPTED = 130
 # Most of what Ctrl-C stops has ended by then, and says so itself.
 _PATIENCE_S = 0.3
+_IMPORTS = "<frozen importlib"
 
 
 def leave_at_interrupts() -> None:
@@ -32,7 +33,7 @@ def raise_at_interrupts() -> None:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_acknowledge, args=(reading,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _raise)
 
 
 def end_at_interrupts() -> None:
@@ -44,6 +45,16 @@ def end_at_interrupts() -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, b"interrupted; nothing was written.\n")
     os._exit(INTERRUPTED)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith(_IMPORTS):
+            # Modules in C++ that are interrupted while they set themselves up crash.
+            _leave(number, frame)
+        caller = caller.f_back
+    signal.default_int_handler(number, frame)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

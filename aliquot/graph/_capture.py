@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from ._types import Graph, Input, Op, Output, Phase, Role, Value
 
 # Traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
+_MOST_ELEMENTS = 2**53
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
@@ -33,7 +35,8 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
         *args, **kwargs: example arguments; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-        CaptureError: `fn` is no function, takes no arrays, or returns something that is no array.
+        CaptureError: `fn` is no function, takes no arrays, or returns something that is no array; or has
+            arrays that no machine holds.
     """
     calling = calling_of(fn, args, kwargs)
     if not calling.call.leaves:
@@ -94,6 +97,17 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def _require_sizes(values: Sequence[Value]) -> None:
+    """Refuse arrays that no machine holds: costs of them would be beyond what solvers count with."""
+    largest = max(values, key=lambda value: math.prod(value.shape), default=None)
+    if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
+        raise CaptureError(
+            f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of "
+            f"{math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at most. Make the model or the batch "
+            "smaller."
+        )
+
+
 def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     calling = replace(calling)  # what it learns from this trace must not reach graphs of other traces
     structs = [compat.shape_struct(leaf) for leaf in leaves]
@@ -110,6 +124,7 @@ def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     input_values = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
     body = inliner.block(closed.jaxpr, closed.consts, input_values, "", 1)
     values = tuple(inliner.values)
+    _require_sizes(values)
     drafts = inliner.drafts
     phases = assign_phases(drafts, len(values), inliner.decided)
     ops = tuple(

@@ -30,6 +30,9 @@ def leaves_in_step():
 def needs(width, depth, name="x"): pass
 def unnamed(width, /): pass
 def one_argument(): return (lambda state: state), A, A
+def huge():
+    large = jax.ShapeDtypeStruct((10**10, 10**12), jnp.float32)
+    return (lambda state, batch: (state + batch.sum(), {})), large, A
 def three_arguments(): return (lambda state, batch, key: state), A, A
 """
 
@@ -55,6 +58,10 @@ def module(tmp_path, monkeypatch):
         (f"{SMALL} --set num_layers=99999999", "num_layers=99999999 must be at most 10000"),
         (f"{SMALL} --set seq_len=99999999999999999999", "must be at most 2147483647"),
         ("plan gpt-10m --cluster 8xH100 --global-batch 99999999999999999999", "must be at most 2147483647"),
+        (
+            "plan gpt-10m --cluster 8xH100 --global-batch 2147483640 --set seq_len=2147483640 --set num_layers=1",
+            "elements, and can have 9.0e+15",
+        ),
         (f"{SMALL} --out {'a' * 300}", "cannot be written: File name too long"),
         (f"{SMALL} --out {'a' * 5000}", "cannot be written: File name too long"),
         (f"explain {'a' * 5000}", "cannot be read: File name too long"),
@@ -87,6 +94,7 @@ def test_numbers_and_names_beyond_all_measure(args, message, tmp_path, monkeypat
         ("odd_factories:nothing", "is NoneType None, not a function"),
         ("odd_factories:needs", "it needs width, depth: add --set width=... --set depth=..."),
         ("odd_factories:unnamed", "it needs arguments without names"),
+        ("odd_factories:huge", "the step has an array float32[10000000000, 1000000000000], of 1.0e+22 elements"),
         ("odd_factories:one_argument", "cannot be called as train_step(state, batch): too many"),
         ("odd_factories:three_arguments", "cannot be called as train_step(state, batch): missing a required argument"),
     ],
