@@ -28,6 +28,7 @@ _MODULE_OF = {
     "Auto": "planners",
     "ILP": "planners",
     "Fixed": "planners",
+    "plan_chain": "planners",
     "AliquotError": "core",
     "CaptureError": "core",
     "ClusterError": "core",

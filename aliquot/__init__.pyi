@@ -34,6 +34,7 @@ from .planners import ShardParallel as ShardParallel
 from .planners import StageDP as StageDP
 from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
+from .planners import plan_chain as plan_chain
 from .plans import Plan as Plan
 from .sharding import register_dim_rule as register_dim_rule
 

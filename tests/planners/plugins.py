@@ -7,7 +7,10 @@ import sys
 import types
 from pathlib import Path
 
-from aliquot.planners import ILP, AbstractIntra, Fixed
+import pytest
+
+from aliquot.planners import ILP, AbstractInter, AbstractIntra, Fixed, Grid, StageDP
+from aliquot.plans import SCHEDULES, AbstractScheduleKind
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -19,7 +22,10 @@ def example(page: str) -> types.ModuleType:
         module = types.ModuleType(name)
         sys.modules[name] = module
         code = "\n".join(re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE))
+        known = dict(SCHEDULES)
         exec(compile(code, str(DOCS / page), "exec"), module.__dict__)
+        SCHEDULES.clear()
+        SCHEDULES.update(known)
     return sys.modules[name]
 
 
@@ -30,3 +36,20 @@ INTRAS: dict[str, AbstractIntra] = {
     "zero3": Fixed(zero_stage=3),
     "example": example("add-a-planner.md").Greedy(),
 }
+
+# `ManualStages` has stages of its own for each chain, which the tests write.
+INTERS: dict[str, AbstractInter] = {
+    "stages": StageDP(),
+    "grid": Grid(),
+    "example": example("add-a-planner.md").Balanced(),
+}
+
+KINDS: dict[str, AbstractScheduleKind] = {**SCHEDULES, "v-shaped": example("add-a-schedule.md").VShaped()}
+TRAINING = [name for name, kind in KINDS.items() if kind.trains]
+
+
+@pytest.fixture(autouse=True)
+def all_schedules(monkeypatch):
+    """The table of schedules with that of the page."""
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(SCHEDULES, name, kind)

@@ -33,11 +33,12 @@ def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_
     }
     listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
     limit = chain.memory_limit_bytes
+    count = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
     return InfeasibleError(
         f"No pipeline{wanted} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(limit)} usable on "
         f"each).\n"
-        f"  The smallest found, {plan.schedule} with {len(plan.stages)} stages and {plan.num_micro_batches} micro-batches, "
+        f"  The smallest found, {plan.schedule} with {count} and {plan.num_micro_batches} micro-batches, "
         f"needs {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]}, "
         f"{chain.options[stage.option].name}): {listed}.\n"
         f"  {_remedy(chains, plan, parts, limit, num_stages)}",
