@@ -28,7 +28,9 @@ def plan(
     model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
     cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)],
     global_batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all devices.")] = None,
-    method: Annotated[str, typer.Option(help="dp, zero2, zero3, shard, auto, pipeshard or grid.")] = "auto",
+    method: Annotated[
+        str, typer.Option(help="dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard or grid.")
+    ] = "auto",
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
     micro_batches: Annotated[
         str | None,

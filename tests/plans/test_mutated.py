@@ -17,7 +17,7 @@ from aliquot.plans import Plan, chrome_trace, diff, violations
 from aliquot.report import as_text, difference, explained, explanation, planned_trace
 
 HERE = Path(__file__).parent
-LONGEST_S = 5.0
+LONGEST_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_mutated_plans_are_read_or_refused(seeds, originals, canary):
     taken = 0
     for seed in seeds:
         text = originals[seed % len(originals)]
-        changed, started = mutated(text, random.Random(seed)), time.monotonic()
+        changed, started = mutated(text, random.Random(seed)), time.process_time()
         try:
             read(changed, Plan.from_json(text))
             taken += 1
@@ -73,6 +73,6 @@ def test_mutated_plans_are_read_or_refused(seeds, originals, canary):
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-        assert time.monotonic() - started < LONGEST_S, f"seed {seed}"
+        assert time.process_time() - started < LONGEST_S, f"seed {seed}"
     assert len(seeds) / 50 < taken < len(seeds) / 2
     assert not canary.exists() and CANARY not in sys.modules
