@@ -119,7 +119,8 @@ def _is_key(dtype: Any) -> bool:
 def _random(random: np.random.Generator, shape: Shape, dtype: Any, draw: int, below: int) -> NDArray[Any]:
     if _is_key(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        return random.integers(0, 2**32, words.shape, dtype=np.uint32)
+        key: NDArray[Any] = random.integers(0, 2**32, words.shape, dtype=np.uint32)
+        return key
     numbers: NDArray[Any]
     if jnp.issubdtype(dtype, jnp.bool_):
         numbers = random.integers(0, 2, shape)
