@@ -7,12 +7,14 @@ any shape whose entries add up along the units of a chain: figures of stages, or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    # The command line reads plans, and must start without it.
+    import numpy as np
+    from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = "NDArray[np.float64]"
 
 
 class StageTimes(Protocol):
@@ -67,6 +69,8 @@ class ClosedForm:
             edges_s: for each stage the transfer over the edge in front of it, in one direction.
             overlaps: whether stages compute while arrays travel.
         """
+        import numpy as np
+
         maxima = []
         for term in self.maxima:
             both = np.maximum(term.sums, term.link * edges_s) if overlaps else term.sums + term.transfers * edges_s
@@ -75,5 +79,7 @@ class ClosedForm:
 
     def total_s(self, edges_s: Floats, *, overlaps: bool) -> Floats:
         """The step time of stages along the last axis."""
+        import numpy as np
+
         sums_s, maxima_s = self.parts_s(edges_s, overlaps=overlaps)
         return np.asarray(sums_s + sum(term.weight * value for term, value in zip(self.maxima, maxima_s)))
