@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ._aceso import aceso
 from ._cluster import cluster
 from ._demo import demo
 from ._diff import diff
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 for _verb in (demo, cluster, plan, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
+app.add_typer(aceso, name="aceso")
 
 
 def _print_version(asked: bool) -> None:

@@ -8,5 +8,6 @@ from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation
 from ._tables import as_text as as_text
+from ._tables import columns as columns
 from ._trace import planned_trace as planned_trace
 from ._verify import verification as verification

@@ -473,12 +473,7 @@ class Walk:
             self._set(out, joined, free, depth)
 
     def _fixpoint(
-        self,
-        call: Call,
-        block: Block,
-        carried: Sequence[Operand],
-        init: Sequence[TimeSpec],
-        results: Sequence[Operand],
+        self, call: Call, block: Block, carried: Sequence[Operand], init: Sequence[TimeSpec], results: Sequence[Operand]
     ) -> None:
         """Walk through a body until what enters it is what leaves it."""
         free = self._is_free(call.inputs)
@@ -495,9 +490,10 @@ class Walk:
             specs, self.violations = joined, before
 
     def _join(self, call: Call, a: TimeSpec, b: TimeSpec) -> TimeSpec:
-        if join(a, b) is None:
+        joined = join(a, b)
+        if joined is None:
             self._violate(call, "it mixes arrays that micro-batches compute in different ways")
-        return join(a, b) or a
+        return joined or a
 
     def _violate(self, call: Call, reason: str) -> None:
         self.violations.setdefault(first_op(call, self.whole).index, reason)

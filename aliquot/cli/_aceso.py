@@ -1,0 +1,174 @@
+"""`aliquot aceso`: Aceso's measured databases and configurations."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..core import InputError
+from ._options import Json
+from ._session import session
+
+aceso = typer.Typer(help="Read Aceso's measured databases and judge its configurations.", no_args_is_help=True)
+
+_Database = Annotated[
+    Path, typer.Option("--database", metavar="DIR", help="A folder that Aceso's profiler wrote.", show_default=False)
+]
+_Chain = Annotated[
+    Path | None,
+    typer.Option("--chain", metavar="FILE", help="A TOML file that says which operators follow one another."),
+]
+
+
+@aceso.command()
+def show(
+    database: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that Aceso's profiler wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Show which models a database holds measurements of, and what is missing."""
+    from ..interop.aceso import load_database, models_in
+    from ..report import columns
+
+    with session(as_json) as say:
+        found = [load_database(database, model) for model in models_in(database)]
+        rows = [
+            (
+                each.model,
+                str(len(each.operators)),
+                _numbers(each.micro_batches),
+                _numbers(each.tensor_degrees),
+                _numbers(each.algorithms),
+                str(sum(map(len, each.collectives.values()))),
+                str(len(each.missing)),
+            )
+            for each in found
+        ]
+        header = ("model", "operators", "micro-batches", "tensor degrees", "algorithms", "collectives", "missing")
+        say.show(columns(f"Measurements in {database}", header, rows, right=(1, 5, 6)))
+        for each in found:
+            for line in each.missing[:5]:
+                say.note(f"missing in {each.model}: {line}")
+        say.finish({each.model: _facts(each) for each in found})
+
+
+@aceso.command()
+def evaluate(
+    configuration: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")],
+    database: _Database,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")] = 8,
+    memory_limit_mb: Annotated[
+        float | None, typer.Option("--memory-limit-mb", help="MiB that a device may use.")
+    ] = None,
+    chain: _Chain = None,
+    as_json: Json = False,
+) -> None:
+    """Predict iteration time and memory of a configuration with Aceso's performance model, and what its faults change."""
+    from ..interop.aceso import (
+        Faults,
+        built_in_chains,
+        evaluate_configuration,
+        load_database,
+        make_chain,
+        read_chain,
+        read_configuration,
+    )
+    from ..report import columns
+
+    with session(as_json) as say:
+        read = read_configuration(configuration)
+        used = sum(stage.num_devices for stage in read.stages)
+        if used != nodes * gpus_per_node:
+            raise InputError(
+                f"{configuration} is for {used} GPUs, and {nodes} nodes of {gpus_per_node} have {nodes * gpus_per_node}. "
+                "Give --nodes and --gpus-per-node."
+            )
+        known = built_in_chains()
+        if chain is None and read.model_name not in known:
+            raise InputError(
+                f"Nothing is known of the operators of {read.model_name!r}; known are {', '.join(known)}. Describe them in a "
+                "file and pass it with --chain."
+            )
+        operators = make_chain(read_chain(chain) if chain else known[read.model_name], read.settings)
+        measured = load_database(database, f"{read.model_name}_{read.model_size}")
+
+        def judge(faults: Faults) -> Any:
+            return evaluate_configuration(read, operators, measured, gpus_per_node=gpus_per_node, faults=faults)
+
+        found = judge(Faults())
+        mended = {f.name: judge(replace(Faults(), **{f.name: False})) for f in fields(Faults)}
+        rows = [
+            (
+                str(k),
+                str(len(stage.tensor)),
+                str(stage.num_devices),
+                f"{e.busy_ms:,.2f}",
+                f"{e.compute_ms:.2f}",
+                f"{e.transfer_ms:.2f}",
+                f"{e.memory_mb:,.0f}",
+                f"{e.reserved_mb:,.0f}",
+            )
+            for k, (stage, e) in enumerate(zip(read.stages, found.stages, strict=True))
+        ]
+        header = (
+            "stage",
+            "operators",
+            "GPUs",
+            "iteration ms",
+            "compute ms",
+            "transfers ms",
+            "memory MiB",
+            "of it reserved",
+        )
+        seconds = found.iteration_time_ms / 1000
+        peak = max(stage.memory_mb for stage in found.stages)
+        lines = [
+            f"iteration time  {found.iteration_time_ms:,.2f} ms (Aceso's performance model), "
+            f"{read.global_batch / seconds:,.2f} samples/s"
+        ]
+        if memory_limit_mb is not None:
+            verdict = "fits" if peak <= memory_limit_mb else "does not fit"
+            lines.append(f"memory          {verdict}: {peak:,.0f} MiB of {memory_limit_mb:,.0f} on the fullest device")
+        say.show("\n".join(lines))
+        say.show(columns("Stages, times for one micro-batch but the iteration", header, rows, right=range(8)))
+        changes = [
+            (name, f"{each.iteration_time_ms:,.2f}", f"{max(s.memory_mb for s in each.stages):,.0f}")
+            for name, each in mended.items()
+        ]
+        say.show(
+            columns("With one fault of the model mended", ("fault", "iteration ms", "most MiB"), changes, right=(1, 2))
+        )
+        if found.missing:
+            say.note(
+                f"{len(found.missing)} collectives were never measured and count 100 s each: {found.missing[0]}, ..."
+            )
+        say.finish(
+            {
+                "iteration_time_ms": found.iteration_time_ms,
+                "stage_time_ms": [stage.busy_ms for stage in found.stages],
+                "stage_memory_mb": [stage.memory_mb for stage in found.stages],
+                "mended_iteration_time_ms": {name: each.iteration_time_ms for name, each in mended.items()},
+                "missing": list(found.missing),
+                "judge": "aceso",
+            }
+        )
+        if memory_limit_mb is not None and peak > memory_limit_mb:
+            raise typer.Exit(1)
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _facts(found: Any) -> dict[str, Any]:
+    return {
+        "operators": list(found.operators),
+        "micro_batches": list(found.micro_batches),
+        "tensor_degrees": list(found.tensor_degrees),
+        "algorithms": list(found.algorithms),
+        "collectives": {f"{kind}_{n}": len(times) for (kind, n), times in found.collectives.items()},
+        "missing": list(found.missing),
+    }

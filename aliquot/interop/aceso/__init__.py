@@ -1,0 +1,19 @@
+"""Aceso's measured databases, its configurations and its performance model."""
+
+from ._chain import Operator as Operator
+from ._chain import OperatorChain as OperatorChain
+from ._chain import built_in_chains as built_in_chains
+from ._chain import make_chain as make_chain
+from ._chain import read_chain as read_chain
+from ._configuration import Configuration as Configuration
+from ._configuration import StageConfiguration as StageConfiguration
+from ._configuration import configuration_to_dict as configuration_to_dict
+from ._configuration import read_configuration as read_configuration
+from ._configuration import write_configuration as write_configuration
+from ._database import Database as Database
+from ._database import load_database as load_database
+from ._database import models_in as models_in
+from ._performance import Estimate as Estimate
+from ._performance import Faults as Faults
+from ._performance import StageEstimate as StageEstimate
+from ._performance import evaluate_configuration as evaluate_configuration

@@ -1,0 +1,128 @@
+"""Chains of operators: which stand one after the other, how their arrays are laid out, and what recomputing them saves."""
+
+from __future__ import annotations
+
+import fnmatch
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ...core import InputError
+
+Layout: TypeAlias = tuple[str, ...]
+"""Number of replicas, then into how many parts each dim is cut: each "1", "tp" or "dp"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of a chain.
+
+    Attributes:
+        name: as the database calls it.
+        starts_layer: whether recomputation never runs across its beginning.
+        never_recomputed: whether Aceso's greedy choice leaves it alone.
+        kept_share: of its measured activations, what is kept: buffers that neighbours share are counted once.
+        layouts: for each algorithm, what it takes and what it gives.
+    """
+
+    name: str
+    starts_layer: bool
+    never_recomputed: bool
+    kept_share: float
+    layouts: tuple[tuple[Layout, Layout], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorChain:
+    """A model as a chain.
+
+    Attributes:
+        operators: in order.
+        resharding: whether changing layouts between operators costs time.
+        copies_of_weights: bytes of parameters, gradients and optimizer state, in units of the parameters' own.
+    """
+
+    operators: tuple[Operator, ...]
+    resharding: bool
+    copies_of_weights: float
+
+
+def built_in_chains() -> Mapping[str, Any]:
+    """The descriptions of Aceso's own models, by family."""
+    return tomllib.loads(resources.files(__package__).joinpath("chains.toml").read_text())
+
+
+def read_chain(path: Path) -> Mapping[str, Any]:
+    """A user's description of a chain, in TOML. Raises `InputError`."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"The chain {path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"The chain {path} is no TOML: {error}.") from None
+
+
+def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> OperatorChain:
+    """A chain from its description.
+
+    Args:
+        description: as in `chains.toml`; see there.
+        sizes: numbers that groups name as their `repeat`.
+
+    Raises:
+        InputError: the description lacks something, or names a size that is not given.
+    """
+    names = [name for group in _groups(description) for name in _expanded(group, sizes)]
+    usual = tuple(description.get("layout", ("tp", "dp", "1", "1")))
+    layouts = description.get("layouts", {})
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    def share(name: str) -> float:
+        shares = description.get("kept_share", {})
+        return float(next((value for pattern, value in shares.items() if fnmatch.fnmatchcase(name, pattern)), 1.0))
+
+    return OperatorChain(
+        operators=tuple(
+            Operator(
+                name=name,
+                starts_layer=matches(name, description.get("layer_starts", ())),
+                never_recomputed=matches(name, description.get("never_recomputed", ())),
+                kept_share=share(name),
+                layouts=tuple((tuple(a), tuple(b)) for a, b in layouts.get(name, [[usual, usual]])),
+            )
+            for name in names
+        ),
+        resharding=bool(description.get("resharding", True)),
+        copies_of_weights=float(description.get("copies_of_weights", 8.0)),
+    )
+
+
+def _groups(description: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    groups = description.get("groups")
+    if not isinstance(groups, list) or not all(isinstance(g, dict) and g.get("operators") for g in groups):
+        raise InputError('A chain needs [[groups]], each with operators = ["...", ...] and perhaps repeat = 24.')
+    return groups
+
+
+def _expanded(group: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
+    repeat = group.get("repeat", 1)
+    if isinstance(repeat, str):
+        if repeat not in sizes:
+            raise InputError(f"The chain repeats a group as often as {repeat!r} says, which is not given.")
+        repeat = sizes[repeat]
+    sections = repeat if isinstance(repeat, list) else [repeat]
+    if not all(isinstance(n, int) and n >= 0 for n in sections):
+        raise InputError(
+            f"A group of a chain is repeated {repeat!r} times; that must be a number, or a list of numbers."
+        )
+    return [
+        name.format(section=section, index=index)
+        for section, count in enumerate(sections)
+        for index in range(count)
+        for name in group["operators"]
+    ]

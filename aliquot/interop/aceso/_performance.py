@@ -1,0 +1,314 @@
+"""Aceso's performance model: iteration time and memory of each stage, from the database alone.
+
+Every formula is Aceso's own, faults included; each fault is a flag, so that what it costs can be seen. The model knows no
+synchronisation of gradients between data-parallel ranks and no optimizer step.
+
+Reference: G. Liu, Y. Miao, Z. Lin, X. Shi, S. Maleki, F. Yang, Y. Bao, S. Wang, "Aceso: Efficient Parallel DNN Training through
+Iterative Bottleneck Alleviation", EuroSys 2024, and the performance model of its artifact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core import InputError
+from ._chain import Layout, OperatorChain
+from ._configuration import Configuration, StageConfiguration
+from ._database import COLUMNS, Database, Transfers
+
+_COLUMN = {name: k for k, name in enumerate(COLUMNS)}
+_NO_COLLECTIVE_MS = 100_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What Aceso's performance model gets wrong. All are on by default; each can be mended alone.
+
+    Attributes:
+        exit_by_first_degree: what leaves a stage has the tensor degree of the stage's first operator, not of its last.
+        coarse_bandwidths: transfers run at the bandwidth of the next smaller measured size, and those below 1 MiB at one
+            from the other end of the table; mended, bandwidths are interpolated and small messages take the smallest's.
+        exact_collectives: a collective of a size that was not measured takes 100 s; mended, times are interpolated.
+        uncapped_in_flight: a stage holds a micro-batch for each stage behind it, even if there are not so many.
+        last_reserved_ignored: what the last operator of a stage reserves does not count.
+        partial_batch_dropped: micro-batches that do not divide the batch drop the rest; mended, the last one counts whole.
+    """
+
+    exit_by_first_degree: bool = True
+    coarse_bandwidths: bool = True
+    exact_collectives: bool = True
+    uncapped_in_flight: bool = True
+    last_reserved_ignored: bool = True
+    partial_batch_dropped: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """One stage. Times are of one micro-batch; memory is of one device.
+
+    Attributes:
+        compute_ms: forward, backward and recomputed operators, tensor-parallel collectives included.
+        transfer_ms: what enters and leaves the stage, and what changes layout inside it.
+        busy_ms: the iteration as this stage sees it.
+        state_mb: parameters, gradients and optimizer state.
+        activations_mb: of all micro-batches in flight.
+        reserved_mb: what the allocator holds besides.
+    """
+
+    compute_ms: float
+    transfer_ms: float
+    busy_ms: float
+    state_mb: float
+    activations_mb: float
+    reserved_mb: float
+
+    @property
+    def memory_mb(self) -> float:
+        """All of it."""
+        return self.state_mb + self.activations_mb + self.reserved_mb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A configuration's figures, and how much of them rests on nothing.
+
+    Attributes:
+        iteration_time_ms: of the slowest stage.
+        stages: in order.
+        missing: measurements that were needed and are not in the database.
+    """
+
+    iteration_time_ms: float
+    stages: tuple[StageEstimate, ...]
+    missing: tuple[str, ...]
+
+
+def evaluate_configuration(
+    configuration: Configuration,
+    chain: OperatorChain,
+    database: Database,
+    *,
+    gpus_per_node: int,
+    faults: Faults | None = None,
+) -> Estimate:
+    """Iteration time and memory as Aceso predicts them.
+
+    Raises:
+        InputError: the configuration does not fit the chain, or needs a micro-batch, degree or algorithm that was never
+            measured; lists what was.
+    """
+    faults = faults or Faults()
+    if configuration.num_operators != len(chain.operators):
+        raise InputError(
+            f"The configuration has {configuration.num_operators} operators in its stages, and the chain has "
+            f"{len(chain.operators)}."
+        )
+    _require_measured(configuration, chain, database)
+    batches = configuration.global_batch / configuration.micro_batch
+    count = math.floor(batches) if faults.partial_batch_dropped else math.ceil(batches)
+    missing: list[str] = []
+    figures: list[tuple[float, float, StageEstimate]] = []
+    first = device = 0
+    for k, stage in enumerate(configuration.stages):
+        view = _StageView(stage, chain, database, first, configuration.micro_batch)
+        enters = database.within_nodes
+        if device and device % gpus_per_node == 0:
+            enters = database.between_nodes
+        device += stage.num_devices
+        leaves = database.between_nodes if device % gpus_per_node == 0 else database.within_nodes
+        compute, transfer = view.compute_ms(), view.transfer_ms(enters, leaves, faults, missing)
+        behind = len(configuration.stages) - 1 - k
+        if not faults.uncapped_in_flight:
+            behind = min(behind, count - 1)
+        figures.append((compute, transfer, view.memory(behind, faults)))
+        first += len(stage.tensor)
+    total = sum(compute + transfer for compute, transfer, _ in figures)
+    stages = tuple(
+        StageEstimate(
+            compute_ms=compute,
+            transfer_ms=transfer,
+            busy_ms=(compute + transfer) * (count - 1) + total,
+            state_mb=memory.state_mb,
+            activations_mb=memory.activations_mb,
+            reserved_mb=memory.reserved_mb,
+        )
+        for compute, transfer, memory in figures
+    )
+    return Estimate(
+        iteration_time_ms=max(stage.busy_ms for stage in stages),
+        stages=stages,
+        missing=tuple(dict.fromkeys(missing)),
+    )
+
+
+def _require_measured(configuration: Configuration, chain: OperatorChain, database: Database) -> None:
+    unknown = sorted({o.name for o in chain.operators} - set(database.operators))
+    if unknown:
+        raise InputError(f"{database.model} has no measurements of {', '.join(unknown[:5])}.")
+    tables = (
+        ("micro-batch per data-parallel rank", database.micro_batches),
+        ("tensor degree", database.tensor_degrees),
+        ("algorithm", database.algorithms),
+    )
+    faults = []
+    for k, stage in enumerate(configuration.stages):
+        used = (
+            {configuration.micro_batch // d for d in stage.data},
+            set(stage.tensor),
+            set(stage.algorithm),
+        )
+        for (what, known), values in zip(tables, used, strict=True):
+            if not values <= set(known):
+                wrong = ", ".join(map(str, sorted(values - set(known))))
+                faults.append(f"stage {k} needs {what} {wrong}; measured are {', '.join(map(str, known))}")
+    if faults:
+        raise InputError(
+            f"The configuration needs what {database.model} was not measured for:\n"
+            + "\n".join(f"  - {f}" for f in faults)
+        )
+
+
+class _StageView:
+    """The measurements that one stage looks up: an array of operators by columns."""
+
+    def __init__(
+        self, stage: StageConfiguration, chain: OperatorChain, database: Database, first: int, micro_batch: int
+    ) -> None:
+        self._stage, self._chain, self._database = stage, chain, database
+        self._operators = chain.operators[first : first + len(stage.tensor)]
+        self._rank_batches = [micro_batch // d for d in stage.data]
+        self._index = (
+            np.array([database.operators[o.name] for o in self._operators]),
+            np.array([database.micro_batches.index(b) for b in self._rank_batches]),
+            np.array([database.tensor_degrees.index(t) for t in stage.tensor]),
+            np.array([database.algorithms.index(a) for a in stage.algorithm]),
+        )
+        self._rows: NDArray[np.float64] = database.table[self._index]
+        if np.isnan(self._rows).any():
+            position = int(np.isnan(self._rows).any(axis=1).argmax())
+            raise InputError(
+                f"{self._operators[position].name} was not measured with micro-batch {self._rank_batches[position]}, tensor "
+                f"degree {stage.tensor[position]} and algorithm {stage.algorithm[position]}."
+            )
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """One measurement of every operator of the stage."""
+        return self._rows[:, _COLUMN[name]]
+
+    def compute_ms(self) -> float:
+        """Forward, backward and recomputed operators of one micro-batch."""
+        again = self.column("forward-compute")[np.array(self._stage.recompute, bool)].sum()
+        return float(self.column("forward-compute").sum() + self.column("backward-compute").sum() + again) / 1000
+
+    def transfer_ms(self, enters: Transfers, leaves: Transfers, faults: Faults, missing: list[str]) -> float:
+        """What enters and leaves with one micro-batch, and what is laid out anew inside."""
+        given = float(self.column("output_size")[-1])
+        if faults.exit_by_first_degree:
+            operator, batch, _, algorithm = (axis[-1] for axis in self._index)
+            first = self._index[2][0]
+            given = float(self._database.table[operator, batch, first, algorithm, _COLUMN["output_size"]])
+        seconds = _transfer_us(float(self.column("input_size")[0]), enters, faults) + _transfer_us(
+            given, leaves, faults
+        )
+        inside = self._resharding_ms(faults, missing) if self._chain.resharding else 0.0
+        return seconds / 1000 + inside
+
+    def _resharding_ms(self, faults: Faults, missing: list[str]) -> float:
+        total = 0.0
+        sizes = self.column("input_size")
+        for k in range(1, len(self._operators)):
+            given, taken = self._layout(k - 1, 1), self._layout(k, 0)
+            if given == taken:
+                continue
+            for kind, devices in _collectives_between(given, taken):
+                total += _collective_ms(self._database, kind, devices, float(sizes[k]), faults, missing)
+        return total
+
+    def _layout(self, k: int, side: int) -> tuple[int, ...]:
+        layouts = self._operators[k].layouts
+        layout: Layout = layouts[min(self._stage.algorithm[k], len(layouts) - 1)][side]
+        degrees = {"1": 1, "tp": self._stage.tensor[k], "dp": self._stage.data[k]}
+        return tuple(degrees[part] for part in layout)
+
+    def memory(self, behind: int, faults: Faults) -> StageEstimate:
+        """Bytes of one device, in MiB, with so many stages behind this one."""
+        weights = float(self.column("weights").sum())
+        kept = self.column("activations") * np.array([o.kept_share for o in self._operators])
+        saved, peak = self._recomputed(kept)
+        held = float(self.column("input_size")[0] + kept.sum()) - saved
+        last = -1 if faults.last_reserved_ignored else None
+        reserved = sum(float(self.column(c)[:last].max(initial=0.0)) for c in ("fwd_reserved", "bwd_reserved"))
+        return StageEstimate(
+            compute_ms=0.0,
+            transfer_ms=0.0,
+            busy_ms=0.0,
+            state_mb=self._chain.copies_of_weights * weights,
+            activations_mb=held * (behind + 1) + peak,
+            reserved_mb=max(reserved, weights),
+        )
+
+    def _recomputed(self, kept: NDArray[np.float64]) -> tuple[float, float]:
+        """What recomputation saves of one micro-batch, and the most of it that is alive while it is worked out again."""
+        saved = peak = run = 0.0
+        flags = self._stage.recompute
+        for k in range(len(flags)):
+            follows = k + 1 < len(flags) and flags[k + 1] and not self._operators[k + 1].starts_layer
+            if not (flags[k] and follows):
+                run = 0.0
+                continue
+            run += float(kept[k])
+            saved += float(kept[k])
+            peak = max(peak, run)
+        return saved, peak
+
+
+def _transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:
+    """Microseconds of a message between stages."""
+    if size_mb <= 0:
+        return 0.0
+    bandwidths = transfers.bandwidths_gb_per_s
+    if faults.coarse_bandwidths:
+        index = int(math.log2(size_mb))
+        index = min(index - 1 if index >= 1 else index, len(bandwidths) - 1)
+        bandwidth = bandwidths[max(index, -len(bandwidths))]
+    else:
+        bandwidth = float(np.interp(math.log2(size_mb), np.log2(transfers.sizes_mb), bandwidths))
+    return size_mb / (bandwidth * 0.001)
+
+
+def _collectives_between(given: Sequence[int], taken: Sequence[int]) -> list[tuple[str, int]]:
+    """Collectives of the forward and of the backward pass where an array is laid out anew; slicing costs nothing.
+
+    Layouts are the number of replicas, then into how many parts each dim is cut.
+    """
+    found: list[tuple[str, int]] = []
+    grown = [(k, taken[k] // given[k]) for k in range(1, len(given)) if taken[k] > given[k]]
+    shrunk = [(k, given[k] // taken[k]) for k in range(1, len(given)) if taken[k] < given[k]]
+    if given[0] > taken[0]:
+        # Replicas become parts: a slice forward, all-gather backward.
+        found.append(("all_gather", given[0] // taken[0]))
+    elif given[0] < taken[0]:
+        found.append(("all_gather", taken[0] // given[0]))
+    elif grown and shrunk:
+        found += [("all_to_all", grown[0][1])] * 2
+    return found
+
+
+def _collective_ms(
+    database: Database, kind: str, devices: int, size_mb: float, faults: Faults, missing: list[str]
+) -> float:
+    times: Mapping[int, float] = database.collectives.get((kind, devices), {})
+    whole = round(size_mb)
+    for size in (whole, whole - 1):
+        if size in times:
+            return times[size]
+    missing.append(f"{kind} of {whole} MiB over {devices} devices")
+    if faults.exact_collectives or not times:
+        return _NO_COLLECTIVE_MS
+    sizes = sorted(times)
+    return float(np.interp(size_mb, sizes, [times[s] for s in sizes]))
