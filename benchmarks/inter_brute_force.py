@@ -102,7 +102,7 @@ def _realistic(
     """Units of similar weight, four options on each submesh, half of which recompute."""
     rng = np.random.default_rng(0)
     choices = [
-        StageOption(name=f"{h}x{d} {k}", submesh=(h, d), mesh_shape=(h * d,), index=0, recompute=recompute)
+        StageOption(name=f"{h}x{d} {k}", submesh=(h, d), mesh_shape=(h * d,), recompute=recompute)
         for h, d in submeshes
         for k, recompute in enumerate(("none", "block", "none", "block"))
     ]

@@ -253,8 +253,8 @@ class Fidelity:
     def _renamed(self, plan: ChainPlan | None, narrow: Chain) -> ChainPlan | None:
         if plan is None:
             return None
-        place = {option.index: k for k, option in enumerate(self.chains[0].options)}
-        stages = tuple(dataclasses.replace(s, option=place[narrow.options[s.option].index]) for s in plan.stages)
+        place = {option: k for k, option in enumerate(self.chains[0].options)}
+        stages = tuple(dataclasses.replace(s, option=place[narrow.options[s.option]]) for s in plan.stages)
         return dataclasses.replace(plan, stages=stages)
 
 

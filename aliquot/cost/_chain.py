@@ -248,10 +248,10 @@ class PrefixSums:
     def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:
         """The largest working memory of the units [first, last), none of which is empty; arguments broadcast."""
         level = np.frexp(np.asarray(last) - first)[1] - 1
-        found = np.maximum(
+        largest = np.maximum(
             self.working_tables[level, options, first], self.working_tables[level, options, last - (1 << level)]
         )
-        return np.asarray(found)
+        return np.asarray(largest)
 
     def stage_bytes(self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1) -> Floats:
         """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep, working memory.

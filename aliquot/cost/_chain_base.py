@@ -1,4 +1,4 @@
-"""What an inter planner knows of a step: units in order, ways to run stretches of them, and what these cost.
+"""The interface of chains: units in order, ways to run stretches of them, and what these cost.
 
 Nothing here knows about graphs: a chain can just as well be made of measurements or of another system's tables.
 """
@@ -25,20 +25,17 @@ class StageOption:
         name: for people, such as "shard on 2x4, recompute".
         submesh: hosts, and devices used in each. A submesh of several hosts uses all devices of each.
         mesh_shape: of the logical mesh that these devices form.
-        index: into what the maker of the chain keeps about it.
         recompute: what the backward pass computes again: "none", or a policy's name.
-        dp, tp, zero: degrees of data and of tensor parallelism and the stage of ZeRO, where the option is a regular one;
-            a planner that lays all stages out alike looks for these.
+        dp, tp: degrees of data and of tensor parallelism, where the option is a regular one; a planner that lays all stages
+            out alike looks for these.
     """
 
     name: str
     submesh: tuple[int, int]
     mesh_shape: tuple[int, ...]
-    index: int
     recompute: str = "none"
     dp: int | None = None
     tp: int | None = None
-    zero: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -149,7 +146,7 @@ class AbstractChain(abc.ABC):
 
     @abc.abstractmethod
     def find_fault(self, stage: StageChoice) -> str | None:
-        """Why a stage cannot be run whatever its memory, as in "cannot run layers[3] with option 'dp2'"; None if it can."""
+        """The reason why a stage cannot be run whatever its memory, such as "cannot run layers[3]"; None if it can."""
 
     @property
     def num_units(self) -> int:
@@ -166,7 +163,7 @@ class AbstractChain(abc.ABC):
         return np.array([option.num_devices for option in self.options], np.int64)
 
     def fits_at(self, first_device: int, num_devices: int) -> bool:
-        """Whether a submesh may begin at a device: within one host, or of whole hosts from the first device of one."""
+        """True if a submesh may begin at a device: within one host, or of whole hosts from the first device of one."""
         start = first_device % self.devices_per_host
         if first_device < 0 or first_device + num_devices > self.num_devices:
             return False

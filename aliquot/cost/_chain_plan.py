@@ -54,7 +54,7 @@ class ChainPlan:
 
     @property
     def gap(self) -> float | None:
-        """How far the closed form lies above the bound, relative to it."""
+        """Distance of the closed form above the bound, relative to it."""
         return None if self.lower_bound_s is None else self.closed_form_s / self.lower_bound_s - 1
 
     @property
@@ -83,7 +83,7 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
 def judge_stages(
     chain: AbstractChain, stages: Sequence[StageChoice], schedule: str, *, num_submeshes: int | None = None
 ) -> ChainPlan:
-    """What stages cost under a schedule, by its closed form. Raises `InputError` for an unknown schedule.
+    """Stages with their cost under a schedule, by its closed form. Raises `InputError` for an unknown schedule.
 
     The stages are taken as they are: `find_stage_faults` tells what is wrong with them, memory included.
 

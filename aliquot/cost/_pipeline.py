@@ -21,23 +21,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """What each stage of a pipeline takes: arrays with one entry for each stage, or what NumPy reads as such.
+    """Costs of each stage of a pipeline: arrays with one entry for each stage, or what NumPy reads as such.
 
     Attributes:
         forward_s: seconds of a forward task, for one micro-batch.
         backward_input_s, backward_weight_s: those of the halves of a backward task; a whole one takes their sum.
         update_s: seconds once a step, after the last task of the stage's submesh: synchronising gradients, the update.
-        transfer_s: shape `[num_stages - 1]`, seconds to bring an activation from stage s to stage s + 1. What takes
-            no time, or stays on one submesh, is there at once.
-        cotangent_transfer_s: the same for the gradient that goes back from stage s + 1 to stage s; by default equal.
+        transfer_s: shape `[num_stages - 1]`, seconds to bring an activation from stage s to stage s + 1, and its
+            gradient back. What takes no time, or stays on one submesh, is there at once.
         overlaps_transfers: whether transfers run beside tasks. If so, one delays only what waits for it, and those
             from one submesh to another queue up in the order of their tasks, each direction by itself. If not, a
             result is sent before its submesh goes on, as soon as the receiver is between two tasks, and both are busy.
         state_bytes: held all the time, per device: parameters, gradients, optimizer state.
-        in_flight_bytes: residuals of one micro-batch, held from its forward to its backward task.
+        in_flight_bytes: residuals of one micro-batch, held from its forward task to the end of its backward ones.
         working_bytes: held while a task of the stage runs.
-        deferred_bytes: what the second half of a split backward task still needs of one micro-batch after the first;
-            by default all of `in_flight_bytes`.
 
     Raises:
         InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; says all that is wrong.
@@ -52,11 +49,9 @@ class StageCosts:
     in_flight_bytes: Floats
     working_bytes: Floats
     overlaps_transfers: bool = True
-    cotangent_transfer_s: Floats | None = None
-    deferred_bytes: Floats | None = None
 
     def __post_init__(self) -> None:
-        names = [f.name for f in fields(self) if f.name != "overlaps_transfers" and getattr(self, f.name) is not None]
+        names = [f.name for f in fields(self) if f.name != "overlaps_transfers"]
         for name in names:
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
         faults = []
@@ -165,8 +160,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.overlaps = schedule, costs.overlaps_transfers
         stages, submeshes = schedule.num_stages, schedule.num_submeshes
-        back = costs.transfer_s if costs.cotangent_transfer_s is None else costs.cotangent_transfer_s
-        self.ahead_s, self.back_s = [*costs.transfer_s.tolist(), 0.0], [0.0, *back.tolist()]
+        self.ahead_s, self.back_s = [*costs.transfer_s.tolist(), 0.0], [0.0, *costs.transfer_s.tolist()]
         self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
         # By stage the micro-batches that are through forward and backward there, and whose inputs have arrived there.
         self.through_forward: list[set[int]] = [set() for _ in range(stages)]
@@ -300,23 +294,17 @@ def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
     """The most that a submesh holds. Only the order of its tasks matters: between two of them nothing grows."""
     tasks = schedule.lists[submesh]
     residuals = costs.in_flight_bytes.tolist()
-    deferred = residuals if costs.deferred_bytes is None else costs.deferred_bytes.tolist()
     working = costs.working_bytes.tolist()
     stages = schedule.stages_of(submesh)
     state = float(costs.state_bytes[list(stages)].sum())
     keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
-    held = [[0, 0] for _ in residuals]  # By stage the micro-batches before, and between, the halves of backward.
+    held = [0] * len(residuals)  # By stage the micro-batches between forward and the end of backward.
+    releasing = (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT) if keeps else (TaskKind.FORWARD,)
     most = 0.0
     for task in tasks:
-        counts = held[task.stage]
-        if task.kind is TaskKind.FORWARD:
-            counts[0] += 1
+        held[task.stage] += task.kind is TaskKind.FORWARD
         # Added up anew each time: sums that are carried along would drift.
-        alive = sum(held[stage][0] * residuals[stage] + held[stage][1] * deferred[stage] for stage in stages)
+        alive = sum(held[stage] * residuals[stage] for stage in stages)
         most = max(most, alive + working[task.stage])
-        if task.kind is TaskKind.BACKWARD_WEIGHT:
-            counts[1] -= 1
-        elif task.kind is not TaskKind.FORWARD or not keeps:
-            counts[0] -= 1
-            counts[1] += task.kind is TaskKind.BACKWARD_INPUT
+        held[task.stage] -= task.kind in releasing
     return state + most

@@ -8,6 +8,7 @@ from ._base import Progress as Progress
 from ._follow import OtherSplit as OtherSplit
 from ._follow import find_alternatives as find_alternatives
 from ._follow import follow as follow
+from ._helper import HelperProcess as HelperProcess
 from ._methods import Auto as Auto
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel

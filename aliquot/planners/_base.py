@@ -1,4 +1,4 @@
-"""What every method is, and what it answers."""
+"""The interface of methods, and what they answer."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
     per_host, hosts = cluster.devices_per_host, cluster.num_hosts
     shapes = [(1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0]
     shapes += [(h, per_host) for h in range(2, hosts + 1) if hosts % h == 0 or micro_batch_size % (h * per_host) == 0]
-    found: list[StageOption] = []
+    options: list[StageOption] = []
     for shape in shapes:
         size = math.prod(shape)
         for tp in range(1, per_host + 1):
@@ -41,18 +41,17 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
                 continue
             for recompute in ("none", "stage"):
                 again = ", recompute" if recompute == "stage" else ""
-                found.append(
+                options.append(
                     StageOption(
                         name=f"dp{dp} tp{tp}{again}",
                         submesh=shape,
                         mesh_shape=(dp, tp),
-                        index=len(found),
                         recompute=recompute,
                         dp=dp,
                         tp=tp,
                     )
                 )
-    return found
+    return options
 
 
 def subcluster(cluster: Cluster, submesh: tuple[int, int]) -> Cluster:
@@ -221,8 +220,8 @@ def _chain(
     runs = np.array([[c is not None and size % (o.dp or 1) == 0 for c, o in zip(row, options)] for row in table])
 
     def figures(name: str) -> Floats:
-        found = [[getattr(c, name) if c is not None else np.inf for c in row] for row in table]
-        return np.where(runs, np.array(found, np.float64), np.inf)
+        rows = [[getattr(c, name) if c is not None else np.inf for c in row] for row in table]
+        return np.where(runs, np.array(rows, np.float64), np.inf)
 
     again = np.array([o.recompute == "stage" for o in options])
     forward, backward = figures("forward_s") * scale, figures("backward_s") * scale

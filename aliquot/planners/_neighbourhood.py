@@ -1,7 +1,7 @@
 """Choices worth pricing on meshes of three axes and more, where all of them are too many.
 
-Each way to read such a mesh as one of two axes is solved first. Its solution is a choice on the finer mesh too; what is
-tried there are these choices, their mixtures axis by axis, and all choices that differ from one of them in one axis.
+Each way to read such a mesh as one of two axes is solved first. Its solution is a choice on the finer mesh too. Tried there
+are these choices, their mixtures axis by axis, and all choices that differ from one of them in one axis.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def choices_to_try(
     if len(mesh.shape) <= FEW_AXES:
         return [enumerate_choices(node, mesh.shape) for node in nodes]
     seeds = list(_seeds(problem, mesh, data_axes, intra.coarser(relative_gap=1e-2, node_limit=100)))
-    found = []
+    choices = []
     for node in nodes:
         if node.index in also:
-            found.append(enumerate_choices(node, mesh.shape))
+            choices.append(enumerate_choices(node, mesh.shape))
             continue
         near = _near(node, [seed[node.index] for seed in seeds], len(mesh.shape))
         fitting = [c for c in near if can_split(node, c, mesh.shape)]
-        found.append(np.array(sorted(fitting), np.int64).reshape(len(fitting), len(mesh.shape)))
-    return found
+        choices.append(np.array(sorted(fitting), np.int64).reshape(len(fitting), len(mesh.shape)))
+    return choices
 
 
 def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:

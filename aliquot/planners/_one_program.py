@@ -17,7 +17,7 @@ from ..graph import Role
 from ._base import Decision, Progress
 from ._methods import ShardParallel
 
-# So much more than the limit must be needed: larger micro-batches change what a compiler holds.
+# Declared infeasible only 10 % above the limit, as larger micro-batches change what a compiler holds.
 _MARGIN = 1.1
 
 
@@ -30,14 +30,14 @@ class OneProgram:
 
 
 def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
-    """What layers take on all devices; None if they cannot run there."""
-    found = [
+    """Seconds of the layers on all devices, on the mesh where these are least; None if they cannot run there."""
+    seconds = [
         (_seconds(chain, k), option.mesh_shape)
         for chain in chains
         for k, option in enumerate(chain.options)
         if option.num_devices == chain.num_devices
     ]
-    least_s, mesh_shape = min(found, default=(math.inf, ()))
+    least_s, mesh_shape = min(seconds, default=(math.inf, ()))
     return OneProgram(mesh_shape=mesh_shape, least_s=least_s) if math.isfinite(least_s) else None
 
 
@@ -73,15 +73,15 @@ def fewer_micro_batches(
     while 0 <= place < len(divisors):
         problem = problem_with(divisors[place])
         try:
-            found = method.solve(problem, progress)
+            decision = method.solve(problem, progress)
         except InfeasibleError:
             if best is not None:
                 break
             step = 1
         else:
-            if best is not None and found.step_time_s >= best.step_time_s:
+            if best is not None and decision.step_time_s >= best.step_time_s:
                 break
-            best = found
+            best = decision
             if step > 0:
                 break
         place = _next(divisors, place, step)
@@ -91,7 +91,7 @@ def fewer_micro_batches(
 
 
 def _next(divisors: Sequence[int], place: int, step: int) -> int:
-    """Where the next divisor lies that is half or less, or twice or more; outside if there is none."""
+    """The place of the next divisor that is half or less, or twice or more; outside if there is none."""
     wanted = divisors[place] * 2**step
     if step < 0:
         return bisect.bisect_right(divisors, wanted) - 1
@@ -99,7 +99,7 @@ def _next(divisors: Sequence[int], place: int, step: int) -> int:
 
 
 def is_too_large(problem: Problem, count: int) -> bool:
-    """Whether no split of a step with fewer micro-batches than a problem has can fit; most that do not are not found out.
+    """True if no split of a step with fewer micro-batches than a problem has can fit. It proves this in few of the cases.
 
     Every array is there when the problem's own is, at most split over all devices. A single micro-batch is another
     program: nothing adds up its gradients.

@@ -47,8 +47,8 @@ class PipeshardParallel:
     """Cut the step into stages, give each a submesh, split its operators, and run micro-batches through them.
 
     Attributes:
-        inter: how stages are found.
-        intra: how splits inside a stage are found.
+        inter: finds the stages.
+        intra: finds the splits inside each stage.
         num_stages: None searches; one stage is a possible outcome.
         num_micro_batches: None searches among divisors of the batch.
         schedule: a name of `SCHEDULES`; None searches.
@@ -68,7 +68,7 @@ class PipeshardParallel:
 
     @property
     def limits(self) -> StageLimits:
-        """What the inter planner must keep to."""
+        """Limits that the inter planner must keep to."""
         return StageLimits(num_stages=self.num_stages, schedule=self.schedule)
 
     def whole(self, mesh_shape: tuple[int, ...]) -> ShardParallel:
@@ -107,6 +107,7 @@ class PipelineDecision:
     times: PipelineTimes
     stage_costs: StageCosts
     transfer_s: tuple[float, ...]
+    method: str
     planner: str
     program: OneProgram | None = None
 
@@ -158,7 +159,7 @@ def solve_pipeline(
 
 def solve_one_program(
     method: PipeshardParallel,
-    found: PipelineDecision,
+    pipeline: PipelineDecision,
     problem_with: Callable[[int], Problem],
     progress: Progress | None = None,
 ) -> Decision | None:
@@ -170,13 +171,13 @@ def solve_one_program(
     Raises:
         Interrupted: Ctrl-C.
     """
-    if found.program is None or found.program.least_s >= found.step_time_s:
+    if pipeline.program is None or pipeline.program.least_s >= pipeline.step_time_s:
         return None
     return fewer_micro_batches(
-        method.whole(found.program.mesh_shape),
+        method.whole(pipeline.program.mesh_shape),
         problem_with,
-        most=found.chain_plan.num_micro_batches,
-        faster_than_s=found.step_time_s,
+        most=pipeline.chain_plan.num_micro_batches,
+        faster_than_s=pipeline.step_time_s,
         is_hopeless=is_too_large,
         progress=progress,
     )
@@ -184,7 +185,7 @@ def solve_one_program(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Task:
-    """What `solve_pipeline` was asked for; `limit_bytes` is on each device."""
+    """The arguments of `solve_pipeline`; `limit_bytes` is on each device."""
 
     method: PipeshardParallel
     graph: Graph
@@ -217,30 +218,30 @@ def _solve_with(task: _Task, counts: list[int], helper: HelperProcess) -> Pipeli
     layered: LayeredStep | None = None
     inter = method.inter
     shrink, needed = 1.0, 0.0
-    cut, known = graph, StageCache()
-    found: ChainPlan | None = None
+    cut, cache = graph, StageCache()
+    proposal: ChainPlan | None = None
     for _ in range(_ROUNDS):
-        if found is not None and found.peak_bytes <= limit * shrink:
+        if proposal is not None and proposal.peak_bytes <= limit * shrink:
             # It already fits the tighter limit, so the search would return it again.
             shrink *= min(0.97, limit / needed)
             continue
         within = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
-        found = inter.solve(within, limits=method.limits, helper=helper)
-        bounds = (*(s.first_unit for s in found.stages), length)
+        proposal = inter.solve(within, limits=method.limits, helper=helper)
+        bounds = (*(s.first_unit for s in proposal.stages), length)
         if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
-        if layered is None or found.num_micro_batches != layered.num_micro_batches:
+        if layered is None or proposal.num_micro_batches != layered.num_micro_batches:
             layered = layer_step(
                 cut if length else graph,
-                found.num_micro_batches,
+                proposal.num_micro_batches,
                 layers=None if length else sketch.layers,
                 semantics=task.semantics,
                 on_missing_rule=task.on_missing_rule,
                 known=None if length else sketch.part,
             )
-            known = StageCache()
-        (chain,) = (c for c in chains if c.num_micro_batches == found.num_micro_batches)
-        result = _solve_stages(task, layered, chain, found, kinds, known)
+            cache = StageCache()
+        (chain,) = (c for c in chains if c.num_micro_batches == proposal.num_micro_batches)
+        result = _solve_stages(task, layered, chain, proposal, kinds, cache)
         if isinstance(result, PipelineDecision):
             free = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
             return replace(result, program=as_one_program(chains) if free and inter.searches else None)
@@ -293,29 +294,31 @@ def _solve_stages(
     task: _Task,
     layered: LayeredStep,
     chain: Chain,
-    found: ChainPlan,
+    proposal: ChainPlan,
     kinds: Sequence[int],
-    known: StageCache,
+    cache: StageCache,
 ) -> PipelineDecision | float:
     """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much.
 
     Args:
-        known: what is known of stages of this step from earlier proposals.
+        cache: solved stages of this step from earlier proposals.
     """
     limit = task.limit_bytes
-    schedule = make_schedule(found.schedule, len(found.stages), found.num_micro_batches, found.num_submeshes)
+    schedule = make_schedule(
+        proposal.schedule, len(proposal.stages), proposal.num_micro_batches, proposal.num_submeshes
+    )
     in_ranges = layered.graph.split is not None
-    staged = stage_step(layered, [k if in_ranges else s.first_unit for k, s in enumerate(found.stages)])
-    options = [chain.options[s.option] for s in found.stages]
+    staged = stage_step(layered, [k if in_ranges else s.first_unit for k, s in enumerate(proposal.stages)])
+    options = [chain.options[s.option] for s in proposal.stages]
     solved: dict[int, tuple[Problem, Decision, PhaseCosts]] = {}
-    groups = _alike(found, kinds, options, staged)
+    groups = _alike(proposal, kinds, options, staged)
     for number, members in enumerate(groups):
         first = members[0]
         if task.progress:
             task.progress(f"stage {first} on {options[first].name}", number, len(groups))
         # What the others in flight hold is not there for the one that runs.
-        held = [found.figures[k].held_bytes * (1 - 1 / max(1.0, found.figures[k].in_flight)) for k in members]
-        stage = known.of(
+        held = [proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight)) for k in members]
+        stage = cache.of(
             staged.extracts[first],
             lambda graph: make_problem(
                 graph,
@@ -346,10 +349,10 @@ def _solve_stages(
             first_device=choice.first_device,
             like=first_of[k] if first_of[k] != k else None,
         )
-        for k, choice in enumerate(found.stages)
+        for k, choice in enumerate(proposal.stages)
     ]
-    transfer = [f.transfer_s for f in found.figures[1:]]
-    costs = _stage_costs(stages, found, transfer, chain)
+    transfer = [f.transfer_s for f in proposal.figures[1:]]
+    costs = _stage_costs(stages, proposal, transfer, chain)
     times = simulate(schedule, costs)
     peak = float(times.peak_bytes.max())
     if peak > limit:
@@ -359,21 +362,22 @@ def _solve_stages(
         staged=staged,
         stages=tuple(stages),
         chain=chain,
-        chain_plan=found,
+        chain_plan=proposal,
         schedule=schedule,
         times=times,
         stage_costs=costs,
         transfer_s=tuple(transfer),
+        method=task.method.inter.method,
         planner=f"{type(task.method.inter).__name__} over {task.method.intra.name}",
     )
 
 
 def _alike(
-    found: ChainPlan, kinds: Sequence[int], options: Sequence[StageOption], staged: StagedStep
+    proposal: ChainPlan, kinds: Sequence[int], options: Sequence[StageOption], staged: StagedStep
 ) -> list[list[int]]:
     """Stages in groups of equal operators and options, each in order."""
     groups: dict[object, list[int]] = {}
-    for k, (choice, option) in enumerate(zip(found.stages, options, strict=True)):
+    for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
         own = (option.submesh, option.mesh_shape, option.recompute)
         key: object = (*own, tuple(kinds[choice.first_unit : choice.last_unit]))
         first = groups.get(key, [k])[0]
@@ -401,12 +405,12 @@ def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOptio
 
 
 def _stage_costs(
-    stages: Sequence[StageDecision], found: ChainPlan, transfer: Sequence[float], chain: Chain
+    stages: Sequence[StageDecision], proposal: ChainPlan, transfer: Sequence[float], chain: Chain
 ) -> StageCosts:
     again = np.array([s.option.recompute == "stage" for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
     backward = np.array([s.costs.backward_s for s in stages])
-    shares = np.array([f.weight_gradient_s / f.backward_s if f.backward_s else 0.0 for f in found.figures])
+    shares = np.array([f.weight_gradient_s / f.backward_s if f.backward_s else 0.0 for f in proposal.figures])
     weights = np.where(again, 0.0, shares * backward)
     backward = np.where(again, backward + forward, backward)
     state = np.array([s.costs.state_bytes for s in stages])

@@ -10,14 +10,18 @@ from ..plans import training_schedules
 from ._base import AbstractMethod
 from ._methods import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
-from .inter import Grid
+from .inter import AbstractInter, Grid, StageDP, StageLimits
 
-METHODS: dict[str, Callable[[tuple[int, ...] | None], AbstractMethod]] = {
-    "dp": lambda mesh: DataParallel(),
-    "zero2": lambda mesh: Zero2Parallel(),
-    "zero3": lambda mesh: Zero3Parallel(),
-    "shard": lambda mesh: ShardParallel(mesh_shape=mesh),
-    "auto": lambda mesh: Auto(mesh_shape=mesh),
+METHODS: dict[str, Callable[[], AbstractMethod]] = {
+    "dp": DataParallel,
+    "zero2": Zero2Parallel,
+    "zero3": Zero3Parallel,
+    "shard": ShardParallel,
+    "auto": Auto,
+}
+_ON_MESH: dict[str, Callable[[tuple[int, ...]], AbstractMethod]] = {
+    "shard": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape),
+    "auto": lambda mesh_shape: Auto(mesh_shape=mesh_shape),
 }
 SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
     "ddp": DataParallel,
@@ -26,12 +30,13 @@ SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
 }
 """Names that other libraries have for methods here."""
 
-PIPELINES = ("pipeshard", "grid")
+PIPELINES: dict[str, Callable[[], AbstractInter]] = {"pipeshard": StageDP, "grid": Grid}
+"""Methods that make pipelines, by their planner over stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What can be asked of a pipeline, under the names of the command line's options. None leaves it to the search.
+    """Wishes for a pipeline, under the names of the command line's options. None leaves a choice to the search.
 
     Raises:
         InputError: A number below 1, or a schedule that is not planned; says all that is wrong.
@@ -80,22 +85,24 @@ def method_by_name(
         raise InputError(
             f"{', '.join(pipeline.given)}: only for pipelines, and {name} makes none. Add --method pipeshard."
         )
-    if mesh_shape is not None and name not in ("shard", "auto"):
-        raise InputError(f"Method {name} uses all devices as one axis; --mesh goes with shard and auto.")
-    return SYNONYMS[name]() if name in SYNONYMS else METHODS[name](mesh_shape)
+    if mesh_shape is None:
+        return {**METHODS, **SYNONYMS}[name]()
+    if name not in _ON_MESH:
+        raise InputError(f"Method {name} uses all devices as one axis; --mesh goes with {' and '.join(_ON_MESH)}.")
+    return _ON_MESH[name](mesh_shape)
 
 
 def _pipeline(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> PipeshardParallel:
     if mesh_shape is not None:
         raise InputError(f"The stages of {name} have meshes of their own; --mesh goes with shard and auto.")
-    if name == "grid":
+    inter = PIPELINES[name]()
+    try:
+        inter.check_limits(StageLimits(num_stages=options.stages, schedule=options.schedule))
+    except InputError as error:
         refused = [flag for flag in options.given if flag != "--layers"]
-        if refused:
-            raise InputError(
-                f"{', '.join(refused)}: grid tries every number of equal stages, with 1f1b. Use --method pipeshard."
-            )
-        return PipeshardParallel(inter=Grid(), num_micro_batches=options.micro_batches, layers=options.layers)
+        raise InputError(f"{', '.join(refused)}: {name} {inter.own_way}. Use --method pipeshard.") from error
     return PipeshardParallel(
+        inter=inter,
         num_stages=options.stages,
         schedule=options.schedule,
         num_micro_batches=options.micro_batches,

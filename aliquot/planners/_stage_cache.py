@@ -21,7 +21,7 @@ class CachedStage:
     _solutions: dict[object, Solved] = field(default_factory=dict)
 
     def solved(self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]) -> Solved:
-        """What `solve` finds. Raises what it raises.
+        """The solution that `solve` finds, or found before. Raises what `solve` raises.
 
         Args:
             problem: the stage's, on the submesh of the option.

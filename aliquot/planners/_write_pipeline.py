@@ -26,7 +26,7 @@ _Dims = tuple[tuple[str, ...], ...]
 
 
 def write_pipeline(
-    found: PipelineDecision,
+    pipeline: PipelineDecision,
     full: Graph,
     cluster: Cluster,
     *,
@@ -39,7 +39,7 @@ def write_pipeline(
     layers: str | int | None,
 ) -> Plan:
     """The plan of a pipeline; `full` is the step on its whole batch."""
-    stages = [_stage(found, k) for k in range(len(found.stages))]
+    stages = [_stage(pipeline, k) for k in range(len(pipeline.stages))]
     placed = {unranged(path) for stage in stages for path in stage[0]}
     made = {unranged(path) for stage in stages for path in stage[1]}
     # Scalars that nothing computes with, and results that are arguments: anywhere.
@@ -51,7 +51,7 @@ def write_pipeline(
             value = full.values[output.value] if isinstance(output.value, int) else output.value
             source = next((i.path for i in full.inputs if i.value == output.value), None)
             stages[0][1][output.path] = stages[0][0].get(source or "", ((),) * len(value.shape))
-    plan, split = found.chain_plan, found.layered.graph.split
+    plan, split = pipeline.chain_plan, pipeline.layered.graph.split
     return Plan(
         model=model,
         inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
@@ -59,10 +59,10 @@ def write_pipeline(
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
         cluster=cluster.to_dict(),
-        method="grid" if found.planner.startswith("Grid") else "pipeshard",
+        method=pipeline.method,
         num_micro_batches=plan.num_micro_batches,
         micro_batch_semantics=semantics,
-        combine={unranged(path): how for path, how in found.layered.combine.items()},
+        combine={unranged(path): how for path, how in pipeline.layered.combine.items()},
         schedule=plan.schedule,
         num_submeshes=plan.num_submeshes,
         layers="" if layers is None else str(layers),
@@ -80,18 +80,18 @@ def write_pipeline(
                 ),
                 first_device=stage.first_device,
                 first_layer=stage.first_layer,
-                layer_names=found.chain.unit_names[stage.first_layer : stage.last_layer]
+                layer_names=pipeline.chain.unit_names[stage.first_layer : stage.last_layer]
                 if split is None
                 else tuple(f"layers[{k}]" for k in range(stage.first_layer, stage.last_layer)),
                 recompute=stage.option.recompute == "stage",
-                prediction=_stage_prediction(found, k),
+                prediction=_stage_prediction(pipeline, k),
             )
-            for k, (stage, (shardings, outputs)) in enumerate(zip(found.stages, stages, strict=True))
+            for k, (stage, (shardings, outputs)) in enumerate(zip(pipeline.stages, stages, strict=True))
         ),
-        inferred_rules=written_rules(full, found.stages[0].decision.priced.graph.on_missing_rule),
-        prediction=_prediction(found, memory_limit_bytes),
+        inferred_rules=written_rules(full, pipeline.stages[0].decision.priced.graph.on_missing_rule),
+        prediction=_prediction(pipeline, memory_limit_bytes),
         provenance=Provenance(
-            planner=found.planner,
+            planner=pipeline.planner,
             version=version,
             trace_s=trace_s,
             search_s=search_s,
@@ -116,15 +116,15 @@ def _interior(stage: StageDecision) -> Any:
     return encode_interior(priced.graph, _choices(stage), priced.mesh.axis_names)
 
 
-def _stage(found: PipelineDecision, k: int) -> tuple[dict[str, _Dims], dict[str, _Dims]]:
+def _stage(pipeline: PipelineDecision, k: int) -> tuple[dict[str, _Dims], dict[str, _Dims]]:
     """Splits of what a stage keeps or reads of the batch, and of what it returns."""
-    stage, extract = found.stages[k], found.staged.extracts[k]
+    stage, extract = pipeline.stages[k], pipeline.staged.extracts[k]
     graph, priced = extract.graph, stage.decision.priced
     names, choices = priced.mesh.axis_names, _choices(stage)
     whole: Spec = (-1,) * len(names)
-    home = found.staged.staging.home
-    named = {i.path for i in found.staged.graph.inputs}
-    returned = {o.path for o in found.staged.graph.outputs}
+    home = pipeline.staged.staging.home
+    named = {i.path for i in pipeline.staged.graph.inputs}
+    returned = {o.path for o in pipeline.staged.graph.outputs}
 
     def dims(port: Any, rank: int) -> _Dims:
         spec = without_partial(project(choices[port.node], port.projection)) if port.node >= 0 else whole
@@ -146,10 +146,10 @@ def _stage(found: PipelineDecision, k: int) -> tuple[dict[str, _Dims], dict[str,
     return shardings, outputs
 
 
-def _stage_prediction(found: PipelineDecision, k: int) -> StagePrediction:
-    stage, times = found.stages[k], found.times
-    submesh = found.schedule.submesh_of(k)
-    costs = found.stage_costs
+def _stage_prediction(pipeline: PipelineDecision, k: int) -> StagePrediction:
+    stage, times = pipeline.stages[k], pipeline.times
+    submesh = pipeline.schedule.submesh_of(k)
+    costs = pipeline.stage_costs
     in_flight = int(times.in_flight[k])
     memory = {
         "state": float(costs.state_bytes[k]),
@@ -161,7 +161,7 @@ def _stage_prediction(found: PipelineDecision, k: int) -> StagePrediction:
         backward_s=float(costs.backward_input_s[k] + costs.backward_weight_s[k]),
         weight_gradient_s=float(costs.backward_weight_s[k]),
         update_s=float(costs.update_s[k]),
-        transfer_s=float(found.transfer_s[k]) if k < len(found.transfer_s) else 0.0,
+        transfer_s=float(pipeline.transfer_s[k]) if k < len(pipeline.transfer_s) else 0.0,
         bubble=float(times.bubble_share[submesh]),
         in_flight=in_flight,
         peak_memory_bytes=sum(memory.values()),
@@ -170,25 +170,25 @@ def _stage_prediction(found: PipelineDecision, k: int) -> StagePrediction:
     )
 
 
-def _prediction(found: PipelineDecision, limit: float) -> Prediction:
+def _prediction(pipeline: PipelineDecision, limit: float) -> Prediction:
     """The figures of the busiest stage, and the memory of the fullest."""
-    times, costs = found.times, found.stage_costs
+    times, costs = pipeline.times, pipeline.stage_costs
     submesh = int(times.busy_s.argmax())
-    mine = [k for k in range(len(found.stages)) if found.schedule.submesh_of(k) == submesh]
-    count = found.chain_plan.num_micro_batches
-    gradient = sum(found.stages[k].costs.gradient_s for k in mine)
-    communication = sum(found.stages[k].costs.communication_s for k in mine)
+    mine = [k for k in range(len(pipeline.stages)) if pipeline.schedule.submesh_of(k) == submesh]
+    count = pipeline.chain_plan.num_micro_batches
+    gradient = sum(pipeline.stages[k].costs.gradient_s for k in mine)
+    communication = sum(pipeline.stages[k].costs.communication_s for k in mine)
     passes = costs.forward_s + costs.backward_input_s + costs.backward_weight_s
     busy = sum(count * float(passes[k]) + float(costs.update_s[k]) for k in mine)
-    fullest = max(range(len(found.stages)), key=lambda k: _stage_prediction(found, k).peak_memory_bytes)
-    memory = dict.fromkeys(_stage_prediction(found, fullest).memory_bytes, 0.0)
-    for k in range(len(found.stages)):
-        if found.schedule.submesh_of(k) == found.schedule.submesh_of(fullest):
-            for part, num_bytes in _stage_prediction(found, k).memory_bytes.items():
+    fullest = max(range(len(pipeline.stages)), key=lambda k: _stage_prediction(pipeline, k).peak_memory_bytes)
+    memory = dict.fromkeys(_stage_prediction(pipeline, fullest).memory_bytes, 0.0)
+    for k in range(len(pipeline.stages)):
+        if pipeline.schedule.submesh_of(k) == pipeline.schedule.submesh_of(fullest):
+            for part, num_bytes in _stage_prediction(pipeline, k).memory_bytes.items():
                 memory[part] += num_bytes
     collectives: list[CollectiveUse] = []
-    for k in range(len(found.stages)):
-        collectives += _stage_prediction(found, k).collectives
+    for k in range(len(pipeline.stages)):
+        collectives += _stage_prediction(pipeline, k).collectives
     return Prediction(
         step_time_s=times.step_time_s,
         compute_s=busy - gradient - communication,

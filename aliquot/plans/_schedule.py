@@ -15,7 +15,7 @@ from ..core import InputError
 
 
 class TaskKind(enum.StrEnum):
-    """What a task computes for its stage and micro-batch.
+    """The part of a stage's work on a micro-batch that a task computes.
 
     A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage before waits for,
     `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits before the update. The first stage

@@ -19,7 +19,7 @@ from ._schedule import Lists, Schedule, Task, TaskKind, round_robin
 
 
 class Keeps(enum.StrEnum):
-    """What decides how many micro-batches a stage keeps between forward and backward; searches over stages use it."""
+    """The facts that decide how many micro-batches a stage keeps between forward and backward, for searches over stages."""
 
     ALL = "every micro-batch"
     BEHIND = "the number of stages behind it"

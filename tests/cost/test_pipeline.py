@@ -58,11 +58,9 @@ def pipelines(draw, shortest=0):
         backward_weight_s=numbers(stages),
         update_s=numbers(stages, 0),
         transfer_s=numbers(stages - 1, 0),
-        cotangent_transfer_s=draw(st.sampled_from([None, numbers(stages - 1, 0)])),
         state_bytes=numbers(stages, 0),
         in_flight_bytes=numbers(stages, 0),
         working_bytes=numbers(stages, 0),
-        deferred_bytes=draw(st.sampled_from([None, numbers(stages, 0)])),
         overlaps_transfers=draw(st.booleans()),
     )
     return schedule, costs
@@ -90,7 +88,7 @@ def tick_by_tick(schedule, costs):
     asked = []  # without overlap: (ticks, what arrives, its two ends)
     present, start, end = set(), {}, {}
     busy, last = [0] * len(submeshes), [0] * len(submeshes)
-    back_s = costs.transfer_s if costs.cotangent_transfer_s is None else costs.cotangent_transfer_s
+    back_s = costs.transfer_s
     now = 0
     while any(todo) or running:
         changed = True
@@ -186,7 +184,6 @@ def test_memory_at_every_moment(pipeline):
     span = {}
     for submesh, tasks in enumerate(schedule.lists):
         span |= dict(zip(tasks, zip(times.start_s[submesh], times.end_s[submesh])))
-    deferred = costs.in_flight_bytes if costs.deferred_bytes is None else costs.deferred_bytes
     for submesh, tasks in enumerate(schedule.lists):
         most = 0.0
         for moment in np.arange(0.5, times.step_time_s + 1):
@@ -201,7 +198,7 @@ def test_memory_at_every_moment(pipeline):
                     released = span[Task(stage, micro_batch, first)][1]
                     now += costs.in_flight_bytes[stage] * (begin < moment < released)
                 if task.kind is SECOND_HALF:
-                    now += deferred[stage] * (span[Task(stage, micro_batch, FIRST_HALF)][1] < moment < end)
+                    now += costs.in_flight_bytes[stage] * (span[Task(stage, micro_batch, FIRST_HALF)][1] < moment < end)
             most = max(most, now)
         assert times.peak_bytes[submesh] == most
 
@@ -302,7 +299,6 @@ def test_bubble_of_equal_stages():
     ("changes", "message"),
     [
         ({"transfer_s": np.zeros(2)}, "transfer_s has shape (2,) where forward_s calls for (1,)"),
-        ({"cotangent_transfer_s": np.zeros(2)}, "cotangent_transfer_s has shape (2,)"),
         ({"state_bytes": np.zeros(3)}, "state_bytes has shape (3,) where forward_s calls for (2,)"),
         ({"update_s": np.array([0, -1])}, "update_s has entries below zero or not finite"),
         ({"working_bytes": np.array([0, np.nan])}, "working_bytes has entries below zero or not finite"),

@@ -76,7 +76,7 @@ def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
     assert not takes_turns(priced, found.picks)
     assert peak(known_memory(priced, found.picks), priced, found.picks) == found.peak_bytes <= limit_bytes
     assert bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
-    assert found.status == "optimal where all products wait that may"
+    assert found.status == "optimal if every deferrable product is deferred"
 
 
 def test_where_nothing_runs_beside_all_reduces_no_choice_changes_what_waits(nodes):

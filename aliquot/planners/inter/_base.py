@@ -1,4 +1,4 @@
-"""What every inter planner is, and what it is given."""
+"""The interface of inter planners, and what they are given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._helper import HelperProcess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
-    """What the answer must keep to; None leaves it to the planner.
+    """Limits that the answer must keep to; None leaves a choice to the planner.
 
     Attributes:
         num_stages: how many stages, interleaved ones counted one by one.
@@ -64,8 +64,18 @@ class AbstractInter(abc.ABC):
         """
 
     @property
+    def method(self) -> str:
+        """The short name of a method with this planner, as plans show it."""
+        return "pipeshard"
+
+    @property
+    def own_way(self) -> str:
+        """A few words on how it decides what `check_limits` refuses, for messages: "grid tries ..."."""
+        return "has its own number of stages and schedule"
+
+    @property
     def searches(self) -> bool:
-        """Whether it looks for the fastest stages of all. One stage is then a good answer, and so is one program."""
+        """True if it looks for the fastest stages of all. One stage is then a good answer, and so is one program."""
         return False
 
     def check_limits(self, limits: StageLimits) -> None:

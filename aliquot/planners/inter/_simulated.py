@@ -22,7 +22,7 @@ def worth_simulating(
     seen: Counter[str] = Counter()
     looked_at: set[object] = set()
     left_out = {_key(plan) for plan in known}
-    found = []
+    chosen = []
     for plan, _ in plans:
         key = _key(plan)
         if key in looked_at or seen[plan.schedule] == most:
@@ -30,8 +30,8 @@ def worth_simulating(
         looked_at.add(key)
         seen[plan.schedule] += 1
         if key not in left_out:
-            found.append(plan)
-    return found
+            chosen.append(plan)
+    return chosen
 
 
 def _key(plan: ChainPlan) -> object:
@@ -41,9 +41,9 @@ def _key(plan: ChainPlan) -> object:
 def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
     """A plan of one of some chains with its step time by simulation."""
     (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
-    found, peak_bytes = simulate_stages(chain, plan)
+    result, peak_bytes = simulate_stages(chain, plan)
     assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), "bounds on what is in flight were too low"
-    return found
+    return result
 
 
 def fastest(plans: Sequence[ChainPlan]) -> ChainPlan | None:

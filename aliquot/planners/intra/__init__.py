@@ -1,4 +1,4 @@
-"""How each operator of a stretch of a step is split on one mesh."""
+"""Intra planners: they split each operator of a step, or of a stage, on one mesh."""
 
 from ._base import AbstractIntra as AbstractIntra
 from ._base import AbstractSearch as AbstractSearch

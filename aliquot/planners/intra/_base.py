@@ -1,4 +1,4 @@
-"""What every intra planner is: given the choices open on one mesh, how is each operator split?"""
+"""The interface of intra planners, which choose a split for each operator among those open on one mesh."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ def random_chain(
     hosts, per_host = geometry
     submeshes = [(1, n) for n in range(1, per_host + 1)] + [(h, per_host) for h in range(2, hosts + 1)]
     picked = [submeshes[k] for k in rng.integers(len(submeshes), size=rng.integers(1, most_options + 1))]
-    options = tuple(
-        StageOption(name=f"option {k}", submesh=s, mesh_shape=(s[0] * s[1],), index=k) for k, s in enumerate(picked)
-    )
+    options = tuple(StageOption(name=f"option {k}", submesh=s, mesh_shape=(s[0] * s[1],)) for k, s in enumerate(picked))
     shape = (num_units, len(options))
     devices = np.array([o.num_devices for o in options])
 
@@ -259,7 +257,7 @@ def even_chain(num_units: int, *, devices: int, micro_batches: int = 4) -> Chain
     """
     sizes = [1 << k for k in range(devices.bit_length()) if 1 << k <= devices]
     options = tuple(
-        StageOption(name=f"dp {n}", submesh=(1, n), mesh_shape=(n,), index=k, dp=n, tp=1) for k, n in enumerate(sizes)
+        StageOption(name=f"dp {n}", submesh=(1, n), mesh_shape=(n,), dp=n, tp=1) for k, n in enumerate(sizes)
     )
     ones = np.ones((num_units, 1)) / np.array(sizes) ** 0.9
     return Chain(

@@ -140,8 +140,7 @@ def operators(num_units: int = 6, *, micro_batches: int = 8, limit_bytes: float 
     """Operators on one host of four devices."""
     random = np.random.default_rng(seed)
     options = tuple(
-        StageOption(name=f"{n} devices", submesh=(1, n), mesh_shape=(n,), index=k, dp=n, tp=1)
-        for k, n in enumerate((1, 2, 4))
+        StageOption(name=f"{n} devices", submesh=(1, n), mesh_shape=(n,), dp=n, tp=1) for k, n in enumerate((1, 2, 4))
     )
     return Operators(
         unit_names=tuple(f"operator {k}" for k in range(num_units)),

@@ -10,7 +10,11 @@ from planners.inter.chains import random_chain
 from aliquot.cluster import Link
 from aliquot.cost import Chain, PrefixSums, StageChoice, StageOption, find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
-from aliquot.planners.inter.stages._recut import _stage_costs, recut, recuts, two_sided_s
+from aliquot.planners.inter.stages._recut import _stage_costs, best_cut, recuts, two_sided_s
+
+
+def recut(chain, plan):
+    return best_cut(chain, plan, recuts(chain, PrefixSums.of(chain), plan))
 
 
 def _slow_chain(seed: int, *, num_units: int, geometry: tuple[int, int], micro_batches: int = 32) -> Chain:
@@ -20,7 +24,7 @@ def _slow_chain(seed: int, *, num_units: int, geometry: tuple[int, int], micro_b
     hosts, per_host = geometry
     submeshes = [(1, n) for n in (1, 2, 4) if n <= per_host] + [(h, per_host) for h in (2, 4) if h <= hosts]
     options = tuple(
-        StageOption(name=f"{s} {k}", submesh=s, mesh_shape=(s[0] * s[1],), index=k, dp=s[0] * s[1], tp=1)
+        StageOption(name=f"{s} {k}", submesh=s, mesh_shape=(s[0] * s[1],), dp=s[0] * s[1], tp=1)
         for k, s in enumerate(submeshes * 2)
     )
     devices = np.array([o.num_devices for o in options])

@@ -31,6 +31,16 @@ class Grid(AbstractInter):
 
     simulated: int = 3
 
+    @property
+    def method(self) -> str:
+        """See `AbstractInter.method`."""
+        return "grid"
+
+    @property
+    def own_way(self) -> str:
+        """See `AbstractInter.own_way`."""
+        return f"tries every number of equal stages, with {GRID_SCHEDULE}"
+
     def solve(
         self,
         chains: Sequence[AbstractChain],
@@ -51,7 +61,7 @@ class Grid(AbstractInter):
                 "  A grid wants options that state their degrees dp and tp, whose product divides the number of devices."
             )
         fitting = [(plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes]
-        fitting.sort(key=lambda found: found[0].closed_form_s)
+        fitting.sort(key=lambda pair: pair[0].closed_form_s)
         best = fastest([simulated(chains, plan) for plan in worth_simulating(fitting, max(self.simulated, 1))])
         if best is None:
             raise _nothing_fits(plans)
@@ -90,7 +100,7 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
 
 
 def _nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]]) -> InfeasibleError:
-    plan, chain = min(plans, key=lambda found: found[0].peak_bytes)
+    plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)
     figures = plan.figures[k]

@@ -40,12 +40,12 @@ Solver = Callable[[tuple[float, ...]], Found | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything good that was found, best first; no solution is better than `bound_s` (or the caller's cutoff).
+    """All good solutions found, best first; no solution is better than `bound_s` (or the caller's cutoff).
 
     `complete` is false where the limit on the number of solves ended the search.
     """
 
-    found: tuple[Found, ...]
+    solutions: tuple[Found, ...]
     bound_s: float
     complete: bool
     solves: int
@@ -66,14 +66,14 @@ def minimise(
     Args:
         lows: no solution has smaller maxima.
         sum_low: none has a smaller sum.
-        relative_gap: what is better by less is not looked for.
+        relative_gap: smaller improvements are not searched for.
     """
     floor = sum_low + _dot(weights, lows)
-    best, found, solves, ties, pruned = cutoff_s, list[Found](), 0, 0, math.inf
+    best, solutions, solves, ties, pruned = cutoff_s, list[Found](), 0, 0, math.inf
     # (bound, tie, lower limits, upper limits, what was found at these); the tie keeps the order of equal bounds.
     boxes: list[tuple[float, int, tuple[float, ...], tuple[float, ...], Found]] = []
     if floor >= _aim(best, relative_gap):
-        return Outcome(found=(), bound_s=floor, complete=True, solves=0)
+        return Outcome(solutions=(), bound_s=floor, complete=True, solves=0)
 
     def keep(lower: tuple[float, ...], upper: tuple[float, ...], answer: Found) -> None:
         nonlocal pruned, ties
@@ -89,7 +89,7 @@ def minimise(
         solves += 1
         answer = solve(upper)
         if answer is not None:
-            found.append(answer)
+            solutions.append(answer)
             best = min(best, answer.total_s(weights))
             keep(lower, upper, answer)
 
@@ -105,10 +105,10 @@ def minimise(
             keep(_replaced(lower, k, middle), upper, answer)
         else:
             pruned = min(pruned, bound)
-    found.sort(key=lambda f: f.total_s(weights))
-    floors = [pruned, *(box[0] for box in boxes), *(f.total_s(weights) for f in found[:1])]
+    solutions.sort(key=lambda f: f.total_s(weights))
+    floors = [pruned, *(box[0] for box in boxes), *(f.total_s(weights) for f in solutions[:1])]
     return Outcome(
-        found=tuple(found),
+        solutions=tuple(solutions),
         bound_s=max(min(floors), floor),
         complete=not boxes or boxes[0][0] >= _aim(best, relative_gap),
         solves=solves,
@@ -116,7 +116,7 @@ def minimise(
 
 
 def _aim(best_s: float, relative_gap: float) -> float:
-    """What is not better than this is not looked for."""
+    """The step time that a better solution must stay below: smaller improvements are not searched for."""
     return best_s / (1 + relative_gap)
 
 

@@ -25,7 +25,7 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """What the first device of a stage decides: places that are alike have the same edges.
+    """Facts of a stage that follow from its first device: places that are alike have the same edges.
 
     Attributes:
         crosses: whether the stage before is on another host.
@@ -98,7 +98,7 @@ class DeviceProgram:
         return Found(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
 
     def _deepening_search(self, reach: Reach) -> Stages | None:
-        """Where a stage keeps what the stages behind it ask for, or where their number is given."""
+        """The search where a stage keeps what the stages behind it ask for, or where their number is given."""
         while True:
             run = self._run(reach, self._kept(self._depth, self.num_stages), self.num_stages)
             if run is None or self._depth >= self._deepest or self._fits(run[1]):
@@ -106,7 +106,7 @@ class DeviceProgram:
             self._depth = min(2 * self._depth, self._deepest)
 
     def _shared_search(self, reach: Reach, unlimited: bool) -> Stages | None:
-        """Where every stage keeps as much as there are stages: each number by itself, while more could be better.
+        """The search where every stage keeps as much as there are stages: each number by itself, while more could be better.
 
         If no stage keeps more than k micro-batches, the least sum bounds all pipelines of k stages or more; if what
         attains it fits with all that it keeps, none of these is better.
@@ -132,7 +132,7 @@ class DeviceProgram:
         return best[1] if best else None
 
     def _search_of_each_count(self, reach: Reach) -> Stages | None:
-        """Where what a stage keeps depends on its place among all: each number of stages by itself."""
+        """The search where what a stage keeps depends on its place among all: each number of stages by itself."""
         runs = [self._run(reach, self._kept(count, count), count) for count in range(1, self._most + 1)]
         best = min((run for run in runs if run), key=lambda run: run[0], default=None)
         return best[1] if best else None
@@ -250,7 +250,7 @@ class DeviceProgram:
         return ends, transfers * self._transfers_s[int(place.crosses), smaller] + reach.blocked[row]
 
     def _walk(self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None) -> Stages:
-        """The stages of the least value, found again from the front."""
+        """The stages of the least value, reconstructed from the front."""
         stages: list[StageChoice] = []
         device, unit, size = 0, 0, len(self._sizes)
         sums, steps = self.form.sums, np.arange(self.chain.num_units + 1)

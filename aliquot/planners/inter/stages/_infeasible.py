@@ -22,7 +22,7 @@ def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_
     wanted = "" if num_stages is None else f" of {num_stages} stages"
     if not plans:
         return InfeasibleError(_no_layout(chains[0], num_stages))
-    plan, chain = min(plans, key=lambda found: found[0].peak_bytes)
+    plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)
     figures, stage = plan.figures[k], plan.stages[k]
     chunks = len(plan.stages) // plan.num_submeshes
@@ -90,10 +90,10 @@ def _bisect(
 
     def under(limit_bytes: float) -> ChainPlan | None:
         program = make(limit_bytes)
-        found = program.solve((math.inf,) * len(program.weights))
-        if found is None:
+        solution = program.solve((math.inf,) * len(program.weights))
+        if solution is None:
             return None
-        return judge_stages(chain, found.stages, schedule, num_submeshes=program.num_submeshes)
+        return judge_stages(chain, solution.stages, schedule, num_submeshes=program.num_submeshes)
 
     best = under(math.inf)
     low = 0.0
@@ -108,7 +108,7 @@ def _bisect(
 
 
 def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
-    """Why there are no stages at all, whatever the memory."""
+    """The reason why there are no stages at all, whatever the memory."""
     sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
     wanted = "no stages use" if num_stages is None else f"no {num_stages} stages use"
     return (
@@ -121,7 +121,7 @@ def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
 def _remedy(
     chains: Sequence[AbstractChain], plan: ChainPlan, parts: dict[str, float], limit: float, num_stages: int | None
 ) -> str:
-    """What would make it fit."""
+    """Changes that would make it fit."""
     chain = chains[0]
     moving = parts["activations in flight"] + parts["working memory"]
     fixed = parts["state"]

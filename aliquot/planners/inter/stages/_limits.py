@@ -1,4 +1,4 @@
-"""How far a stage may reach under limits on time and memory, and simple bounds that need no search."""
+"""The furthest ends of stages under limits on time and memory, and simple bounds that need no search."""
 
 from __future__ import annotations
 

@@ -37,14 +37,9 @@ def _busy_s(plan: ChainPlan) -> list[float]:
     return [f.forward_s + f.backward_s + 2 * f.transfer_s + 2 * b for f, b in zip(plan.figures, behind)]
 
 
-def recut(chain: Chain, plan: ChainPlan) -> ChainPlan:
-    """A plan on the same submeshes with the best cuts and options by `two_sided_s`; the plan itself if it is no worse."""
-    return best_cut(chain, plan, recuts(chain, PrefixSums.of(chain), plan))
-
-
 def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> ChainPlan:
     """The least of some plans by `two_sided_s`, the first of equal ones."""
-    return min((plan, *others), key=lambda found: two_sided_s(chain, found))
+    return min((plan, *others), key=lambda candidate: two_sided_s(chain, candidate))
 
 
 def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan, ...]:
@@ -53,7 +48,7 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
         return ()
     costs, ends = _stage_costs(chain, tables, plan)
     slowest = _least_maximum(costs)
-    found = []
+    cuts = []
     for slack in _SLACKS if np.isfinite(slowest) else ():
         edges = _least_sum([np.where(c <= slowest * (1 + slack) * (1 + 1e-12), c, np.inf) for c in costs])
         stages = [
@@ -62,8 +57,8 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
         ]
         judged = judge_stages(chain, stages, plan.schedule)
         if judged.peak_bytes <= chain.memory_limit_bytes:
-            found.append(judged)
-    return tuple(found)
+            cuts.append(judged)
+    return tuple(cuts)
 
 
 # Of a stage the options of its submesh, and how far it may reach with each from each beginning, [options, U].
@@ -148,7 +143,7 @@ def _least_maximum(costs: Sequence[Floats]) -> float:
 
 
 def _least_sum(costs: Sequence[Floats]) -> list[int]:
-    """Where stages begin and the last one ends, with the least sum of their costs."""
+    """First units of the stages, and the end of the last one, with the least sum of their costs."""
     reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
     came = []
     for stage in costs:

@@ -120,7 +120,7 @@ class StageDP(AbstractInter):
         )
 
     def _may_choose(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
-        """Whether a plan to start from is one of those that are searched."""
+        """True if a plan to start from is one of those that are searched."""
         own = [chain for chain in chains if chain.num_micro_batches == start.num_micro_batches]
         if not own or start.schedule not in self.schedules or self.num_stages not in (None, len(start.stages)):
             return False
@@ -140,9 +140,10 @@ class StageDP(AbstractInter):
         )
 
     def _more(self, chains: Sequence[AbstractChain], searched: _Searched) -> list[tuple[ChainPlan, AbstractChain]]:
-        """Where a transfer holds up the stage that sends, too, which closed forms leave out: what else may be fast.
+        """More plans that may be fast where a transfer also holds up the stage that sends, which closed forms leave out.
 
-        What was found, regular layouts, and both cut again for their submeshes; best first by a form that does count it.
+        These are the plans of the search, regular layouts, and both cut again for their submeshes; best first by a form that
+        counts transfers at both ends.
         """
         waiting = [chain for chain in chains if not chain.overlaps_transfers]
         known = list(searched.plans) if waiting else []
@@ -168,7 +169,7 @@ class StageDP(AbstractInter):
         return sorted(again, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
     def programs(self, chain: AbstractChain, schedule: str) -> list[_AnyProgram]:
-        """What is to be minimised for a chain under a schedule."""
+        """The programs to minimise for a chain under a schedule."""
         limit = chain.memory_limit_bytes
         if not isinstance(chain, Chain):
             return [
@@ -199,7 +200,7 @@ class _Searched:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
-    """What is searched: chains, by a planner's limits."""
+    """A search of chains by a planner's settings."""
 
     planner: StageDP
     chains: tuple[AbstractChain, ...]
@@ -241,7 +242,7 @@ class _Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """What came of a program; `order` is its place among all."""
+    """The result of a program; `order` is its place among all."""
 
     order: tuple[float, int, int, int]
     chain: int
@@ -265,7 +266,7 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
     best_s, runs = math.inf, []
     for order, entry in sorted(programs, key=lambda known: known[0]):
         outcome = entry.search(best_s, planner)
-        plans = tuple(entry.judged(found.stages) for found in outcome.found[: planner.simulated])
+        plans = tuple(entry.judged(solution.stages) for solution in outcome.solutions[: planner.simulated])
         best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
         runs.append(
             _Run(

@@ -120,7 +120,7 @@ class TabulatedProgram:
         return np.where(possible, form.sums, np.inf)
 
     def _ends(self) -> range:
-        """Where the device may stand behind the last stage."""
+        """First devices of a stage that would follow the last one."""
         devices = self.chain.num_devices
         return range(devices) if self._placement else range(devices, devices + 1)
 

@@ -1,4 +1,4 @@
-"""What an expert writes by hand, as restrictions on the choices that a solver may take."""
+"""Splits that an expert writes by hand, as restrictions on the choices that a solver may take."""
 
 from ._fixed import Fixed as Fixed
 from ._restrict import Kinds as Kinds

@@ -77,7 +77,7 @@ def regular_choices(
 
     What only the update touches stays free. None if the batch does not divide.
     """
-    found = []
+    regular = []
     for node in nodes.nodes:
         choices = enumerate_choices(node, axis_sizes)
         if node.index in kinds.parameters:
@@ -86,8 +86,8 @@ def regular_choices(
             choices = _batch_alone(choices.tobytes(), len(axis_sizes), data_axes, nodes.batch_factors[node.index])
         if not len(choices):
             return None
-        found.append(choices)
-    return found
+        regular.append(choices)
+    return regular
 
 
 # Many nodes have the same choices.

@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 _INTEGRAL = 1e-6
 # A bound nearer than this share to the ceiling may be lifted there by few branches.
 _CLOSE = 1e-3
-_NARROWED = "optimal where all products wait that may"
+_NARROWED = "optimal if every deferrable product is deferred"
 
 
 class Search(AbstractSearch):
@@ -69,7 +69,7 @@ class Search(AbstractSearch):
         self._picks: Ints | None = None
 
     def model(self, picks: Ints) -> MemoryModel:
-        """What takes memory under known choices."""
+        """The memory model of known choices."""
         return self._model(takes_turns(self.priced, picks))
 
     def _model(self, in_turn: bool) -> MemoryModel:
@@ -111,7 +111,7 @@ class Search(AbstractSearch):
         return bound
 
     def _never_fits(self) -> bool:
-        """Whether at some moment even the least that each array can take is too much."""
+        """True if at some moment even the least that each array can take is too much."""
         if not np.isfinite(self.limit_bytes) or not all(map(len, self._choices.allowed)):
             return False
 
@@ -176,11 +176,11 @@ class Search(AbstractSearch):
                 self.gave_up = self._narrowed or outcome.status != "infeasible"
                 return best and self._judged(best, outcome.status)
             picks = _decode(choices, outcome.values)
-            found = self._solution(picks, outcome.status)
-            if found is not None:
-                if best is not None and best.step_time_s < found.step_time_s:
-                    found = best
-                return self._judged(found, outcome.status)
+            solution = self._solution(picks, outcome.status)
+            if solution is not None:
+                if best is not None and best.step_time_s < solution.step_time_s:
+                    solution = best
+                return self._judged(solution, outcome.status)
             if not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)) and not self._narrow(picks):
                 # It misses the limit by less than the solver's tolerance.
                 self._exclude(self._program, self._choices, picks)
@@ -190,33 +190,33 @@ class Search(AbstractSearch):
         return None
 
     def _nothing_below(self, ceiling_s: float) -> bool:
-        """Whether a few branches rule out what the relaxation leaves below a ceiling close by."""
+        """True if a few branches rule out all solutions below a ceiling close by."""
         if self._values is None or ceiling_s - self.lower_bound_s > _CLOSE * self.lower_bound_s:
             return False
         model = self._model(self._in_turn)
         use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
-        found, solves = rules_out(self._relaxation, self._choices.columns, use, self._values, ceiling_s)
+        ruled_out, solves = rules_out(self._relaxation, self._choices.columns, use, self._values, ceiling_s)
         self.num_solves += solves
-        return found
+        return ruled_out
 
     def _relax(self, enough_s: float = np.inf) -> Floats | None:
         self.num_solves += 1
         self._relaxed = self._relaxation.solve(enough_s)
         return self._relaxed.values
 
-    def _judged(self, found: IntraSolution, status: str = "optimal") -> IntraSolution:
+    def _judged(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
         """A solution with what is now known about it."""
-        gap = found.step_time_s - self.lower_bound_s
+        gap = solution.step_time_s - self.lower_bound_s
         if gap <= 1e-9 * self.lower_bound_s or (status == "infeasible" and not self._narrowed):
             status = "optimal"
         elif self._narrowed and gap > self.relative_gap * self.lower_bound_s and status in ("optimal", "infeasible"):
             status = _NARROWED
         elif status in ("optimal", "infeasible"):
             status = "optimal within the gap"
-        return replace(found, status=status, lower_bound_s=self.lower_bound_s)
+        return replace(solution, status=status, lower_bound_s=self.lower_bound_s)
 
     def _narrow(self, picks: Ints) -> bool:
-        """Whether choices fit only where products run in turn, which they do not have: from then on all wait."""
+        """Count every deferrable product as deferred from here on, if choices fit only as if they ran at once; True if so."""
         if not self._in_turn or takes_turns(self.priced, picks):
             return False
         self._in_turn, self._narrowed, self._times = False, True, []
