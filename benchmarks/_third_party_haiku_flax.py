@@ -287,9 +287,7 @@ def nnx_transformer() -> ThirdPartyStep:
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
             self.first, self.second = nnx.LayerNorm(_WIDTH, **double(rngs)), nnx.LayerNorm(_WIDTH, **double(rngs))
-            self.attention = nnx.MultiHeadAttention(
-                _HEADS, _WIDTH, decode=False, use_bias=False, **double(rngs)
-            )
+            self.attention = nnx.MultiHeadAttention(_HEADS, _WIDTH, decode=False, use_bias=False, **double(rngs))
             self.up, self.down = nnx.Linear(_WIDTH, 32, **double(rngs)), nnx.Linear(32, _WIDTH, **double(rngs))
 
         def __call__(self, x: Any) -> Any:

@@ -20,6 +20,7 @@ from ._fingerprint import interface_fingerprint as interface_fingerprint
 from ._jax_compat import ATTENTION as ATTENTION
 from ._jax_compat import attention_on_piece as attention_on_piece
 from ._jax_compat import coordination_client as coordination_client
+from ._jax_compat import detect_processes as detect_processes
 from ._jax_compat import scan_counts as scan_counts
 from ._kernels import KERNEL as KERNEL
 from ._kernels import Kernel as Kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -292,12 +293,26 @@ def host_device() -> Any:
     return client.local_devices()[0]
 
 
+def detect_processes(
+    address: str | None, count: int | None, process: int | None, device_ids: Sequence[int] | None, timeout_s: int
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """What `jax.distributed.initialize` would take these arguments for: those that are None from the cluster's launcher."""
+    from jax._src.clusters import ClusterEnv
+
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if None in (address, count, process):
+        address, count, process, device_ids = ClusterEnv.auto_detect_unset_distributed_params(
+            address, count, process, device_ids, None, timeout_s
+        )
+    return address, count, process, device_ids
+
+
 def coordination_client() -> tuple[Any, str, int, int] | None:
     """What `jax.distributed.initialize` has connected: a client of the service for all processes, the service's address
     `host:port`, which process this is, and how many there are.
 
-    None before that. The service keeps small values for all processes and has barriers. The one thing here that is private
-    to JAX: nothing public exchanges bytes without touching a device.
+    None before that. The service keeps small values for all processes and has barriers. Private to
+    JAX: nothing public exchanges bytes without touching a device.
     """
     from jax._src import distributed
 

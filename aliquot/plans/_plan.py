@@ -8,6 +8,7 @@ however long that took.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -246,6 +247,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __hash__(self) -> int:
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
+    def decisions(self) -> tuple[str, ...]:
+        """What runs, in lines of text: the same for plans that run the same, whatever they predict or are called."""
+        data = msgspec.to_builtins(self)
+        for name in (*_HOW_FOUND, "prediction", "notes", "model", "cluster", "graph_fingerprint"):
+            data.pop(name, None)
+        return tuple(_as_lines(data, ""))
+
     def _decisions(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND)
 
@@ -301,3 +309,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         from ._partition_specs import partition_specs
 
         return partition_specs(self)
+
+
+def _as_lines(data: Any, path: str) -> Iterator[str]:
+    """Nested values, one line each."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from _as_lines(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(data, list | tuple) and any(isinstance(item, dict) for item in data):
+        for number, value in enumerate(data):
+            yield from _as_lines(value, f"{path}[{number}]")
+    else:
+        yield f"{path} = {data}"

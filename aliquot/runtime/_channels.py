@@ -204,11 +204,11 @@ class _Inbox:
             self._read.put(error)
 
 
-def listener() -> socket.socket:
-    """A listening socket at a port of the system's choice."""
+def listener(port: int = 0) -> socket.socket:
+    """A listening socket at a port, by default of the system's choice."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import random
 import re
 import socket
-import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 import jax
 
-from ._watchdog import stop_watching, watch, watched
+from ..core import InputError
+from ..graph import detect_processes
+from ._endings import end_in_order, finish_work, part
+from ._meeting import Hello, default_run_id
+from ._watchdog import meet, watched
 
-# The library's own limits leave a dead peer unnoticed for minutes. What watches processes here is quicker still.
-_HEARTBEAT_S = 30
+# JAX's own watch, which aborts, comes later than the one here.
+_HEARTBEAT_S = 600
 _SHUTDOWN_S = 10
-# Who ends without `shutdown` may be waited for in vain.
-_AT_EXIT_S = 20
-_LAST_WORD_S = 6
 
 
 def initialize(
@@ -33,6 +30,7 @@ def initialize(
     initialization_timeout_s: int = 300,
     cpu_collectives: str | None = "gloo",
     transfers: str | None = None,
+    run_id: str | None = None,
 ) -> None:
     """Join the processes that run a step together. Call it first, before anything touches a device.
 
@@ -54,36 +52,73 @@ def initialize(
             "host" sends them through the memory and the network of the hosts. By default hosts do so for CPUs, whose
             transfers in JAX lose data, and devices for themselves elsewhere.
 
+        run_id: what only the processes of this run have in common: whoever comes to the same address from another run is
+            turned away. By default the number of the launcher's job, if there is one.
+
     Raises:
-        RuntimeError: from JAX, when devices were touched already or the others do not come.
-        OSError: this machine has no port left for transfers.
+        SystemExit: with code 3 and a message, when the others do not come, have other versions, or die meanwhile.
+        InputError: The arguments do not say which process this is of how many, or fit no process.
+        RuntimeError: from JAX, when devices were touched already.
     """
     _spare_threads()
     # Only clients of CPU devices look at this.
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)
+    address, count, process, devices = detect_processes(
+        coordinator_address, num_processes, process_id, local_device_ids, initialization_timeout_s
+    )
+    if address is None or count is None or process is None:
+        raise InputError(
+            f"initialize() does not know the processes: coordinator_address={address!r}, num_processes={count!r}, "
+            f"process_id={process!r}, and no launcher that JAX knows tells the rest. Pass all three."
+        )
+    port = address.rpartition(":")[2]
+    if not (port.isdecimal() and int(port) < 65536) or not 0 <= process < count:
+        raise InputError(
+            f"initialize() was given the address {address!r} and process_id={process} of num_processes={count}: it needs "
+            "host:port, and numbers from 0 to num_processes - 1."
+        )
+    if jax.distributed.is_initialized() or watched() is not None:
+        raise RuntimeError("initialize() was called before: processes join once.")
+    held: list[socket.socket] = []
+
+    def service_port() -> int:
+        held.append(reserved_port("0.0.0.0", 0, 1))
+        found: int = held[0].getsockname()[1]
+        return found
+
+    service = address
+    if count > 1:
+        # Without it JAX aborts all processes when one dies, before anything can be said. The watch ends them.
+        jax.config.update("jax_enable_recoverability", True)
+        own = Hello.own(process, count, default_run_id() if run_id is None else run_id)
+        service = meet(address, own, initialization_timeout_s, service_port)
+        end_in_order()
     jax.distributed.initialize(
-        coordinator_address,
-        num_processes,
-        process_id,
-        local_device_ids=local_device_ids,
+        service,
+        count,
+        process,
+        local_device_ids=devices,
         initialization_timeout=initialization_timeout_s,
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
+        coordinator_bind_address=f"[::]:{service.rpartition(':')[2]}" if process == 0 else None,
     )
-    peers = watch(initialization_timeout_s)
+    for reserved in held:
+        reserved.close()
+    peers = watched()
     if peers is not None:
         peers.transfers = transfers
-        atexit.register(_at_exit)
 
 
 def shutdown() -> None:
     """Leave the other processes, after this one's work is done and all have come this far."""
     peers = watched()
-    if peers is not None:
-        _finish_work()
-        peers.leave()
-        stop_watching()
-    jax.distributed.shutdown()
+    if peers is None:
+        jax.distributed.shutdown()
+        return
+    finish_work()
+    peers.leave()
+    part(peers)
 
 
 def _spare_threads() -> None:
@@ -107,7 +142,7 @@ def _num_cores() -> int:
 
 
 def reserved_port(address: str, process: int, count: int) -> socket.socket:
-    """A socket at a port that nobody else here takes while it is open, but who asks the system to share it, as XLA does.
+    """A socket at a port that nobody else here takes while it is open, but who asks the system to share it, as JAX does.
 
     Two that share a port would get each other's connections. Systems hand out those from 32768 on by themselves, and no
     two processes of a run look at the same.
@@ -125,33 +160,3 @@ def reserved_port(address: str, process: int, count: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return found
     raise OSError(f"no port from 16384 to 32767 is free at {address}")
-
-
-def _finish_work() -> None:
-    """Wait for all that this process still computes or receives: senders must not leave before."""
-    for array in jax.live_arrays():
-        # What was donated or has failed is waited for by nobody.
-        with suppress(RuntimeError, ValueError):
-            array.block_until_ready()
-
-
-def _at_exit() -> None:
-    """A process that ends without `shutdown`: in peace if the others come too, else it takes them with it."""
-    peers = watched()
-    if peers is None:
-        return
-    failed = getattr(sys, "last_value", None) is not None
-    if not failed:
-        _finish_work()
-        if peers.leave(_AT_EXIT_S):
-            stop_watching()
-            return
-        print(
-            f"aliquot: process {peers.process} ends while others still run. Call aliquot.runtime.shutdown() at the end, "
-            "which waits for them.",
-            file=sys.stderr,
-        )
-    else:
-        # What failed may have failed because another process died: then the watch has the last word.
-        time.sleep(_LAST_WORD_S)
-    peers.abandon()

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import InputError
 from ..plans import Plan, Trace
+from ._agreement import agree, plan_lines, spans_processes
 from ._check import StepCheck
 from ._init import init_state
 from ._pieces import places_of
@@ -95,6 +96,8 @@ class LazyStep:
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make the state, each part on the devices that hold it; see `ParallelStep.init`."""
+        if spans_processes([device for mesh in self.meshes for device in mesh.devices.flat]):
+            agree(plan_lines(self.plan))
         return init_state(self._fn, self.plan.inputs, places_of(self.shardings), init_fn, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..graph import Graph, Literal, Role, Staging
 from ..plans import ArrayInterface, Plan, Schedule, Trace, headline
 from ..sharding import MicroBatchPlan, Pins, plan_micro_batches
+from ._agreement import agree_on_step
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
@@ -134,6 +135,7 @@ class PipelineStep:
         self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
         self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values())
         self._stats: PipelineStats | None = None
+        self._is_agreed = not pipeline.is_shared
         self._lock = threading.RLock()
         self.__name__ = graph.name
         self.__doc__ = graph.calling.fn.__doc__
@@ -174,6 +176,7 @@ class PipelineStep:
 
         What is stacked over layers that several stages run comes as `PiecedArray`s.
         """
+        self._agree()
         original = self._original
         inputs = [
             ArrayInterface(path=i.path, shape=v.shape, dtype=v.dtype, role=i.role.value)
@@ -191,6 +194,7 @@ class PipelineStep:
     def stats(self) -> PipelineStats:
         """Memory, collectives and compile times of the compiled programs, stage by stage. Compiles if need be."""
         if self._stats is None:
+            self._compile()
             self._stats = pipeline_stats(self._pipeline)
         return self._stats
 
@@ -210,6 +214,16 @@ class PipelineStep:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
+    def _agree(self) -> None:
+        """Compare with what other processes are about to run, once."""
+        if not self._is_agreed:
+            agree_on_step(self._original, self._plan)
+            self._is_agreed = True
+
+    def _compile(self) -> None:
+        self._agree()
+        self._pipeline.compile()
+
     def _anywhere(self) -> NamedSharding:
         return NamedSharding(self.meshes[0], PartitionSpec())
 
@@ -221,7 +235,7 @@ class PipelineStep:
             return self._run_alone(whole, keep=keep, run=run)
 
     def _run_alone(self, whole: Sequence[Any], *, keep: bool, run: Callable[..., list[Any]] | None) -> list[Any]:
-        self._pipeline.compile()
+        self._compile()
         leaves = cut_leaves(whole, self._inputs, self._paths)
         shared = Counter(id(leaf) for leaf in leaves)
         given: dict[int, Any] = {}

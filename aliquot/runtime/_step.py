@@ -18,6 +18,7 @@ from ..core import PlanMismatchError
 from ..graph import Graph
 from ..plans import Plan
 from ..sharding import Choice, NodeGraph
+from ._agreement import agree_on_step, spans_processes
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
@@ -26,6 +27,7 @@ from ._plan_program import build_plan_program
 from ._spmd import Program
 from ._state import local_part, place
 from ._stats import Stats, compiled_stats
+from ._watchdog import watched
 
 
 class ParallelStep:
@@ -39,6 +41,8 @@ class ParallelStep:
         self._graph, self._plan, self._mesh, self._program = graph, plan, mesh, program
         self._compiled: Any = None
         self._stats: Stats | None = None
+        self._is_agreed = not spans_processes(mesh.devices.flat)
+        self._number = 0
         self._lower_s = self._compile_s = 0.0
         self._lock = threading.Lock()
         self._arguments = Arguments(graph)
@@ -110,6 +114,7 @@ class ParallelStep:
         Raises:
             PlanMismatchError: what it returns is not what the step takes; names the paths that differ.
         """
+        self._agree()
         places = places_of(self.shardings)
         return init_state(self._graph.calling.fn, self._plan.inputs, places, init_fn, args, kwargs)
 
@@ -175,9 +180,16 @@ class ParallelStep:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
+    def _agree(self) -> None:
+        """Compare with what other processes are about to run, once."""
+        if not self._is_agreed:
+            agree_on_step(self._graph, self._plan)
+            self._is_agreed = True
+
     def _compile(self) -> Any:
         with self._lock:
             if self._compiled is None:
+                self._agree()
                 start = time.perf_counter()
                 lowered = self.lower()
                 middle = time.perf_counter()
@@ -186,12 +198,20 @@ class ParallelStep:
             return self._compiled
 
     def _program_on(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+        # First, since moving arrays may need the other processes as well.
+        compiled, peers = self._compile(), watched()
         shared = Counter(id(leaf) for leaf in leaves)
         placed = [
             self._place(position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1))
             for position, leaf in enumerate(leaves)
         ]
-        return list(self._compile()(*placed))
+        if peers is not None:
+            self._number += 1
+            peers.describe = self._describe
+        return list(compiled(*placed))
+
+    def _describe(self, _: int) -> str:
+        return f"Process {jax.process_index()} had issued step {self._number}."
 
     def _place(self, position: int, leaf: Any, *, keep: bool) -> jax.Array:
         shape = self._arguments.types[position][0]

@@ -2,32 +2,40 @@
 
 Each process holds a connection to process 0, which the system closes when its process dies, however that happens. A
 machine that vanishes is noticed by the system's probes. Neither needs a process to answer, so one that compiles for
-minutes is not taken for dead.
+minutes is not taken for dead. Who is stopped is seen from its state on the same machine, and by its silence from others.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import selectors
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..graph import coordination_client
+from ._agreement import exchange
 from ._channels import Channels, listener, receive_exactly
-
-EXIT_CODE = 3
+from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join, let_in
 
 # A silent machine is given up after 5 + 3 x 3 s.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
-_LEAVES, _DIED = b"L", b"D"
+_LEAVES, _DIED, _FAILED, _FAILS, _LIVES = b"L", b"D", b"X", b"F", b"H"
 _DAY_MS = 24 * 3600 * 1000
+_ROUND_S = 1
+# A debugger stops a process for a moment, too.
+_STOPPED_S = 5
+# Long calls may keep a process from saying that it lives.
+_SILENCE_S = 300
+# How long process 0, which others need until they have ended, waits for that.
+_LAST_S = 5
 
 
 class Peers:
@@ -35,29 +43,25 @@ class Peers:
 
     When one ends before all have called `leave`, this process says so, with what it was doing, and ends too: whatever it
     waits for cannot come any more, and nothing can interrupt that wait.
-
-    Args:
-        client, address: the service of `jax.distributed`, which connects processes first.
-        process, count: this process, and how many there are.
-        timeout_s: how long to wait for the others' connections.
     """
 
-    def __init__(self, client: Any, address: str, process: int, count: int, timeout_s: float = 300) -> None:
-        self._client, self.process, self.count = client, process, count
+    def __init__(self, met: Met) -> None:
+        self.process, self.count, self._met = met.process, met.count, met
         #: "host" or "device": what carries arrays between processes; None where the kind of device decides.
         self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
         self._channels: Channels | None = None
-        self._exchanges = 0
         self._left: set[int] = set()
-        self._is_leaving = False
-        self._all_left = threading.Event()
-        host = address.rsplit(":", 1)[0]
-        self._sockets = self._gather_in(timeout_s) if process == 0 else {0: self._report(host, timeout_s)}
-        own = [_plain(s.getsockname()[0]) for s in self._sockets.values()]
+        self._failed: set[int] = set()
+        self._gone = threading.Event()
+        self._is_leaving = self._is_failing = False
+        self._machine = Hello.own(met.process, met.count, "").machine
+        self._heard = dict.fromkeys(met.sockets, time.monotonic())
+        self._stopped: dict[int, float] = {}
+        own = [_plain(s.getsockname()[0]) for s in met.sockets.values()]
         #: This machine's address as others reach it.
         self.address = next((a for a in own if not a.startswith("127.")), own[0])
-        for peer in self._sockets.values():
+        for peer in met.sockets.values():
             _probe(peer)
         _delay_aborts()
         threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
@@ -71,118 +75,148 @@ class Peers:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every process passes, in order of the processes. Waits until all have called it as often as this one."""
-        self._exchanges += 1
-        name = f"aliquot/exchange/{self._exchanges}"
-        self._client.key_value_set_bytes(f"{name}/{self.process}", data)
-        return [self._client.blocking_key_value_get_bytes(f"{name}/{k}", _DAY_MS) for k in range(self.count)]
+        return exchange(data)
+
+    # ---- leaving -----------------------------------------------------------------------------------------------------
 
     def leave(self, timeout_s: float | None = None) -> bool:
-        """Wait until all processes call this, then stop watching. False if they have not come in time."""
+        """Wait until all processes call this, then take no end for a death. False if they have not come in time."""
         if self._is_leaving:
             return True
         if self._channels is not None:
             self._channels.flush(timeout_s)
+        client = coordination_client()
         try:
-            self._client.wait_at_barrier("aliquot/leave", _DAY_MS if timeout_s is None else int(timeout_s * 1000))
+            if client is not None:
+                limit_ms = _DAY_MS if timeout_s is None else int(timeout_s * 1000)
+                client[0].wait_at_barrier("aliquot/leave", limit_ms)
         except RuntimeError:
             return False
         self._is_leaving = True
-        for peer in self._sockets.values():
-            with suppress(OSError):
-                peer.sendall(_LEAVES)
-                peer.shutdown(socket.SHUT_WR)
-        if self.process == 0:
-            # The service lives in process 0: it goes last.
-            self._all_left.wait(10)
+        self._say_to_all(_LEAVES)
         return True
 
-    def abandon(self) -> None:
-        """End the connections without a word, so that the others end as well."""
+    def begin_to_fail(self) -> None:
+        """From now on this process ends by its own failure, and not by another's; only by another's death."""
+        self._is_failing = True
+
+    def fail(self, reason: str) -> None:
+        """End the connections with a reason, so that the others end as well."""
         self._is_leaving = True
-        for peer in self._sockets.values():
+        text = reason.encode()[:1000]
+        self._say_to_all(_FAILS + len(text).to_bytes(4, "big") + text)
+        if self.process == 0:
+            self.part()
+
+    def part(self) -> None:
+        """The last word to the others. Process 0, in which JAX's service for all lives, waits until they have gone."""
+        for peer in self._met.sockets.values():
             with suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+                peer.shutdown(socket.SHUT_WR)
+        if self.process == 0:
+            self._gone.wait(_LAST_S)
 
-    # ---- meeting -----------------------------------------------------------------------------------------------------
-
-    def _gather_in(self, timeout_s: float) -> dict[int, socket.socket]:
-        """Process 0: take the connections of all others, known by a word that only they can look up."""
-        word = secrets.token_bytes(16)
-        found: dict[int, socket.socket] = {}
-        with listener() as meeting:
-            meeting.settimeout(timeout_s)
-            self._client.key_value_set_bytes("aliquot/watchdog", word + str(meeting.getsockname()[1]).encode())
-            while len(found) < self.count - 1:
-                peer, _ = meeting.accept()
-                peer.settimeout(10)
-                with suppress(OSError):
-                    hello = receive_exactly(peer, len(word) + 4)
-                    if secrets.compare_digest(hello[: len(word)], word):
-                        found[int.from_bytes(hello[len(word) :], "big")] = peer
-        return found
-
-    def _report(self, host: str, timeout_s: float) -> socket.socket:
-        """Another process: connect to process 0."""
-        said = self._client.blocking_key_value_get_bytes("aliquot/watchdog", int(timeout_s * 1000))
-        word, port = said[:16], int(said[16:])
-        peer = socket.create_connection((host.strip("[]"), port), timeout=timeout_s)
-        peer.sendall(word + self.process.to_bytes(4, "big"))
-        return peer
+    def _say_to_all(self, message: bytes) -> None:
+        for peer in self._met.sockets.values():
+            with suppress(OSError):
+                peer.sendall(message)
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()
-        for k, peer in self._sockets.items():
-            peer.settimeout(None)
+        for k, peer in self._met.sockets.items():
+            peer.settimeout(10)
             selector.register(peer, selectors.EVENT_READ, k)
+        spoken = 0.0
         while selector.get_map():
-            for event, _ in selector.select():
-                if not self._hear(event.data, self._sockets[event.data]):
+            for event, _ in selector.select(_ROUND_S):
+                if not self._hear(event.data, self._met.sockets[event.data]):
                     selector.unregister(event.fileobj)
+            if time.monotonic() > spoken + _ROUND_S and not self._is_leaving:
+                spoken = time.monotonic()
+                self._say_to_all(_LIVES)
+                for k in self._met.sockets:
+                    self._look_at(k)
+        self._gone.set()
 
     def _hear(self, k: int, peer: socket.socket) -> bool:
         """Take in what process `k` says; False when it says no more."""
+        why = ""
         try:
             said = peer.recv(1)
-            if said == _DIED:
-                self._end(int.from_bytes(receive_exactly(peer, 4), "big"))
+            if said in (_DIED, _FAILED):
+                dead, text = int.from_bytes(receive_exactly(peer, 4), "big"), _text_from(peer)
+                if said == _DIED or not self._is_failing:
+                    self._end(dead, text)
+            if said == _FAILS:
+                why = _text_from(peer)
+                self._failed.add(k)
         except OSError:
             said = b""
+        self._heard[k] = time.monotonic()
         if said == _LEAVES:
             self._left.add(k)
-        if said:
-            return True
-        if k not in self._left and not self._is_leaving:
-            self._tell(k)
-            self._end(k)
-        if len(self._left) >= len(self._sockets):
-            self._all_left.set()
-        return False
+        if why and not self._is_failing:
+            self._lose(k, why, until_gone=peer)
+        elif not said and k not in self._left and k not in self._failed:
+            self._lose(k, "has ended or cannot be reached")
+        return bool(said)
 
-    def _tell(self, dead: int) -> None:
-        """Process 0 passes it on: the others are not connected to each other."""
-        for k, peer in self._sockets.items():
+    def _look_at(self, k: int) -> None:
+        """Whether process `k` is stopped or silent."""
+        now, hello = time.monotonic(), self._met.hellos.get(k)
+        if hello is not None and hello.machine == self._machine and _is_stopped(hello.pid):
+            since = self._stopped.setdefault(k, now)
+            if now > since + _STOPPED_S:
+                self._lose(k, f"is stopped (by SIGSTOP or a terminal; pid {hello.pid})")
+        else:
+            self._stopped.pop(k, None)
+        if now > self._heard[k] + _SILENCE_S:
+            self._lose(k, f"has said nothing for {_SILENCE_S} s")
+
+    def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
+        """Process 0 passes it on: the others are not connected to each other.
+
+        Without JAX's service, which lives in process 0, one that fails would be aborted before it has ended by itself.
+        """
+        if self._is_leaving:
+            return
+        text, kind = why.encode(), _DIED if until_gone is None else _FAILED
+        for k, peer in self._met.sockets.items():
             if k != dead:
                 with suppress(OSError):
-                    peer.sendall(_DIED + dead.to_bytes(4, "big"))
+                    peer.sendall(kind + dead.to_bytes(4, "big") + len(text).to_bytes(4, "big") + text)
+        if until_gone is not None and self.process == 0:
+            with suppress(OSError):
+                until_gone.settimeout(_LAST_S)
+                while until_gone.recv(1):
+                    pass
+        self._end(dead, why)
 
-    def _end(self, dead: int) -> NoReturn:
+    def _end(self, dead: int, why: str) -> None:
+        if self._is_leaving:
+            return
         try:
             doing = self.describe(dead) if self.describe else f"Process {self.process} had not run a step yet."
         except Exception as error:
             doing = f"(What process {self.process} was doing cannot be told: {error!r}.)"
         role = ", which coordinates the others," if dead == 0 else ""
         text = (
-            f"\naliquot: process {dead}{role} has ended or cannot be reached. {doing} It cannot go on without process "
+            f"\naliquot: process {dead}{role} {why}. {doing} It cannot go on without process "
             f"{dead} and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then start all "
             "processes again from the last checkpoint.\n"
         )
         os.write(2, text.encode())
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(1)
-        os._exit(EXIT_CODE)
+        end_at_once(EXIT_CODE)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process without any of what Python and XLA do at an end: threads of theirs may wait for ever."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(1)
+    os._exit(code)
 
 
 # JAX joins processes once in the life of a process, and so is this.
@@ -190,13 +224,60 @@ _peers: list[Peers] = []
 
 
 def watch(timeout_s: float = 300) -> Peers | None:
-    """The other processes, watched from the first call on; None where `jax.distributed` has connected none."""
+    """The other processes, watched from the first call on; None where `jax.distributed` has connected none.
+
+    Those that `meet` did not bring together find each other through JAX.
+    """
     if not _peers:
         joined = coordination_client()
         if joined is None or joined[-1] == 1:
             return None
-        _peers.append(Peers(*joined, timeout_s))
+        client, address, process, count = joined
+        if process == 0:
+            meeting = listener()
+            own = Hello.own(0, count, os.urandom(16).hex())
+            port = meeting.getsockname()[1]
+            client.key_value_set_bytes("aliquot/watchdog", f"{own.run} {port}".encode())
+            _peers.append(_host(meeting, own, timeout_s, {}))
+        else:
+            said = client.blocking_key_value_get_bytes("aliquot/watchdog", int(timeout_s * 1000)).decode()
+            run, port = said.split()
+            own = Hello.own(process, count, run)
+            _peers.append(Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), own, timeout_s)[0]))
     return _peers[0]
+
+
+def meet(address: str, own: Hello, timeout_s: float, service_port: Callable[[], int]) -> str:
+    """Find the other processes at an address, and watch them from now on.
+
+    Args:
+        service_port: called in process 0 for the port of JAX's service.
+
+    Returns:
+        The address of JAX's service.
+    """
+    host, port = address.rsplit(":", 1)
+    if own.process == 0:
+        try:
+            meeting = listener(int(port))
+        except OSError as error:
+            give_up(
+                f"process 0 cannot listen at {address} ({error}). If another run uses this port, give this one another. "
+                f"It ends (exit code {EXIT_CODE})."
+            )
+        found = service_port()
+        _peers.append(_host(meeting, own, timeout_s, {"port": found}))
+    else:
+        met, told = join(host.strip("[]"), int(port), own, timeout_s)
+        _peers.append(Peers(met))
+        found = int(told["port"])
+    return f"{host}:{found}"
+
+
+def _host(meeting: socket.socket, own: Hello, timeout_s: float, told: dict[str, Any]) -> Peers:
+    met = gather_in(meeting, own, timeout_s)
+    let_in(met, {**told, "hello": {name: getattr(own, name) for name in Hello.__slots__}})
+    return Peers(met)
 
 
 def watched() -> Peers | None:
@@ -221,6 +302,17 @@ def _delay_aborts() -> None:
     library = ctypes.CDLL(None)
     library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is; False where the system does not tell."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _text_from(peer: socket.socket) -> str:
+    return receive_exactly(peer, int.from_bytes(receive_exactly(peer, 4), "big")).decode()
 
 
 def _flush() -> None:

@@ -196,7 +196,7 @@ def endless(case):
     """Steps without end, for a test that ends one of the processes."""
     if case.pop("late", False):
         speak = Peers._end
-        Peers._end = lambda peers, dead: (time.sleep(2), speak(peers, dead))
+        Peers._end = lambda peers, *of: (time.sleep(2), speak(peers, *of))
     if case.pop("forward", False):
         params = init(jax.random.key(0))["params"]
         last = 0 if case.get("backwards") else count - 1

@@ -13,17 +13,17 @@ from runtime.ports import coordinator_port
 
 
 @contextlib.contextmanager
-def started(worker: Path, count: int, *arguments: object, **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
+def started(worker: Path, count: int, *arguments: object, port: int = 0) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes `worker PROCESS COUNT PORT ARGUMENTS...`.
 
     Whoever still runs at the end is killed: hung processes listen to nothing gentler.
     """
     tests = Path(__file__).parents[1]
-    port = coordinator_port()
+    port = port or coordinator_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(worker), *map(str, (k, count, port, *arguments))],
-            env={**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", **environment},
+            env={**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -42,9 +42,14 @@ def started(worker: Path, count: int, *arguments: object, **environment: str) ->
             process.stderr.close()
 
 
-def last_lines(processes: Sequence[subprocess.Popen[str]], timeout_s: float) -> list[dict]:
-    """What processes that all end well say at last, as JSON."""
+def last_texts(processes: Sequence[subprocess.Popen[str]], timeout_s: float) -> list[str]:
+    """What processes that all end well print."""
     printed = [process.communicate(timeout=timeout_s) for process in processes]
     errors = "".join(f"{k}: {said[-2000:]}" for k, (_, said) in enumerate(printed))
     assert [process.returncode for process in processes] == [0] * len(processes), errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
+    return [out for out, _ in printed]
+
+
+def last_lines(processes: Sequence[subprocess.Popen[str]], timeout_s: float) -> list[dict]:
+    """The last line that each of them prints, as JSON."""
+    return [json.loads(out.splitlines()[-1]) for out in last_texts(processes, timeout_s)]

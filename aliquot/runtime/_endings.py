@@ -1,0 +1,87 @@
+"""How a process ends: with its own exit code, and so that the others know."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+
+import jax
+
+from ._watchdog import Peers, end_at_once, stop_watching, watched
+
+# How long a process that has ended without `shutdown` waits for the others to end as well.
+_AT_EXIT_S = 4
+# What fails in one process may come from the death of another: how long that may take to be known.
+_LAST_WORD_S = 2
+# Work that nobody can wait for any more.
+_STUCK_S = 3
+_INTERRUPTED, _FAILED = 130, 1
+
+
+@cache
+def end_in_order() -> None:
+    """From now on this process's end is told to others, and leaves no program running that XLA would stumble over."""
+    atexit.register(_at_exit)
+
+
+def finish_work() -> None:
+    """Wait for all that this process still computes or receives: senders must not leave before."""
+    for array in jax.live_arrays():
+        # What was donated or has failed is waited for by nobody.
+        with suppress(RuntimeError, ValueError):
+            array.block_until_ready()
+
+
+def part(peers: Peers) -> None:
+    """End the connections of a process that all others have left. JAX's service lives in process 0, which goes last."""
+    stop_watching()
+    if peers.process:
+        jax.distributed.shutdown()
+    peers.part()
+    jax.distributed.shutdown()
+
+
+def _at_exit() -> None:
+    """A process that ends without `shutdown`: in peace if the others come too, else it takes them with it."""
+    peers, error = watched(), getattr(sys, "last_value", None)
+    if peers is None:
+        _finish_or_end(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else None)
+        return
+    if error is None:
+        finished = threading.Thread(target=finish_work, daemon=True)
+        finished.start()
+        finished.join(_AT_EXIT_S)
+        if not finished.is_alive() and peers.leave(_AT_EXIT_S):
+            part(peers)
+            return
+        print(
+            f"aliquot: process {peers.process} ends while others still run. Call aliquot.runtime.shutdown() at the end, "
+            "which waits for them.",
+            file=sys.stderr,
+        )
+        peers.fail("has ended without aliquot.runtime.shutdown()")
+        return
+    if isinstance(error, KeyboardInterrupt):
+        peers.fail("was interrupted (Ctrl-C)")
+        end_at_once(_INTERRUPTED)
+    # If another process has died, the watch ends this one.
+    peers.begin_to_fail()
+    time.sleep(_LAST_WORD_S)
+    peers.fail(f"has failed with {type(error).__name__}")
+    _finish_or_end(_FAILED)
+
+
+def _finish_or_end(code: int | None) -> None:
+    """Wait for what runs; with a code, not longer than a while."""
+    if code is None:
+        finish_work()
+        return
+    finished = threading.Thread(target=finish_work, daemon=True)
+    finished.start()
+    finished.join(_STUCK_S)
+    if finished.is_alive():
+        end_at_once(code)

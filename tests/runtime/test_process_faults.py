@@ -1,0 +1,41 @@
+"""Whatever happens to a process: it keeps its own exit code, the others end with 3 and a message, and nobody hangs."""
+
+import pytest
+from runtime.fault_cases import CASES, name_of, run_case, wrong
+
+# One of each kind and runtime; the benchmark measures times, here the machine may be busy.
+_SHORT = [
+    "raise at step, rank 1 of 3, pipeline",
+    "exit at step, rank 0 of 2, program",
+    "stop at step, rank 1 of 2, pipeline",
+    "kill at meeting, rank 1 of 3, pipeline",
+    "interrupt at step, rank 0 of 2, pipeline",
+    "model, rank 1 of 2, pipeline",
+    "plan, rank 1 of 2, program",
+    "version, rank 1 of 2, program",
+    "second run at step, rank 0 of 2, program",
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name_of(case), marks=() if name_of(case) in _SHORT else pytest.mark.slow) for case in CASES],
+)
+def test_processes_end_as_they_should(case):
+    found = run_case(case)
+    assert not wrong(found), "\n".join(found["errors"])
+    if case["kind"] in ("plan", "model", "shape"):
+        what = {
+            "plan": "decisions in its plan",
+            "model": "operators in its traced step",
+            "shape": "arguments or results",
+        }
+        # One of two that differ: which is the odd one nobody can say.
+        assert f"process 1 has other {what[case['kind']]} than process 0" in found["errors"][0]
+    if case["kind"] == "version":
+        assert "jax 0.0.1 in process 1" in found["errors"][0] and "jax 0.0.1 in process 1" in found["errors"][1]
+
+
+def test_the_table_has_sixty_cases_and_the_selection_is_in_it():
+    names = [name_of(case) for case in CASES]
+    assert len(set(names)) == len(names) >= 60 and {*_SHORT} <= {*names}
