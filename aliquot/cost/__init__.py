@@ -1,5 +1,7 @@
 """Time and memory of a step under a plan: one formula each, with its source, and the one judge that adds them up."""
 
+from ._alike import WorkAlike as WorkAlike
+from ._alike import work_alike as work_alike
 from ._chain import Chain as Chain
 from ._chain import PrefixSums as PrefixSums
 from ._chain import measure_form as measure_form

@@ -9,6 +9,7 @@ from ..graph import Graph, Role, graph_fingerprint, interface_fingerprint
 from ..plans import ArrayInterface, InferredRule, ModelReference, Plan, Provenance, StagePlan
 from ..sharding import Spec, dims_of, inferred_rules, project, without_partial
 from ._base import Decision
+from ._notes import notes
 
 
 def write_plan(
@@ -72,7 +73,7 @@ def write_plan(
             ),
         ),
         inferred_rules=written_rules(full, problem.nodes.on_missing_rule),
-        notes=_notes(problem, decision),
+        notes=notes(problem, decision),
         prediction=predict(priced, decision.picks, problem.memory_limit_bytes, graph),
         provenance=Provenance(
             planner=decision.planner,
@@ -106,21 +107,3 @@ def written_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ...]
 def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:
     value = graph.values[operand] if isinstance(operand, int) else operand
     return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role.value if role else "")
-
-
-def _notes(problem: Problem, decision: Decision) -> tuple[str, ...]:
-    """What a reader might have expected to be split and is not: dims that no axis of the mesh divides."""
-    sizes = decision.priced.mesh.shape
-    notes = []
-    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
-        value = problem.graph.values[item.value]
-        if port.node < 0 or value.num_bytes < 1 << 20:
-            continue
-        for dim, size in enumerate(value.shape):
-            stuck = [n for n in sizes if size % n]
-            if size > 1 and len(stuck) == len(sizes):
-                notes.append(
-                    f"{item.path}: dim {dim} of size {size} is not split; no axis of the mesh "
-                    f"{'x'.join(map(str, sizes))} divides it."
-                )
-    return tuple(notes[:20])

@@ -19,6 +19,7 @@ from ..plans import (
     unranged,
 )
 from ..sharding import Spec, dims_of, project, without_partial
+from ._notes import work_notes
 from ._pipeshard import PipelineDecision, StageDecision
 from ._write import written_rules
 
@@ -89,6 +90,7 @@ def write_pipeline(
             for k, (stage, (shardings, outputs)) in enumerate(zip(pipeline.stages, stages, strict=True))
         ),
         inferred_rules=written_rules(full, pipeline.stages[0].decision.priced.graph.on_missing_rule),
+        notes=work_notes([(s.decision.priced, s.decision.picks, s.problem.graph) for s in pipeline.stages]),
         prediction=_prediction(pipeline, memory_limit_bytes),
         provenance=Provenance(
             planner=pipeline.planner,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..graph import Graph, Phase, Role, fold
 from ._cuts import cut
@@ -12,8 +12,8 @@ from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
 from ._materialised import taken_by_regions
 from ._naming import Naming
-from ._node_work import batch_sums, group_collectives, group_work, product_collectives, product_work
-from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site
+from ._node_work import batch_sums, group_collectives, group_work, product_collectives, product_work, whole_bytes
+from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, WholeOperator
 from ._residents import residents
 
 
@@ -81,7 +81,22 @@ def build_nodes(
         loop_ports=_loop_ports(naming),
         folded=any(len(m) > 1 for m in cuts.folding.members),
         on_missing_rule=on_missing_rule,
+        whole=tuple(_whole_operators(naming)),
     )
+
+
+def _whole_operators(naming: Naming) -> Iterator[WholeOperator]:
+    for op_class in naming.order:
+        if op_class in naming.op_group and naming.runs_whole(op_class):
+            op = naming.cuts.first[op_class]
+            yield WholeOperator(
+                label=naming.label(op_class),
+                index=op.index,
+                num_bytes=whole_bytes(naming, op_class),
+                count=float(len(naming.cuts.folding.members[op_class]) * op.trips),
+                phase=op.phase,
+                declared=is_declared(op),
+            )
 
 
 def _node(naming: Naming, index: int) -> Node:

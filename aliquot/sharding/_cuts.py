@@ -91,6 +91,11 @@ class Cuts:
         """Whether an operator computes on parameters alone."""
         return any(o >= 0 and self.param_only[int(self.folding.value_class[o])] for o in self.first[op_class].outputs)
 
+    def made_of_constants(self, op_class: int) -> bool:
+        """Whether all that an operator makes follows from constants alone."""
+        made = [int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0]
+        return all(self.const_only[v] for v in made)
+
     def operands(self, op_class: int) -> Iterator[tuple[int, int, int]]:
         """`(position, value class, how many copies read it)` of an operator class; literals are left out."""
         for position, counter in enumerate(self.sources[op_class]):

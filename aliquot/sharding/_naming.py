@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..graph import Phase, Role
-from ._cuts import Cuts
+from ._cuts import REARRANGING, Cuts
 from ._materialised import Storage, find_storage
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
@@ -19,7 +19,10 @@ PASSES = MOVES | {"reshape", "squeeze"}
 
 @dataclass(slots=True, kw_only=True)
 class Naming:
-    """Numbers for nodes and factors, and the ports of arrays. Nodes are numbered in program order."""
+    """Numbers for nodes and factors, and the ports of arrays. Nodes are numbered in program order.
+
+    `read_phases` says in which phases operators read a slot that work on its array as it is split.
+    """
 
     cuts: Cuts
     order: list[int] = field(default_factory=list)
@@ -70,7 +73,8 @@ class Naming:
             slot = cuts.operand_slot(op_class, value_class)
             if slot is not None:
                 touched.append(slot)
-                self.read_phases.setdefault(slot, set()).add(op.phase)
+                if not self.runs_whole(op_class):
+                    self.read_phases.setdefault(slot, set()).add(op.phase)
         if cuts.rules[op_class].contracts:
             return
         homes = [cuts.home(int(cuts.folding.value_class[o])) for o in op.outputs if o >= 0]
@@ -164,6 +168,14 @@ class Naming:
             if projection and not carried:
                 return False
         return True
+
+    def runs_whole(self, op_class: int) -> bool:
+        """Whether a group operator lets none of its dims be split, and works on more than single numbers."""
+        cuts = self.cuts
+        op, rule = cuts.first[op_class], cuts.rules[op_class]
+        if op.is_link or op.name in REARRANGING or rule.contracts or rule.factors or cuts.made_of_constants(op_class):
+            return False
+        return any(n > 1 for n in rule.sizes.values())
 
     def enters_update(self, value: int) -> bool:
         """Whether the update reads a value, or what it only serves to make."""

@@ -95,7 +95,10 @@ def product_collectives(naming: Naming, op_class: int) -> tuple[NodeCollective, 
 
 
 def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]:
-    """Memory traffic of a group, by phase: each stored array is written once and read once by each phase."""
+    """Memory traffic of a group, by phase: each stored array is written once and read once by each phase.
+
+    What runs whole reads and writes everything on every device, however its arrays are split before and behind.
+    """
     cuts, storage = naming.cuts, naming.storage
     arrays: dict[Phase, list[tuple[float, SplitBy]]] = defaultdict(list)
     kernels: dict[Phase, float] = defaultdict(float)
@@ -110,7 +113,8 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
         split_by = _divided(naming.slot_port(slot).projection)
         if made is not None and slot == cuts.home(value_class):
             phase = cuts.first[made[0]].phase
-            arrays[phase].append((num_bytes, split_by))
+            if not naming.runs_whole(made[0]):
+                arrays[phase].append((num_bytes, split_by))
             kernels[phase] += len(members) * trips
         for phase in naming.read_phases.get(slot, ()):
             # The update of an array is one kernel, which still holds what it has just written.
@@ -119,10 +123,24 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
         if members[0] in naming.batch_values:
             # Every device receives its part of the batch: less, where it is split.
             arrays[Phase.FORWARD].append((num_bytes, split_by))
-    return tuple(
+    found = [
         Work(phase=phase, split_by=(), arrays=tuple(entries), kernels=kernels[phase])
         for phase, entries in sorted(arrays.items())
-    )
+    ]
+    whole = (False,) * len(naming.group_classes[index])
+    for op_class in naming.group_ops.get(index, ()):
+        if naming.runs_whole(op_class):
+            moved = whole_bytes(naming, op_class) * _times(naming, op_class)
+            found.append(Work(phase=cuts.first[op_class].phase, split_by=(), arrays=((moved, whole),)))
+    return tuple(found)
+
+
+def whole_bytes(naming: Naming, op_class: int) -> float:
+    """Bytes that an operator reads and writes each time."""
+    cuts = naming.cuts
+    op = cuts.first[op_class]
+    arrays = {i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0}
+    return max(float(sum(cuts.graph.values[i].num_bytes for i in arrays)), cuts.rules[op_class].accessed_bytes)
 
 
 def group_collectives(naming: Naming, index: int) -> tuple[NodeCollective, ...]:

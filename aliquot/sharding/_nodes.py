@@ -180,6 +180,26 @@ class Site:
     on_pieces: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeOperator:
+    """An operator that every device runs on whole arrays, as no dim of it may be split.
+
+    Attributes:
+        label: as that of the collectives that gather its operands.
+        index: of the first such operator in the step.
+        num_bytes: what it reads and writes each time.
+        count: how often it runs in a step of one micro-batch.
+        declared: whether the rule that says so is declared; else none could be inferred.
+    """
+
+    label: str
+    index: int
+    num_bytes: float
+    count: float
+    phase: Phase
+    declared: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NodeGraph:
     """All decisions of a step, independent of the mesh.
@@ -196,6 +216,7 @@ class NodeGraph:
         loop_ports: how the values that loops carry and remat regions take are split, by value index.
         folded: whether any node stands for more than one copy.
         on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
+        whole: operators that run whole on every device.
     """
 
     nodes: tuple[Node, ...]
@@ -211,6 +232,7 @@ class NodeGraph:
     loop_ports: dict[int, Port]
     folded: bool
     on_missing_rule: str = "infer"
+    whole: tuple[WholeOperator, ...] = ()
 
 
 def project(choice: Choice, projection: Projection) -> Spec:

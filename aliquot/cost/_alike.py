@@ -1,0 +1,65 @@
+"""Work that no axis of a mesh divides: every device does all of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from ..graph import Phase
+from ._choices import shards
+from ._priced import Ints, Priced, work_seconds
+
+UPDATE = "the update of state that is not split"
+WHOLE = "operators that run whole"
+OTHER = "operators of which the plan splits nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkAlike:
+    """How much of a device's computing time, in seconds of a step, every device spends on the same.
+
+    `alike_s` is by reason; `total_s` is all of it, without launches.
+    """
+
+    alike_s: dict[str, float]
+    total_s: float
+
+
+def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
+    """The work that every device does, under a choice for every node; none on a single device."""
+    alike: dict[str, float] = defaultdict(float)
+    total = 0.0
+    single = math.prod(priced.axis_sizes) == 1
+    whole_s = _whole_seconds(priced)
+    for node, table, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
+        choice = table.choices[pick : pick + 1]
+        sizes = [factor.size for factor in node.factors]
+        for work in node.work:
+            times = 1 if work.phase is Phase.UPDATE else priced.repeats
+            launches_s = work.kernels * priced.target.kernel_overhead_s
+            seconds = float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s
+            local = [(b / s, s) for b, by in work.arrays if (s := float(shards(choice, by, priced.axis_sizes)[0]))]
+            if work.flops:
+                share = float(shards(choice, work.split_by, priced.axis_sizes)[0] == 1)
+            else:
+                moved = sum(b for b, _ in local)
+                share = sum(b for b, s in local if s == 1) / moved if moved else 0.0
+            total += times * seconds
+            if share and not single:
+                reason = UPDATE if work.phase is Phase.UPDATE else OTHER
+                alike[reason] += times * seconds * share
+    for phase, seconds in whole_s.items() if not single else ():
+        alike[UPDATE if phase is Phase.UPDATE else OTHER] -= seconds
+        alike[WHOLE] += seconds
+    return WorkAlike(alike_s={reason: seconds for reason, seconds in alike.items() if seconds > 0}, total_s=total)
+
+
+def _whole_seconds(priced: Priced) -> dict[Phase, float]:
+    """Seconds of the operators that always run whole, by phase."""
+    speed = priced.target.memory_bytes_per_s(priced.mesh.cluster.device)
+    found: dict[Phase, float] = defaultdict(float)
+    for op in priced.graph.whole:
+        times = 1 if op.phase is Phase.UPDATE else priced.repeats
+        found[op.phase] += times * op.num_bytes * op.count / speed
+    return found

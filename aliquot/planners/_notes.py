@@ -1,0 +1,97 @@
+"""Remarks of a plan: what a reader might have expected to be split and is not."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import format_bytes
+from ..cost import Priced, Problem, collective_uses, work_alike
+from ..graph import Graph, Phase, source_line
+from ._base import Decision
+
+_LARGE_BYTES = 1 << 20
+_ALIKE = 0.1
+_MOST = 20
+_MOST_WHOLE = 5
+
+Judged: TypeAlias = tuple[Priced, NDArray[np.int64], Graph]
+"""What a stage costs, its choices, and its graph."""
+
+
+def notes(problem: Problem, decision: Decision) -> tuple[str, ...]:
+    """Notes of a plan of one program."""
+    stages = [(decision.priced, decision.picks, problem.graph)]
+    return (*work_notes(stages), *list(_undivided(problem, decision))[:_MOST])
+
+
+def work_notes(stages: Sequence[Judged]) -> tuple[str, ...]:
+    """How much work every device does alike, if it is much, and which large operators run whole."""
+    return (*_much_alike(stages), *_run_whole(stages))
+
+
+def _much_alike(stages: Sequence[Judged]) -> Iterator[str]:
+    alike_s: dict[str, float] = defaultdict(float)
+    total_s = 0.0
+    for priced, picks, _ in stages:
+        found = work_alike(priced, picks)
+        for reason, seconds in found.alike_s.items():
+            alike_s[reason] += seconds
+        total_s += found.total_s
+    share = sum(alike_s.values()) / total_s if total_s else 0.0
+    if share > _ALIKE:
+        largest = sorted(alike_s.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{reason} ({s / total_s:.0%})" for reason, s in largest if s > 0.01 * total_s)
+        yield f"{share:.0%} of the computing is replicated, done by every device alike: {parts}."
+
+
+def _run_whole(stages: Sequence[Judged]) -> Iterator[str]:
+    lines = []
+    for priced, picks, graph in stages:
+        if math.prod(priced.axis_sizes) == 1:
+            continue
+        gathered: dict[str, float] = defaultdict(float)
+        for use in collective_uses(priced, picks) if priced.graph.whole else ():
+            if use.kind == "all-gather":
+                gathered[use.label] += use.num_bytes
+        for op in priced.graph.whole:
+            if op.num_bytes < _LARGE_BYTES:
+                continue
+            times = op.count * (1 if op.phase is Phase.UPDATE else priced.repeats)
+            where = source_line(graph.ops[op.index])
+            why = "its rule lets no dim be split" if op.declared else "it has no rule, and none was found"
+            lines.append(
+                (
+                    -op.num_bytes * times,
+                    f"{op.label}{f' ({where})' if where else ''} runs whole on every device, as {why}: "
+                    f"{format_bytes(op.num_bytes)} each time, {times:g} times a step; "
+                    f"{format_bytes(gathered[op.label]) if gathered[op.label] else 'nothing'} is gathered for it in a step.",
+                )
+            )
+    lines.sort(key=lambda line: line[0])
+    # Equal stages say the same.
+    texts = list(dict.fromkeys(text for _, text in lines))
+    yield from texts[:_MOST_WHOLE]
+    if len(texts) > _MOST_WHOLE:
+        yield f"{len(texts) - _MOST_WHOLE} more large operators run whole on every device."
+
+
+def _undivided(problem: Problem, decision: Decision) -> Iterator[str]:
+    """Dims of inputs that no axis of the mesh divides."""
+    sizes = decision.priced.mesh.shape
+    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+        value = problem.graph.values[item.value]
+        if port.node < 0 or value.num_bytes < _LARGE_BYTES:
+            continue
+        for dim, size in enumerate(value.shape):
+            stuck = [n for n in sizes if size % n]
+            if size > 1 and len(stuck) == len(sizes):
+                yield (
+                    f"{item.path}: dim {dim} of size {size} is not split; no axis of the mesh "
+                    f"{'x'.join(map(str, sizes))} divides it."
+                )

@@ -1,0 +1,77 @@
+"""What a plan says of work that every device does: operators that run whole, and a share of the computing."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from unknown_primitives import shared_scale_p, soft_cap_p
+
+import aliquot as aq
+from aliquot.core import format_bytes
+
+EIGHT = aq.Cluster.preset("8xH100")
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def planned(fn, *args, method=None, **options):
+    with pytest.warns(UserWarning, match="Rules were inferred"):
+        return aq.plan(fn, *args, cluster=EIGHT, method=method or aq.DataParallel(), **options)
+
+
+def scaled(primitive):
+    return lambda x: primitive.bind(2 * x)
+
+
+@pytest.mark.parametrize("method", [aq.DataParallel(), aq.Auto()], ids=["dp", "auto"])
+def test_what_runs_whole_is_priced_and_named(method):
+    def whole(params, batch):
+        return params, jnp.sum(shared_scale_p.bind(jnp.tanh(batch @ params)))
+
+    plan = planned(whole, struct(512, 4096), struct(8192, 512), method=method)
+    (line,) = [note for note in plan.notes if "runs whole" in note]
+    assert "shared_scale_test" in line and "no rule, and none was found" in line and "test_notes.py" in line
+    assert f"{format_bytes(2 * 8192 * 4096 * 4)} each time, 1 times a step" in line
+    gathers = [use.num_bytes for use in plan.prediction.collectives if use.kind == "all-gather"]
+    assert f"{format_bytes(sum(gathers)) if gathers else 'nothing'} is gathered" in line
+    assert plan.prediction.compute_s > 2 * 8192 * 4096 * 4 / 3.35e12
+    assert line.split(":")[0] in str(plan)
+
+
+def test_the_same_step_with_a_rule_takes_less_and_says_nothing():
+    def step(primitive):
+        return lambda params, batch: (params, jnp.sum(primitive(jnp.tanh(batch @ params))))
+
+    args = struct(512, 4096), struct(8192, 512)
+    split = planned(step(lambda x: soft_cap_p.bind(x, cap=2.0)), *args)
+    whole = planned(step(shared_scale_p.bind), *args)
+    assert whole.prediction.compute_s > 3 * split.prediction.compute_s
+    assert not [note for note in split.notes if "runs whole" in note]
+    (line,) = [note for note in whole.notes if "replicated" in note]
+    assert re.match(r"\d\d% of the computing is replicated, .*: operators that run whole \(\d\d%\)", line)
+
+
+def test_a_replicated_update_is_said_in_one_line():
+    def train_step(params, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
+        return params - 0.1 * grads
+
+    args = struct(4096, 4096), struct(8, 4096)
+    plans = {m: aq.plan(train_step, *args, cluster=EIGHT, method=m) for m in (aq.DataParallel(), aq.Zero3Parallel())}
+    lines = [[note for note in plan.notes if "replicated" in note] for plan in plans.values()]
+    assert len(lines[0]) == 1 and "the update of state that is not split" in lines[0][0]
+    assert lines[1] == []
+
+
+def test_small_operators_and_one_device_are_not_mentioned():
+    plan = planned(lambda x: shared_scale_p.bind(2 * x), struct(64, 8))
+    assert not [note for note in plan.notes if "runs whole" in note]
+    with pytest.warns(UserWarning, match="Rules were inferred"):
+        alone = aq.plan(scaled(shared_scale_p), struct(8192, 4096), cluster=aq.Cluster.preset("1xH100"))
+    assert alone.notes == ()
