@@ -13,9 +13,9 @@ import pytest
 from sharding.rule_cases import ELEMENTWISE, RULE_CASES, floats, ints
 from unknown_primitives import primitive, row_norm_gradients_p, row_norm_p, shared_scale_p, soft_cap_p
 
-from aliquot.core import InputError
+from aliquot.core import CaptureError, InputError, MissingRuleError
 from aliquot.graph import Literal, capture
-from aliquot.sharding import dim_rule
+from aliquot.sharding import dim_rule, plan_micro_batches
 from aliquot.sharding._infer import infer_rule
 
 DOUBLE_P = primitive("double_test", lambda x: 2 * x)
@@ -135,7 +135,7 @@ import numpy as np
 import jax
 from jax._src import xla_bridge
 from aliquot.graph import capture
-from aliquot.sharding import dim_rule
+from aliquot.sharding import dim_rule, plan_micro_batches
 struct = jax.ShapeDtypeStruct
 graph = capture(row_norm_p.bind, struct((64, 32), "float32"), struct((32,), "float32"))
 assert dim_rule(graph.ops[0], graph).factors == ("a",)
@@ -143,3 +143,33 @@ assert not xla_bridge.backends_are_initialized()
 """
     folder = str(Path(__file__).parents[1])
     subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})" + code], check=True)
+
+
+def per_example(primitive):
+    """A step that returns what a primitive makes of the rows that a batch becomes."""
+    return capture(lambda params, batch: (params, primitive(batch["x"] @ params)), floats(32, 8), {"x": floats(64, 32)})
+
+
+def normalised(x):
+    return row_norm_p.bind(x, jnp.ones(8))
+
+
+def test_micro_batches_follow_inferred_rules():
+    plan = plan_micro_batches(per_example(normalised), 2)
+    assert plan.combine["[1]"] == "concatenate 0"
+    assert not set(plan.actions.values())
+
+
+@pytest.mark.parametrize(
+    ("primitive", "on_missing_rule"),
+    [(shared_scale_p.bind, "infer"), (normalised, "replicate")],
+    ids=["all", "replicate"],
+)
+def test_a_layer_that_needs_the_whole_batch_is_refused_in_micro_batches(primitive, on_missing_rule):
+    with pytest.raises(CaptureError, match="needs a dim of the batch as a whole"):
+        plan_micro_batches(per_example(primitive), 2, on_missing_rule=on_missing_rule)
+
+
+def test_micro_batches_of_a_step_without_a_rule_can_be_refused():
+    with pytest.raises(MissingRuleError, match="`row_norm_test`"):
+        plan_micro_batches(per_example(normalised), 2, on_missing_rule="error")
