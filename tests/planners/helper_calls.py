@@ -33,3 +33,8 @@ def say(_: None, number: int) -> int:
     """The number, and words on standard output."""
     print("no answer")
     return number
+
+
+def apply(function, number: int) -> int:
+    """Of the number."""
+    return function(number)

@@ -108,6 +108,14 @@ def test_answers_that_nobody_took_are_not_those_of_other_calls():
         assert shared.answers() == [5, 6, 7]
 
 
+def test_what_cannot_leave_this_process_is_done_here():
+    with HelperProcess(wanted=True) as helper:
+        _wait_until_ready(helper)
+        shared = helper.share(helper_calls.apply)
+        shared.add(lambda number: 2 * number, [1, 2, 3])
+        assert shared.answers() == [2, 4, 6]
+
+
 def test_errors_come_from_here():
     with HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)

@@ -51,20 +51,15 @@ def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_
 def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> ChainPlan | None:
     """Stages whose fullest device needs least; None if there are none at all."""
     if not isinstance(chain, Chain):
-        made = functools.partial(
-            tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=2 if num_stages is None else 4
-        )
-        least = [
-            _bisect(chain, schedule, lambda limit, k=k: made(limit_bytes=limit)[k])  # type: ignore[misc]
-            for k in range(len(made(limit_bytes=math.inf)))
-        ]
-        return min((plan for plan in least if plan), key=lambda plan: plan.peak_bytes, default=None)
+        most_chunks = 2 if num_stages is None else chain.num_units
+        make = functools.partial(tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=most_chunks)
+        return _bisect(chain, schedule, lambda limit: make(limit_bytes=limit))
     tables = PrefixSums.of(chain)
     if not schedule_kind(schedule).interleaves:
         return _bisect(
             chain,
             schedule,
-            lambda limit: DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit),
+            lambda limit: [DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit)],
         )
     # Two chunks stand for more, which keep more in flight.
     rounds = round_counts(chain, num_stages, 2 if num_stages is None else chain.num_units)
@@ -72,9 +67,9 @@ def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> Ch
         _bisect(
             chain,
             schedule,
-            lambda limit, n=n, v=v: RoundsProgram(  # type: ignore[misc]
-                chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit
-            ),
+            lambda limit, n=n, v=v: [  # type: ignore[misc]
+                RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
+            ],
         )
         for n, v in rounds
     ]
@@ -84,16 +79,17 @@ def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> Ch
 def _bisect(
     chain: AbstractChain,
     schedule: str,
-    make: Callable[[float], DeviceProgram | RoundsProgram | TabulatedProgram],
+    make: Callable[[float], Sequence[DeviceProgram | RoundsProgram | TabulatedProgram]],
 ) -> ChainPlan | None:
-    """The stages of the least limit under which there are any."""
+    """The stages of the least limit under which any of the programs for a limit finds some."""
 
     def under(limit_bytes: float) -> ChainPlan | None:
-        program = make(limit_bytes)
-        solution = program.solve((math.inf,) * len(program.weights))
-        if solution is None:
-            return None
-        return judge_stages(chain, solution.stages, schedule, num_submeshes=program.num_submeshes)
+        plans = []
+        for program in make(limit_bytes):
+            solution = program.solve((math.inf,) * len(program.weights))
+            if solution is not None:
+                plans.append(judge_stages(chain, solution.stages, schedule, num_submeshes=program.num_submeshes))
+        return min(plans, key=lambda plan: plan.peak_bytes, default=None)
 
     best = under(math.inf)
     low = 0.0
