@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
-from .core import InputError, collecting_seldom
+from .core import CaptureError, InputError, collecting_seldom
 from .cost import Problem, decode_interior, make_problem
-from .graph import Graph, graph_fingerprint, split_scans
+from .graph import Graph, graph_fingerprint, is_ordered, source_line, split_scans
 from .graph import capture as capture
 from .planners import (
     AbstractMethod,
@@ -88,6 +88,7 @@ def plan(
         require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
     full = capture(step, *args, **kwargs)
+    _refuse_what_has_a_place(full, cluster)
     if on_missing_rule == "infer":
         _warn_of_inferred(full)
     searched_s, decided = 0.0, None
@@ -178,6 +179,26 @@ def plan(
         return verify_plan(proposed, full, problem.nodes, choices, progress=_as_lines(progress))
 
     return _first_that_fits(propose, check) if verify else propose()
+
+
+def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
+    """Refuse steps that say themselves on which devices they run, or whose effects only one device can keep in order.
+
+    Raises:
+        CaptureError: with what to take out.
+    """
+    for op in graph.ops:
+        if op.name in ("shard_map", "xla_pmap"):
+            raise CaptureError(
+                f"{graph.name} is written for several devices: it runs `{op.name.removeprefix('xla_')}` {source_line(op)}. A plan "
+                "is made from the step that one device would run on the whole batch, and decides itself what is split. Take "
+                "out pmap or shard_map, and the collectives inside, such as jax.lax.pmean."
+            )
+        if cluster.num_devices > 1 and is_ordered(op):
+            raise CaptureError(
+                f"{graph.name} has an ordered effect, `{op.name}` {source_line(op)}, and JAX keeps effects in order on a single "
+                "device only. Leave out ordered=True, or return the value from the step and write it down outside."
+            )
 
 
 def _first_that_fits(propose: Callable[[float | None], Plan], check: Callable[[Plan], Verification]) -> Plan:

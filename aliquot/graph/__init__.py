@@ -10,6 +10,10 @@ from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item
 from ._dataflow import items_of as items_of
+from ._effects import any_effects as any_effects
+from ._effects import has_effects as has_effects
+from ._effects import is_ordered as is_ordered
+from ._effects import operators_with_effects as operators_with_effects
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._extract import Extract as Extract

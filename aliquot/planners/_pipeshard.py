@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..cluster import Cluster, target_for
-from ..core import InfeasibleError
+from ..core import CaptureError, InfeasibleError
 from ..cost import (
     Chain,
     ChainPlan,
@@ -23,7 +23,15 @@ from ..cost import (
     phase_costs,
     simulate,
 )
-from ..graph import Graph, Role, same_structure, scans_over_layers, split_scans
+from ..graph import (
+    Graph,
+    Role,
+    operators_with_effects,
+    same_structure,
+    scans_over_layers,
+    source_line,
+    split_scans,
+)
 from ..plans import Schedule, make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
 from ._base import Decision, Progress
@@ -134,6 +142,7 @@ def solve_pipeline(
         InputError: what is wanted cannot be done, such as more stages than layers.
         CaptureError: the step does not decompose into micro-batches.
     """
+    _refuse_effects(graph)
     limit = (
         target_for(cluster.device).usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     )
@@ -155,6 +164,18 @@ def solve_pipeline(
                 if number == len(groups) - 1:
                     raise
     raise AssertionError("there is always a number of micro-batches to try")
+
+
+def _refuse_effects(graph: Graph) -> None:
+    """Stages run what their results need: an effect would be lost."""
+    found = operators_with_effects(graph)
+    if found:
+        shown = ", ".join(dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in found[:3]))
+        raise CaptureError(
+            f"{graph.name} does more than compute its results: {shown}{', ...' if len(found) > 3 else ''}. A pipeline cannot run "
+            "that as often as the plain step does. Take it out (return what it prints as a metric), or plan one program: "
+            "--method auto, method=Auto()."
+        )
 
 
 def solve_one_program(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value, scan_counts
+from ..graph import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value, any_effects, scan_counts
 from ..sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims
 from ._layout import Layout
 
@@ -153,7 +153,7 @@ class _Needs:
         needed = {o.value for o in self.plan.whole.outputs if isinstance(o.value, int)} - self._given
         for item in reversed(items):
             outputs = [v for v in self._outputs(item) if v in needed]
-            if not outputs:
+            if not outputs and not any_effects(item, self.plan.whole):
                 continue
             if self._is(item, Action.EARLY):
                 self.early.update(outputs)

@@ -124,7 +124,7 @@ def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int
     for op in graph.ops:
         pin = pins.of(op)
         chain = found.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
-        if chain and op.outputs[0] >= 0 and op.name in ("convert_element_type", "transpose"):
+        if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
             order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
             places = {dim: place for place, dim in enumerate(order)}
             found[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)

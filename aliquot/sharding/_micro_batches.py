@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core import CaptureError, InputError
-from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, source_line, split_scans
+from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, has_effects, source_line, split_scans
+from ._micro_calls import EFFECT
 from ._micro_walk import Walk
 from ._resized import batch_size, resized
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
@@ -95,7 +96,9 @@ def plan_micro_batches(
     part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups, known=known))
     walk = Walk(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
     walk.run(settle=semantics == "independent")
-    if semantics == "exact" and (walk.violations or walk.conflicts):
+    repeated = {k: EFFECT for k in walk.violations.keys() | walk.own if has_effects(graph.ops[k])}
+    walk.violations |= repeated
+    if repeated or (semantics == "exact" and (walk.violations or walk.conflicts)):
         raise _refusal(graph, walk)
     return MicroBatchPlan(
         whole=graph,

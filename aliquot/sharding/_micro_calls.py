@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..graph import Call, Graph, Op, Phase
+from ._time_specs import TimeKind, TimeSpec
+
+EFFECT = "it has an effect, which would happen for each micro-batch"
+"""Why an operator that a loop runs for each part is refused."""
 
 
 def ops_of(call: Call) -> list[int]:
@@ -47,3 +54,31 @@ def indexed_dims(op: Op) -> tuple[int, ...]:
     numbers = op.params["dimension_numbers"]
     found: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
     return tuple(found)
+
+
+def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[int, Sequence[bool]]) -> bool:
+    """Whether an indexed array is split along a dim in which each index names its own example.
+
+    Args:
+        specs: of the operands.
+        positions: of arrays of indices, for each column whether row k holds the number k.
+    """
+    if op.name != "gather" and not op.name.startswith("scatter"):
+        return False
+    index = op.inputs[1]
+    if specs[0].kind is not TimeKind.SPLIT or specs[1].kind is not TimeKind.SPLIT or not isinstance(index, int):
+        return False
+    indexed = indexed_dims(op)
+    if specs[0].dim not in indexed or index not in positions:
+        return False
+    flags = positions[index]
+    return flags[indexed.index(specs[0].dim)] if len(flags) > 1 else flags[0]
+
+
+def numbers_examples(constant: Any, dim: int) -> bool:
+    """Whether an array of integers holds, along that dim, 0, 1, 2 and so on."""
+    array = np.asarray(constant)
+    if array.dtype.kind not in "iu":
+        return False
+    line = np.arange(array.shape[dim]).reshape([-1 if d == dim else 1 for d in range(array.ndim)])
+    return bool((array == line).all())

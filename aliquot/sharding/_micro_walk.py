@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..graph import Block, Call, Graph, Literal, Op, Operand, Phase, Role, is_check, scan_counts
+from ..graph import (
+    Block,
+    Call,
+    Graph,
+    Literal,
+    Op,
+    Operand,
+    Phase,
+    Role,
+    any_effects,
+    has_effects,
+    is_check,
+    scan_counts,
+)
 from ._dim_rule import dim_rule
-from ._micro_calls import first_op, indexed_dims, ops_of, phase_of, standing_for
+from ._micro_calls import EFFECT, first_op, indexes_own_examples, numbers_examples, ops_of, phase_of, standing_for
 from ._rule import DimRule
 from ._time_specs import (
     EQUAL,
@@ -94,11 +107,8 @@ class Walk:
         for index, constant in self.whole.constants.items():
             spec = spec_by_shape(*self._shapes_of(index), self.parts) or WHOLE
             self._set(index, spec, True, _TOP)
-            if spec.kind is TimeKind.SPLIT and self.whole.values[index].dtype.startswith(("int", "uint")):
-                array = np.asarray(constant)
-                line = np.arange(array.shape[spec.dim]).reshape([-1 if d == spec.dim else 1 for d in range(array.ndim)])
-                if bool((array == line).all()):
-                    self.positions[index] = (True,)
+            if spec.kind is TimeKind.SPLIT and numbers_examples(constant, spec.dim):
+                self.positions[index] = (True,)
         if settle:
             self._settle()
         else:
@@ -183,7 +193,7 @@ class Walk:
 
     def _outcome(self, op: Op, specs: Sequence[TimeSpec]) -> Followed | str:
         """`follow`, once for equal operators that read equal specs."""
-        positions = self._by_position(op, specs)
+        positions = indexes_own_examples(op, specs, self.positions)
         key = self._equations(op), tuple(specs), positions
         if key not in self._outcomes:
             shapes = self._result_shapes(op)
@@ -204,8 +214,12 @@ class Walk:
         for k in range(len(specs)):
             self.conversions.pop((op.index, k), None)
         if op.index in self.own:
-            self._alone(op, specs, depth)
-            return
+            return self._alone(op, specs, depth)
+        if has_effects(op):
+            # Once for the whole batch, as in the plain step; in a loop that runs for each part it cannot.
+            if depth != _TOP:
+                self.violations[op.index] = EFFECT
+            return self._late(op, specs)
         kinds = {spec.kind for spec in specs}
         if kinds <= {TimeKind.EQUAL} and self._same_results(op):
             # What every part computes alike needs no rule.
@@ -216,14 +230,12 @@ class Walk:
             return
         update = op.phase is Phase.UPDATE and self._has_backward
         if TimeKind.LATE in kinds or (update and depth == _TOP and kinds - {TimeKind.EQUAL}):
-            self._late(op, specs)
-            return
+            return self._late(op, specs)
         reason = "it needs an array of which more than one dim is the batch's"
         if TimeKind.WHOLE not in kinds:
             outcome = self._follow(op, specs, depth)
             if isinstance(outcome, Followed):
-                self._finish(op, outcome, depth)
-                return
+                return self._finish(op, outcome, depth)
             reason = outcome
         free = self._is_free(op.inputs)
         if free and depth != _LOOP and all(isinstance(i, Literal) or self.outside[i] for i in op.inputs):
@@ -329,19 +341,6 @@ class Walk:
 
     # ---- positions in the batch --------------------------------------------------------------------------------------
 
-    def _by_position(self, op: Op, specs: Sequence[TimeSpec]) -> bool:
-        """Whether an indexed array is split along a dim in which each index names its own example."""
-        if op.name != "gather" and not op.name.startswith("scatter"):
-            return False
-        index = op.inputs[1]
-        if specs[0].kind is not TimeKind.SPLIT or specs[1].kind is not TimeKind.SPLIT or not isinstance(index, int):
-            return False
-        indexed = indexed_dims(op)
-        if specs[0].dim not in indexed or index not in self.positions:
-            return False
-        flags = self.positions[index]
-        return flags[indexed.index(specs[0].dim)] if len(flags) > 1 else flags[0]
-
     def _note_positions(self, op: Op, outcome: Followed) -> None:
         out = op.outputs[0]
         if out < 0 or outcome.results[0].kind is not TimeKind.SPLIT:
@@ -371,7 +370,9 @@ class Walk:
         kinds = {spec.kind for spec in specs}
         phase = phase_of(call, self.whole)
         update = phase is Phase.UPDATE and self._has_backward
-        if depth == _TOP and (TimeKind.LATE in kinds or (update and kinds - {TimeKind.EQUAL})):
+        effects = any_effects(call, self.whole) and self.own.isdisjoint(ops_of(call))
+        late = effects or TimeKind.LATE in kinds or (update and kinds - {TimeKind.EQUAL})
+        if depth == _TOP and late:
             return self._late_call(call, specs, phase)
         free = self._is_free(call.inputs)
         before, conflicts = dict(self.violations), dict(self.conflicts)
