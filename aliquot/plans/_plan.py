@@ -257,6 +257,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _decisions(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND)
 
+    def __repr__(self) -> str:
+        from ._describe import headline
+
+        return f"<Plan of {headline(self)}>"
+
     def __str__(self) -> str:
         from ._describe import describe
 

@@ -67,6 +67,15 @@ class Arguments:
 
     def check_alive(self, leaves: Sequence[Any]) -> None:
         """Refuse arrays that an earlier call has taken. Raises `InputError` naming them."""
+        traced = [
+            i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if isinstance(leaf, jax.core.Tracer)
+        ]
+        if traced:
+            raise InputError(
+                f"{self._graph.name} is called inside a function that JAX traces (jit, grad, vmap or make_jaxpr): {traced[0]} "
+                "has no numbers yet. A parallel step runs compiled programs on several devices; call it outside, or plan the "
+                "function around it."
+            )
         gone = [i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if _is_deleted(leaf)]
         if gone:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""

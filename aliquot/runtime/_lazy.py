@@ -42,6 +42,16 @@ class LazyStep:
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
+    def __deepcopy__(self, memo: Any) -> LazyStep:
+        """The step itself, as for functions: it holds no state of the training."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            f"{self.__name__} holds compiled programs and devices, and cannot be pickled. Save its plan, step.plan.save(path), "
+            "and make the step again where it is needed: parallelize(train_step, Plan.load(path))."
+        )
+
     @property
     def plan(self) -> Plan:
         """What it runs. Raises `InputError` for a step that is planned at its first call, before that call."""

@@ -158,3 +158,7 @@ def test_equal_plans_are_not_unequal():
     plan = sample_plan()
     same = Plan.from_json(plan.to_json())
     assert same == plan and not same != plan
+
+
+def test_the_repr_of_a_plan_is_one_line():
+    assert repr(sample_plan()).startswith("<Plan of ") and len(repr(sample_pipeline())) < 200

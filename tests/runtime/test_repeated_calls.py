@@ -1,5 +1,7 @@
 """Steps called again and again: what is donated, what is returned as it was given, and several threads."""
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -119,3 +121,31 @@ def test_a_fresh_train_state_counts(count, turns):
         assert isinstance(state.step, jax.Array) and int(state.step) == turns * (call + 1)
         assert isinstance(metrics["turns"], jax.Array)
         assert_close((state.params, metrics), (wanted.params, expected))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_is_copied_as_functions_are_and_refuses_to_be_pickled(method):
+    step = parallel(method)
+    assert copy.deepcopy({"step": step})["step"] is step and copy.copy(step.plan) == step.plan
+    with pytest.raises(InputError, match=r"cannot be pickled. Save its plan"):
+        pickle.dumps(step)
+    assert pickle.loads(pickle.dumps(step.plan)) == step.plan
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.make_jaxpr, lambda f: lambda *args: jax.eval_shape(f, *args)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_inside_a_traced_function_is_refused(method, transform):
+    step = parallel(method)
+    with pytest.raises(InputError, match="inside a function that JAX traces"):
+        transform(step)(start(), BATCH)
+    assert_close(step(start(), BATCH), jax.jit(train_step)(start(), BATCH))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_that_are_none_are_found_where_jax_is_told_to_look(method):
+    step = parallel(method)
+    broken = jax.tree.map(lambda x: x * np.float32("nan") if x.ndim else x, start())
+    with jax.debug_nans(True):
+        assert_close(step(start(), BATCH), jax.jit(train_step)(start(), BATCH))
+        with pytest.raises(FloatingPointError):
+            jax.block_until_ready(step(broken, BATCH))

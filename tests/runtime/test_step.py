@@ -202,8 +202,18 @@ def test_other_arguments_are_refused_all_at_once(mlp_step):
         mlp_step([*mlp_params(), mlp_params()[0]], mlp_batch())
 
 
-def test_a_static_argument_that_changes():
+def test_a_number_that_changes_is_an_argument_like_any_other():
     step = parallel(train_mlp, mlp_params(), mlp_batch(), rate=0.5, method=DataParallel())
+    step(mlp_params(), mlp_batch(), rate=0.5)
+    got, _ = step(mlp_params(), mlp_batch(), rate=0.25)
+    expected, _ = train_mlp(mlp_params(), mlp_batch(), rate=0.25)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_static_argument_that_changes():
+    by_rate = jax.jit(train_mlp, static_argnames="rate")
+    step = parallel(by_rate, mlp_params(), mlp_batch(), rate=0.5, method=DataParallel())
     step(mlp_params(), mlp_batch(), rate=0.5)
     with pytest.raises(PlanMismatchError, match=r"rate, which is no array, was 0\.5 and is 0\.25"):
         step(mlp_params(), mlp_batch(), rate=0.25)
