@@ -37,8 +37,8 @@ _SUMMED = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s"
 class Chain(AbstractChain):
     """Units in order, each with what every option makes of it, for one number of micro-batches.
 
-    Arrays of shape [U, O] hold a figure for each unit and option, per device where they are bytes. An option that cannot
-    run a unit has infinite entries there.
+    Arrays of shape [U, O] hold a figure for each unit and option, per device where they are bytes.
+    An option that cannot run a unit has infinite entries there.
 
     Attributes:
         unit_names: U names, such as "layers[3]".
@@ -50,12 +50,13 @@ class Chain(AbstractChain):
         state_bytes: parameters, gradients, optimizer state.
         in_flight_bytes: what one micro-batch keeps from its forward to its backward pass.
         working_bytes: needed only while the unit runs; of a stage's units the largest counts.
-        boundary_bytes: [U], the whole micro-batch's values that cross a cut behind the unit (the last is not used).
+        boundary_bytes: [U], the whole micro-batch's values that cross a cut behind the unit (the
+            last is not used).
         memory_limit_bytes: what each device may use.
         num_hosts, devices_per_host: of the cluster.
         intra, inter: links of a device inside its host, and of a whole host to the others.
-        overlaps_transfers: whether stages compute while arrays travel between them. If not, a stage's pace includes the
-            transfers over the edge in front of it, both ways.
+        overlaps_transfers: whether stages compute while arrays travel between them. If not, a
+            stage's pace includes the transfers over the edge in front of it, both ways.
     """
 
     unit_names: tuple[str, ...]
@@ -86,8 +87,8 @@ class Chain(AbstractChain):
     ) -> Floats:
         """Time to bring a micro-batch's values from one submesh to the next, in one direction.
 
-        Every device of the smaller side moves its part over its own link. Between hosts, the devices of a host share its
-        network. Nothing takes nothing.
+        Every device of the smaller side moves its part over its own link. Between hosts, the
+        devices of a host share its network. Nothing takes nothing.
 
         Args:
             num_bytes: of the whole micro-batch.
@@ -206,12 +207,14 @@ def _faulty_options(chain: Chain) -> list[str]:
 class PrefixSums:
     """Costs of any stretch of units [i, j) under any option, by lookup.
 
-    Sums are differences of prefix sums of shape [O, U + 1]. `exposed_s` sums the part of the passes that a zero-bubble
-    schedule cannot fill while a pipeline fills and drains: forward and backward, less as much of the weight gradients
-    twice over as leaves the longer of forward and input gradient, unit by unit.
+    Sums are differences of prefix sums of shape [O, U + 1]. `exposed_s` sums the part of the passes
+    that a zero-bubble schedule cannot fill while a pipeline fills and drains: forward and backward,
+    less as much of the weight gradients twice over as leaves the longer of forward and input
+    gradient, unit by unit.
 
     Attributes:
-        last_end: [O, U], the largest j for which the option can run all of [i, j); i if it cannot run unit i.
+        last_end: [O, U], the largest j for which the option can run all of [i, j); i if it cannot
+            run unit i.
         working_tables: [K, O, U], the largest `working_bytes` of the 2**k units from each.
     """
 
@@ -256,8 +259,9 @@ class PrefixSums:
     def stage_bytes(self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1) -> Floats:
         """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep, working memory.
 
-        Each of several chunks on a device has an equal share of its memory: the figure is that of a device whose chunks
-        are all like this one, so that chunks of which each fits by itself also fit together.
+        Each of several chunks on a device has an equal share of its memory: the figure is that of a
+        device whose chunks are all like this one, so that chunks of which each fits by itself also
+        fit together.
         """
         state = self.state_bytes[options, last] - self.state_bytes[options, first]
         kept = self.in_flight_bytes[options, last] - self.in_flight_bytes[options, first]

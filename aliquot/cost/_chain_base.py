@@ -1,6 +1,7 @@
 """The interface of chains: units in order, ways to run stretches of them, and what these cost.
 
-Nothing here knows about graphs: a chain can just as well be made of measurements or of another system's tables.
+Nothing here knows about graphs: a chain can just as well be made of measurements or of another
+system's tables.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class StageOption:
 
     Attributes:
         name: for people, such as "shard on 2x4, recompute".
-        submesh: hosts, and devices used in each. A submesh of several hosts uses all devices of each.
+        submesh: hosts, and devices used in each. A submesh of several hosts uses all devices of
+            each.
         mesh_shape: of the logical mesh that these devices form.
         recompute: what the backward pass computes again: "none", or a policy's name.
-        dp, tp: degrees of data and of tensor parallelism, where the option is a regular one; a planner that lays all stages
-            out alike looks for these.
+        dp, tp: degrees of data and of tensor parallelism, where the option is a regular one; a
+            planner that lays all stages out alike looks for these.
     """
 
     name: str
@@ -47,7 +49,8 @@ class StageOption:
 class StageChoice:
     """The units [first_unit, last_unit) under an option, on consecutive devices from `first_device`.
 
-    `unit_options` has an entry for each unit where units have options of their own, and is empty where they have none.
+    `unit_options` has an entry for each unit where units have options of their own, and is empty
+    where they have none.
     """
 
     first_unit: int
@@ -67,7 +70,8 @@ class StageFigures:
         once_s: gradient synchronisation that is not hidden, and the update.
         transfer_s: over the edge in front of the stage, in one direction.
         in_flight: micro-batches kept at most.
-        state_bytes, held_bytes, working_bytes: parameters and the like; what micro-batches in flight keep; the rest.
+        state_bytes, held_bytes, working_bytes: parameters and the like; what micro-batches in
+            flight keep; the rest.
         peak_bytes: of a device all of whose chunks are like this one, if there are several.
     """
 
@@ -87,9 +91,10 @@ class StageFigures:
 class AbstractChain(abc.ABC):
     """Units in order and the ways to run stretches of them, for one number of micro-batches.
 
-    Planners over stages ask two things: the least time that a stretch can take, and exact figures of stages that they
-    propose. Everything else is the chain's own matter: options for each unit, costs between units with different options,
-    transfers that depend on what both sides choose, working memory of any form.
+    Planners over stages ask two things: the least time that a stretch can take, and exact figures
+    of stages that they propose. Everything else is the chain's own matter: options for each unit,
+    costs between units with different options, transfers that depend on what both sides choose,
+    working memory of any form.
 
     Attributes:
         unit_names: U names, such as "layers[3]".
@@ -97,8 +102,8 @@ class AbstractChain(abc.ABC):
         num_micro_batches: that a step is cut into.
         memory_limit_bytes: what each device may use.
         num_hosts, devices_per_host: of the cluster.
-        overlaps_transfers: whether stages compute while arrays travel between them. If not, a stage's pace includes the
-            transfers over the edge in front of it, both ways.
+        overlaps_transfers: whether stages compute while arrays travel between them. If not, a
+            stage's pace includes the transfers over the edge in front of it, both ways.
     """
 
     __slots__ = ()
@@ -115,7 +120,8 @@ class AbstractChain(abc.ABC):
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
         """Forward and backward time below which no stage of the units [first, last) gets with an option; arguments broadcast.
 
-        Transfers to other stages are left out, and so is memory. Infinite where the option cannot run all of the units.
+        Transfers to other stages are left out, and so is memory. Infinite where the option cannot
+        run all of the units.
         """
 
     @abc.abstractmethod

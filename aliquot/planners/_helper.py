@@ -1,8 +1,9 @@
 """A helper process that takes part in a search: searches are mostly Python, which keeps one core busy at a time.
 
-The two processes share calls of pure functions of this package on values that say all there is to know, so that answers do not
-depend on which process gives them. A call that the helper does not answer, because it could not be started, does not know a
-class of the caller's, or has died, is made here: its error, if it is one, comes from here, too.
+The two processes share calls of pure functions of this package on values that say all there is to
+know, so that answers do not depend on which process gives them. A call that the helper does not
+answer, because it could not be started, does not know a class of the caller's, or has died, is made
+here: its error, if it is one, comes from here, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import IO, Any, Generic, TypeVar
 from ..core import collect_seldom
 
 T = TypeVar("T")
-# While one call is worked on the next one waits there, not here for its turn on this process's interpreter.
+# While one call is worked on the next one waits there, not here for its turn on this process's
+# interpreter.
 _AHEAD = 2
 _POLL_S = 0.02
 _READY = b"."
@@ -32,8 +34,8 @@ _READY = b"."
 class HelperProcess:
     """A process of its own beside this one, to be used with `with`; it starts at once, and is ready a second later.
 
-    It imports this package and neither the user's program nor its modules, touches no accelerator, and ends with the
-    block, whatever ends that. Ctrl-C reaches this process alone.
+    It imports this package and neither the user's program nor its modules, touches no accelerator,
+    and ends with the block, whatever ends that. Ctrl-C reaches this process alone.
 
     Args:
         wanted: whether there is enough to do. On a single core it is not started either.
@@ -66,7 +68,8 @@ class HelperProcess:
     def share(self, function: Callable[[Any, Any], T]) -> SharedQueue[T]:
         """Calls of a function of a module of this package, with what many calls have in common and what each has of its own.
 
-        Those of the last `SharedQueue` are over then: where their answers were not taken, this ends the process.
+        Those of the last `SharedQueue` are over then: where their answers were not taken, this ends
+        the process.
         """
         if self._shared is not None and not self._shared.is_over:
             self.end()
@@ -166,7 +169,8 @@ class SharedQueue(Generic[T]):
         # Whatever goes wrong there, it is done here.
         with contextlib.suppress(Exception):
             while not self._helper.is_ready:
-                # Calls wait here as long as they would wait there, so that this process can have them.
+                # Calls wait here as long as they would wait there, so that this process can have
+                # them.
                 if self._complete and not self._open:
                     return
                 if select.select([process.stdout], [], [], _POLL_S)[0]:

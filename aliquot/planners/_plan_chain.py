@@ -19,13 +19,15 @@ def plan_chain(
     """Cut a chain into stages, and give each its devices and options. Needs no graph and touches no device.
 
     Args:
-        chain: one chain, or one for each number of micro-batches to choose from, such as `aliquot.cost.Chain`.
+        chain: one chain, or one for each number of micro-batches to choose from, such as
+            `aliquot.cost.Chain`.
         inter: how stages are found; by default `StageDP()`.
         limits: a number of stages or a schedule that is wanted.
         start: stages to begin from.
 
     Returns:
-        Stages with figures of each, the schedule, the number of micro-batches, and the step time by simulation.
+        Stages with figures of each, the schedule, the number of micro-batches, and the step time by
+        simulation.
 
     Raises:
         InfeasibleError: nothing fits; what needs least is described.

@@ -1,7 +1,8 @@
 """Closed forms of a schedule's step time: a sum over stages plus weighted maxima over stages.
 
-This shape can be searched exactly by planners, and evaluated for any list of stages. A schedule states its form for arrays of
-any shape whose entries add up along the units of a chain: figures of stages, or prefix sums over units.
+This shape can be searched exactly by planners, and evaluated for any list of stages. A schedule
+states its form for arrays of any shape whose entries add up along the units of a chain: figures of
+stages, or prefix sums over units.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class StageTimes(Protocol):
     Attributes:
         forward_s, backward_s: passes of one micro-batch.
         weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
-        exposed_s: the part of the passes that a zero-bubble schedule cannot fill while a pipeline fills and drains: forward
-            and backward, less as much of the weight gradients twice over as leaves the longer of forward and input gradient.
+        exposed_s: the part of the passes that a zero-bubble schedule cannot fill while a pipeline
+            fills and drains: forward and backward, less as much of the weight gradients twice over
+            as leaves the longer of forward and input gradient.
         once_s: once in a step: gradient synchronisation that is not hidden, and the update.
     """
 
@@ -44,8 +46,8 @@ class StageTimes(Protocol):
 class Maximum:
     """A term `weight * max over stages of (sums, plus transfers)`.
 
-    `transfers` times the edge's transfer are added to each stage's, or, where transfers overlap with computing, `link`
-    times it compete with them for the maximum.
+    `transfers` times the edge's transfer are added to each stage's, or, where transfers overlap
+    with computing, `link` times it compete with them for the maximum.
     """
 
     sums: Floats

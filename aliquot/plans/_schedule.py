@@ -1,7 +1,7 @@
 """A pipeline's tasks as data: which submesh runs which task after which. No arrays, no devices, no costs.
 
-`cost` prices these lists, and the runtime walks them in one global order, so that every process issues the same transfers in
-the same order.
+`cost` prices these lists, and the runtime walks them in one global order, so that every process
+issues the same transfers in the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ..core import InputError
 class TaskKind(enum.StrEnum):
     """The part of a stage's work on a micro-batch that a task computes.
 
-    A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage before waits for,
-    `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits before the update. The first stage
-    has none before it: its `BACKWARD_INPUT` is there all the same, so that stages are alike, and may be empty.
+    A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage
+    before waits for, `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits
+    before the update. The first stage has none before it: its `BACKWARD_INPUT` is there all the
+    same, so that stages are alike, and may be empty.
     """
 
     FORWARD = "forward"
@@ -55,8 +56,9 @@ def round_robin(num_stages: int, num_submeshes: int) -> tuple[int, ...]:
 def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
     """The tasks whose results a task reads. A schedule has whole backward tasks or split ones, never both.
 
-    Forward reads the stage before. Backward (or its half for the inputs) reads its own forward and, save in the last
-    stage, the same of the stage after. The half for the weights reads the half for the inputs.
+    Forward reads the stage before. Backward (or its half for the inputs) reads its own forward and,
+    save in the last stage, the same of the stage after. The half for the weights reads the half for
+    the inputs.
 
     >>> [str(read) for read in dependencies(Task(1, 0, TaskKind.BACKWARD), num_stages=3)]
     ['forward of micro-batch 0 in stage 1', 'backward of micro-batch 0 in stage 2']
@@ -78,7 +80,8 @@ class Schedule:
         name: its key in `SCHEDULES`, or any name for lists made by hand.
         num_stages, num_micro_batches, num_submeshes: how many there are.
         lists: the tasks of each submesh, in order.
-        placement: for each stage its submesh; by default stage k runs on submesh `k % num_submeshes`.
+        placement: for each stage its submesh; by default stage k runs on submesh `k %
+            num_submeshes`.
 
     Raises:
         InputError: A task is missing, twice, or on another submesh than its stage.
@@ -138,8 +141,9 @@ class Schedule:
     def in_flight(self, stage: int, until: TaskKind = TaskKind.BACKWARD_WEIGHT) -> int:
         """The most micro-batches at once whose residuals a stage holds, that of the running task included.
 
-        They are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split: `BACKWARD_WEIGHT`, or
-        `BACKWARD_INPUT` for what only that half reads. Without backward nothing is held but by the running task.
+        They are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split:
+        `BACKWARD_WEIGHT`, or `BACKWARD_INPUT` for what only that half reads. Without backward
+        nothing is held but by the running task.
         """
         held = most = 0
         endings = (TaskKind.BACKWARD, until)
@@ -154,8 +158,9 @@ class Schedule:
     def order(self) -> tuple[Task, ...]:
         """All tasks in one order that meets every dependency and every submesh's own list; always the same one.
 
-        By earliest start, where a forward task and each half of a backward one take one unit of time and transfers
-        none; tasks that start together go by submesh. Raises `InputError` if tasks wait for one another in a circle.
+        By earliest start, where a forward task and each half of a backward one take one unit of
+        time and transfers none; tasks that start together go by submesh. Raises `InputError` if
+        tasks wait for one another in a circle.
         """
         starts, places = self._earliest_starts()
         stuck = [
@@ -170,7 +175,8 @@ class Schedule:
     def _earliest_starts(self) -> tuple[list[int], list[int]]:
         """Unit time at which each task starts, by its slot, and how many tasks each submesh can run.
 
-        Goes by slots: hashing as many tasks would take most of the time. What a slot reads is what `dependencies` says.
+        Goes by slots: hashing as many tasks would take most of the time. What a slot reads is what
+        `dependencies` says.
         """
         row, stride = self.num_stages * self.num_micro_batches, self.num_micro_batches
         starts, ends = [0] * (3 * row), [0] * (3 * row)

@@ -1,7 +1,7 @@
 """Schedules to choose from: one object each, and one row in `SCHEDULES`.
 
-An object says all that the rest asks of a schedule: its lists of tasks, where stages run, how many micro-batches they keep,
-and its step time in closed form.
+An object says all that the rest asks of a schedule: its lists of tasks, where stages run, how many
+micro-batches they keep, and its step time in closed form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class AbstractScheduleKind(abc.ABC):
     Attributes:
         name: its key in `SCHEDULES`, as plans and the command line have it.
         trains: whether it has backward tasks; only such schedules are planned.
-        interleaves: whether it runs several stages on each submesh. Otherwise planners give each stage its own.
+        interleaves: whether it runs several stages on each submesh. Otherwise planners give each
+            stage its own.
         keeps: what `in_flight` depends on.
     """
 
@@ -50,7 +51,8 @@ class AbstractScheduleKind(abc.ABC):
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """The step time of stages as a formula; with t = forward + backward, see each schedule.
 
-        To each is added the largest once-a-step time. Transfers over the edge in front of a stage, both ways, belong to it.
+        To each is added the largest once-a-step time. Transfers over the edge in front of a stage,
+        both ways, belong to it.
 
         Args:
             times: of stages, or of units as prefix sums.
@@ -87,7 +89,8 @@ def share_submeshes(
 ) -> Lists:
     """The lists of stages that share submeshes, in the order of stages that have one each.
 
-    Leaving out where a task runs takes no dependency away and adds none, so what could be run can still be run.
+    Leaving out where a task runs takes no dependency away and adds none, so what could be run can
+    still be run.
     """
     lists = tuple(tuple(tasks) for tasks in stage_lists)
     num_submeshes = max(placement) + 1
@@ -128,11 +131,11 @@ def _once(times: StageTimes, chunks: int = 1) -> Maximum:
 class GPipe(AbstractScheduleKind):
     """All forward tasks, then all backward ones. Every stage holds all micro-batches.
 
-    Micro-batches go through backward in the order of forward, so that gradients add up in the same order as in every
-    other schedule. Step time: sum t + (M - 1) (max forward + max backward).
+    Micro-batches go through backward in the order of forward, so that gradients add up in the same
+    order as in every other schedule. Step time: sum t + (M - 1) (max forward + max backward).
 
-    Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019,
-    section 2.3.
+    Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", 2019, section 2.3.
     """
 
     name: ClassVar[str] = "gpipe"
@@ -164,13 +167,14 @@ class GPipe(AbstractScheduleKind):
 class OneForwardOneBackward(AbstractScheduleKind):
     """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of GPipe.
 
-    Those are just enough for a round trip to the last stage. If an activation or a gradient travels for d seconds, a
-    round trip takes 2 d (S - s - 1) longer, so each micro-batch takes 2 d (S - 1) / S longer, even where transfers run
-    beside tasks; GPipe and interleaved stages hide them. Step time: sum t + (M - 1) max t. That is exact for equal
-    stages; a simulation may exceed it where backward does not take the same multiple of forward in all stages.
+    Those are just enough for a round trip to the last stage. If an activation or a gradient travels
+    for d seconds, a round trip takes 2 d (S - s - 1) longer, so each micro-batch takes 2 d (S - 1)
+    / S longer, even where transfers run beside tasks; GPipe and interleaved stages hide them. Step
+    time: sum t + (M - 1) max t. That is exact for equal stages; a simulation may exceed it where
+    backward does not take the same multiple of forward in all stages.
 
-    Reference: D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2
-    (PipeDream-Flush); L. Zheng et al., "Alpa", 2022, section 5.1, equation 2 (step time).
+    Reference: D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section
+    3.2 (PipeDream-Flush); L. Zheng et al., "Alpa", 2022, section 5.1, equation 2 (step time).
     """
 
     name: ClassVar[str] = "1f1b"
@@ -198,14 +202,17 @@ class OneForwardOneBackward(AbstractScheduleKind):
 class ZeroBubble(AbstractScheduleKind):
     """ZB-H1: 1F1B whose gradients of weights wait and fill what would be idle time.
 
-    Stage s keeps the half for the weights s micro-batches behind. All stages then end together, and none of S holds
-    more than S micro-batches, the bound of 1F1B's first stage; up to the half for the inputs it is S - s, as in 1F1B.
+    Stage s keeps the half for the weights s micro-batches behind. All stages then end together, and
+    none of S holds more than S micro-batches, the bound of 1F1B's first stage; up to the half for
+    the inputs it is S - s, as in 1F1B.
 
-    Step time: sum e + max (M t - e), where e (`exposed_s`) is what a stage adds to the bubble: t less twice the weight
-    gradient, which fills gaps while the pipeline fills and while it drains, but never more than fills them. With equal
-    stages: M t + (S - 1) (forward + input gradient - weight gradient).
+    Step time: sum e + max (M t - e), where e (`exposed_s`) is what a stage adds to the bubble: t
+    less twice the weight gradient, which fills gaps while the pipeline fills and while it drains,
+    but never more than fills them. With equal stages: M t + (S - 1) (forward + input gradient -
+    weight gradient).
 
-    Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023, section 2.2 and table 2.
+    Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023, section
+    2.2 and table 2.
     """
 
     name: ClassVar[str] = "zero-bubble"
@@ -244,21 +251,23 @@ class ZeroBubble(AbstractScheduleKind):
 class Interleaved(AbstractScheduleKind):
     """1F1B for submeshes that run v stages (chunks) each: a v-th of the bubble, at the price of more transfers.
 
-    Micro-batches go round in groups of at least P, the number of submeshes: a group passes a submesh's first chunk,
-    then its second, and so on. The original wants groups of exactly P; here their sizes are as even as can be, so any
-    number of micro-batches will do. If G is the size of the largest, submesh p runs 2 (P - p - 1) + (v - 1) G forward
-    tasks ahead, and holds at most one micro-batch more, counted over its chunks.
+    Micro-batches go round in groups of at least P, the number of submeshes: a group passes a
+    submesh's first chunk, then its second, and so on. The original wants groups of exactly P; here
+    their sizes are as even as can be, so any number of micro-batches will do. If G is the size of
+    the largest, submesh p runs 2 (P - p - 1) + (v - 1) G forward tasks ahead, and holds at most one
+    micro-batch more, counted over its chunks.
 
-    It never gets stuck. Let submesh p run its k-th forward task at time k + p and its k-th backward task, half a unit
-    later, at time k + (v - 1) G + 2 P - p - 2: this is the order of its list, and every task then comes after all that
-    it reads. Where stages or micro-batches are too few to fill a round, the missing ones are taken out of the lists.
-    With one stage for each submesh it is 1F1B.
+    It never gets stuck. Let submesh p run its k-th forward task at time k + p and its k-th backward
+    task, half a unit later, at time k + (v - 1) G + 2 P - p - 2: this is the order of its list, and
+    every task then comes after all that it reads. Where stages or micro-batches are too few to fill
+    a round, the missing ones are taken out of the lists. With one stage for each submesh it is
+    1F1B.
 
-    Step time: sum t / v + (M v - 1) max t over chunks. Chunks that differ are taken to be as slow as the slowest, which is
-    pessimistic.
+    Step time: sum t / v + (M v - 1) max t over chunks. Chunks that differ are taken to be as slow
+    as the slowest, which is pessimistic.
 
-    Reference: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-    2021, section 2.2.2.
+    Reference: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM", 2021, section 2.2.2.
     """
 
     name: ClassVar[str] = "interleaved-1f1b"
@@ -299,7 +308,8 @@ def _interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshe
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
     chunks = -(-num_stages // num_submeshes)
     groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
-    # Where the forward tasks of each chunk stand among a submesh's, and its backward tasks; some there are too many.
+    # Where the forward tasks of each chunk stand among a submesh's, and its backward tasks; some
+    # there are too many.
     forwards: list[list[int]] = [[] for _ in range(chunks)]
     backwards: list[list[int]] = [[] for _ in range(chunks)]
     for group in groups:
@@ -377,8 +387,8 @@ def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submes
         name: A key of `SCHEDULES`.
         num_stages: At least 1.
         num_micro_batches: At least 1.
-        num_submeshes: At least 1, at most one for each stage, which is the default. Stage k runs on submesh
-            `k % num_submeshes`, unless the schedule places them otherwise.
+        num_submeshes: At least 1, at most one for each stage, which is the default. Stage k runs on
+            submesh `k % num_submeshes`, unless the schedule places them otherwise.
 
     Raises:
         InputError: The name is unknown, or a count is impossible; says all that is wrong.

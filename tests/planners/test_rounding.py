@@ -25,7 +25,7 @@ def peak(search, picks):
     return float(timeline(search.model(picks), search.priced, picks).max())
 
 
-def test_what_needs_least_of_what_is_mixed_fits_where_most_of_it_does_not(priced):
+def test_rounding_to_least_memory_fits_when_majority_does_not(priced):
     allowed = everything(priced)
     free = Search(priced, allowed, limit_bytes=_UNLIMITED)
     free.bound()

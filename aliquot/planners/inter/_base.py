@@ -52,11 +52,12 @@ class AbstractInter(abc.ABC):
         """Stages, with their submeshes and options, a number of micro-batches and a schedule.
 
         Args:
-            chains: of the same step and cluster, one for each number of micro-batches to choose from.
+            chains: of the same step and cluster, one for each number of micro-batches to choose
+                from.
             limits: what the stages must keep to; `check_limits` has accepted them.
             helper: a process that takes calls off this one; answers must not depend on it.
-            start: stages to begin from, such as those of another planner; the answer is no slower than they are. A planner
-                whose answer is given by its settings ignores them.
+            start: stages to begin from, such as those of another planner; the answer is no slower
+                than they are. A planner whose answer is given by its settings ignores them.
 
         Raises:
             InfeasibleError: nothing fits; what needs least is described.

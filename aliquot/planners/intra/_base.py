@@ -69,7 +69,8 @@ class IntraSolution:
 class AbstractSearch(abc.ABC):
     """A search of one space in steps, so that bounds of several spaces can be compared before any is searched to its end.
 
-    Called in this order: `start`, `bound`, then `incumbent` and `improve`. `gave_up` says whether a limit on its work ended it.
+    Called in this order: `start`, `bound`, then `incumbent` and `improve`. `gave_up` says whether a
+    limit on its work ended it.
     """
 
     lower_bound_s: float
@@ -104,8 +105,9 @@ class AbstractSearch(abc.ABC):
 class AbstractIntra(abc.ABC):
     """A way to split the operators of a step on one mesh. Frozen, pure and deterministic: no devices, clocks or files.
 
-    A planner must say `name` and `solve`. Races between meshes, prices of layers and stages of pipelines go through `begin`,
-    which by default solves at once; a planner that knows bounds before solutions has a search of its own there.
+    A planner must say `name` and `solve`. Races between meshes, prices of layers and stages of
+    pipelines go through `begin`, which by default solves at once; a planner that knows bounds
+    before solutions has a search of its own there.
     """
 
     @property
@@ -120,7 +122,8 @@ class AbstractIntra(abc.ABC):
         """The best picks of a space; None if nothing fits, or nothing takes less than `ceiling_s`.
 
         Args:
-            problem: the step, which prices do not tell all of: roles of arrays, number of micro-batches.
+            problem: the step, which prices do not tell all of: roles of arrays, number of
+                micro-batches.
             memory_limit_bytes: for each device, infinite where memory does not matter.
             ceiling_s: the step time of a solution known elsewhere.
         """
@@ -137,7 +140,8 @@ class AbstractIntra(abc.ABC):
         """The search that `solve` makes, in steps.
 
         Args:
-            notes: kept from one space of a problem to its next ones; a planner may put there what serves them all.
+            notes: kept from one space of a problem to its next ones; a planner may put there what
+                serves them all.
         """
         return SolvedAtOnce(self, problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
 

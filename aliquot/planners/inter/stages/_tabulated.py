@@ -1,8 +1,8 @@
 """Stages of any chain, by tables of quotes: for chains whose costs are no sums of their units' costs.
 
-Every stretch of units is proposed and quoted once for each option and number of micro-batches kept, alone: what stages exchange
-is left out here and counted when plans are judged. That is quick for chains of up to about a hundred units; for longer ones
-write a planner of your own.
+Every stretch of units is proposed and quoted once for each option and number of micro-batches kept,
+alone: what stages exchange is left out here and counted when plans are judged. That is quick for
+chains of up to about a hundred units; for longer ones write a planner of your own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Quotes:
 class TabulatedProgram:
     """The least sum of a closed form for a number of stages on a number of submeshes, with limits on its maxima."""
 
-    # A chain's fastest proposal need not be the best one for every closed form, and transfers are left out.
+    # A chain's fastest proposal need not be the best one for every closed form, and transfers are
+    # left out.
     proves = False
 
     def __init__(self, quotes: Quotes, schedule: str, *, num_stages: int, num_submeshes: int) -> None:
@@ -96,7 +97,8 @@ class TabulatedProgram:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
         units, last = self.chain.num_units, len(self._tables)
         end = np.where(np.arange(units + 1) == units, 0.0, np.inf)
-        # By stage and first device: the least sum of this stage and those behind it, from each unit on.
+        # By stage and first device: the least sum of this stage and those behind it, from each unit
+        # on.
         least = {(last, device): end for device in self._ends()}
         for stage in reversed(range(last)):
             costs = self._costs(stage, limits_s)

@@ -19,9 +19,10 @@ class Fixed(AbstractIntra):
     """Split the batch over all axes, and what a stage of ZeRO splits besides; another planner decides what is then left.
 
     Attributes:
-        zero_stage: 0 replicates everything but the batch (data parallelism), 2 splits optimizer state and gradients,
-            3 parameters too.
-        first_shard_axis: ZeRO splits over this mesh axis and those after it; 1 replicates over the first axis.
+        zero_stage: 0 replicates everything but the batch (data parallelism), 2 splits optimizer
+            state and gradients, 3 parameters too.
+        first_shard_axis: ZeRO splits over this mesh axis and those after it; 1 replicates over the
+            first axis.
         rest: decides what the rule leaves open, such as temporary values of the update.
     """
 

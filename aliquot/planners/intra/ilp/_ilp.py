@@ -21,7 +21,8 @@ class ILP(AbstractIntra):
 
     Attributes:
         relative_gap: how far from the bound a solution may stay; 0 proves optimality.
-        node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the plan.
+        node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the
+            plan.
     """
 
     relative_gap: float = 1e-3
