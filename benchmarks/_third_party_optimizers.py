@@ -182,7 +182,7 @@ def optax_line_search() -> ThirdPartyStep:
         "grad": lambda loss, fn, grads: grads,
         "value_fn": lambda loss, fn, grads: fn,
     }
-    return _optax_step(tx, extra=extra, mixes="each try needs the loss of all examples")
+    return _optax_step(tx, extra=extra)
 
 
 @third_party("optax")
