@@ -202,7 +202,9 @@ def _places(
     found.update(_places_between_scans(items, forward))
     places = sorted(place for place in found if 0 < place < len(forward))
     # Scalars cross beside the loss: no measure for the rest.
-    done = np.cumsum([0.0, *(items[k].cost for k in forward)]) / sum(items[k].cost for k in forward)
+    work = np.cumsum([0.0, *(items[k].cost for k in forward)])
+    # A forward pass may cost nothing: then no place is inside it, and none is a measure.
+    done = work / (work[-1] or 1.0)
     inner = [crossing[place] for place in places if _SMALL / 2 < done[place] < 1 - _SMALL / 2]
     return [place for place in places if crossing[place] <= _WIDE * min(inner, default=0.0)]
 

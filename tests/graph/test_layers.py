@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from graph.layered import ROWS, WIDTH, layered
@@ -104,3 +106,12 @@ def test_what_the_quick_search_for_repeats_finds_is_refined_in_the_update_alone(
     update = [op.index for op in graph.ops if op.phase is Phase.UPDATE]
     pairs = set(zip(quick.op_class[update].tolist(), whole.op_class[update].tolist(), strict=True))
     assert len({a for a, _ in pairs}) <= len({b for _, b in pairs}) == len(pairs)
+
+
+def test_a_forward_pass_that_costs_nothing_is_one_layer():
+    def step(params, x):
+        grads = jax.grad(lambda p: sum(w.sum() for w in p.values()))(params)
+        return jax.tree.map(lambda w, g: w - g * x, params, grads)
+
+    weights = {name: jnp.ones((4, 4)) for name in "abcd"}
+    assert len(cut_layers(capture(step, weights, 0.1))) == 1

@@ -284,7 +284,8 @@ def _check_count(chain: AbstractChain, num_stages: int | None) -> None:
     if num_stages is None:
         return
     if num_stages > chain.num_units:
+        layers = f"{chain.num_units} layer" + "s" * (chain.num_units > 1)
         raise InputError(
-            f"{num_stages} stages were asked for, but the step has {chain.num_units} layers to cut between.\n"
-            f"  Ask for at most {chain.num_units} stages, or name more layers by a pattern of parameter paths."
+            f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one at least.\n"
+            f"  Ask for num_stages={chain.num_units} or less, or name more layers by a pattern of parameter paths."
         )
