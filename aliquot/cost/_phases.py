@@ -22,7 +22,8 @@ class PhaseCosts:
     """Costs of some layers on one mesh, per device.
 
     Attributes:
-        forward_s, backward_s: for one micro-batch.
+        forward_s, backward_s: for one micro-batch; `deferrable_s` is the part of the backward pass that no other layers wait
+            for before the update.
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
         state_bytes: parameters, optimizer state, gradients.
@@ -34,6 +35,7 @@ class PhaseCosts:
 
     forward_s: float
     backward_s: float
+    deferrable_s: float
     once_s: float
     compute_s: float
     communication_s: float
@@ -56,20 +58,25 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
     compute, communication = np.zeros((2, len(Phase)))
     # Gradients wait for the last micro-batch over data axes alone; other sums happen in every backward pass.
     waits = bool(priced.data_axes) or priced.repeats == 1
-    gradient = 0.0
+    gradient = deferrable = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
         compute += node.compute[:, pick]
         communication += node.communication[:, pick]
+        deferrable += float(node.deferrable_s[pick])
         if waits:
             gradient += float(node.gradient_s[pick])
         else:
             communication[Phase.BACKWARD] += float(node.gradient_s[pick])
+            deferrable += float(node.gradient_s[pick])
     for (index, source, target), paid in conversions(priced, picks).items():
         edge, table = priced.graph.edges[index], priced.edges[index]
         once = float(table.once_s[source, target])
         gradient += once
         partial = edge.gradient and min(table.sources[source]) <= PARTIAL
-        communication[Phase.BACKWARD if partial else edge.phase] += paid - once
+        phase = Phase.BACKWARD if partial else edge.phase
+        communication[phase] += paid - once
+        if phase is Phase.BACKWARD and edge.deferrable:
+            deferrable += paid - once
     seconds = compute + communication
     model = known_memory(priced, picks) if model is None else model
     peak, _, parts = peak_memory(model, priced, picks)
@@ -78,6 +85,8 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
     return PhaseCosts(
         forward_s=float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD]) / priced.repeats,
         backward_s=float(seconds[Phase.BACKWARD]) / priced.repeats,
+        # Sums in another order differ in their last digits.
+        deferrable_s=min(deferrable, float(seconds[Phase.BACKWARD])) / priced.repeats,
         once_s=float(seconds[Phase.UPDATE]) + gradient,
         compute_s=float(compute.sum()),
         communication_s=float(communication.sum()),

@@ -43,13 +43,14 @@ class PricedNode:
     """Choices of one node, `(choices, axes)`, and what each costs.
 
     `compute` and `communication` have a row for each phase, in the order of `Phase`; `compute_s`, `backward_s` (of it) and
-    `communication_s` are sums of theirs.
+    `communication_s` are sums of theirs, and `deferrable_s` is what deferrable operators take of both; see `Op`.
     """
 
     choices: Ints
     compute: Floats
     communication: Floats
     gradient_s: Floats
+    deferrable_s: Floats
     compute_s: Floats = field(init=False)
     backward_s: Floats = field(init=False)
     communication_s: Floats = field(init=False)
@@ -144,18 +145,28 @@ class _Pricer:
 
     def node(self, node: Node, choices: Ints) -> PricedNode:
         compute, communication = np.zeros((2, len(Phase), len(choices)))
+        gradient, deferrable = np.zeros((2, len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node.work:
-            seconds = work_seconds(work, sizes, choices, self.mesh, self.target)
-            compute[work.phase] += seconds * self.times(work.phase)
-        gradient = np.zeros(len(choices))
+            seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(work.phase)
+            compute[work.phase] += seconds
+            if work.deferrable:
+                deferrable += seconds
         for collective in node.collectives:
             seconds = self.collective(collective, choices)
             if collective.gradient:
                 gradient += seconds
             else:
                 communication[collective.phase] += seconds
-        return PricedNode(choices=choices, compute=compute, communication=communication, gradient_s=gradient)
+                if collective.deferrable:
+                    deferrable += seconds
+        return PricedNode(
+            choices=choices,
+            compute=compute,
+            communication=communication,
+            gradient_s=gradient,
+            deferrable_s=deferrable,
+        )
 
     def collective(self, collective: NodeCollective, choices: Ints) -> Floats:
         """Seconds of a node's own collective under each choice."""

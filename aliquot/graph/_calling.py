@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -122,6 +122,7 @@ class Calling:
         out_parts: path of each output, key by key, for the user's result.
         state_tree: structure of that state.
         static_numbers: paths of Python numbers that are static.
+        traces: the step traced on batches of other sizes, by their number of examples.
     """
 
     fn: Callable[..., Any]
@@ -136,6 +137,7 @@ class Calling:
     num_results: int = 0
     state_tree: Any = None
     static_numbers: frozenset[str] = frozenset()
+    traces: dict[int, Any] = field(default_factory=dict, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """Arguments of a later call, flat. The names must be those of the example call.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ._dataflow import Item
+from ._deferrable import deferrable_items
 from ._stages import SHARED, Staging
 from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Phase, Role, Value
 
@@ -55,6 +56,7 @@ def extract_stages(
         for o in item.outputs
     }
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
+    deferrable = deferrable_items(staging.items, staging.stage)
     named = {item.value: item for item in graph.inputs}
     found = []
     for stage in range(staging.num_stages) if stages is None else stages:
@@ -71,7 +73,8 @@ def extract_stages(
         mine = {o for k in own[stage] for o in staging.items[k].outputs}
         crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
-        found.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs))
+        late = [staging.items[k] for k in own[stage] if k in deferrable]
+        found.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs, late))
     return tuple(found)
 
 
@@ -114,16 +117,17 @@ def _with_shared(items: Sequence[Item], maker: Mapping[int, int], own: Iterable[
 class _Builder:
     def __init__(self, graph: Graph, links: Mapping[int, int]) -> None:
         self._graph, self._link_of = graph, links
+        self._deferrable: set[int] = set()
         self._op_number: dict[int, int] = {}
         self._value_number: dict[int, int] = {}
         self._values: list[int] = []
 
-    def build(self, items: Sequence[Item], inputs: Sequence[Input], outputs: Sequence[Output]) -> Extract:
+    def build(
+        self, items: Sequence[Item], inputs: Sequence[Input], outputs: Sequence[Output], deferrable: Sequence[Item]
+    ) -> Extract:
         graph = self._graph
-        indices = {k for item in items for k in item.ops}
-        for item in items:
-            if isinstance(item.what, Call):
-                indices |= self._links(item.what)
+        indices = self._ops(items)
+        self._deferrable = self._ops(deferrable)
         ops = sorted(indices)
         self._op_number = {k: n for n, k in enumerate(ops)}
         place = {id(o): n for n, o in enumerate(graph.outputs)}
@@ -154,6 +158,14 @@ class _Builder:
             outputs=new_outputs,
         )
         return Extract(graph=part, ops=tuple(ops), values=tuple(self._values))
+
+    def _ops(self, items: Sequence[Item]) -> set[int]:
+        """Indices of all operators that items hold, links included."""
+        found = {k for item in items for k in item.ops}
+        for item in items:
+            if isinstance(item.what, Call):
+                found |= self._links(item.what)
+        return found
 
     def _links(self, call: Call) -> set[int]:
         """Links that tie a call's bodies to what is around them."""
@@ -192,6 +204,7 @@ class _Builder:
             trips=op.trips,
             eqn=op.eqn,
             region=op.region,
+            deferrable=op.index in self._deferrable,
         )
 
     def _what(self, what: int | Call) -> int | Call:

@@ -149,7 +149,8 @@ def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
     for op in graph.ops:
         inputs = tuple([kinds[i] if type(i) is int else operand(i) for i in op.inputs])
         outputs = tuple([kinds[o] if o >= 0 else -1 for o in op.outputs])
-        keys.append(intern((op.name, op.phase, param_key(op.params), op.trips, op.region > 0, inputs, outputs)))
+        within = (op.phase, op.deferrable, op.trips, op.region > 0)
+        keys.append(intern((op.name, within, param_key(op.params), inputs, outputs)))
     return np.array(keys, np.int64)
 
 

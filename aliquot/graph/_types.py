@@ -80,6 +80,7 @@ class Op:
         trips: how often it runs in a step (product of the lengths of the scans around it).
         eqn: JAX's equation, from which it is run again; None for links.
         region: innermost remat region it stands in, 0 for none.
+        deferrable: in a stage of a pipeline: whether no other stage waits for what it makes; see `deferrable_items`.
     """
 
     index: int
@@ -92,6 +93,7 @@ class Op:
     trips: int
     eqn: Any
     region: int
+    deferrable: bool = False
 
     @property
     def is_link(self) -> bool:

@@ -95,7 +95,6 @@ def build_chains(
     numbers: dict[tuple[int, ...], int] = {}
     classes = [numbers.setdefault(by_layer[unit], len(numbers)) for unit in units]
     members = [units[classes.index(c)] for c in range(len(numbers))]
-    shares = []
     meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
     extracts = extract_stages(step.part, staged, step.batch_dims, members)
     shared = (helper or HelperProcess(wanted=False)).share(_solve_layer)
@@ -106,15 +105,12 @@ def build_chains(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )
         shared.add(_Layer(problem=_without_operators(problem), intra=intra, notes={}), meshes)
-        shares.append(_weight_share(extract.graph))
     answers = shared.answers((lambda done, of: progress("layers on meshes", done, of)) if progress else None)
     solved = [dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))]
     costs = [[of[o.submesh, o.mesh_shape] for o in options] for of in solved]
     table = [costs[c] for c in classes]
-    share = np.array([shares[c] for c in classes])
     chains = [
-        _chain(step, units, cluster, options, table, share, count, memory_limit_bytes)
-        for count in dict.fromkeys(counts)
+        _chain(step, units, cluster, options, table, count, memory_limit_bytes) for count in dict.fromkeys(counts)
     ]
     return chains, classes
 
@@ -185,32 +181,12 @@ def _solve_layer(layer: _Layer, mesh: tuple[tuple[int, int], tuple[int, ...]]) -
     return None if search.picks is None else phase_costs(priced, search.picks, problem.graph)
 
 
-def _weight_share(graph: Graph) -> float:
-    """The part of the backward pass that no other layer waits for."""
-    wanted = {o.value for o in graph.outputs if o.path.startswith("value ") and isinstance(o.value, int)}
-    needed = set(wanted)
-    total = waited = 0.0
-    for op in reversed(graph.ops):
-        if op.phase is not Phase.BACKWARD or op.is_link:
-            continue
-        cost = op.trips * sum(graph.values[o].num_bytes for o in op.outputs if o >= 0)
-        if op.name == "dot_general":
-            (contracted, _), _ = op.params["dimension_numbers"]
-            cost *= math.prod(op.eqn.invars[0].aval.shape[d] for d in contracted)
-        total += cost
-        if any(o in needed for o in op.outputs):
-            waited += cost
-            needed.update(i for i in op.inputs if isinstance(i, int))
-    return 1.0 - waited / total if total else 0.0
-
-
 def _chain(
     step: LayeredStep,
     units: Sequence[int],
     cluster: Cluster,
     options: Sequence[StageOption],
     table: Sequence[Sequence[PhaseCosts | None]],
-    share: Floats,
     count: int,
     limit_bytes: float,
 ) -> Chain:
@@ -235,8 +211,8 @@ def _chain(
     state = np.where(again, state + kept, state)
     kept = np.where(again, entering[:, None] / dp / _LAYERS_PER_STAGE, kept)
     backward = np.where(again, backward + forward, backward)
-    possible = np.where(np.isfinite(backward) & ~again, backward, 0.0)
-    weights = np.where(np.isfinite(backward), np.clip(share, 0.0, 1.0)[:, None] * possible, np.inf)
+    # A stage that works everything out again does so once: its backward pass stays whole.
+    weights = np.where(again & runs, 0.0, figures("deferrable_s") * scale)
     return Chain(
         unit_names=tuple(step.layers.names[unit] for unit in units),
         options=tuple(options),

@@ -224,7 +224,7 @@ def _solve_with(task: _Task, counts: list[int], helper: HelperProcess) -> Pipeli
     first = counts[0]
     length = _scan_length(graph) if method.layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
-    sketch = sketch_step(sketched, first, layers=method.layers)
+    sketch = sketch_step(sketched, first, layers=method.layers, on_missing_rule=task.on_missing_rule)
     chains, kinds = build_chains(
         sketch,
         task.cluster,
@@ -258,7 +258,6 @@ def _solve_with(task: _Task, counts: list[int], helper: HelperProcess) -> Pipeli
                 layers=None if length else sketch.layers,
                 semantics=task.semantics,
                 on_missing_rule=task.on_missing_rule,
-                known=None if length else sketch.part,
             )
             cache = StageCache()
         (chain,) = (c for c in chains if c.num_micro_batches == proposal.num_micro_batches)
@@ -373,7 +372,7 @@ def _solve_stages(
         for k, choice in enumerate(proposal.stages)
     ]
     transfer = [f.transfer_s for f in proposal.figures[1:]]
-    costs = _stage_costs(stages, proposal, transfer, chain)
+    costs = _stage_costs(stages, transfer, chain)
     times = simulate(schedule, costs)
     peak = float(times.peak_bytes.max())
     if peak > limit:
@@ -425,14 +424,11 @@ def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOptio
     return decision, phase_costs(priced, decision.picks, problem.graph)
 
 
-def _stage_costs(
-    stages: Sequence[StageDecision], proposal: ChainPlan, transfer: Sequence[float], chain: Chain
-) -> StageCosts:
+def _stage_costs(stages: Sequence[StageDecision], transfer: Sequence[float], chain: Chain) -> StageCosts:
     again = np.array([s.option.recompute == "stage" for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
     backward = np.array([s.costs.backward_s for s in stages])
-    shares = np.array([f.weight_gradient_s / f.backward_s if f.backward_s else 0.0 for f in proposal.figures])
-    weights = np.where(again, 0.0, shares * backward)
+    weights = np.where(again, 0.0, [s.costs.deferrable_s for s in stages])
     backward = np.where(again, backward + forward, backward)
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import SHARED, Item, Phase, Staging, items_of
+from ..graph import SHARED, Item, Phase, Staging, deferrable_items, items_of
 from ..sharding import MicroBatchPlan
 from ._parts import Parts, subgraph
 from ._programs import Part, StageProgram, StagePrograms
@@ -34,7 +34,7 @@ def split_stages(
         parts: the step cut over time.
         plan: how it was cut; None for a step that runs on its whole batch at once.
         staging: stages of the whole step's items.
-        split_backward: make two programs of a backward pass: what the stage before waits for, and the rest.
+        split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages in `recompute` one.
         recompute: stages whose backward programs work everything out again from what enters the stage.
     """
     parts = push_out(parts, plan, staging)
@@ -82,6 +82,9 @@ class _Body:
         self._maker = {o: item for item in self._items for o in item.outputs}
         self._num_values = len(plan.whole.values) if plan else len(parts.body.values)
         self._stage = self._stages()
+        self._recompute = recompute
+        deferrable = deferrable_items(self._items, [self._stage[id(item)] for item in self._items]) if split else ()
+        self._deferrable = {id(self._items[k]) for k in deferrable}
         self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
         self._early = set(parts.inside)
         drafts = self._drafts()
@@ -89,7 +92,7 @@ class _Body:
         self._add_shared_crossing(drafts)
         for draft in drafts.values():
             self._close(draft)
-        self._keep_less(drafts, recompute)
+        self._keep_less(drafts)
         self._drafts_by = drafts
         self.programs = {key: self._program(draft, drafts, ()) for key, draft in drafts.items()}
 
@@ -125,42 +128,19 @@ class _Body:
             else:
                 drafts[stage, Part.FORWARD].own.append(item)
         for stage, items in backward.items():
-            if self._split:
-                inner, rest = self._split_backward(stage, items)
-                drafts[stage, Part.BACKWARD_INPUT].own = inner
-                drafts[stage, Part.BACKWARD_WEIGHT].own = rest
-            else:
+            if not self._split:
                 drafts[stage, Part.BACKWARD].own = items
+                continue
+            for item in items:
+                # What a stage works out again it would have to work out a third time.
+                waits = id(item) in self._deferrable and stage not in self._recompute
+                drafts[stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT].own.append(item)
         return drafts
 
     def _parts_of_a_task(self) -> tuple[Part, ...]:
         if self._split:
             return Part.FORWARD, Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT
         return Part.FORWARD, Part.BACKWARD
-
-    def _split_backward(self, stage: int, items: list[Item]) -> tuple[list[Item], list[Item]]:
-        """What other stages wait for, with all that it takes, and the rest."""
-        needed: set[int] = set()
-        for item in self._items:
-            if self._stage[id(item)] not in (stage, SHARED):
-                self._add_reads(item, needed)
-        inner: list[Item] = []
-        for item in reversed(items):
-            if any(o in needed for o in item.outputs):
-                inner.append(item)
-                self._add_reads(item, needed)
-        chosen = {id(item) for item in inner}
-        return inner[::-1], [item for item in items if id(item) not in chosen]
-
-    def _add_reads(self, item: Item, found: set[int]) -> None:
-        """Add what an item reads, itself or through the shared items that are worked out for it."""
-        waiting = list(item.inputs)
-        while waiting:
-            i = waiting.pop()
-            maker = self._maker.get(i) if i not in found else None
-            found.add(i)
-            if maker is not None and self._stage[id(maker)] == SHARED:
-                waiting += maker.inputs
 
     def _add_shared_crossing(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
         """What the update needs of shared items is worked out by the last stage's forward program."""
@@ -185,7 +165,7 @@ class _Body:
         known = inside | self._parts.body.constants.keys()
         draft.reads = list(dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known))
 
-    def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft], recompute: frozenset[int]) -> None:
+    def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
         """Work out again, in a backward program, what is cheaper to work out than to keep from the forward program."""
         graph = self._parts.body
         anybody = {o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs}
@@ -207,7 +187,7 @@ class _Body:
                     graph.values,
                     free=free,
                     read_anyway=read_anyway,
-                    everything=stage in recompute,
+                    everything=stage in self._recompute,
                 )
                 self._close(draft, _needed(mine, wanted, kept))
 

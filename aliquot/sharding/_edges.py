@@ -65,6 +65,7 @@ class EdgeBuilder:
                 kind="operand",
                 starts=readers,
                 ends=readers,
+                deferrable=op.deferrable,
             )
 
     def _before_transposes(self, value_class: int, target: Port) -> tuple[int, Port]:
@@ -117,6 +118,7 @@ class EdgeBuilder:
                 kind="result" if kind == "landed" else kind,
                 starts=births,
                 ends=births,
+                deferrable=made is not None and cuts.first[made[0]].deferrable,
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
@@ -174,6 +176,7 @@ class EdgeBuilder:
         kind: str,
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
+        deferrable: bool = False,
         label: str = "",
         shared_as: Hashable = None,
     ) -> None:
@@ -197,7 +200,7 @@ class EdgeBuilder:
         )
         identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")
         if identity in self._known:
-            self._widen(self._known[identity], starts, ends)
+            self._widen(self._known[identity], starts, ends, deferrable)
             return
         self._known[identity] = len(self.edges)
         self.edges.append(
@@ -221,16 +224,18 @@ class EdgeBuilder:
                 ends=ends,
                 masked=self._is_masked(value_class),
                 on_pieces=self.naming.on_pieces(value_class),
+                deferrable=deferrable,
             )
         )
 
-    def _widen(self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+    def _widen(self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64], deferrable: bool) -> None:
         """One conversion serves two equal uses: its array lives from the first to the last."""
         edge = self.edges[index]
+        if edge.deferrable and not deferrable:
+            edge = dataclasses.replace(edge, deferrable=False)
         if len(edge.starts) == len(starts):
-            self.edges[index] = dataclasses.replace(
-                edge, starts=np.minimum(edge.starts, starts), ends=np.maximum(edge.ends, ends)
-            )
+            edge = dataclasses.replace(edge, starts=np.minimum(edge.starts, starts), ends=np.maximum(edge.ends, ends))
+        self.edges[index] = edge
 
     def _is_masked(self, value_class: int) -> bool:
         """Whether it is the result of a lookup in which rows outside the table are filled."""

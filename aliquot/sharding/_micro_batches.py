@@ -9,7 +9,6 @@ so that summands add up to the step's own result, whether a loss is a mean or a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..core import CaptureError, InputError
 from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, has_effects, source_line, split_scans
 from ._micro_calls import EFFECT
 from ._micro_walk import Walk
-from ._resized import batch_size, resized
+from ._resized import batch_size, calls_of, resized
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
 
 SEMANTICS = ("exact", "independent")
@@ -72,7 +71,6 @@ def plan_micro_batches(
     num_groups: int = 1,
     semantics: str = "exact",
     on_missing_rule: str = "infer",
-    known: Graph | None = None,
 ) -> MicroBatchPlan:
     """Decide how a step runs on micro-batches and gives the same result as on the whole batch.
 
@@ -84,7 +82,6 @@ def plan_micro_batches(
             of a sum over the batch (the statistics of BatchNorm), each part takes its own sum, scaled up to the batch;
             what such values leave behind as state is averaged over the parts.
         on_missing_rule: see `dim_rule`.
-        known: see `trace_part`.
 
     Raises:
         InputError: the parts do not divide the batch, or there is none.
@@ -93,7 +90,7 @@ def plan_micro_batches(
     if semantics not in SEMANTICS:
         raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
     parts = num_micro_batches * num_groups
-    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups, known=known))
+    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
     walk = Walk(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
     walk.run(settle=semantics == "independent")
     repeated = {k: EFFECT for k in walk.violations.keys() | walk.own if has_effects(graph.ops[k])}
@@ -132,11 +129,8 @@ def _combine(walk: Walk, operand: Operand) -> str:
 # ---- the second trace ------------------------------------------------------------------------------------------------
 
 
-def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1, *, known: Graph | None = None) -> Graph:
+def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
     """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch.
-
-    Args:
-        known: the step traced on a part of another size, from which this one is worked out if it can be.
 
     Raises:
         InputError: the parts do not divide the batch, or there is none.
@@ -161,15 +155,8 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1, *, kno
             "batch."
         )
     (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
-    if known is not None and known is not graph:
-        if batch_size(known) == size:
-            return known
-        with contextlib.suppress(CaptureError):
-            return resized(known, graph, size)
     try:
-        if size == 1 and parts > 1:
-            return resized(_trace(graph, 2), _trace(graph, 4), 1)
-        return _trace(graph, size)
+        return _of_size(graph, size)
     except (TypeError, ValueError, IndexError) as error:
         raise CaptureError(
             f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch: {error}. "
@@ -177,10 +164,31 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1, *, kno
         ) from error
 
 
-def _trace(graph: Graph, size: int) -> Graph:
-    """The step traced on so many examples, and cut as the graph is if its layers are cut into ranges."""
+def _of_size(graph: Graph, size: int) -> Graph:
+    """The step on so many examples, and cut as the graph is if its layers are cut into ranges.
+
+    A step is traced on two sizes at most, where others follow from these.
+    """
     if graph.split is not None:
-        return split_scans(_trace(graph.split.original, size), graph.split.bounds).graph
+        return split_scans(_of_size(graph.split.original, size), graph.split.bounds).graph
+    known: dict[int, Graph] = graph.calling.traces
+    whole = batch_size(graph)
+    if size == whole:
+        return graph
+    if size not in known and not known:
+        # JAX may write another program for a single example.
+        other = size if size > 1 else 2 if whole > 2 else 4
+        known[other] = _trace(graph, other)
+    if size not in known:
+        with contextlib.suppress(CaptureError):
+            known[size] = resized(next(iter(known.values())), graph, size)
+    if size not in known:
+        known[size] = _trace(graph, size)
+    return known[size]
+
+
+def _trace(graph: Graph, size: int) -> Graph:
+    """The step traced on so many examples."""
     leaves = []
     for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True):
         shape = graph.values[item.value].shape
@@ -211,8 +219,8 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
             for a, b in zip(whole.ops, part.ops)
         ]
     )
-    others = _calls(part.body.items)
-    eqns = {call: next(others).eqn for call in _calls(whole.body.items)}
+    others = calls_of(part.body)
+    eqns = {call: next(others).eqn for call in calls_of(whole.body)}
     return replace(part, ops=ops), eqns
 
 
@@ -220,14 +228,6 @@ def _same_operands(a: Op, b: Op) -> bool:
     return len(a.inputs) == len(b.inputs) and all(
         x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
     )
-
-
-def _calls(items: Iterable[int | Call]) -> Iterator[Call]:
-    for item in items:
-        if isinstance(item, Call):
-            yield item
-            for block in item.blocks:
-                yield from _calls(block.items)
 
 
 def _different(graph: Graph, a: Op, b: Op) -> CaptureError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..graph import Phase, Role
+from ..graph import Op, Phase, Role
 from ._cuts import REARRANGING, Cuts
 from ._materialised import Storage, find_storage
 from ._nodes import Port
@@ -21,7 +21,7 @@ PASSES = MOVES | {"reshape", "squeeze"}
 class Naming:
     """Numbers for nodes and factors, and the ports of arrays. Nodes are numbered in program order.
 
-    `read_phases` says in which phases operators read a slot that work on its array as it is split.
+    `readers_as_split` holds for each slot the operators that work on its array as it is split.
     """
 
     cuts: Cuts
@@ -35,7 +35,7 @@ class Naming:
     slot_value: dict[int, int] = field(default_factory=dict)
     group_ops: dict[int, list[int]] = field(default_factory=dict)
     op_group: dict[int, int] = field(default_factory=dict)
-    read_phases: dict[int, set[Phase]] = field(default_factory=dict)
+    readers_as_split: dict[int, list[Op]] = field(default_factory=dict)
     value_read_phases: list[set[Phase]] = field(default_factory=list)
     readers: dict[int, set[int]] = field(default_factory=dict)
     storage: Storage = field(init=False)
@@ -74,7 +74,7 @@ class Naming:
             if slot is not None:
                 touched.append(slot)
                 if not self.runs_whole(op_class):
-                    self.read_phases.setdefault(slot, set()).add(op.phase)
+                    self.readers_as_split.setdefault(slot, []).append(op)
         if cuts.rules[op_class].contracts:
             return
         homes = [cuts.home(int(cuts.folding.value_class[o])) for o in op.outputs if o >= 0]
@@ -83,6 +83,13 @@ class Naming:
             node = self.of_group[cuts.slots.group(touched[0])]
             self.op_group[op_class] = node
             self.group_ops.setdefault(node, []).append(op_class)
+
+    def reads_by_phase(self, slot: int) -> dict[Phase, bool]:
+        """The phases in which operators read a slot as it is split, and whether only deferrable operators do so then."""
+        found: dict[Phase, bool] = {}
+        for op in self.readers_as_split.get(slot, ()):
+            found[op.phase] = found.get(op.phase, True) and op.deferrable
+        return found
 
     def _name_group(self, group: int, slots: list[int]) -> None:
         store = self.cuts.slots

@@ -51,6 +51,7 @@ def product_work(naming: Naming, op_class: int) -> tuple[Work, ...]:
             dtype=dtype,
             arrays=tuple(arrays),
             kernels=float(times),
+            deferrable=op.deferrable,
         ),
     )
 
@@ -90,6 +91,7 @@ def product_collectives(naming: Naming, op_class: int) -> tuple[NodeCollective, 
             phase=op.phase,
             gradient=False,
             label=naming.label(op_class),
+            deferrable=op.deferrable,
         ),
     )
 
@@ -100,8 +102,8 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
     What runs whole reads and writes everything on every device, however its arrays are split before and behind.
     """
     cuts, storage = naming.cuts, naming.storage
-    arrays: dict[Phase, list[tuple[float, SplitBy]]] = defaultdict(list)
-    kernels: dict[Phase, float] = defaultdict(float)
+    arrays: dict[tuple[Phase, bool], list[tuple[float, SplitBy]]] = defaultdict(list)
+    kernels: dict[tuple[Phase, bool], float] = defaultdict(float)
     for slot in slots:
         value_class = naming.slot_value[slot]
         made = cuts.producer[value_class]
@@ -112,26 +114,33 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
         num_bytes = cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
         split_by = _divided(naming.slot_port(slot).projection)
         if made is not None and slot == cuts.home(value_class):
-            phase = cuts.first[made[0]].phase
+            maker = cuts.first[made[0]]
             if not naming.runs_whole(made[0]):
-                arrays[phase].append((num_bytes, split_by))
-            kernels[phase] += len(members) * trips
-        for phase in naming.read_phases.get(slot, ()):
+                arrays[maker.phase, maker.deferrable].append((num_bytes, split_by))
+            kernels[maker.phase, maker.deferrable] += len(members) * trips
+        for phase, deferrable in naming.reads_by_phase(slot).items():
             # The update of an array is one kernel, which still holds what it has just written.
             if not (made is not None and phase is cuts.first[made[0]].phase is Phase.UPDATE):
-                arrays[phase].append((num_bytes, split_by))
+                arrays[phase, deferrable].append((num_bytes, split_by))
         if members[0] in naming.batch_values:
             # Every device receives its part of the batch: less, where it is split.
-            arrays[Phase.FORWARD].append((num_bytes, split_by))
+            arrays[Phase.FORWARD, False].append((num_bytes, split_by))
     found = [
-        Work(phase=phase, split_by=(), arrays=tuple(entries), kernels=kernels[phase])
-        for phase, entries in sorted(arrays.items())
+        Work(
+            phase=phase,
+            split_by=(),
+            arrays=tuple(entries),
+            kernels=kernels[phase, deferrable],
+            deferrable=deferrable,
+        )
+        for (phase, deferrable), entries in sorted(arrays.items())
     ]
     whole = (False,) * len(naming.group_classes[index])
     for op_class in naming.group_ops.get(index, ()):
         if naming.runs_whole(op_class):
             moved = whole_bytes(naming, op_class) * _times(naming, op_class)
-            found.append(Work(phase=cuts.first[op_class].phase, split_by=(), arrays=((moved, whole),)))
+            op = cuts.first[op_class]
+            found.append(Work(phase=op.phase, split_by=(), arrays=((moved, whole),), deferrable=op.deferrable))
     return tuple(found)
 
 
@@ -201,6 +210,7 @@ def _reductions(naming: Naming, op_class: int) -> list[NodeCollective]:
             phase=op.phase,
             gradient=op.phase is Phase.BACKWARD and naming.enters_update(out),
             label=naming.label(op_class),
+            deferrable=op.deferrable,
         )
     ]
 
@@ -232,6 +242,7 @@ def _gathers(naming: Naming, op_class: int) -> list[NodeCollective]:
                     phase=op.phase,
                     gradient=False,
                     label=naming.label(op_class),
+                    deferrable=op.deferrable,
                 )
             )
     return found

@@ -43,7 +43,7 @@ class Work:
     """What a node computes and moves through memory in one step, all copies together.
 
     `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is how many separate programs
-    a device launches, however the work is split.
+    a device launches, however the work is split. For `deferrable` see `Op`.
     """
 
     phase: Phase
@@ -52,6 +52,7 @@ class Work:
     dtype: str = ""
     arrays: tuple[tuple[float, SplitBy], ...] = ()
     kernels: float = 0.0
+    deferrable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ class NodeCollective:
     """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction, or a gather of what must
     be whole. All axes that do join in one collective.
 
-    `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens `count` times a step.
+    `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens `count` times a step. For
+    `deferrable` see `Op`.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class NodeCollective:
     phase: Phase
     gradient: bool
     label: str
+    deferrable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,6 +107,7 @@ class Edge:
             lookup, what fills rows outside the table.
         on_pieces: whether its partial sums are those of a product that each device can run on its own pieces, so that the runtime
             reduce-scatters them where a compiler does not.
+        deferrable: whether what reads it is; see `Op`.
     """
 
     index: int
@@ -125,6 +129,7 @@ class Edge:
     ends: NDArray[np.int64] = field(repr=False)
     masked: bool = False
     on_pieces: bool = False
+    deferrable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

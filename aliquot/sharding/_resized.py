@@ -7,12 +7,12 @@ such cases: each runs on one example with the sizes that its sizes on two larger
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from ..core import CaptureError
-from ..graph import Graph, Op, Role
+from ..graph import Block, Call, Graph, Op, Role
 
 
 def batch_size(graph: Graph) -> int:
@@ -21,14 +21,18 @@ def batch_size(graph: Graph) -> int:
 
 
 def resized(small: Graph, large: Graph, size: int) -> Graph:
-    """The graph of a step on `size` examples, operator by operator that of `small`, for planning only.
+    """The graph of a step on `size` examples, operator by operator that of `small`.
 
-    Its loops and regions hold the equations of `small`: nothing can be run.
+    Its loops and regions hold the equations of `small`, of which only what no size changes is ever read.
 
     Raises:
         CaptureError: the two are different programs, or something does not follow the size of the batch.
     """
     sizes = batch_size(small), batch_size(large)
+    if any(call.eqn.params.get("branches_platforms") is not None for call in calls_of(small.body)):
+        raise CaptureError(
+            f"{small.name} holds a branch for each platform, which JAX runs at the size of its trace alone."
+        )
     if len(small.ops) != len(large.ops) or any(a.name != b.name for a, b in zip(small.ops, large.ops)):
         raise CaptureError(
             f"{small.name} is another program on {sizes[1]} examples than on {sizes[0]}: its Python code looks at the size of "
@@ -49,6 +53,15 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
             "follow the size of the batch. Use fewer micro-batches."
         ) from None
     return replace(small, values=values, ops=ops)
+
+
+def calls_of(block: Block) -> Iterator[Call]:
+    """All structured operators of a block, outer ones first."""
+    for item in block.items:
+        if isinstance(item, Call):
+            yield item
+            for inner in item.blocks:
+                yield from calls_of(inner)
 
 
 class _Irregular(Exception):

@@ -70,7 +70,6 @@ def layer_step(
     layers: str | int | Layers | None = None,
     semantics: str = "exact",
     on_missing_rule: str = "infer",
-    known: Graph | None = None,
 ) -> LayeredStep:
     """A step cut into micro-batches and layers.
 
@@ -78,7 +77,6 @@ def layer_step(
         layers: see `cut_layers`; or those of the same step at another size. The layers of a step whose scans are cut are
             the ranges of these.
         num_micro_batches, semantics, on_missing_rule: see `plan_micro_batches`.
-        known: see `trace_part`.
 
     Raises:
         CaptureError, InputError: as `plan_micro_batches` and `cut_layers` say.
@@ -86,9 +84,7 @@ def layer_step(
     part, combine = graph, dict[str, str]()
     dims = _batch_dims_by_length(graph)
     if num_micro_batches > 1:
-        plan = plan_micro_batches(
-            graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule, known=known
-        )
+        plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
         part, combine = plan.part, plan.combine
         dims = {v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.SPLIT}
     return LayeredStep(
@@ -101,14 +97,16 @@ def layer_step(
     )
 
 
-def sketch_step(graph: Graph, num_micro_batches: int, *, layers: str | int | None = None) -> LayeredStep:
+def sketch_step(
+    graph: Graph, num_micro_batches: int, *, layers: str | int | None = None, on_missing_rule: str = "infer"
+) -> LayeredStep:
     """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as `trace_part` does."""
     if num_micro_batches == 1:
-        return layer_step(graph, 1, layers=layers)
+        return layer_step(graph, 1, layers=layers, on_missing_rule=on_missing_rule)
     part = trace_part(graph, num_micro_batches)
     if len(part.values) != len(graph.values):
         # Another program on a micro-batch: the way of `layer_step` says so.
-        return layer_step(graph, num_micro_batches, layers=layers)
+        return layer_step(graph, num_micro_batches, layers=layers, on_missing_rule=on_missing_rule)
     return LayeredStep(
         graph=graph,
         part=part,

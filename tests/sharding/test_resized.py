@@ -7,6 +7,7 @@ import pytest
 from aliquot.core import CaptureError
 from aliquot.graph import capture
 from aliquot.sharding import _micro_batches, layer_step, trace_part
+from aliquot.sharding._micro_batches import _trace
 from aliquot.sharding._resized import resized
 from aliquot.zoo import build
 
@@ -29,7 +30,7 @@ def shapes_of(op):
 
 @pytest.mark.parametrize("parts", [2, 4, 16])
 def test_operators_are_those_of_a_trace(step, parts):
-    found, traced = resized(trace_part(step, 8), step, 32 // parts), trace_part(step, parts)
+    found, traced = resized(trace_part(step, 8), step, 32 // parts), _trace(step, 32 // parts)
     assert [v.shape for v in found.values] == [v.shape for v in traced.values]
     for a, b in zip(found.ops, traced.ops, strict=True):
         assert (a.name, operands(a), a.outputs, a.phase) == (b.name, operands(b), b.outputs, b.phase)
@@ -41,8 +42,9 @@ def test_operators_are_those_of_a_trace(step, parts):
 def test_layers_at_another_size_need_no_trace(step, monkeypatch):
     known = trace_part(step, 8)
     monkeypatch.setattr(_micro_batches, "build_graph", lambda *args: pytest.fail("traced again"))
-    assert layer_step(step, 8, known=known).part.values == known.values
-    assert layer_step(step, 16, known=known).micro_batch_size == 2
+    assert layer_step(step, 8).part.values == known.values
+    assert layer_step(step, 16).micro_batch_size == 2
+    assert trace_part(step, 1) is step
 
 
 def sizes_written_down(w, x):
@@ -54,4 +56,4 @@ def test_what_does_not_follow_the_size_is_traced():
     known = trace_part(graph, 4)
     with pytest.raises(CaptureError, match="size of the batch"):
         resized(known, graph, 6)
-    assert trace_part(graph, 8, known=known).values == trace_part(graph, 8).values
+    assert trace_part(graph, 8).values == _trace(graph, 8).values

@@ -1,0 +1,59 @@
+"""The part of each stage's backward pass that no other stage waits for: chiefly gradients of weights.
+
+Zero-bubble schedules put it off and fill idle time with it (P. Qi, X. Wan, G. Huang, M. Lin, "Zero bubble pipeline
+parallelism", 2023). The runtime cuts backward programs here, and planners price the same two halves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ._dataflow import Item
+from ._stages import SHARED
+from ._types import Phase
+
+
+def deferrable_items(items: Sequence[Item], stages: Sequence[int]) -> frozenset[int]:
+    """Positions of the backward items whose results no other stage needs before the update, not even indirectly.
+
+    A loop or a remat region is one item: it is deferrable only if none of its results is needed.
+
+    Args:
+        items: of a step, in program order.
+        stages: the stage of each item; `SHARED` for those that every stage works out where it needs them.
+    """
+    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+    # For each value the stages whose forward or backward pass reads it, directly or through shared items.
+    readers: dict[int, set[int]] = defaultdict(set)
+    for k in range(len(items) - 1, -1, -1):
+        item = items[k]
+        if item.phase is Phase.UPDATE:
+            continue
+        by = {stages[k]} if stages[k] != SHARED else {s for o in item.outputs for s in readers.get(o, ())}
+        for i in item.inputs:
+            readers[i] |= by
+    needed = {v for v, by in readers.items() if v in maker and by - {stages[maker[v]]}}
+    found: set[int] = set()
+    for k in range(len(items) - 1, -1, -1):
+        item = items[k]
+        if item.phase is not Phase.BACKWARD or stages[k] == SHARED:
+            continue
+        if needed.isdisjoint(item.outputs):
+            found.add(k)
+        else:
+            _add_reads(item, items, stages, maker, needed)
+    return frozenset(found)
+
+
+def _add_reads(
+    item: Item, items: Sequence[Item], stages: Sequence[int], maker: dict[int, int], needed: set[int]
+) -> None:
+    """Add what an item reads, itself or through the shared items that are worked out for it."""
+    waiting = list(item.inputs)
+    while waiting:
+        i = waiting.pop()
+        k = maker.get(i) if i not in needed else None
+        needed.add(i)
+        if k is not None and stages[k] == SHARED:
+            waiting += items[k].inputs
