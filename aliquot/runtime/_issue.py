@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._arrays import is_key, struct, stub
+from ._endings import end_in_order
 from ._instructions import Run, Send
 from ._stage_functions import Form, Key
 from ._transfer import Move, channels_of_hosts, plan_broadcast, plan_move
@@ -68,6 +69,8 @@ class Issuer:
         ]
         self._results = [None if r is None else pipeline.instructions.results[r] for r in pipeline.results]
         self._elsewhere = self._stubs()
+        # Steps run ahead of the program: Ctrl-C may end it while devices are at work.
+        end_in_order()
         self._shares = self._plan_shares()
 
     # ---- before the first step ---------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Faults in runs of many processes, how each must end, and how it did."""
 
+import contextlib
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -38,6 +40,8 @@ def _all_cases():
         for rank in (0, 1)
     ]
     found += [_case(2, "pipeline", kind, "end", 1, steps=6) for kind in ("raise", "exit", "return")]
+    # Programs that run ahead of the one who starts them.
+    found += [_case(n, "pipeline", "interrupt", "step", 0, devices=4 // n, reads=False) for n in (1, 2)]
     found += [_case(3, "pipeline", kind, "step", rank) for kind in ("raise", "kill", "stop") for rank in (1, 2)]
     found += [_case(3, "pipeline", kind, "meeting", rank) for kind in ("kill", "segv") for rank in (0, 1)]
     found += [
@@ -65,6 +69,7 @@ CASES = _all_cases()
 def name_of(case):
     """For tables."""
     moment = f" at {case['moment']}" if case["moment"] else ""
+    moment += " that runs ahead" if case.get("reads") is False else ""
     return f"{case['kind']}{moment}, rank {case['rank']} of {case['count']}, {case['runtime']}"
 
 
@@ -145,7 +150,8 @@ class _Watch:
         """The exit codes of all; None for those that have not ended when `wanted` have, or in time."""
         while not all(k in self.ended for k in wanted) and time.monotonic() < self.started + self._limit_s:
             time.sleep(0.05)
-        return [process.poll() for process in self.processes]
+        # A Python program ends by SIGINT itself after Ctrl-C, which shells call 130.
+        return [130 if process.poll() == -signal.SIGINT else process.poll() for process in self.processes]
 
     def all_ended(self):
         return len(self.ended) == len(self.processes)
@@ -159,12 +165,15 @@ class _Watch:
         time.sleep(0.1)
         return ["".join(lines)[-3000:] for lines in self._errors]
 
+    # Streams are closed under the readers of those that are killed at the end.
     def _read(self, k, process):
-        for line in iter(process.stdout.readline, ""):
-            self._said[k].append((line, time.monotonic()))
+        with contextlib.suppress(ValueError):
+            for line in iter(process.stdout.readline, ""):
+                self._said[k].append((line, time.monotonic()))
 
     def _read_errors(self, k, process):
-        self._errors[k].extend(iter(process.stderr.readline, ""))
+        with contextlib.suppress(ValueError):
+            self._errors[k].extend(iter(process.stderr.readline, ""))
 
     def _wait(self, k, process):
         while process.poll() is None:

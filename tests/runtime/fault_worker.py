@@ -21,6 +21,8 @@ if __name__ == "__main__":
     devices = f"--xla_force_host_platform_device_count={case.get('devices', 1)}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Programs that a shell starts in the background ignore Ctrl-C, and this one may descend from such a one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import jax.numpy as jnp
@@ -100,19 +102,21 @@ def main():
         if mine:
             threading.Timer(2, fault, [kind]).start()
     number = 1 - process if differs("number") else process
-    initialize(
-        f"127.0.0.1:{port}",
-        count + differs("count"),
-        number,
-        initialization_timeout_s=case.get("timeout_s", 100),
-        cpu_collectives="gloo" if case["runtime"] == "program" else None,
-        run_id=case.get("run_id", ""),
-    )
+    if count > 1:
+        initialize(
+            f"127.0.0.1:{port}",
+            count + differs("count"),
+            number,
+            initialization_timeout_s=case.get("timeout_s", 100),
+            cpu_collectives="gloo" if case["runtime"] == "program" else None,
+            run_id=case.get("run_id", ""),
+        )
     if at("joined"):
         return
     batch = {name: np.ones((BATCH * (2 if differs("shape") else 1), WIDTH), np.float32) for name in "xy"}
     train_step = step_with(jnp.sin if differs("model") else jnp.tanh)
-    method = PipeshardParallel(num_stages=count, num_micro_batches=4 if differs("plan") else 2, schedule="1f1b")
+    stages = max(count, 2)
+    method = PipeshardParallel(num_stages=stages, num_micro_batches=4 if differs("plan") else 2, schedule="1f1b")
     options = {}
     if case["runtime"] == "program":
         method, options = Zero3Parallel(), {"num_micro_batches": 2 if differs("plan") else 1}

@@ -45,7 +45,10 @@ def train(case):
         # Few words of many, which is learned at once.
         batch = {k: random.integers(0, 16, x.shape).astype(x.dtype) for k, x in work.batch.items()}
         state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+        if case.get("reads", True):
+            losses.append(float(metrics["loss"]))
+        elif number == 1:
+            print("TRAINS", flush=True)
         started = started or time.perf_counter()
     return {"losses": losses, "step_s": (time.perf_counter() - started) / max(case["steps"] - 1, 1)}
 
