@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ._plan import Plan
+from ..core import InputError, PlanMismatchError
+from ._plan import ArrayInterface, Plan
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
+    from jax.sharding import Mesh, PartitionSpec
+
+_MOST_FAULTS = 8
 
 
 def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
@@ -23,7 +28,129 @@ def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
     return {array.path: PartitionSpec(*map(_entry, placed.get(array.path, ()))) for array in plan.inputs}
 
 
+def spec_tree(plan: Plan, tree: Any, path: str | None = None) -> Any:
+    """A tree like `tree`, an argument of the step or a part of one, with the `PartitionSpec` of each array.
+
+    Raises:
+        InputError: `tree` is no part of the plan's inputs, or could be several; pass `path` then.
+    """
+    import jax
+
+    specs = partition_specs(plan)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = _paths_of(plan, leaves, path)
+    return jax.tree_util.tree_unflatten(structure, [None if p is None else specs[p] for p in paths])
+
+
+def sharding_tree(plan: Plan, tree: Any, mesh: Mesh, path: str | None = None) -> Any:
+    """The same with a `NamedSharding` for each array.
+
+    Raises:
+        InputError: as `spec_tree`, or the plan is a pipeline.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    _refuse_pipelines(plan)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        spec_tree(plan, tree, path),
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+
+
+def make_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
+    """The plan's mesh over the first of `devices`, by default those that JAX sees.
+
+    Raises:
+        InputError: the plan is a pipeline, whose stages have a mesh each.
+        PlanMismatchError: there are too few devices.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    _refuse_pipelines(plan)
+    shape, names = plan.stages[0].mesh_shape, plan.stages[0].axis_names
+    available = list(jax.devices() if devices is None else devices)
+    needed = math.prod(shape)
+    if len(available) < needed:
+        raise PlanMismatchError(
+            f"the plan is for {needed} devices ({'x'.join(map(str, shape))}), and there are {len(available)}",
+            asked="the plan does not fit these devices",
+            advice="Pass as many devices as the plan has, or plan for those at hand (Cluster.detect()).",
+        )
+    grid = np.array(available[:needed], dtype=object).reshape(shape)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _refuse_pipelines(plan: Plan) -> None:
+    if len(plan.stages) != 1 or plan.schedule != "none":
+        raise InputError(
+            f"the plan has {len(plan.stages)} stages with a mesh each, and one jitted function runs on one mesh. Run it with "
+            "aliquot.parallelize(step, plan), or plan one program with method=Auto() or ShardParallel()."
+        )
+
+
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     if len(axes) <= 1:
         return axes[0] if axes else None
     return tuple(axes)
+
+
+def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -> list[str | None]:
+    """The input path of each leaf; None for leaves that are no arrays."""
+    from ..graph import path_parts
+
+    arrays = {array.path: array for array in plan.inputs}
+    suffixes = ["".join(path_parts(keys)) for keys, _ in leaves]
+    shapes = [_shape(leaf) for _, leaf in leaves]
+    known = [k for k, shape in enumerate(shapes) if shape is not None]
+    if not known:
+        return [None] * len(leaves)
+    prefixes = _prefixes(arrays, suffixes[known[0]]) if path is None else [path]
+    faults = {prefix: _faults(arrays, prefix, [(suffixes[k], shapes[k]) for k in known]) for prefix in prefixes}
+    good = [prefix for prefix, found in faults.items() if not found]
+    if len(good) > 1:
+        # A whole argument is meant before a part of one, such as the moments of an optimizer.
+        whole = [prefix for prefix in good if prefix.isidentifier()]
+        good = whole if len(whole) == 1 else good
+    if len(good) == 1:
+        return [None if shape is None else good[0] + suffix for suffix, shape in zip(suffixes, shapes, strict=True)]
+    if good:
+        raise InputError(
+            f"this tree could be any of {', '.join(good[:_MOST_FAULTS])}: add path={good[0]!r} or another."
+        )
+    closest = min(faults, key=lambda prefix: len(faults[prefix]), default=None)
+    listed = (
+        "; ".join(faults[closest][:_MOST_FAULTS])
+        if closest is not None
+        else f"no input ends with {suffixes[known[0]]!r}"
+    )
+    names = ", ".join(dict.fromkeys(p.partition(".")[0].partition("[")[0] for p in arrays))
+    raise InputError(f"this tree is no argument of the step that was planned ({names}): {listed}.")
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    if type(leaf) in (int, float):
+        return ()
+    shape = getattr(leaf, "shape", None)
+    return tuple(shape) if shape is not None and hasattr(leaf, "dtype") else None
+
+
+def _prefixes(paths: dict[str, ArrayInterface], suffix: str) -> list[str]:
+    return sorted({p[: len(p) - len(suffix)] for p in paths if p.endswith(suffix)} - {""}, key=lambda p: (len(p), p))
+
+
+def _faults(
+    arrays: dict[str, ArrayInterface], prefix: str, wanted: Sequence[tuple[str, tuple[int, ...] | None]]
+) -> list[str]:
+    def found() -> Iterator[str]:
+        for suffix, shape in wanted:
+            array = arrays.get(prefix + suffix)
+            if array is None:
+                yield f"the plan has no {prefix + suffix}"
+            elif array.shape != shape:
+                yield f"{prefix + suffix} has shape {shape}, and {array.shape} in the plan"
+
+    return list(found())

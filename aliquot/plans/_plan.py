@@ -8,13 +8,13 @@ however long that took.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
+    from jax.sharding import Mesh
 
 PLAN_VERSION = 1
 _HOW_FOUND = ("provenance", "compiled")
@@ -309,11 +309,54 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         return load(path)
 
-    def partition_specs(self) -> dict[str, PartitionSpec]:
-        """For each input path of the step its `jax.sharding.PartitionSpec`, for a training loop of one's own."""
-        from ._partition_specs import partition_specs
+    def partition_specs(self, tree: Any = None, *, path: str | None = None) -> Any:
+        """The `jax.sharding.PartitionSpec`s of the step's inputs, for a training loop of one's own.
 
-        return partition_specs(self)
+        Args:
+            tree: an argument of the step, or a part of one, as arrays or shapes; the answer is a tree like it. Without
+                one the answer is a dict from every input path to its spec.
+            path: where the tree stands in the arguments, such as `"state.params"`; found out where there is one place.
+
+        Raises:
+            InputError: the tree is no part of what was planned.
+        """
+        from ._partition_specs import partition_specs, spec_tree
+
+        return partition_specs(self) if tree is None else spec_tree(self, tree, path)
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh over the first of `devices`, by default those that JAX sees.
+
+        Raises:
+            InputError: the plan is a pipeline, whose stages have a mesh each.
+            PlanMismatchError: there are too few devices.
+        """
+        from ._partition_specs import make_mesh
+
+        return make_mesh(self, devices)
+
+    def shardings(self, tree: Any, *, mesh: Mesh | None = None, path: str | None = None) -> Any:
+        """A tree like `tree`, an argument of the step or a part of one, with a `jax.sharding.NamedSharding` for each array.
+
+        `jax.jit(step, in_shardings=(plan.shardings(state), plan.shardings(batch)))` takes them as they are, and so does
+        `jax.device_put(state, plan.shardings(state))`.
+
+        Args:
+            mesh: by default `plan.mesh()`.
+            path: as in `partition_specs`.
+
+        Raises:
+            InputError: the tree is no part of what was planned, or the plan is a pipeline.
+            PlanMismatchError: there are too few devices.
+        """
+        from ._partition_specs import sharding_tree
+
+        return sharding_tree(self, tree, self.mesh() if mesh is None else mesh, path)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre style='line-height:1.3'>{escape(str(self))}</pre>"
 
 
 def _as_lines(data: Any, path: str) -> Iterator[str]:
