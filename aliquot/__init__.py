@@ -14,6 +14,7 @@ _MODULE_OF = {
     "plan": "_api",
     "parallelize": "_api",
     "verify": "_api",
+    "compare": "_questions",
     "Cluster": "cluster",
     "Plan": "plans",
     "DataParallel": "planners",

@@ -12,6 +12,7 @@ from ._api import explain as explain
 from ._api import parallelize as parallelize
 from ._api import plan as plan
 from ._api import verify as verify
+from ._questions import compare as compare
 from .cluster import Cluster as Cluster
 from .core import AliquotError as AliquotError
 from .core import CaptureError as CaptureError

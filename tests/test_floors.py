@@ -22,8 +22,9 @@ FLOORS = {
     "interop": 7,
     "_api": 8,
     "zoo": 8,
-    "cli": 9,
-    "__main__": 10,
+    "_questions": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 
 # Where a library that not everybody has, or that may change under us, can be imported.

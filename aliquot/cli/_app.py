@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from ._aceso import aceso
+from ._catalog import clusters, models
 from ._cluster import cluster
+from ._compare import compare
 from ._demo import demo
 from ._diff import diff
 from ._explain import explain
@@ -25,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _verb in (demo, cluster, plan, explain, diff, verify, train):
+for _verb in (demo, models, clusters, cluster, plan, compare, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
 app.add_typer(aceso, name="aceso")
 

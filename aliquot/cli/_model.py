@@ -87,7 +87,9 @@ def from_workload(workload: Workload) -> Model:
         step=workload.train_step,
         state=workload.state,
         batch=workload.batch,
-        reference=ModelReference(kind="zoo", name=name, settings=workload.settings),
+        reference=ModelReference(
+            kind="zoo", name=name, settings=workload.settings, flops_per_step=float(workload.flops_per_step)
+        ),
         workload=workload,
     )
 

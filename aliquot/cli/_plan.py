@@ -11,10 +11,11 @@ import typer
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, InputError
-from ..plans import device_range
+from ..plans import device_range, mfu, tokens_per_step
 from ._devices import use_host_only
 from ._interrupts import INTERRUPTED
-from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches, read_settings
+from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
+from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches
 from ._progress import search_progress
 from ._session import Session, session
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
     cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)],
-    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all devices.")] = None,
+    global_batch: BatchSize = None,
     method: Annotated[
         str, typer.Option(help="dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard or grid.")
     ] = "auto",
@@ -55,15 +56,12 @@ def plan(
             metavar="N|PATTERN", help="Where stages may be cut: so many layers, or paths such as params.layers[*]."
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bf16, float16 or float64; by default bf16, or float16 where that is faster."),
-    ] = None,
-    recompute: Annotated[str | None, typer.Option(help="none or block (the default).")] = None,
-    scan: Annotated[bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a size of the model; repeatable.")
-    ] = None,
+    memory_limit: MemoryLimit = None,
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    scan: Scan = False,
+    settings: Settings = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -76,27 +74,32 @@ def plan(
     """Find the fastest way to run a model's training step on a cluster, and say what it is predicted to cost."""
     with session(as_json) as say:
         check_destination(out)
-        shape, overrides = read_mesh(mesh), read_settings(settings or [])
+        shape = read_mesh(mesh)
         parts = read_micro_batches(micro_batches)
         _check_batches(global_batch, parts)
         if cluster != "detect":
             use_host_only()
         where = read_cluster(cluster)
         from ..planners import PIPELINES, PipelineOptions, method_by_name
-        from ._model import ZooOptions, resolve
+        from ._model import resolve
 
         asked = PipelineOptions(stages=stages, schedule=schedule, micro_batches=parts, layers=read_layers(layers))
         how = method_by_name(method, shape, asked)
         if micro_batches == "auto" and method not in PIPELINES:
             raise InputError(f"--micro-batches auto: only pipelines search it, and {method} makes none. Give a number.")
-        options = ZooOptions(
-            global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides
-        )
+        options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
         built = resolve(model, options, where)
         started = time.perf_counter()
         try:
             found = make_plan(
-                built, where, how, 1 if parts is None else parts, say, semantics=micro_batch_semantics, verify=verify
+                built,
+                where,
+                how,
+                1 if parts is None else parts,
+                say,
+                semantics=micro_batch_semantics,
+                memory_limit_bytes=limit,
+                verify=verify,
             )
         except InfeasibleError as error:
             say.finish(_no_plan(built, where, method, parts, error))
@@ -115,6 +118,7 @@ def make_plan(
     say: Session,
     *,
     semantics: str = "exact",
+    memory_limit_bytes: float | None = None,
     verify: bool = False,
 ) -> Plan:
     """Plan a model, with progress on standard error."""
@@ -130,6 +134,7 @@ def make_plan(
             method=how,
             num_micro_batches=micro_batches,
             micro_batch_semantics=semantics,
+            memory_limit_bytes=memory_limit_bytes,
             model=model.reference,
             verify=verify,
             progress=report,
@@ -155,6 +160,8 @@ def summary(found: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "gradient_s": p.gradient_s,
         "hidden_s": p.hidden_s,
         "bubble_s": p.bubble_s,
+        "mfu": mfu(found),
+        "tokens_per_s": tokens_per_step(found) / p.step_time_s if p.step_time_s else None,
         "memory_bytes_per_device": p.peak_memory_bytes,
         "memory_limit_bytes": p.memory_limit_bytes,
         "memory_bytes": dict(p.memory_bytes),

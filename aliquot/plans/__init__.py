@@ -61,6 +61,10 @@ from ._stage_text import stage_remarks as stage_remarks
 from ._stage_text import stage_table as stage_table
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
+from ._throughput import examples_per_step as examples_per_step
+from ._throughput import mfu as mfu
+from ._throughput import throughput as throughput
+from ._throughput import tokens_per_step as tokens_per_step
 from ._trace import Trace as Trace
 from ._trace import TraceEvent as TraceEvent
 from ._trace import chrome_trace as chrome_trace

@@ -29,16 +29,18 @@ class ArrayInterface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: str = ""
 
 
-class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How to build the step again.
 
     `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is `package.module:function`), or
-    "closure": the step was passed as a function and can only be passed again.
+    "closure": the step was passed as a function and can only be passed again. `flops_per_step` are the operations of the
+    model's forward and backward pass over the whole batch, without recomputation; 0 where nobody counted them.
     """
 
     kind: str
     name: str
     settings: dict[str, Any] = {}
+    flops_per_step: float = 0.0
 
 
 class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,10 @@
 
 from ._compare import compared as compared
 from ._compare import comparison as comparison
+from ._comparison import Candidate as Candidate
+from ._comparison import Comparison as Comparison
+from ._comparison import comparison_table as comparison_table
+from ._comparison import sorted_candidates as sorted_candidates
 from ._curve import loss_chart as loss_chart
 from ._diff import difference as difference
 from ._explain import Alternative as Alternative

@@ -1,0 +1,92 @@
+"""`aliquot models` and `aliquot clusters`: what can be named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cluster import DEVICES, Cluster
+from ..core import format_bytes, format_bytes_per_s, format_flops, format_flops_per_s
+from ._options import Json
+from ._session import session
+
+_EIGHT = 8
+
+
+def models(as_json: Json = False) -> None:
+    """List the models of the zoo with their sizes."""
+    with session(as_json) as say:
+        from ..report import columns
+        from ..zoo import MODELS
+
+        found = [_model(name) for name in MODELS]
+        rows = [
+            (
+                row["name"],
+                str(row["num_layers"]),
+                str(row["width"]),
+                *("" if row[key] is None else str(row[key]) for key in ("num_experts", "seq_len", "vocab_size")),
+                format_flops(row["flops_per_example"]),
+                row["examples"],
+            )
+            for row in found
+        ]
+        header = ("model", "layers", "width", "experts", "seq len", "vocab", "for one", "of its")
+        say.show(columns("Models of the zoo, by family and size", header, rows, right=(1, 2, 3, 4, 5, 6), narrow=True))
+        say.show("for one: operations to train on one example, forward and backward. Change a size with")
+        say.show("--set NAME=VALUE. Your own model: package.module:factory.")
+        say.finish({"models": found})
+
+
+def clusters(as_json: Json = False) -> None:
+    """List the devices that clusters are named after, with their sizes and usual links."""
+    with session(as_json) as say:
+        from ..report import columns
+
+        found = [_device(name) for name in DEVICES]
+        rows = [
+            (
+                row["device"],
+                row["example"],
+                format_bytes(row["memory_bytes"]),
+                format_flops_per_s(row["peak_flops_per_s"]),
+                format_bytes_per_s(row["intra_bytes_per_s"]),
+                format_bytes_per_s(row["inter_bytes_per_s"]),
+            )
+            for row in found
+        ]
+        header = ("device", "such as", "memory", "peak", "in a host", "between hosts")
+        say.show(columns("Devices; a cluster is HOSTSxDEVICESxNAME", header, rows, right=(2, 3, 4, 5), narrow=True))
+        say.show("peak: the fastest dtype for training, dense; links: one way, of each device in a host,")
+        say.show("of a host of 8 between hosts. Sources: aliquot cluster NAME. Others: a TOML file, or detect.")
+        say.finish({"devices": found})
+
+
+def _model(name: str) -> dict[str, Any]:
+    from ..zoo import MODELS
+
+    config: Any = MODELS[name]
+    return {
+        "name": name,
+        "family": config.family,
+        "num_layers": config.num_layers,
+        "width": getattr(config, "hidden_size", None) or getattr(config, "num_channels", None),
+        "num_experts": getattr(config, "num_experts", None),
+        "seq_len": getattr(config, "seq_len", None),
+        "vocab_size": getattr(config, "vocab_size", None),
+        "examples": config.examples,
+        "flops_per_example": config.flops_per_example,
+    }
+
+
+def _device(name: str) -> dict[str, Any]:
+    device, cluster = DEVICES[name], Cluster.preset(f"2x{_EIGHT}x{name}")
+    return {
+        "device": name,
+        "kind": device.kind,
+        "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
+        "memory_bytes": device.memory_bytes,
+        "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
+        "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
+        "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
+        "source": device.source,
+    }

@@ -1,0 +1,71 @@
+"""`aliquot compare`: methods or clusters for one model, in one table."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..core import InputError
+from ._devices import use_host_only
+from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
+from ._options import Json, read_cluster
+from ._progress import search_progress
+from ._session import session
+
+
+def compare(
+    model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
+    cluster: Annotated[
+        str | None, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)
+    ] = None,
+    clusters: Annotated[
+        str | None, typer.Option(metavar="C1,C2", help="Compare clusters instead: several of the same.")
+    ] = None,
+    global_batch: BatchSize = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="M1,M2", help="Methods as in aliquot plan; by default the usual ones.")
+    ] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Into how many parts a batch is cut.")] = 1,
+    memory_limit: MemoryLimit = None,
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    scan: Scan = False,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Plan a model by several methods or for several clusters, and say where each loses: "why not FSDP?"."""
+    with session(as_json) as say:
+        names = _listed(clusters) if clusters else [cluster] if cluster else []
+        if not names or (cluster and clusters):
+            raise InputError("compare needs --cluster C, or --clusters C1,C2 to compare several.")
+        if "detect" not in names:
+            use_host_only()
+        where = [read_cluster(name) for name in names]
+        from .._questions import compare as find
+        from ..report import comparison_table
+        from ._model import resolve, user_code
+
+        options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
+        built = resolve(model, options, where[0])
+        with user_code(built.name), search_progress(say) as report:
+            found = find(
+                built.step,
+                built.state,
+                built.batch,
+                clusters=where,
+                methods=_listed(methods),
+                num_micro_batches=micro_batches,
+                memory_limit_bytes=limit,
+                model=built.reference,
+                progress=report,
+            )
+        say.show(comparison_table(found))
+        say.finish(found.to_dict())
+        if found.best is None:
+            raise typer.Exit(1)
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]

@@ -1,0 +1,54 @@
+"""How much a plan is predicted to get done: examples and tokens per second, and the share of the devices' peak."""
+
+from __future__ import annotations
+
+import math
+
+from ..cluster import Cluster
+from ..core import format_count
+from ._plan import Plan
+
+_PEAKS = {"bf16": "bfloat16", "float32": "tf32"}
+
+
+def examples_per_step(plan: Plan) -> int:
+    """Rows of the global batch; 0 if the step takes no batch."""
+    sizes = [array.shape[0] for array in plan.inputs if array.role == "batch" and array.shape]
+    return max(sizes, default=0)
+
+
+def tokens_per_step(plan: Plan) -> int:
+    """Tokens of the global batch: the largest of its arrays of whole numbers with two dims; 0 if there is none."""
+    sizes = [
+        math.prod(array.shape)
+        for array in plan.inputs
+        if array.role == "batch" and len(array.shape) == 2 and "int" in array.dtype
+    ]
+    return max(sizes, default=0)
+
+
+def mfu(plan: Plan) -> float | None:
+    """Model FLOPs utilization: the model's operations over what the devices could do at their peak in a step's time.
+
+    None where nobody counted the operations. The peak is that of the dtype that the model is computed in.
+
+    Reference: A. Chowdhery et al., "PaLM: scaling language modeling with pathways", JMLR 2023, appendix B.
+    """
+    if not plan.model.flops_per_step or not plan.prediction.step_time_s:
+        return None
+    cluster = Cluster.from_dict(plan.cluster)
+    dtype = str(plan.model.settings.get("dtype", "bf16"))
+    name = _PEAKS.get(dtype, dtype)
+    peak = cluster.device.peak_flops_per_s.get(name) or cluster.device.peak(dtype)
+    return plan.model.flops_per_step / (plan.prediction.step_time_s * peak * cluster.num_devices)
+
+
+def throughput(plan: Plan) -> str:
+    """What gets done in a second, in words: MFU where it is known, then tokens or examples."""
+    used, step_s = mfu(plan), plan.prediction.step_time_s
+    parts = [] if used is None else [f"MFU {used:.0%}" if used >= 0.1 else f"MFU {used:.1%}"]
+    for count, what in ((tokens_per_step(plan), "tokens"), (examples_per_step(plan), "examples")):
+        if count and step_s:
+            parts.append(f"{format_count(float(round(count / step_s)))} {what}/s")
+            break
+    return ", ".join(parts)

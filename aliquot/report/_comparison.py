@@ -1,0 +1,185 @@
+"""Several ways to run one step beside one another: what each takes, and where it loses against the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from ..core import format_bytes, format_count, format_seconds
+from ..plans import Plan, examples_per_step, is_pipeline, mfu, tokens_per_step
+from ._tables import columns
+
+_MOST_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run a step: a plan, or why there is none.
+
+    Attributes:
+        method, cluster: by name.
+        plan: None if there is none.
+        refusal: why; empty with a plan.
+        required_bytes, available_bytes: on each device, of the smallest plan found where memory is the reason.
+        memory_bytes: its parts.
+    """
+
+    method: str
+    cluster: str
+    plan: Plan | None = None
+    refusal: str = ""
+    required_bytes: float | None = None
+    available_bytes: float | None = None
+    memory_bytes: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Predicted, None without a plan."""
+        return self.plan.prediction.step_time_s if self.plan else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Candidates, fastest first; those without a plan come last."""
+
+    model: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest plan."""
+        return self.candidates[0].plan if self.candidates else None
+
+    def why_not(self, candidate: Candidate) -> str:
+        """Where a candidate loses against the fastest, or why it has no plan; empty for the fastest itself."""
+        if candidate.plan is None:
+            return candidate.refusal
+        if self.best is None or candidate.plan is self.best:
+            return ""
+        return _loss(candidate.plan, self.best)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON. Times in seconds, sizes in bytes."""
+        return {"model": self.model, "candidates": [self._row(candidate) for candidate in self.candidates]}
+
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
+        plan, p = candidate.plan, candidate.plan.prediction if candidate.plan else None
+        step_s = p.step_time_s if p else None
+        tokens = tokens_per_step(plan) if plan else 0
+        return {
+            "method": candidate.method,
+            "cluster": candidate.cluster,
+            "feasible": plan is not None,
+            "step_time_s": step_s,
+            "compute_s": p.compute_s if p else None,
+            "communication_s": p.communication_s if p else None,
+            "gradient_s": p.gradient_s if p else None,
+            "hidden_s": p.hidden_s if p else None,
+            "bubble_s": p.bubble_s if p else None,
+            "mfu": mfu(plan) if plan else None,
+            "tokens_per_s": tokens / step_s if tokens and step_s else None,
+            "examples_per_s": examples_per_step(plan) / step_s if plan and step_s else None,
+            "memory_bytes_per_device": p.peak_memory_bytes if p else candidate.required_bytes,
+            "memory_limit_bytes": p.memory_limit_bytes if p else candidate.available_bytes,
+            "memory_bytes": dict(p.memory_bytes) if p else dict(candidate.memory_bytes),
+            "mesh": list(plan.stages[0].mesh_shape) if plan else None,
+            "num_stages": len(plan.stages) if plan else None,
+            "num_micro_batches": plan.num_micro_batches if plan else None,
+            "loses": self.why_not(candidate),
+        }
+
+    def __str__(self) -> str:
+        from ._tables import as_text
+
+        return as_text(comparison_table(self), width=100)
+
+
+def comparison_table(found: Comparison) -> Group:
+    """A table of the candidates, and below it a line on each that is not the fastest."""
+    clusters = list(dict.fromkeys(candidate.cluster for candidate in found.candidates))
+    several, methods = len(clusters) > 1, len({c.method for c in found.candidates}) > 1
+    first = [*(["cluster"] if several else []), *(["method"] if methods or not several else [])]
+    counted = any(c.plan and mfu(c.plan) is not None for c in found.candidates)
+    tokens = any(c.plan and tokens_per_step(c.plan) for c in found.candidates)
+    header = [*first, "mesh", "step", *(["MFU"] if counted else []), "tokens/s" if tokens else "examples/s", "memory"]
+    rows: list[list[str]] = []
+    lines: list[RenderableType] = []
+    for candidate in found.candidates:
+        names = [*([candidate.cluster] if several else []), *([candidate.method] if methods or not several else [])]
+        rows.append([*names, *_cells(candidate, counted=counted, tokens=tokens)])
+        if why := found.why_not(candidate):
+            lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))
+    title = f"{found.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest first (predicted)"
+    right = range(len(first) + 1, len(header))
+    table = columns(title, header, rows, right=right, narrow=True)
+    return Group(table, Text("Why not", style="bold"), *lines) if lines else table
+
+
+def _cells(candidate: Candidate, *, counted: bool, tokens: bool) -> list[str]:
+    plan = candidate.plan
+    if plan is None:
+        need = f"{format_bytes(candidate.required_bytes)}" if candidate.required_bytes else ""
+        return ["", "does not fit" if need else "no plan", *([""] if counted else []), "", need]
+    p, used = plan.prediction, mfu(plan)
+    count = tokens_per_step(plan) if tokens else examples_per_step(plan)
+    share = f" {p.peak_memory_bytes / p.memory_limit_bytes:.0%}" if p.memory_limit_bytes else ""
+    return [
+        _layout(plan),
+        format_seconds(p.step_time_s),
+        *([f"{used:.1%}" if used is not None else ""] if counted else []),
+        format_count(float(round(count / p.step_time_s))) if count and p.step_time_s else "",
+        f"{format_bytes(p.peak_memory_bytes)}{share}",
+    ]
+
+
+def _layout(plan: Plan) -> str:
+    mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
+    batches = f", {plan.num_micro_batches} mb" if plan.num_micro_batches > 1 else ""
+    return f"{len(plan.stages)} stages{batches}" if is_pipeline(plan) else f"{mesh}{batches}"
+
+
+def _loss(plan: Plan, best: Plan) -> str:
+    """In which parts a plan is slower, the largest first, with the most expensive communication it has more of."""
+    extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
+    if extra_s <= 0:
+        return "as fast as the fastest"
+    mine, theirs = _parts(plan), _parts(best)
+    more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
+    said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
+    less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
+    ratio = plan.prediction.step_time_s / best.prediction.step_time_s
+    worst = _dearest(plan) if more[0][1] in ("communication", "gradient communication") else ""
+    return f"{ratio:.2f}x: {', '.join([*said, *less])}{f' (most: {worst})' if worst else ''}"
+
+
+def _parts(plan: Plan) -> dict[str, float]:
+    p = plan.prediction
+    return {
+        "compute": p.compute_s,
+        "communication": p.communication_s,
+        "gradient communication": p.gradient_s - p.hidden_s,
+        "waiting for other stages": p.bubble_s,
+    }
+
+
+def _dearest(plan: Plan) -> str:
+    uses = [*plan.prediction.collectives]
+    if not uses and is_pipeline(plan):
+        uses = [use for stage in plan.stages if stage.prediction for use in stage.prediction.collectives]
+    sums: dict[tuple[str, tuple[str, ...]], float] = {}
+    for use in uses:
+        sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds
+    if not sums:
+        return ""
+    (kind, axes), seconds = max(sums.items(), key=lambda item: item[1])
+    return f"{kind} over {', '.join(axes)}, {format_seconds(seconds)}"
+
+
+def sorted_candidates(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Fastest first, those without a plan last in their own order."""
+    return tuple(sorted(candidates, key=lambda c: (c.step_time_s is None, c.step_time_s or 0.0)))

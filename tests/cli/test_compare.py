@@ -1,0 +1,78 @@
+"""`aliquot compare`, `models` and `clusters`: answers in one table, and as one JSON object."""
+
+import json
+
+import pytest
+from command_line import TINY, refused, run
+
+import aliquot as aq
+from aliquot.zoo import MODELS, build
+
+
+def test_methods_are_compared_fastest_first_with_what_they_lose():
+    found = run("compare", *TINY, "--methods", "fsdp,ddp,auto", "--json")
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)["candidates"]
+    assert {row["method"] for row in rows} == {"fsdp", "ddp", "auto"}
+    assert [row["step_time_s"] for row in rows] == sorted(row["step_time_s"] for row in rows)
+    assert rows[0]["loses"] == ""
+    assert all(row["loses"] for row in rows[1:])
+    fsdp = next(row for row in rows if row["method"] == "fsdp")
+    assert "communication (most: all-gather over x" in fsdp["loses"]
+    assert 0 < fsdp["mfu"] < 1 and fsdp["tokens_per_s"] == pytest.approx(8 * 1024 / fsdp["step_time_s"])
+
+
+def test_what_does_not_fit_says_what_it_needs():
+    found = run("compare", *TINY, "--methods", "ddp,auto", "--memory-limit", "40MiB")
+    assert found.exit_code == 1
+    assert "ddp: does not fit: needs" in found.stdout and "of 40.0 MiB on each device, most of it" in found.stdout
+
+
+def test_clusters_are_compared():
+    options = [part for part in TINY if part not in ("--cluster", "8xH100")]
+    found = run("compare", *options, "--clusters", "4xV100-32GB,4xH100", "--dtype", "float16", "--json")
+    rows = json.loads(found.stdout)["candidates"]
+    assert [row["cluster"] for row in rows] == ["4xH100", "4xV100-32GB"]
+
+
+def test_table_fits_eighty_columns():
+    found = run("compare", *TINY, "--methods", "fsdp,ddp,auto")
+    table = found.stdout.split("Why not")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "MFU" in table and "tokens/s" in table
+
+
+def test_odd_questions_are_refused():
+    refused(run("compare", "gpt-10m", "--global-batch", "8"), "--cluster C, or --clusters C1,C2")
+    refused(run("compare", *TINY, "--methods", "best"), "Unknown method 'best'")
+    refused(run("plan", *TINY, "--memory-limit", "much"), "--memory-limit")
+    refused(run("plan", *TINY, "--seq-len", "64", "--set", "seq_len=32"), "leave one out")
+
+
+def test_memory_limit_and_sequence_length_are_plain_options():
+    found = json.loads(run("plan", *TINY, "--seq-len", "64", "--memory-limit", "1GiB", "--json").stdout)
+    assert found["memory_limit_bytes"] == 2**30
+    assert found["tokens_per_s"] == pytest.approx(8 * 64 / found["step_time_s"])
+
+
+def test_one_call_compares_too():
+    work = build("gpt-10m", 8, overrides={"num_layers": 1, "vocab_size": 64, "hidden_size": 64})
+    found = aq.compare(
+        work.train_step,
+        work.state,
+        work.batch,
+        clusters=aq.Cluster.preset("4xH100"),
+        methods={"mine": aq.DataParallel(), "split": aq.Zero3Parallel()},
+    )
+    assert {c.method for c in found.candidates} == {"mine", "split"}
+    assert found.best is found.candidates[0].plan
+    assert "fastest first" in str(found)
+
+
+def test_models_and_clusters_are_listed():
+    assert [m["name"] for m in json.loads(run("models", "--json").stdout)["models"]] == list(MODELS)
+    text = run("models").stdout
+    assert max(map(len, text.splitlines())) <= 80 and "llama-70b" in text
+    devices = json.loads(run("clusters", "--json").stdout)["devices"]
+    assert all(aq.Cluster.preset(d["example"]).device.memory_bytes == d["memory_bytes"] for d in devices)
+    assert "H100" in run("clusters").stdout
