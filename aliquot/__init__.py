@@ -10,6 +10,7 @@ import types
 
 _MODULE_OF = {
     "capture": "_api",
+    "estimate": "_api",
     "explain": "_api",
     "plan": "_api",
     "parallelize": "_api",

@@ -9,37 +9,32 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .core import CaptureError, InputError, collecting_seldom
-from .cost import Problem, decode_interior, make_problem
-from .graph import Graph, graph_fingerprint, is_ordered, source_line, split_scans
+from .cost import PlannedStep
+from .cost import estimate as estimate_planned
+from .graph import Graph, is_ordered, source_line
 from .graph import capture as capture
 from .planners import (
     AbstractMethod,
     Auto,
     Decision,
     Interrupted,
-    PipelineDecision,
-    PipeshardParallel,
     Progress,
+    Task,
+    apply_plan,
     find_alternatives,
-    follow,
-    solve_one_program,
-    solve_pipeline,
-    write_pipeline,
     write_plan,
 )
-from .plans import ArrayInterface, ModelReference, Plan, require_match
+from .plans import ModelReference, Plan, Prediction
 from .report import Alternative
-from .sharding import NodeGraph, StagedStep, inferred_rules, layer_step, plan_micro_batches, stage_step
+from .sharding import inferred_rules
 
 if TYPE_CHECKING:
-    from .runtime import ParallelStep, PipelineStep
     from .verify import Verification
 
 
@@ -48,7 +43,7 @@ def plan(
     step: Callable[..., Any],
     *args: Any,
     cluster: Cluster | None = None,
-    method: AbstractMethod | PipeshardParallel | None = None,
+    method: AbstractMethod | None = None,
     num_micro_batches: int = 1,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
@@ -80,105 +75,83 @@ def plan(
         CompilerMissingError, CompileError: with `verify`.
         Interrupted: on Ctrl-C, with the best plan so far.
     """
-    cluster = cluster or Cluster.detect()
-    method = method or Auto()
-    if verify:
-        from .verify import require_compiler, resolve_target
-
-        require_compiler(resolve_target(None, cluster))
     started = time.perf_counter()
-    full = capture(step, *args, **kwargs)
-    _refuse_what_has_a_place(full, cluster)
-    if on_missing_rule == "infer":
-        _warn_of_inferred(full)
-    searched_s, decided = 0.0, None
-    made: dict[int, tuple[Problem, dict[str, str]]] = {}
-    if isinstance(method, PipeshardParallel):
-        captured = time.perf_counter()
-        staged = method if num_micro_batches == 1 else replace(method, num_micro_batches=num_micro_batches)
-
-        def search(limit_bytes: float | None) -> PipelineDecision:
-            return solve_pipeline(
-                staged,
-                full,
-                cluster,
-                semantics=micro_batch_semantics,
-                on_missing_rule=on_missing_rule,
-                memory_limit_bytes=limit_bytes,
-                progress=progress,
-            )
-
-        found = search(memory_limit_bytes)
-
-        def propose_stages(limit_bytes: float | None = None) -> Plan:
-            chosen = found if limit_bytes is None else search(limit_bytes)
-            return write_pipeline(
-                chosen,
-                full,
-                cluster,
-                model=model or ModelReference(kind="closure", name=full.name),
-                version=version("aliquot"),
-                trace_s=captured - started,
-                search_s=time.perf_counter() - captured,
-                memory_limit_bytes=found.chain.memory_limit_bytes,
-                semantics=micro_batch_semantics,
-                layers=staged.layers,
-            )
-
-        def problem_with(count: int) -> Problem:
-            made[count] = _problem(full, cluster, count, micro_batch_semantics, on_missing_rule, memory_limit_bytes)
-            return made[count][0]
-
-        try:
-            decided = solve_one_program(staged, found, problem_with, progress)
-        except Interrupted as interrupted:
-            interrupted.plan = propose_stages() if len(found.stages) > 1 else None
-            raise
-        if len(found.stages) > 1 and decided is None:
-
-            def check_stages(proposed: Plan) -> Verification:
-                return _verified(proposed, full, on_missing_rule, progress=_as_lines(progress))
-
-            return _first_that_fits(propose_stages, check_stages) if verify else propose_stages()
-        searched_s = time.perf_counter() - captured
-        # One stage is no pipeline: the step stays one program, on the mesh that was found.
-        num_micro_batches = decided.priced.repeats if decided else found.chain_plan.num_micro_batches
-        method = staged.whole((decided or found.stages[0].decision).priced.mesh.shape)
-    problem, combine = made.get(num_micro_batches) or _problem(
-        full, cluster, num_micro_batches, micro_batch_semantics, on_missing_rule, memory_limit_bytes
+    return _plan_captured(
+        capture(step, *args, **kwargs),
+        started=started,
+        cluster=cluster,
+        method=method,
+        num_micro_batches=num_micro_batches,
+        micro_batch_semantics=micro_batch_semantics,
+        memory_limit_bytes=memory_limit_bytes,
+        on_missing_rule=on_missing_rule,
+        model=model,
+        verify=verify,
+        progress=progress,
     )
+
+
+def _plan_captured(
+    graph: Graph,
+    *,
+    started: float,
+    cluster: Cluster | None = None,
+    method: AbstractMethod | None = None,
+    num_micro_batches: int = 1,
+    micro_batch_semantics: str = "exact",
+    memory_limit_bytes: float | None = None,
+    on_missing_rule: str = "infer",
+    model: ModelReference | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """See `plan`; `started` is when the step began to be traced."""
+    task = Task(
+        graph=graph,
+        cluster=cluster or Cluster.detect(),
+        num_micro_batches=num_micro_batches,
+        semantics=micro_batch_semantics,
+        on_missing_rule=on_missing_rule,
+        memory_limit_bytes=memory_limit_bytes,
+        progress=progress,
+    )
+    method = method or Auto()
+    _refuse_what_has_a_place(graph, task.cluster)
+    if on_missing_rule == "infer":
+        _warn_of_inferred(graph)
     traced = time.perf_counter()
 
     def write(decision: Decision) -> Plan:
         return write_plan(
             decision,
-            problem,
-            full,
-            model=model or ModelReference(kind="closure", name=full.name),
+            task,
+            model=model or ModelReference(kind="closure", name=graph.name),
             version=version("aliquot"),
-            trace_s=traced - started - searched_s,
-            search_s=time.perf_counter() - traced + searched_s,
-            combine=combine,
-            semantics=micro_batch_semantics,
+            trace_s=traced - started,
+            search_s=time.perf_counter() - traced,
+            layers=method.layers,
         )
 
     def propose(limit_bytes: float | None = None) -> Plan:
-        if decided is not None and limit_bytes is None:
-            return write(decided)
-        limited = problem if limit_bytes is None else replace(problem, memory_limit_bytes=limit_bytes)
         try:
-            return write(method.solve(limited, progress))
+            return write(method.decide(task if limit_bytes is None else task.with_limit(limit_bytes)))
         except Interrupted as interrupted:
             interrupted.plan = write(interrupted.decision) if interrupted.decision else None
             raise
 
+    return _first_that_fits(propose, task) if verify else propose()
+
+
+def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Plan:
+    from .verify import first_that_fits, require_compiler, resolve_target, verify_plan
+
+    require_compiler(resolve_target(None, task.cluster))
+
     def check(proposed: Plan) -> Verification:
-        from .verify import verify_plan
+        planned = apply_plan(proposed, task.graph, task.on_missing_rule)
+        return verify_plan(planned, progress=_as_lines(task.progress))
 
-        choices = decode_interior(proposed.stages[0], problem.nodes)
-        return verify_plan(proposed, full, problem.nodes, choices, progress=_as_lines(progress))
-
-    return _first_that_fits(propose, check) if verify else propose()
+    return first_that_fits(propose, check)
 
 
 def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
@@ -201,12 +174,6 @@ def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
             )
 
 
-def _first_that_fits(propose: Callable[[float | None], Plan], check: Callable[[Plan], Verification]) -> Plan:
-    from .verify import first_that_fits
-
-    return first_that_fits(propose, check)
-
-
 def _warn_of_inferred(graph: Graph) -> None:
     """Say once what was inferred for primitives that have no rule."""
     found = inferred_rules(graph)
@@ -216,7 +183,7 @@ def _warn_of_inferred(graph: Graph) -> None:
             f"Rules were inferred for primitives that have none declared: {each}. A letter is a dim that may be split, a point "
             "one that stays whole. A rule of your own (aliquot.register_dim_rule) may allow more; "
             'on_missing_rule="replicate" runs them whole.',
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -229,7 +196,7 @@ def parallelize(
     step: Callable[..., Any] | None = None,
     plan: Plan | None = None,
     *,
-    method: AbstractMethod | PipeshardParallel | None = None,
+    method: AbstractMethod | None = None,
     cluster: Cluster | None = None,
     devices: Sequence[Any] | None = None,
     on_missing_rule: str = "infer",
@@ -237,7 +204,7 @@ def parallelize(
 ) -> Any:
     """Run a step under a plan: `parallelize(step, plan)`, or as a decorator: `@parallelize(method=Zero3Parallel())`.
 
-    Returns a `LazyStep` with the step's own signature. Without a plan the step is planned at its first call, from that
+    Returns a `Step` with the step's own signature. Without a plan the step is planned at its first call, from that
     call's arguments, for the devices JAX sees; `options` are then those of `aliquot.plan`.
 
     Raises:
@@ -254,31 +221,41 @@ def parallelize(
             on_missing_rule=on_missing_rule,
             **options,
         )
-    from .runtime import LazyStep
+    from .runtime import Step
 
     if not callable(step):
         raise InputError(f"parallelize needs a function, got a {type(step).__name__}.")
     if plan is not None and (method is not None or options):
         raise InputError("parallelize takes a plan, or a method to plan with, not both.")
 
-    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelStep | PipelineStep:
-        chosen = plan
-        if chosen is None:
-            chosen = _plan(
-                step,
-                *args,
-                cluster=cluster or Cluster.detect(devices),
-                method=method,
-                on_missing_rule=on_missing_rule,
-                **options,
-                **kwargs,
-            )
-        return _prepare(chosen, capture(step, *args, **kwargs), devices, on_missing_rule)
+    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        started = time.perf_counter()
+        graph = capture(step, *args, **kwargs)
+        chosen = plan or _plan_captured(
+            graph,
+            started=started,
+            cluster=cluster or Cluster.detect(devices),
+            method=method,
+            on_missing_rule=on_missing_rule,
+            **options,
+        )
+        return apply_plan(chosen, graph, on_missing_rule)
 
-    return LazyStep(step, prepare, plan=plan, devices=devices)
+    return Step(step, prepare, plan=plan, devices=devices)
 
 
-_plan = plan
+def estimate(
+    plan: Plan, step: Callable[..., Any], *args: Any, on_missing_rule: str = "infer", **kwargs: Any
+) -> Prediction:
+    """What a plan costs: of one program or a pipeline, whoever made or edited it. Touches no device.
+
+    Args:
+        step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        PlanMismatchError: the plan was made for another step, or cannot be run.
+    """
+    return estimate_planned(apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule))
 
 
 def explain(
@@ -299,8 +276,8 @@ def explain(
             f"The plan has {len(plan.stages)} stages, and other splits are looked for in plans of one program. `print(plan)` "
             "shows what its stages cost."
         )
-    graph = capture(step, *args, **kwargs)
-    problem = _problem_of(plan, graph, on_missing_rule)
+    planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
+    (stage,) = planned.stages
     return [
         Alternative(
             subject=a.subject,
@@ -309,7 +286,7 @@ def explain(
             alternative=a.alternative,
             alternative_step_time_s=a.step_time_s,
         )
-        for a in find_alternatives(problem, plan.stages[0], _choices(plan, graph, problem), most=most)
+        for a in find_alternatives(stage.problem, plan.stages[0], stage.choices, most=most)
     ]
 
 
@@ -336,135 +313,7 @@ def verify(
         CompilerMissingError: the target's compiler is not installed; says how to.
         CompileError: the compiler refuses the program, or ran out of memory.
     """
-    return _verified(
-        plan, capture(step, *args, **kwargs), on_missing_rule, target=target, progress=progress, cache=cache
-    )
+    from .verify import verify_plan
 
-
-def _verified(
-    plan: Plan,
-    graph: Graph,
-    on_missing_rule: str,
-    *,
-    target: str | None = None,
-    progress: Callable[[str], None] | None = None,
-    cache: Path | None = None,
-) -> Verification:
-    from .verify import verify_pipeline, verify_plan
-
-    if plan.schedule != "none":
-        staged, nodes = _staged(plan, graph, on_missing_rule)
-        return verify_pipeline(plan, staged, nodes, target=target, progress=progress, cache=cache)
-    problem = _problem_of(plan, graph, on_missing_rule)
-    choices = _choices(plan, graph, problem)
-    return verify_plan(plan, graph, problem.nodes, choices, target=target, progress=progress, cache=cache)
-
-
-def _problem(
-    full: Graph,
-    cluster: Cluster,
-    num_micro_batches: int,
-    semantics: str,
-    on_missing_rule: str,
-    memory_limit_bytes: float | None,
-) -> tuple[Problem, dict[str, str]]:
-    """The problem at the size of one micro-batch, and how the outputs of micro-batches combine."""
-    graph, combine = full, {}
-    if num_micro_batches != 1 or semantics not in ("exact", "independent"):
-        cut = plan_micro_batches(full, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
-        graph, combine = cut.part, cut.combine
-    problem = make_problem(
-        graph,
-        cluster,
-        num_micro_batches=num_micro_batches,
-        memory_limit_bytes=memory_limit_bytes,
-        on_missing_rule=on_missing_rule,
-    )
-    return problem, combine
-
-
-def _problem_of(plan: Plan, graph: Graph, on_missing_rule: str) -> Problem:
-    """The problem that a plan solves, for a step that must have the plan's interface."""
-    _require_interface(plan, graph)
-    problem, _ = _problem(
-        graph,
-        Cluster.from_dict(plan.cluster),
-        plan.num_micro_batches,
-        plan.micro_batch_semantics,
-        on_missing_rule,
-        plan.prediction.memory_limit_bytes,
-    )
-    return problem
-
-
-def _require_interface(plan: Plan, graph: Graph) -> None:
-    require_match(
-        plan,
-        inputs=tuple(_interface(graph, i.path, i.value, i.role.value) for i in graph.inputs),
-        outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
-        asked=f"the plan was made for another step than {graph.name}",
-    )
-
-
-def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
-    value = graph.values[operand] if isinstance(operand, int) else operand
-    return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role)
-
-
-def _choices(plan: Plan, graph: Graph, problem: Problem) -> Any:
-    """The plan's interior for this step; planned anew under the plan's own splits if the traced operators have drifted."""
-    if graph_fingerprint(graph) == plan.graph_fingerprint:
-        return decode_interior(plan.stages[0], problem.nodes)
-    warnings.warn(
-        f"{graph.name} is traced into other operators than the plan was made for (another release of a library, perhaps). "
-        "Its inputs and outputs are the same: they are split as planned, and what lies between is planned anew.",
-        stacklevel=4,
-    )
-    return follow(problem, plan.stages[0])
-
-
-def _prepare(
-    plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str
-) -> ParallelStep | PipelineStep:
-    from .runtime import ParallelStep
-
-    if plan.schedule != "none":
-        return _prepare_pipeline(plan, graph, devices, on_missing_rule)
-    problem = _problem_of(plan, graph, on_missing_rule)
-    return ParallelStep.build(graph, problem.nodes, _choices(plan, graph, problem), plan, devices)
-
-
-def _prepare_pipeline(plan: Plan, graph: Graph, devices: Sequence[Any] | None, on_missing_rule: str) -> PipelineStep:
-    from .runtime import PipelineStep, build_plan_pipeline
-
-    staged, nodes = _staged(plan, graph, on_missing_rule)
-    pipeline = build_plan_pipeline(staged, nodes, plan, devices)
-    return PipelineStep(graph=staged.graph, plan=plan, pipeline=pipeline)
-
-
-def _staged(plan: Plan, graph: Graph, on_missing_rule: str) -> tuple[StagedStep, list[NodeGraph]]:
-    """A step, which must have the plan's interface, cut into the plan's stages, and what each stage decides."""
-    _require_interface(plan, graph)
-    layers: str | int | None = plan.layers or None if plan.num_layers is None else plan.num_layers
-    if plan.scan_bounds:
-        graph = split_scans(graph, plan.scan_bounds).graph
-    layered = layer_step(
-        graph,
-        plan.num_micro_batches,
-        layers=layers,
-        semantics=plan.micro_batch_semantics,
-        on_missing_rule=on_missing_rule,
-    )
-    first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
-    staged = stage_step(layered, first)
-    cluster = Cluster.from_dict(plan.cluster)
-    nodes: list[NodeGraph] = []
-    for stage, extract in zip(plan.stages, staged.extracts, strict=True):
-        if stage.like is not None:
-            nodes.append(nodes[stage.like])
-            continue
-        problem = make_problem(
-            extract.graph, cluster, num_micro_batches=plan.num_micro_batches, on_missing_rule=on_missing_rule
-        )
-        nodes.append(problem.nodes)
-    return staged, nodes
+    planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
+    return verify_plan(planned, target=target, progress=progress, cache=cache)

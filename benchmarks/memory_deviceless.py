@@ -332,7 +332,7 @@ def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
         return plan
     import msgspec
 
-    from aliquot.cost import estimate, make_problem
+    from aliquot.cost import PlannedStep, estimate, make_problem
     from aliquot.sharding import plan_micro_batches
 
     plan = aq.Plan.load(path)
@@ -340,7 +340,7 @@ def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
     if case["micro_batches"] > 1:
         graph = plan_micro_batches(graph, case["micro_batches"]).part
     problem = make_problem(graph, cluster, num_micro_batches=case["micro_batches"], memory_limit_bytes=_NO_LIMIT)
-    return msgspec.structs.replace(plan, prediction=estimate(problem, plan))
+    return msgspec.structs.replace(plan, prediction=estimate(PlannedStep.of_program(plan, graph, problem)))
 
 
 def _compile(work: Any, plan: Any, target: Any) -> None:

@@ -22,7 +22,8 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 from aliquot import zoo  # noqa: E402
 from aliquot.graph import capture, cut_layers, stage_layers  # noqa: E402
 from aliquot.plans import make_schedule  # noqa: E402
-from aliquot.runtime._pipeline_step import PipelineStep, StageSetup, build_pipeline  # noqa: E402
+from aliquot.runtime import PipelineRunner, Step  # noqa: E402
+from aliquot.runtime._build_pipeline import StageSetup, build_pipeline  # noqa: E402
 from aliquot.sharding import Pins  # noqa: E402
 
 BAR_RATIO, BAR_OWN_US = 1.05, 50
@@ -30,7 +31,7 @@ CASES = [("1f1b", 2, 4), ("1f1b", 4, 8), ("zero-bubble", 2, 4), ("gpipe", 2, 4)]
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 512, "seq_len": 128}
 
 
-def build(schedule: str, num_stages: int, num_micro_batches: int, sizes: dict) -> tuple[PipelineStep, object, dict]:
+def build(schedule: str, num_stages: int, num_micro_batches: int, sizes: dict) -> tuple[Step, object, dict]:
     """A GPT as a pipeline with one device for each stage, its state and a batch."""
     work = zoo.build(zoo.configure("gpt-125m", **sizes), 4 * num_micro_batches, dtype="float32", recompute="none")
     graph = capture(work.train_step, work.state, work.batch)
@@ -54,15 +55,15 @@ def build(schedule: str, num_stages: int, num_micro_batches: int, sizes: dict) -
         for device in jax.devices()[:num_stages]
     ]
     tasks = make_schedule(schedule, num_stages, num_micro_batches, num_stages)
-    step = PipelineStep(graph=graph, plan=None, pipeline=build_pipeline(graph, staging, setups, tasks))  # type: ignore
+    step = Step(graph.calling.fn, runner=PipelineRunner(graph, build_pipeline(graph, staging, setups, tasks)))
     random = np.random.default_rng(0)
     batch = {k: random.integers(0, sizes["vocab_size"], x.shape).astype(x.dtype) for k, x in work.batch.items()}
     return step, step.init(work.init, jax.random.key(0)), batch
 
 
-def measure(step: PipelineStep, state: object, batch: dict, pairs: int) -> dict:
+def measure(step: Step, state: object, batch: dict, pairs: int) -> dict:
     """Seconds of steps, and of their programs one after another, in turn; and what the loop takes by itself."""
-    pipeline = step._pipeline
+    pipeline = step.runner.pipeline  # type: ignore[attr-defined]
     state, _ = jax.block_until_ready(step(state, batch))
     issuer = pipeline._issuer
     assert issuer is not None

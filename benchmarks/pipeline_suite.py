@@ -36,8 +36,9 @@ from aliquot.core import AliquotError
 from aliquot.cost import Chain, ChainPlan
 from aliquot.graph import Layers, cut_alike, cut_layers
 from aliquot.planners import PipeshardParallel
+from aliquot.planners._base import Decision, Task
 from aliquot.planners._layer_costs import build_chains
-from aliquot.planners._pipeshard import PipelineDecision, _counts, _solve_stages, _Task
+from aliquot.planners._pipeshard import _counts, _solve_stages
 from aliquot.planners._stage_cache import StageCache
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step, sketch_step
@@ -186,27 +187,28 @@ class Fidelity:
         """A published figure beside what is predicted for a plan."""
         head = {"GPUs": self.case.gpus, "model": self.case.plan["model"], "row": label, "published TFLOP/s": published}
         chain = self.chains[0] if plan is None else self._chain(plan.num_micro_batches)
-        result = self._solved(plan, chain) if plan else None
-        if plan is None or result is None:
+        found = self._solved(plan, chain) if plan else None
+        if plan is None or found is None or found.pipeline is None:
             return {**head, "predicted TFLOP/s": None, "counted": "no", "plan": "none that we can make"}
         flops = gpt_flops(self.case.spec, self.batch) / self.cluster.num_devices / 1e12
-        parts = [s.costs for s in result.stages]
+        result = found.pipeline.prediction
+        parts = result.costs
         slowest = max(range(len(parts)), key=lambda k: parts[k].forward_s + parts[k].backward_s)
         longest, count = parts[slowest], plan.num_micro_batches
         share = longest.compute_s / (longest.compute_s + longest.communication_s)
         work = count * (longest.forward_s + longest.backward_s)
         return {
             **head,
-            "predicted TFLOP/s": flops / result.step_time_s,
-            "error": flops / result.step_time_s / published - 1,
+            "predicted TFLOP/s": flops / found.step_time_s,
+            "error": flops / found.step_time_s / published - 1,
             "counted": "yes" if counted else "no: our plan under its restriction",
             "plan": _described(plan, chain),
-            "step s": result.step_time_s,
+            "step s": found.step_time_s,
             "passes of the slowest stage s": work,
             "of it communication": 1 - share,
-            "bubble and waiting s": result.step_time_s - work - longest.once_s,
+            "bubble and waiting s": found.step_time_s - work - longest.once_s,
             "update s": longest.once_s,
-            "transfers s": count * 2 * sum(result.transfer_s),
+            "transfers s": count * 2 * sum(stage.transfer_s for stage in result.stages),
             "from layers alone TFLOP/s": flops / plan.step_time_s,
             "peak memory / usable": float(result.times.peak_bytes.max()) / chain.memory_limit_bytes,
         }
@@ -214,21 +216,14 @@ class Fidelity:
     def _chain(self, count: int) -> Chain:
         return next(c for c in self.chains if c.num_micro_batches == count)
 
-    def _solved(self, plan: ChainPlan, chain: Chain) -> PipelineDecision | None:
+    def _solved(self, plan: ChainPlan, chain: Chain) -> Decision | None:
         count = plan.num_micro_batches
         if count not in self._layered:
             self._layered[count] = layer_step(self.graph, count, layers=self.sketch.layers)
-        task = _Task(
-            method=PipeshardParallel(),
-            graph=self.graph,
-            cluster=self.cluster,
-            limit_bytes=UNLIMITED,
-            semantics="exact",
-            on_missing_rule="error",
-            progress=None,
-        )
-        result = _solve_stages(task, self._layered[count], chain, plan, self.kinds, StageCache())
-        return result if isinstance(result, PipelineDecision) else None
+        task = Task(graph=self.graph, cluster=self.cluster, on_missing_rule="error", memory_limit_bytes=UNLIMITED)
+        layered = self._layered[count]
+        result = _solve_stages(PipeshardParallel(), task, layered, chain, plan, self.kinds, StageCache())
+        return result if isinstance(result, Decision) else None
 
     def restricted(self, method: str) -> ChainPlan | None:
         """The best plan under what a method of the artifact is restricted to."""

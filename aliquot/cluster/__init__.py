@@ -11,6 +11,7 @@ from ._logical import AXIS_NAMES as AXIS_NAMES
 from ._logical import AxisLink as AxisLink
 from ._logical import LogicalMesh as LogicalMesh
 from ._logical import logical_mesh_shapes as logical_mesh_shapes
+from ._subcluster import subcluster as subcluster
 from ._target import TARGETS as TARGETS
 from ._target import Target as Target
 from ._target import target_for as target_for

@@ -23,7 +23,6 @@ from ._estimate import check_choices as check_choices
 from ._estimate import collective_uses as collective_uses
 from ._estimate import decode_interior as decode_interior
 from ._estimate import encode_interior as encode_interior
-from ._estimate import estimate as estimate
 from ._estimate import find_picks as find_picks
 from ._estimate import peak_memory as peak_memory
 from ._estimate import predict as predict
@@ -44,11 +43,19 @@ from ._pipeline import PipelineTimes as PipelineTimes
 from ._pipeline import StageCosts as StageCosts
 from ._pipeline import TransferTime as TransferTime
 from ._pipeline import simulate as simulate
+from ._planned_step import PlannedStage as PlannedStage
+from ._planned_step import PlannedStep as PlannedStep
+from ._planned_step import estimate as estimate
+from ._planned_step import estimate_stages as estimate_stages
 from ._priced import Priced as Priced
 from ._priced import PricedEdge as PricedEdge
 from ._priced import PricedNode as PricedNode
 from ._priced import price as price
 from ._problem import Problem as Problem
 from ._problem import make_problem as make_problem
+from ._stages import PipelinePrediction as PipelinePrediction
+from ._stages import PricedStage as PricedStage
+from ._stages import predict_stages as predict_stages
+from ._stages import price_stage as price_stage
 from ._waiting import may_take_turns as may_take_turns
 from ._waiting import takes_turns as takes_turns

@@ -17,6 +17,7 @@ from ..cluster import Link
 from ..core import InputError
 from ..plans import ClosedForm
 from ._chain_base import AbstractChain, StageChoice, StageFigures, StageOption
+from ._transfers import edge_seconds, transfer_seconds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -85,23 +86,8 @@ class Chain(AbstractChain):
     def transfer_s(
         self, num_bytes: ArrayLike, sender_devices: ArrayLike, receiver_devices: ArrayLike, crosses_hosts: ArrayLike
     ) -> Floats:
-        """Time to bring a micro-batch's values from one submesh to the next, in one direction.
-
-        Every device of the smaller side moves its part over its own link. Between hosts, the
-        devices of a host share its network. Nothing takes nothing.
-
-        Args:
-            num_bytes: of the whole micro-batch.
-            sender_devices, receiver_devices: sizes of the two submeshes.
-            crosses_hosts: whether they lie in different hosts.
-        """
-        smaller = np.minimum(sender_devices, receiver_devices)
-        inside = smaller * self.intra.bandwidth_bytes_per_s
-        hosts = np.maximum(smaller // self.devices_per_host, 1)
-        between = np.minimum(inside, hosts * self.inter.bandwidth_bytes_per_s)
-        latency = np.where(crosses_hosts, self.inter.latency_s, self.intra.latency_s)
-        sizes = np.asarray(num_bytes, np.float64)
-        return np.asarray(np.where(sizes > 0, sizes / np.where(crosses_hosts, between, inside) + latency, 0.0))
+        """See `transfer_seconds`."""
+        return transfer_seconds(num_bytes, sender_devices, receiver_devices, crosses_hosts, **_links(self))
 
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
         """See `AbstractChain.least_s`."""
@@ -294,20 +280,14 @@ def _columns(stages: Sequence[StageChoice]) -> tuple[Ints, Ints, Ints]:
 
 
 def _edges_s(chain: Chain, stages: Sequence[StageChoice]) -> Floats:
-    """For each stage the transfer over the edge in front of it, in one direction; none in front of the first."""
-    edges = np.zeros(len(stages))
-    for k in range(1, len(stages)):
-        ends = [_devices(chain, stage) for stage in stages[k - 1 : k + 1]]
-        if ends[0] == ends[1]:
-            continue  # What stays on its devices does not travel.
-        hosts = {(start + d) // chain.devices_per_host for start, size in ends for d in (0, size - 1)}
-        sender, receiver = (size for _, size in ends)
-        edges[k] = chain.transfer_s(chain.boundary_bytes[stages[k].first_unit - 1], sender, receiver, len(hosts) > 1)
-    return edges
+    """See `edge_seconds`."""
+    crossing = [float(chain.boundary_bytes[stage.first_unit - 1]) for stage in stages[1:]]
+    places = [(stage.first_device, chain.options[stage.option].num_devices) for stage in stages]
+    return edge_seconds(crossing, places, **_links(chain))
 
 
-def _devices(chain: Chain, stage: StageChoice) -> tuple[int, int]:
-    return stage.first_device, chain.options[stage.option].num_devices
+def _links(chain: Chain) -> dict[str, Any]:
+    return {"devices_per_host": chain.devices_per_host, "intra": chain.intra, "inter": chain.inter}
 
 
 def _prefix(figures: Floats) -> Floats:

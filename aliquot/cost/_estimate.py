@@ -1,4 +1,4 @@
-"""Plan -> estimate: the one judge, whoever made the plan."""
+"""The prediction for a choice of every node, and how plans write such choices down."""
 
 from __future__ import annotations
 
@@ -9,30 +9,15 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ..cluster import LogicalMesh
 from ..core import PlanMismatchError
 from ..graph import Graph, Phase, source_line
-from ..plans import CollectiveUse, OpSharding, Plan, Prediction, StagePlan
+from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
 from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, waiting_apart
 from ._choices import can_split
 from ._collectives import collective_line, move_line, through_copies, widening
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, known_memory, timeline
-from ._priced import Ints, Priced, pieces, price, scatters, waiting_axes
-from ._problem import Problem
-
-
-def estimate(problem: Problem, plan: Plan) -> Prediction:
-    """What a plan costs on its mesh. Raises `PlanMismatchError` if its interior does not fit the problem's graph."""
-    stage = plan.stages[0]
-    mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
-    axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
-    choices = decode_interior(stage, problem.nodes)
-    check_choices(problem.nodes, choices, stage.mesh_shape)
-    # Only what the plan chose needs a price.
-    chosen = [np.array([choice], np.int64) for choice in choices]
-    priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=chosen)
-    return predict(priced, np.zeros(len(chosen), np.int64), problem.memory_limit_bytes, problem.graph)
+from ._priced import Ints, Priced, pieces, scatters, waiting_axes
 
 
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:

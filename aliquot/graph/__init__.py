@@ -11,6 +11,8 @@ from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item
 from ._dataflow import items_of as items_of
+from ._deferrable import GRADIENT_PASSES as GRADIENT_PASSES
+from ._deferrable import GRADIENT_SUMS as GRADIENT_SUMS
 from ._deferrable import deferrable_items as deferrable_items
 from ._effects import any_effects as any_effects
 from ._effects import has_effects as has_effects

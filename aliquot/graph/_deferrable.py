@@ -11,29 +11,37 @@ from collections.abc import Sequence
 
 from ._dataflow import Item
 from ._stages import SHARED
-from ._types import Phase
+from ._types import Graph, Phase
+
+# What gradients of a parameter that several stages use pass through on their way into one sum.
+GRADIENT_SUMS = frozenset({"add_any", "add"})
+GRADIENT_PASSES = frozenset({"convert_element_type", "reshape", "transpose", "neg", "copy"})
 
 
-def deferrable_items(items: Sequence[Item], stages: Sequence[int]) -> frozenset[int]:
+def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int]) -> frozenset[int]:
     """Positions of the backward items whose results no other stage needs before the update, not even indirectly.
 
-    A loop or a remat region is one item: it is deferrable only if none of its results is needed.
+    A loop or a remat region is one item: it is deferrable only if none of its results is needed. Sums of the gradients of
+    a parameter that several stages use need nothing, as they are made in the update.
 
     Args:
+        graph: whose operators the items are.
         items: of a step, in program order.
         stages: the stage of each item; `SHARED` for those that every stage works out where it needs them.
     """
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
     # For each value the stages whose forward or backward pass reads it, directly or through shared items.
     readers: dict[int, set[int]] = defaultdict(set)
+    late = _sums_for_the_update(graph, items)
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
-        if item.phase is Phase.UPDATE:
+        if item.phase is Phase.UPDATE or k in late:
             continue
         by = {stages[k]} if stages[k] != SHARED else {s for o in item.outputs for s in readers.get(o, ())}
         for i in item.inputs:
             readers[i] |= by
-    needed = {v for v, by in readers.items() if v in maker and by - {stages[maker[v]]}}
+    homes = {v: stages[k] for v, k in maker.items() if stages[k] != SHARED}
+    needed = {v for v, by in readers.items() if v in homes and by - {homes[v]}}
     found: set[int] = set()
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
@@ -43,6 +51,28 @@ def deferrable_items(items: Sequence[Item], stages: Sequence[int]) -> frozenset[
             found.add(k)
         else:
             _add_reads(item, items, stages, maker, needed)
+    return frozenset(found)
+
+
+def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
+    """Positions of the backward items that add gradients up, or hand them on, for the update alone."""
+    found: set[int] = set()
+    wanted: set[int] = set()
+    for k in range(len(items) - 1, -1, -1):
+        item = items[k]
+        if item.phase is Phase.UPDATE:
+            continue
+        op = graph.ops[item.what] if isinstance(item.what, int) else None
+        if (
+            op is not None
+            and item.phase is Phase.BACKWARD
+            and op.name in GRADIENT_SUMS | GRADIENT_PASSES
+            and all(isinstance(i, int) for i in op.inputs)
+            and wanted.isdisjoint(item.outputs)
+        ):
+            found.add(k)
+        else:
+            wanted.update(item.inputs)
     return frozenset(found)
 
 

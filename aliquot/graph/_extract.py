@@ -56,7 +56,7 @@ def extract_stages(
         for o in item.outputs
     }
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    deferrable = deferrable_items(staging.items, staging.stage)
+    deferrable = deferrable_items(graph, staging.items, staging.stage)
     named = {item.value: item for item in graph.inputs}
     found = []
     for stage in range(staging.num_stages) if stages is None else stages:
@@ -91,7 +91,8 @@ def same_structure(a: Extract, b: Extract) -> bool:
         roles
         and values
         and all(
-            p.name == q.name and p.outputs == q.outputs and p.phase is q.phase and _indices(p) == _indices(q)
+            (p.name, p.outputs, p.phase, p.deferrable) == (q.name, q.outputs, q.phase, q.deferrable)
+            and _indices(p) == _indices(q)
             for p, q in zip(x.ops, y.ops, strict=True)
         )
     )

@@ -1,10 +1,13 @@
 """Who decides: methods, the race between them, and what they write into a plan."""
 
+from ._apply import apply_plan as apply_plan
 from ._base import AbstractMethod as AbstractMethod
 from ._base import Candidate as Candidate
 from ._base import Decision as Decision
 from ._base import Interrupted as Interrupted
 from ._base import Progress as Progress
+from ._base import StageDecision as StageDecision
+from ._base import Task as Task
 from ._follow import OtherSplit as OtherSplit
 from ._follow import find_alternatives as find_alternatives
 from ._follow import follow as follow
@@ -15,9 +18,7 @@ from ._methods import ManualParallel as ManualParallel
 from ._methods import ShardParallel as ShardParallel
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
-from ._pipeshard import PipelineDecision as PipelineDecision
 from ._pipeshard import PipeshardParallel as PipeshardParallel
-from ._pipeshard import solve_one_program as solve_one_program
 from ._pipeshard import solve_pipeline as solve_pipeline
 from ._plan_chain import plan_chain as plan_chain
 from ._registry import METHODS as METHODS
@@ -25,7 +26,6 @@ from ._registry import PIPELINES as PIPELINES
 from ._registry import PipelineOptions as PipelineOptions
 from ._registry import method_by_name as method_by_name
 from ._write import write_plan as write_plan
-from ._write_pipeline import write_pipeline as write_pipeline
 from .inter import NO_LIMITS as NO_LIMITS
 from .inter import AbstractInter as AbstractInter
 from .inter import Grid as Grid

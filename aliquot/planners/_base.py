@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import Priced, Problem
-from ..plans import Plan
+from ..cluster import Cluster, target_for
+from ..cost import PipelinePrediction, Priced, Problem, make_problem
+from ..graph import Graph
+from ..plans import Plan, Schedule
+from ..sharding import SEMANTICS, Choice, LayeredStep, StagedStep, plan_micro_batches
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as `progress(what, done, of)` while a method searches."""
@@ -29,29 +32,173 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Decision:
-    """A choice for every node on one mesh, with what is proved about it.
+class StageDecision:
+    """A choice for every node of one stage, or of a whole step that is no pipeline.
 
-    `lower_bound_s` bounds every plan of the space named by `bound_holds_for`; None if nothing is proved.
+    Attributes:
+        problem: what was decided about.
+        priced, picks: the choices with their prices, and which of them was made for each node.
+        first_device: of the cluster; the stage takes as many as its mesh has.
+        first_layer, layer_names: its layers; none without a pipeline.
+        recompute: whether its backward pass works everything out again from what enters the stage.
+        like: an earlier stage with the same operators and choices, or None.
+    """
+
+    problem: Problem
+    priced: Priced
+    picks: NDArray[np.int64]
+    first_device: int = 0
+    first_layer: int = 0
+    layer_names: tuple[str, ...] = ()
+    recompute: bool = False
+    like: int | None = None
+
+    @property
+    def choices(self) -> list[Choice]:
+        """For each node what each mesh axis splits."""
+        return [
+            tuple(int(f) for f in table.choices[pick])
+            for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineParts:
+    """How a step was cut into the stages of a pipeline, and what that costs."""
+
+    layered: LayeredStep
+    staged: StagedStep
+    schedule: Schedule
+    overlaps_transfers: bool
+    prediction: PipelinePrediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decision:
+    """How to run a step, with what is proved about it.
+
+    Attributes:
+        method, planner: who decided.
+        stages: one for a step that stays one program.
+        pipeline: how it was cut into several; None for one program.
+        combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
+        step_time_s: predicted.
+        lower_bound_s: bounds every plan of the space named by `bound_holds_for`; None if nothing is proved.
+        gap: relative distance of what the search compared to that bound; by default that of the step time.
+        status: how the search ended.
+        candidates: what was tried.
     """
 
     method: str
     planner: str
-    priced: Priced
-    picks: NDArray[np.int64]
+    stages: tuple[StageDecision, ...]
     step_time_s: float
     lower_bound_s: float | None
     bound_holds_for: str
     status: str
+    gap: float | None = None
     candidates: tuple[Candidate, ...] = ()
+    pipeline: PipelineParts | None = None
+    combine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def priced(self) -> Priced:
+        """The choices of the first stage."""
+        return self.stages[0].priced
+
+    @property
+    def picks(self) -> NDArray[np.int64]:
+        """Which of them were made."""
+        return self.stages[0].picks
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step."""
+        return self.stages[0].problem.num_micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """A captured step that is to be planned for a cluster.
+
+    Attributes:
+        graph: the step on its whole batch.
+        cluster: what it runs on.
+        num_micro_batches: that the user wants; 1 leaves their number to methods that search for it.
+        semantics: see `plan_micro_batches`.
+        on_missing_rule: see `dim_rule`.
+        memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
+        progress: told what is going on.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    num_micro_batches: int = 1
+    semantics: str = "exact"
+    on_missing_rule: str = "infer"
+    memory_limit_bytes: float | None = None
+    progress: Progress | None = None
+    _problems: dict[int, tuple[Problem, Mapping[str, str]]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Memory of each device that a plan may use."""
+        device = self.cluster.device
+        return target_for(device).usable_bytes(device) if self.memory_limit_bytes is None else self.memory_limit_bytes
+
+    def with_limit(self, memory_limit_bytes: float) -> Task:
+        """The same step for less memory."""
+        return replace(self, memory_limit_bytes=memory_limit_bytes)
+
+    def problem(self, num_micro_batches: int) -> Problem:
+        """The step as one program in so many micro-batches. Raises as `plan_micro_batches` and `make_problem` do."""
+        return self._problem(num_micro_batches)[0]
+
+    def combine(self, num_micro_batches: int) -> Mapping[str, str]:
+        """How the outputs of so many micro-batches combine."""
+        return self._problem(num_micro_batches)[1]
+
+    def _problem(self, count: int) -> tuple[Problem, Mapping[str, str]]:
+        if count not in self._problems:
+            part, combine = self.graph, dict[str, str]()
+            if count != 1 or self.semantics not in SEMANTICS:
+                cut = plan_micro_batches(
+                    self.graph, count, semantics=self.semantics, on_missing_rule=self.on_missing_rule
+                )
+                part, combine = cut.part, cut.combine
+            problem = make_problem(
+                part,
+                self.cluster,
+                num_micro_batches=count,
+                memory_limit_bytes=self.memory_limit_bytes,
+                on_missing_rule=self.on_missing_rule,
+            )
+            self._problems[count] = problem, combine
+        return self._problems[count]
 
 
 class AbstractMethod(abc.ABC):
-    """A way to parallelize a step. Methods are frozen, pure and deterministic: no devices, no clocks, no files."""
+    """A way to parallelize a step. Methods are frozen, pure and deterministic: no devices, no clocks, no files.
+
+    Attributes:
+        layers: where methods that make stages may cut the step; see `PipeshardParallel`.
+    """
+
+    layers: str | int | None = None
+
+    def decide(self, task: Task) -> Decision:
+        """How to run a captured step; by default as one program, in as many micro-batches as the task says.
+
+        Raises:
+            InfeasibleError, InputError, Interrupted: as `solve` does.
+            CaptureError: The step does not decompose into micro-batches.
+        """
+        count = task.num_micro_batches
+        return replace(self.solve(task.problem(count), task.progress), combine=task.combine(count))
 
     @abc.abstractmethod
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """A decision for the problem.
+        """How to run a step as one program.
 
         Raises:
             InfeasibleError: Nothing fits; what needs least is described.

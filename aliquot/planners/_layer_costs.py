@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import AXIS_NAMES, Cluster, LogicalMesh
+from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, subcluster
 from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
 from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
 from ..sharding import LayeredStep
@@ -52,16 +52,6 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
                     )
                 )
     return options
-
-
-def subcluster(cluster: Cluster, submesh: tuple[int, int]) -> Cluster:
-    """A part of a cluster as a cluster of its own."""
-    hosts, per_host = submesh
-    if submesh == (cluster.num_hosts, cluster.devices_per_host):
-        return cluster
-    wires = tuple(row[:per_host] for row in cluster.wires[:per_host])
-    name = f"{hosts}x{per_host} of {cluster.name}" if hosts > 1 else f"{per_host} of {cluster.name}"
-    return replace(cluster, name=name, num_hosts=hosts, devices_per_host=per_host, wires=wires)
 
 
 def build_chains(

@@ -5,41 +5,29 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..core import format_bytes
-from ..cost import Priced, Problem, collective_uses, work_alike
-from ..graph import Graph, Phase, source_line
-from ._base import Decision
+from ..cost import collective_uses, work_alike
+from ..graph import Phase, source_line
+from ._base import StageDecision
 
 _LARGE_BYTES = 1 << 20
 _ALIKE = 0.1
 _MOST = 20
 _MOST_WHOLE = 5
 
-Judged: TypeAlias = tuple[Priced, NDArray[np.int64], Graph]
-"""What a stage costs, its choices, and its graph."""
+
+def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
+    """How much work every device does alike, if it is much, which large operators run whole, and what is not divided."""
+    undivided = list(_undivided(stages[0]))[:_MOST] if len(stages) == 1 else []
+    return (*_much_alike(stages), *_run_whole(stages), *undivided)
 
 
-def notes(problem: Problem, decision: Decision) -> tuple[str, ...]:
-    """Notes of a plan of one program."""
-    stages = [(decision.priced, decision.picks, problem.graph)]
-    return (*work_notes(stages), *list(_undivided(problem, decision))[:_MOST])
-
-
-def work_notes(stages: Sequence[Judged]) -> tuple[str, ...]:
-    """How much work every device does alike, if it is much, and which large operators run whole."""
-    return (*_much_alike(stages), *_run_whole(stages))
-
-
-def _much_alike(stages: Sequence[Judged]) -> Iterator[str]:
+def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
     alike_s: dict[str, float] = defaultdict(float)
     total_s = 0.0
-    for priced, picks, _ in stages:
-        found = work_alike(priced, picks)
+    for stage in stages:
+        found = work_alike(stage.priced, stage.picks)
         for reason, seconds in found.alike_s.items():
             alike_s[reason] += seconds
         total_s += found.total_s
@@ -50,9 +38,10 @@ def _much_alike(stages: Sequence[Judged]) -> Iterator[str]:
         yield f"{share:.0%} of the computing is replicated, done by every device alike: {parts}."
 
 
-def _run_whole(stages: Sequence[Judged]) -> Iterator[str]:
+def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
     lines = []
-    for priced, picks, graph in stages:
+    for stage in stages:
+        priced, picks, graph = stage.priced, stage.picks, stage.problem.graph
         if math.prod(priced.axis_sizes) == 1:
             continue
         gathered: dict[str, float] = defaultdict(float)
@@ -81,9 +70,9 @@ def _run_whole(stages: Sequence[Judged]) -> Iterator[str]:
         yield f"{len(texts) - _MOST_WHOLE} more large operators run whole on every device."
 
 
-def _undivided(problem: Problem, decision: Decision) -> Iterator[str]:
+def _undivided(stage: StageDecision) -> Iterator[str]:
     """Dims of inputs that no axis of the mesh divides."""
-    sizes = decision.priced.mesh.shape
+    problem, sizes = stage.problem, stage.priced.mesh.shape
     for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
         value = problem.graph.values[item.value]
         if port.node < 0 or value.num_bytes < _LARGE_BYTES:

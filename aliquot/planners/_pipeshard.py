@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from ..cluster import Cluster, target_for
+from ..cluster import Cluster, subcluster
 from ..core import CaptureError, InfeasibleError
-from ..cost import (
-    Chain,
-    ChainPlan,
-    PhaseCosts,
-    PipelineTimes,
-    Problem,
-    StageCosts,
-    StageOption,
-    make_problem,
-    phase_costs,
-    simulate,
-)
+from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
 from ..graph import (
     Graph,
     Role,
@@ -32,15 +19,15 @@ from ..graph import (
     source_line,
     split_scans,
 )
-from ..plans import Schedule, make_schedule
+from ..plans import make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
-from ._base import Decision, Progress
+from ._base import AbstractMethod, Decision, Interrupted, PipelineParts, Progress, Task
 from ._helper import HelperProcess
-from ._layer_costs import build_chains, price_option, subcluster
+from ._layer_costs import build_chains, price_option
 from ._methods import ShardParallel
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large
 from ._race import Entry, race
-from ._stage_cache import StageCache
+from ._stage_cache import Solved, StageCache
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra, Space, fixed
 
@@ -51,7 +38,7 @@ _MANY_OPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipeshardParallel:
+class PipeshardParallel(AbstractMethod):
     """Cut the step into stages, give each a submesh, split its operators, and run micro-batches through them.
 
     Attributes:
@@ -79,87 +66,47 @@ class PipeshardParallel:
         """Limits that the inter planner must keep to."""
         return StageLimits(num_stages=self.num_stages, schedule=self.schedule)
 
-    def whole(self, mesh_shape: tuple[int, ...]) -> ShardParallel:
-        """The method for a search that came out as one stage, on its mesh."""
+    def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:
+        """The method for a step that stays one program, on a mesh."""
         return ShardParallel(intra=self.intra, mesh_shape=mesh_shape)
 
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`: one program is one stage."""
+        return self.whole().solve(problem, progress)
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageDecision:
-    """One stage: the problem that was solved, its solution, and what it costs.
-
-    `first_layer` and `last_layer` (exclusive) are its layers; `like` is the earlier stage with the same operators under the
-    same option, whose solution it has.
-    """
-
-    problem: Problem
-    decision: Decision
-    costs: PhaseCosts
-    option: StageOption
-    first_layer: int
-    last_layer: int
-    first_device: int
-    like: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PipelineDecision:
-    """A pipeline with what is known about it; `program` is what the step would take without stages, if that was asked."""
-
-    layered: LayeredStep
-    staged: StagedStep
-    stages: tuple[StageDecision, ...]
-    chain: Chain
-    chain_plan: ChainPlan
-    schedule: Schedule
-    times: PipelineTimes
-    stage_costs: StageCosts
-    transfer_s: tuple[float, ...]
-    method: str
-    planner: str
-    program: OneProgram | None = None
-
-    @property
-    def step_time_s(self) -> float:
-        """By simulation."""
-        return self.times.step_time_s
+    def decide(self, task: Task) -> Decision:
+        """See `AbstractMethod.decide`: a pipeline, or one program where that is faster."""
+        asked = task.num_micro_batches
+        method = self if asked == 1 else replace(self, num_micro_batches=asked)
+        pipeline, program = solve_pipeline(method, task)
+        try:
+            single = _solve_one_program(method, task, pipeline, program)
+        except Interrupted as interrupted:
+            interrupted.decision = pipeline if len(pipeline.stages) > 1 else None
+            raise
+        if single is None and len(pipeline.stages) > 1:
+            return pipeline
+        if single is None:
+            # One stage is no pipeline: the step stays one program, on the mesh that was found.
+            whole = method.whole(pipeline.priced.mesh.shape)
+            single = whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
+        return replace(single, combine=task.combine(single.num_micro_batches))
 
 
-def solve_pipeline(
-    method: PipeshardParallel,
-    graph: Graph,
-    cluster: Cluster,
-    *,
-    semantics: str = "exact",
-    on_missing_rule: str = "infer",
-    memory_limit_bytes: float | None = None,
-    progress: Progress | None = None,
-) -> PipelineDecision:
-    """The best pipeline for a step on a cluster.
+def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, OneProgram | None]:
+    """The best pipeline for a step on a cluster, and what the step would take as one program if that is open.
 
     Raises:
         InfeasibleError: nothing fits.
         InputError: what is wanted cannot be done, such as more stages than layers.
         CaptureError: the step does not decompose into micro-batches.
     """
-    _refuse_effects(graph)
-    limit = (
-        target_for(cluster.device).usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
-    )
-    task = _Task(
-        method=method,
-        graph=graph,
-        cluster=cluster,
-        limit_bytes=limit,
-        semantics=semantics,
-        on_missing_rule=on_missing_rule,
-        progress=progress,
-    )
-    groups = [counts for counts in _counts(method, graph, cluster) if counts]
-    with HelperProcess(wanted=len(graph.ops) >= _MANY_OPS) as helper:
+    _refuse_effects(task.graph)
+    groups = [counts for counts in _counts(method, task.graph, task.cluster) if counts]
+    with HelperProcess(wanted=len(task.graph.ops) >= _MANY_OPS) as helper:
         for number, counts in enumerate(groups):
             try:
-                return _solve_with(task, counts, helper)
+                return _solve_with(method, task, counts, helper)
             except InfeasibleError:
                 if number == len(groups) - 1:
                     raise
@@ -178,48 +125,31 @@ def _refuse_effects(graph: Graph) -> None:
         )
 
 
-def solve_one_program(
-    method: PipeshardParallel,
-    pipeline: PipelineDecision,
-    problem_with: Callable[[int], Problem],
-    progress: Progress | None = None,
+def _solve_one_program(
+    method: PipeshardParallel, task: Task, pipeline: Decision, program: OneProgram | None
 ) -> Decision | None:
     """The step as one program with fewer micro-batches than stages want, or None if that is no faster.
-
-    Args:
-        problem_with: the step's problem for a number of micro-batches.
 
     Raises:
         Interrupted: Ctrl-C.
     """
-    if pipeline.program is None or pipeline.program.least_s >= pipeline.step_time_s:
+    if program is None or program.least_s >= pipeline.step_time_s:
         return None
     return fewer_micro_batches(
-        method.whole(pipeline.program.mesh_shape),
-        problem_with,
-        most=pipeline.chain_plan.num_micro_batches,
+        method.whole(program.mesh_shape),
+        task.problem,
+        most=pipeline.num_micro_batches,
         faster_than_s=pipeline.step_time_s,
         is_hopeless=is_too_large,
-        progress=progress,
+        progress=task.progress,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Task:
-    """The arguments of `solve_pipeline`; `limit_bytes` is on each device."""
-
-    method: PipeshardParallel
-    graph: Graph
-    cluster: Cluster
-    limit_bytes: float
-    semantics: str
-    on_missing_rule: str
-    progress: Progress | None
-
-
-def _solve_with(task: _Task, counts: list[int], helper: HelperProcess) -> PipelineDecision:
+def _solve_with(
+    method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess
+) -> tuple[Decision, OneProgram | None]:
     """The best pipeline with one of some numbers of micro-batches."""
-    method, graph, limit = task.method, task.graph, task.limit_bytes
+    graph, limit = task.graph, task.limit_bytes
     # The largest micro-batch allows every submesh.
     first = counts[0]
     length = _scan_length(graph) if method.layers is None else 0
@@ -261,10 +191,10 @@ def _solve_with(task: _Task, counts: list[int], helper: HelperProcess) -> Pipeli
             )
             cache = StageCache()
         (chain,) = (c for c in chains if c.num_micro_batches == proposal.num_micro_batches)
-        result = _solve_stages(task, layered, chain, proposal, kinds, cache)
-        if isinstance(result, PipelineDecision):
+        result = _solve_stages(method, task, layered, chain, proposal, kinds, cache)
+        if isinstance(result, Decision):
             free = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
-            return replace(result, program=as_one_program(chains) if free and inter.searches else None)
+            return result, as_one_program(chains) if free and inter.searches else None
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
@@ -311,13 +241,14 @@ def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[l
 
 
 def _solve_stages(
-    task: _Task,
+    method: PipeshardParallel,
+    task: Task,
     layered: LayeredStep,
     chain: Chain,
     proposal: ChainPlan,
     kinds: Sequence[int],
     cache: StageCache,
-) -> PipelineDecision | float:
+) -> Decision | float:
     """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much.
 
     Args:
@@ -327,10 +258,10 @@ def _solve_stages(
     schedule = make_schedule(
         proposal.schedule, len(proposal.stages), proposal.num_micro_batches, proposal.num_submeshes
     )
-    in_ranges = layered.graph.split is not None
-    staged = stage_step(layered, [k if in_ranges else s.first_unit for k, s in enumerate(proposal.stages)])
+    split = layered.graph.split
+    staged = stage_step(layered, [s.first_unit if split is None else k for k, s in enumerate(proposal.stages)])
     options = [chain.options[s.option] for s in proposal.stages]
-    solved: dict[int, tuple[Problem, Decision, PhaseCosts]] = {}
+    solved: dict[int, Solved] = {}
     groups = _alike(proposal, kinds, options, staged)
     for number, members in enumerate(groups):
         first = members[0]
@@ -353,42 +284,53 @@ def _solve_stages(
             memory_limit_bytes=limit - max(held),
         )
         try:
-            decision, phases = stage.solved(problem, options[first], functools.partial(_solve_stage, task.method))
+            found = stage.solved(problem, options[first], functools.partial(_solve_stage, method))
         except InfeasibleError as error:
             return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
-        solved |= dict.fromkeys(members, (problem, decision, phases))
-    first_of = {k: members[0] for members in groups for k in members}
-    stages = [
-        StageDecision(
-            problem=solved[k][0],
-            decision=solved[k][1],
-            costs=solved[k][2],
-            option=options[k],
-            first_layer=choice.first_unit,
-            last_layer=choice.last_unit,
-            first_device=choice.first_device,
-            like=first_of[k] if first_of[k] != k else None,
-        )
-        for k, choice in enumerate(proposal.stages)
-    ]
-    transfer = [f.transfer_s for f in proposal.figures[1:]]
-    costs = _stage_costs(stages, transfer, chain)
-    times = simulate(schedule, costs)
-    peak = float(times.peak_bytes.max())
+        solved |= dict.fromkeys(members, found)
+    prediction = predict_stages(
+        [
+            replace(solved[k][1], first_device=choice.first_device, recompute=option.recompute == "stage")
+            for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True))
+        ],
+        schedule,
+        task.cluster,
+        boundary_bytes=layered.boundary_bytes([s.last_unit for s in proposal.stages[:-1]]),
+        memory_limit_bytes=limit,
+        overlaps_transfers=chain.overlaps_transfers,
+    )
+    peak = float(prediction.times.peak_bytes.max())
     if peak > limit:
         return peak
-    return PipelineDecision(
-        layered=layered,
-        staged=staged,
-        stages=tuple(stages),
-        chain=chain,
-        chain_plan=proposal,
-        schedule=schedule,
-        times=times,
-        stage_costs=costs,
-        transfer_s=tuple(transfer),
-        method=task.method.inter.method,
-        planner=f"{type(task.method.inter).__name__} over {task.method.intra.name}",
+    first_of = {k: members[0] for members in groups for k in members}
+    names = chain.unit_names if split is None else [f"layers[{k}]" for k in range(chain.num_units)]
+    return Decision(
+        method=method.inter.method,
+        planner=f"{type(method.inter).__name__} over {method.intra.name}",
+        stages=tuple(
+            replace(
+                solved[k][0],
+                first_device=choice.first_device,
+                first_layer=choice.first_unit,
+                layer_names=tuple(names[choice.first_unit : choice.last_unit]),
+                recompute=options[k].recompute == "stage",
+                like=first_of[k] if first_of[k] != k else None,
+            )
+            for k, choice in enumerate(proposal.stages)
+        ),
+        step_time_s=prediction.step.step_time_s,
+        lower_bound_s=proposal.lower_bound_s,
+        gap=proposal.gap,
+        bound_holds_for=proposal.bound_holds_for,
+        status=proposal.status,
+        pipeline=PipelineParts(
+            layered=layered,
+            staged=staged,
+            schedule=schedule,
+            overlaps_transfers=chain.overlaps_transfers,
+            prediction=prediction,
+        ),
+        combine=layered.combine,
     )
 
 
@@ -407,7 +349,7 @@ def _alike(
     return list(groups.values())
 
 
-def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> tuple[Decision, PhaseCosts]:
+def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> Solved:
     priced = price_option(problem, option.mesh_shape)
     if priced is None:
         raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
@@ -421,27 +363,4 @@ def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOptio
         relative_gap=intra.relative_gap,
         exact_space=False,
     )
-    return decision, phase_costs(priced, decision.picks, problem.graph)
-
-
-def _stage_costs(stages: Sequence[StageDecision], transfer: Sequence[float], chain: Chain) -> StageCosts:
-    again = np.array([s.option.recompute == "stage" for s in stages])
-    forward = np.array([s.costs.forward_s for s in stages])
-    backward = np.array([s.costs.backward_s for s in stages])
-    weights = np.where(again, 0.0, [s.costs.deferrable_s for s in stages])
-    backward = np.where(again, backward + forward, backward)
-    state = np.array([s.costs.state_bytes for s in stages])
-    kept = np.array([s.costs.in_flight_bytes for s in stages])
-    crossing = np.concatenate(([0.0], chain.boundary_bytes))
-    entering = np.array([crossing[s.first_layer] / (s.option.dp or 1) for s in stages])
-    return StageCosts(
-        forward_s=forward,
-        backward_input_s=backward - weights,
-        backward_weight_s=weights,
-        update_s=np.array([s.costs.once_s for s in stages]),
-        transfer_s=np.array(transfer),
-        state_bytes=np.where(again, state + kept, state),
-        in_flight_bytes=np.where(again, entering, kept),
-        working_bytes=np.array([s.costs.working_bytes for s in stages]),
-        overlaps_transfers=chain.overlaps_transfers,
-    )
+    return decision.stages[0], price_stage(priced, decision.picks, problem.graph)

@@ -19,7 +19,7 @@ from ..cluster import LogicalMesh
 from ..core import InfeasibleError, InputError, format_bytes
 from ..cost import Problem, known_memory, peak_memory
 from ..graph import Role
-from ._base import Candidate, Decision, Interrupted, Progress
+from ._base import Candidate, Decision, Interrupted, Progress, StageDecision
 from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
@@ -209,8 +209,7 @@ def _decision(
     return Decision(
         method=method,
         planner=planner,
-        priced=runner.entry.space.priced,
-        picks=solution.picks,
+        stages=(StageDecision(problem=problem, priced=runner.entry.space.priced, picks=solution.picks),),
         step_time_s=solution.step_time_s,
         lower_bound_s=bound,
         bound_holds_for=space,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost import PhaseCosts, Problem, StageOption
+from ..cost import PricedStage, Problem, StageOption
 from ..graph import Extract, Graph
-from ._base import Decision
+from ._base import StageDecision
 
-Solved = tuple[Decision, PhaseCosts]
+Solved = tuple[StageDecision, PricedStage]
 
 
 @dataclass(slots=True)
@@ -49,4 +49,5 @@ class StageCache:
 def _key(extract: Extract) -> Any:
     graph = extract.graph
     inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
-    return extract.ops, extract.values, inputs, tuple([output.path for output in graph.outputs])
+    outputs = tuple([output.path for output in graph.outputs])
+    return extract.ops, extract.values, inputs, outputs, tuple([op.deferrable for op in graph.ops])

@@ -4,84 +4,95 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cost import Problem, encode_interior, predict
+import msgspec
+
+from ..cost import encode_interior, predict
 from ..graph import Graph, Role, graph_fingerprint, interface_fingerprint
-from ..plans import ArrayInterface, InferredRule, ModelReference, Plan, Provenance, StagePlan
-from ..sharding import Spec, dims_of, inferred_rules, project, without_partial
-from ._base import Decision
+from ..plans import (
+    SINGLE,
+    ArrayInterface,
+    InferredRule,
+    ModelReference,
+    Plan,
+    Prediction,
+    Provenance,
+    StagePlan,
+    unranged,
+)
+from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
+from ._base import Decision, StageDecision, Task
 from ._notes import notes
+
+_Dims = tuple[tuple[str, ...], ...]
+_Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
 
 
 def write_plan(
     decision: Decision,
-    problem: Problem,
-    full: Graph,
+    task: Task,
     *,
     model: ModelReference,
     version: str,
     trace_s: float,
     search_s: float,
-    combine: dict[str, str] | None = None,
-    semantics: str = "exact",
+    layers: str | int | None = None,
 ) -> Plan:
     """The plan of a decision.
 
     Args:
-        full: the step at its full batch, whose interface the plan describes; `problem` may hold one micro-batch.
-        combine: how the outputs of micro-batches combine.
+        task: what was asked; the plan describes the interface of its step.
+        layers: how the step was cut into layers, as the method was told.
     """
-    priced, graph = decision.priced, problem.graph
-    names = priced.mesh.axis_names
-    choices = [
-        tuple(int(f) for f in table.choices[pick])
-        for table, pick in zip(priced.nodes, decision.picks.tolist(), strict=True)
-    ]
-    whole: Spec = (-1,) * len(names)
-
-    def dims(port: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-        spec = without_partial(project(choices[port.node], port.projection)) if port.node >= 0 else whole
-        return dims_of(spec, names, rank)
-
-    def rank(operand: Any) -> int:
-        return len(graph.values[operand].shape) if isinstance(operand, int) else len(operand.shape)
-
-    shardings = {i.path: dims(p, rank(i.value)) for i, p in zip(graph.inputs, priced.graph.input_ports, strict=True)}
-    outputs = {o.path: dims(p, rank(o.value)) for o, p in zip(graph.outputs, priced.graph.output_ports, strict=True)}
-    for item in graph.inputs:
-        if item.output is not None:
-            outputs[graph.outputs[item.output].path] = shardings[item.path]
-    bound = decision.lower_bound_s
+    full, pipeline = task.graph, decision.pipeline
+    split = pipeline.layered.graph.split if pipeline else None
+    predictions = pipeline.prediction.stages if pipeline else (None,)
+    shardings = [_shardings(decision, k) for k in range(len(decision.stages))]
+    if pipeline:
+        _add_anywhere(full, shardings)
+    prediction = _prediction(decision, task.limit_bytes)
     return Plan(
         model=model,
         inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
         outputs=tuple(_interface(full, o.path, o.value, None) for o in full.outputs),
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
-        cluster=problem.cluster.to_dict(),
+        cluster=task.cluster.to_dict(),
         method=decision.method,
-        num_micro_batches=problem.num_micro_batches,
-        micro_batch_semantics=semantics,
-        combine=combine or {},
-        stages=(
+        num_micro_batches=decision.num_micro_batches,
+        micro_batch_semantics=task.semantics,
+        combine=_combine(decision),
+        schedule=pipeline.schedule.name if pipeline else SINGLE,
+        num_submeshes=pipeline.schedule.num_submeshes if pipeline else 1,
+        overlaps_transfers=pipeline.overlaps_transfers if pipeline else False,
+        layers="" if layers is None or not pipeline else str(layers),
+        scan_bounds=split.bounds if split is not None else (),
+        stages=tuple(
             StagePlan(
-                mesh_shape=priced.mesh.shape,
-                axis_names=names,
-                shardings=shardings,
+                mesh_shape=stage.priced.mesh.shape,
+                axis_names=stage.priced.mesh.axis_names,
+                shardings=inputs,
                 outputs=outputs,
-                interior=encode_interior(priced.graph, choices, names),
-                data_axes=tuple(names[a] for a in sorted(priced.data_axes)),
-            ),
+                interior=_interior(stage) if stage.like is None else (),
+                like=stage.like,
+                data_axes=tuple(stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.data_axes)),
+                first_device=stage.first_device,
+                first_layer=stage.first_layer,
+                layer_names=stage.layer_names,
+                recompute=stage.recompute,
+                prediction=predicted,
+            )
+            for stage, (inputs, outputs), predicted in zip(decision.stages, shardings, predictions, strict=True)
         ),
-        inferred_rules=written_rules(full, problem.nodes.on_missing_rule),
-        notes=notes(problem, decision),
-        prediction=predict(priced, decision.picks, problem.memory_limit_bytes, graph),
+        inferred_rules=_inferred_rules(full, task.on_missing_rule),
+        notes=notes(decision.stages),
+        prediction=prediction,
         provenance=Provenance(
             planner=decision.planner,
             version=version,
             trace_s=trace_s,
             search_s=search_s,
-            lower_bound_s=bound,
-            gap=None if bound is None else max(0.0, decision.step_time_s / bound - 1.0),
+            lower_bound_s=decision.lower_bound_s,
+            gap=_gap(decision),
             bound_holds_for=decision.bound_holds_for,
             status=decision.status,
             candidates=tuple(
@@ -98,10 +109,85 @@ def write_plan(
     )
 
 
-def written_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ...]:
+def _prediction(decision: Decision, memory_limit_bytes: float) -> Prediction:
+    if decision.pipeline is not None:
+        return msgspec.structs.replace(decision.pipeline.prediction.step, memory_limit_bytes=memory_limit_bytes)
+    (stage,) = decision.stages
+    return predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph)
+
+
+def _gap(decision: Decision) -> float | None:
+    bound = decision.lower_bound_s
+    if bound is None or decision.gap is not None:
+        return decision.gap
+    return max(0.0, decision.step_time_s / bound - 1.0)
+
+
+def _combine(decision: Decision) -> dict[str, str]:
+    return {unranged(path): how for path, how in decision.combine.items()}
+
+
+def _interior(stage: StageDecision) -> Any:
+    return encode_interior(stage.priced.graph, stage.choices, stage.priced.mesh.axis_names)
+
+
+def _shardings(decision: Decision, k: int) -> _Shardings:
+    """Splits of what a stage keeps or reads of the batch, and of what it returns."""
+    stage, pipeline = decision.stages[k], decision.pipeline
+    graph, nodes = stage.problem.graph, stage.problem.nodes
+    names, choices = stage.priced.mesh.axis_names, stage.choices
+    whole: Spec = (-1,) * len(names)
+
+    def dims(port: Any, operand: Any) -> _Dims:
+        value = graph.values[operand] if isinstance(operand, int) else operand
+        spec = without_partial(project(choices[port.node], port.projection)) if port.node >= 0 else whole
+        return dims_of(spec, names, len(value.shape))
+
+    stays = {i.path for i in graph.inputs} if pipeline is None else _kept(pipeline.staged, k)
+    inputs = {
+        item.path: dims(port, item.value)
+        for item, port in zip(graph.inputs, nodes.input_ports, strict=True)
+        if item.path in stays
+    }
+    returned = {o.path for o in (pipeline.staged.graph if pipeline else graph).outputs}
+    outputs = {
+        output.path: dims(port, output.value)
+        for output, port in zip(graph.outputs, nodes.output_ports, strict=True)
+        if output.path in returned
+    }
+    for item in graph.inputs:
+        if item.output is not None and item.path in inputs:
+            outputs[graph.outputs[item.output].path] = inputs[item.path]
+    return inputs, outputs
+
+
+def _kept(staged: StagedStep, k: int) -> set[str]:
+    """Inputs of a stage that are inputs of the step, and that no other stage keeps."""
+    extract, home = staged.extracts[k], staged.staging.home
+    named = {item.path for item in staged.graph.inputs}
+    own = {item.path for item in extract.graph.inputs if home.get(extract.values[item.value], k) == k}
+    return own & named
+
+
+def _add_anywhere(full: Graph, stages: list[_Shardings]) -> None:
+    """Put what no stage reads or makes on the first: scalars that nothing computes with, results that are arguments."""
+    placed = {unranged(path) for inputs, _ in stages for path in inputs}
+    made = {unranged(path) for _, outputs in stages for path in outputs}
+    inputs, outputs = stages[0]
+    for item in full.inputs:
+        if item.path not in placed:
+            inputs[item.path] = ((),) * len(full.values[item.value].shape)
+    for output in full.outputs:
+        if output.path not in made:
+            value = full.values[output.value] if isinstance(output.value, int) else output.value
+            source = next((i.path for i in full.inputs if i.value == output.value), None)
+            outputs[output.path] = inputs.get(source or "", ((),) * len(value.shape))
+
+
+def _inferred_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ...]:
     """What was inferred about primitives without a declared rule, if that was asked for."""
-    found = inferred_rules(full) if on_missing_rule == "infer" else ()
-    return tuple(InferredRule(primitive=r.primitive, rule=r.text, count=r.count) for r in found)
+    rules = inferred_rules(full) if on_missing_rule == "infer" else ()
+    return tuple(InferredRule(primitive=r.primitive, rule=r.text, count=r.count) for r in rules)
 
 
 def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:

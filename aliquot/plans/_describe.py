@@ -42,7 +42,7 @@ def describe(plan: Plan) -> str:
 
 def is_pipeline(plan: Plan) -> bool:
     """Whether it runs as stages with a schedule."""
-    return plan.schedule != "none" or len(plan.stages) > 1
+    return plan.is_pipeline or len(plan.stages) > 1
 
 
 def headline(plan: Plan) -> str:

@@ -14,10 +14,16 @@ from typing import Any
 import msgspec
 
 from ..core import InputError, PlanFileError, format_bytes, listing, printable, shortened, write_atomic
-from ._plan import PLAN_VERSION, Plan
+from ._plan import PLAN_VERSION, SINGLE, Plan
 from ._validate import violations
 
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+def _name_the_single_schedule(data: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 said "none" for the schedule of one program."""
+    return {**data, "schedule": SINGLE} if data.get("schedule") == "none" else data
+
+
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _name_the_single_schedule}
 """By the version they start from: each takes the data of a file to the next version."""
 
 _LINE_LENGTH = 120

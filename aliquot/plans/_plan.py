@@ -16,7 +16,9 @@ import msgspec
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+SINGLE = "single"
+"""The schedule of a plan of one program."""
 _HOW_FOUND = ("provenance", "compiled")
 
 
@@ -201,7 +203,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         num_micro_batches: into how many parts a step's batch is cut.
         micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch alone.
         combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal"); empty for one.
-        schedule: order of stages and micro-batches, see `SCHEDULES`; "none" without a pipeline.
+        schedule: order of stages and micro-batches, see `SCHEDULES`; "single" for one program.
+        overlaps_transfers: whether the prediction takes stages to compute while arrays travel between them.
         num_submeshes: fewer than stages where these are interleaved; the schedule places stages on them.
         layers: how the step was cut into layers: a path pattern, a number, or nothing for every good place.
         scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay whole.
@@ -223,8 +226,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_micro_batches: int = 1
     micro_batch_semantics: str = "exact"
     combine: dict[str, str] = {}
-    schedule: str = "none"
+    schedule: str = SINGLE
     num_submeshes: int = 1
+    overlaps_transfers: bool = False
     layers: str = ""
     scan_bounds: tuple[int, ...] = ()
     stages: tuple[StagePlan, ...]
@@ -233,6 +237,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prediction: Prediction
     provenance: Provenance
     compiled: CompiledFigures | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether its step runs as stages, each a program of its own."""
+        return self.schedule != SINGLE
 
     @property
     def num_layers(self) -> int | None:

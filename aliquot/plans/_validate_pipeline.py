@@ -16,9 +16,9 @@ _TOLERANCE = 1e-6
 
 def pipeline_violations(plan: Plan) -> Iterator[str]:
     """Every violation that only a pipeline can have; none for other plans."""
-    if plan.schedule == "none":
+    if not plan.is_pipeline:
         if len(plan.stages) > 1:
-            yield f"{len(plan.stages)} stages have no schedule: {nearest('none', SCHEDULES)}"
+            yield f"{len(plan.stages)} stages have no schedule: {nearest('', SCHEDULES)}"
         return
     if plan.schedule not in SCHEDULES:
         yield f"there is no schedule {plan.schedule!r}: {nearest(plan.schedule, SCHEDULES)}"

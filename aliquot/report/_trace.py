@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import numpy as np
 
-from ..core import InputError
+from ..core import InputError, printable
 from ..cost import PipelineTimes, StageCosts, simulate
 from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, make_schedule, submesh_names
 
@@ -19,13 +16,14 @@ def planned_trace(plan: Plan) -> Trace:
         InputError: The plan has no stages with predictions, so there is nothing to lay out.
     """
     predicted = [stage.prediction for stage in plan.stages]
-    if plan.schedule == "none" or not predicted or None in predicted:
+    if not plan.is_pipeline or not predicted or None in predicted:
         raise InputError(
-            f"this plan ({plan.method}) is no pipeline with predicted stages, so it has no schedule to trace. "
+            f"this plan ({printable(plan.method, keep='')}) is no pipeline with predicted stages, so it has no schedule to trace. "
             "Make one with: aliquot plan ... --method pipeshard"
         )
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
-    costs, times = _as_planned(plan, schedule)
+    costs = _costs(plan)
+    times = simulate(schedule, costs)
     events = [*_tasks(schedule, times), *_transfers(times)]
     events += _updates(schedule, costs, events)
     return Trace(title=headline(plan), source="predicted", submeshes=submesh_names(plan), events=tuple(events))
@@ -44,14 +42,8 @@ def _costs(plan: Plan) -> StageCosts:
         state_bytes=nothing,
         in_flight_bytes=nothing,
         working_bytes=nothing,
+        overlaps_transfers=plan.overlaps_transfers,
     )
-
-
-def _as_planned(plan: Plan, schedule: Schedule) -> tuple[StageCosts, PipelineTimes]:
-    """A plan does not say whether transfers were taken to run beside tasks: whichever gives its step time."""
-    costs = [replace(_costs(plan), overlaps_transfers=overlaps) for overlaps in (False, True)]
-    tried = [(each, simulate(schedule, each)) for each in costs]
-    return min(tried, key=lambda found: math.fabs(found[1].step_time_s - plan.prediction.step_time_s))
 
 
 def _tasks(schedule: Schedule, times: PipelineTimes) -> list[TraceEvent]:

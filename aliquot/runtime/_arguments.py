@@ -20,7 +20,7 @@ class Arguments:
         self._graph = graph
         self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
         self._expected = graph.calling.call.skeleton()
-        self.types = [_type_of(leaf) for leaf in graph.calling.call.leaves]
+        self.types = types_of(graph)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """A call taken apart. Raises `PlanMismatchError` listing every difference, `CaptureError` for other arguments."""
@@ -91,6 +91,11 @@ class Arguments:
             asked=f"{self._graph.name} is called with other arguments than it was planned for",
             advice="Plan it again for these arguments.",
         )
+
+
+def types_of(graph: Graph) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each input of a step."""
+    return [_type_of(leaf) for leaf in graph.calling.call.leaves]
 
 
 def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:

@@ -36,7 +36,7 @@ def initialize(
 
     On a cluster that JAX knows (SLURM, Open MPI, Cloud TPU, Kubernetes) no argument is needed. Afterwards
     `jax.devices()` lists the devices of all processes, a plan for that many devices runs on them, and each process calls
-    the step: with its own part of the batch (`ParallelStep.local_part`) or with the whole. When a process dies, the
+    the step: with its own part of the batch (`Step.local_part`) or with the whole. When a process dies, the
     others say what they were doing and end with exit code 3. At the end all call `shutdown`.
 
     Args:

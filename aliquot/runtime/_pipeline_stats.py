@@ -3,65 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core import format_bytes, format_seconds
-from ._hlo import CompiledCollective, add_up, find_collectives
+from ._hlo import add_up, find_collectives
 from ._instructions import Run
 from ._stage_memory import stage_memory
-from ._stats import compiled_memory
+from ._stats import StageStats, Stats, compiled_memory
 
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageStats:
-    """One stage. Bytes are those on each of its devices.
-
-    Attributes:
-        held_bytes: the most that arrays between programs take at any moment of a step: state, what micro-batches in
-            flight have left, totals, what comes from other stages.
-        temp_bytes: the most that a program needs beside its arguments and results.
-        peak_bytes: the most of both at any moment.
-        in_flight: the most micro-batches at once of which the stage holds something.
-        collectives: those of one step, most bytes first.
-        num_programs, compile_s: how many programs, and how long they took to compile.
-    """
-
-    stage: int
-    held_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-    in_flight: int
-    collectives: tuple[CompiledCollective, ...]
-    num_programs: int
-    compile_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineStats:
-    """A compiled pipeline."""
-
-    stages: tuple[StageStats, ...]
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds to compile all programs."""
-        return sum(stage.compile_s for stage in self.stages)
-
-    def __str__(self) -> str:
-        lines = [f"{sum(s.num_programs for s in self.stages)} programs compiled in {format_seconds(self.compile_s)}"]
-        for s in self.stages:
-            lines.append(
-                f"stage {s.stage}: peak {format_bytes(s.peak_bytes)} on each device ({format_bytes(s.held_bytes)} held "
-                f"between programs), at most {s.in_flight} micro-batches in flight"
-            )
-        return "\n".join(lines)
-
-
-def pipeline_stats(pipeline: Pipeline) -> PipelineStats:
+def pipeline_stats(pipeline: Pipeline) -> Stats:
     """Stats of all stages. With several processes all must call it."""
     compiled = pipeline.compile()
     counts = {
@@ -102,7 +55,8 @@ def pipeline_stats(pipeline: Pipeline) -> PipelineStats:
                 compile_s=sum(c.compile_s for c in mine),
             )
         )
-    return PipelineStats(stages=pipeline.of_all_processes(found))
+    lower_s = sum(stage.lower_s for stage in compiled if stage is not None)
+    return Stats(stages=pipeline.of_all_processes(found), lower_s=lower_s)
 
 
 def bytes_on_device(struct: Any) -> int:

@@ -9,34 +9,36 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ..cluster import Cluster, Target, target_for
 from ..core import PlanMismatchError
-from ..cost import decode_interior
+from ..cost import PlannedStage, PlannedStep
 from ..graph import Extract, Graph
 from ..plans import Plan, StagePlan, make_schedule, require_match
-from ..sharding import Choice, NodeGraph, Pin, Pins, Spec, StagedStep
+from ..sharding import Pin, Pins, Spec
+from ._build_pipeline import StageSetup, build_pipeline
 from ._lowering import partition
+from ._mesh import make_mesh
 from ._pipeline import Pipeline
-from ._pipeline_step import StageSetup, build_pipeline
 from ._plan_program import stage_pins
-from ._step import make_mesh
 
 
-def build_plan_pipeline(
-    step: StagedStep, nodes: Sequence[NodeGraph], plan: Plan, devices: Sequence[Any] | None = None
-) -> Pipeline:
+def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None) -> Pipeline:
     """The pipeline of a plan.
 
     Args:
-        step: the step cut into the plan's stages.
-        nodes: for each stage its decisions, those of the stage that it is like if there is one.
         devices: in the cluster's order; by default `jax.devices()`.
 
     Raises:
-        PlanMismatchError: there are too few devices, the processes that have them cannot share the plan's hosts, or a
-            stage's decisions are not those of its operators.
+        PlanMismatchError: there are too few devices, or the processes that have them cannot share the plan's hosts.
     """
+    plan = step.plan
     devices = jax.devices() if devices is None else devices
+    require_devices(plan, devices)
+    meshes = [make_mesh(s.mesh_shape, s.axis_names, devices[s.first_device :]) for s in plan.stages]
+    return pipeline_on(step, meshes)
+
+
+def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
+    """Refuse devices, or the processes that have them, which a pipeline's plan cannot use. Raises `PlanMismatchError`."""
     needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
     if len(devices) < needed:
         raise PlanMismatchError(
@@ -47,35 +49,28 @@ def build_plan_pipeline(
         )
     processes = len({device.process_index for device in devices})
     require_match(plan, num_processes=processes, asked="the plan does not fit these processes")
-    meshes = [make_mesh(s.mesh_shape, s.axis_names, devices[s.first_device :]) for s in plan.stages]
-    return pipeline_on(step, nodes, plan, meshes)
 
 
 def pipeline_on(
-    step: StagedStep,
-    nodes: Sequence[NodeGraph],
-    plan: Plan,
-    meshes: Sequence[Any],
-    processes: Sequence[frozenset[int]] | None = None,
+    step: PlannedStep, meshes: Sequence[Any], processes: Sequence[frozenset[int]] | None = None
 ) -> Pipeline:
     """The same on a mesh for each stage; on those without devices (`AbstractMesh`) it can be lowered, but not run.
 
     Args:
         processes: that have devices of each stage; must be given where meshes have none.
     """
-    target = target_for(Cluster.from_dict(plan.cluster).device)
-    setups = []
-    for number, (stage, graph, mesh) in enumerate(zip(plan.stages, nodes, meshes, strict=True)):
-        extract = step.extracts[number]
-        choices = decode_interior(plan.stages[number if stage.like is None else stage.like], graph)
-        waits = plan.num_micro_batches > 1
-        setups.append(_setup(step.graph, extract, graph, choices, stage, mesh, target, waits))
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
+    plan, staged = step.plan, step.staged
+    assert staged is not None
+    waits = plan.num_micro_batches > 1
+    setups = [
+        _setup(staged.graph, extract, stage, planned, mesh, waits=waits)
+        for extract, stage, planned, mesh in zip(staged.extracts, step.stages, plan.stages, meshes, strict=True)
+    ]
     return build_pipeline(
-        step.graph,
-        step.staging,
+        staged.graph,
+        staged.staging,
         setups,
-        schedule,
+        make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
         semantics=plan.micro_batch_semantics,
         recompute=frozenset(k for k, stage in enumerate(plan.stages) if stage.recompute),
         processes=processes,
@@ -83,16 +78,10 @@ def pipeline_on(
 
 
 def _setup(
-    graph: Graph,
-    extract: Extract,
-    nodes: NodeGraph,
-    choices: Sequence[Choice],
-    stage: StagePlan,
-    mesh: Any,
-    target: Target,
-    waits: bool,
+    graph: Graph, extract: Extract, stage: PlannedStage, planned: StagePlan, mesh: Any, *, waits: bool
 ) -> StageSetup:
-    own = stage_pins(extract.graph, nodes, choices, stage, target, waits=waits)
+    problem = stage.problem
+    own = stage_pins(extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits)
     taken = {i.value for i in graph.inputs}
     given: dict[int, PartitionSpec] = {}
     sent: dict[int, PartitionSpec] = {}
@@ -106,8 +95,8 @@ def _setup(
             sent.setdefault(value, partition(mesh, spec, extract.graph.values[output.value].shape))
     return StageSetup(
         mesh=mesh,
-        pins=_for_whole(graph, extract, own, len(stage.mesh_shape)),
-        data_axes=stage.data_axes,
+        pins=_for_whole(graph, extract, own, len(planned.mesh_shape)),
+        data_axes=planned.data_axes,
         given_specs=given,
         sent_specs=sent,
     )

@@ -6,31 +6,30 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..cluster import Cluster, Target, target_for
+from ..cluster import Target
+from ..cost import PlannedStep
 from ..graph import Graph
-from ..plans import Plan, StagePlan
+from ..plans import StagePlan
 from ..sharding import Choice, NodeGraph, Pins, make_pins, plan_micro_batches
 from ._spmd import Program, build_program
 
 
-def build_plan_program(graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan, mesh: Any) -> Program:
-    """The program of a plan of one stage, on its mesh; one without devices serves to lower it.
+def build_plan_program(step: PlannedStep, mesh: Any) -> Program:
+    """The program of a plan of one program, on its mesh; one without devices serves to lower it.
 
     Args:
-        graph: the step on its whole batch.
-        nodes: its decisions, of the whole batch or of a micro-batch.
-        choices: what the plan decided, one for each node.
-        plan: micro-batches and data axes are read from it.
         mesh: a `Mesh`, or an `AbstractMesh`.
 
     Raises:
         CaptureError: the step does not decompose into the plan's micro-batches.
     """
-    (stage,) = plan.stages
-    target = target_for(Cluster.from_dict(plan.cluster).device)
-    pins = stage_pins(graph, nodes, choices, stage, target, waits=plan.num_micro_batches > 1)
+    plan, graph = step.plan, step.graph
+    (stage,), (planned,) = plan.stages, step.stages
+    nodes = planned.problem.nodes
+    waits = plan.num_micro_batches > 1
+    pins = stage_pins(graph, nodes, planned.choices, stage, planned.problem.target, waits=waits)
     micro_batches = None
-    if plan.num_micro_batches > 1:
+    if waits:
         sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
         micro_batches = plan_micro_batches(
             graph,

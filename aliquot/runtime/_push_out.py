@@ -9,12 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..graph import SHARED, Call, Op, Operand, Staging, items_of
+from ..graph import GRADIENT_PASSES, GRADIENT_SUMS, SHARED, Call, Op, Operand, Staging, items_of
 from ..sharding import MicroBatchPlan, TimeKind
 from ._parts import Parts, subgraph
-
-_SUMS = frozenset({"add_any", "add"})
-_PASSES = frozenset({"convert_element_type", "reshape", "transpose", "neg", "copy"})
 
 
 def push_out(parts: Parts, plan: MicroBatchPlan | None, staging: Staging) -> Parts:
@@ -58,7 +55,7 @@ def push_out(parts: Parts, plan: MicroBatchPlan | None, staging: Staging) -> Par
 
 def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     """Whether it adds arrays up, or hands one on, and may as well do so behind the last micro-batch."""
-    linear = op.name in _SUMS | _PASSES and all(isinstance(i, int) for i in op.inputs)
+    linear = op.name in GRADIENT_SUMS | GRADIENT_PASSES and all(isinstance(i, int) for i in op.inputs)
     return linear and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
 
 

@@ -8,7 +8,7 @@ makes nor is given becomes an import; `_stage_functions` makes functions of prog
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..graph import SHARED, Item, Phase, Staging, deferrable_items, items_of
 from ..sharding import MicroBatchPlan
@@ -83,7 +83,10 @@ class _Body:
         self._num_values = len(plan.whole.values) if plan else len(parts.body.values)
         self._stage = self._stages()
         self._recompute = recompute
-        deferrable = deferrable_items(self._items, [self._stage[id(item)] for item in self._items]) if split else ()
+        # Whatever else runs for each micro-batch runs in forward programs.
+        phased = [i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items]
+        stages = [self._stage[id(item)] for item in self._items]
+        deferrable = deferrable_items(parts.body, phased, stages) if split else ()
         self._deferrable = {id(self._items[k]) for k in deferrable}
         self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
         self._early = set(parts.inside)

@@ -10,8 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from ..cluster import Cluster
-from ..plans import Plan
-from ..sharding import NodeGraph, StagedStep
+from ..cost import PlannedStep
 from ._instructions import Run
 from ._pipeline import Pipeline, StageForm
 from ._pipeline_stats import bytes_on_device
@@ -42,12 +41,9 @@ class StageExport:
     runs: int
 
 
-def abstract_pipeline(step: StagedStep, nodes: Sequence[NodeGraph], plan: Plan) -> Pipeline:
-    """The pipeline of a plan on meshes without devices, as it would be with one process for each host.
-
-    Args:
-        step, nodes: as `build_plan_pipeline` takes them.
-    """
+def abstract_pipeline(step: PlannedStep) -> Pipeline:
+    """The pipeline of a plan on meshes without devices, as it would be with one process for each host."""
+    plan = step.plan
     per_host = Cluster.from_dict(plan.cluster).devices_per_host
     meshes = [
         AbstractMesh(tuple(s.mesh_shape), tuple(s.axis_names), axis_types=(AxisType.Auto,) * len(s.mesh_shape))
@@ -55,7 +51,7 @@ def abstract_pipeline(step: StagedStep, nodes: Sequence[NodeGraph], plan: Plan) 
     ]
     devices = [range(s.first_device, s.first_device + math.prod(s.mesh_shape)) for s in plan.stages]
     processes = [frozenset(device // per_host for device in own) for own in devices]
-    return pipeline_on(step, nodes, plan, meshes, processes)
+    return pipeline_on(step, meshes, processes)
 
 
 def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:

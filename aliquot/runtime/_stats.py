@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import format_bytes, format_seconds
+from ..core import InputError, format_bytes, format_seconds
 from ._hlo import CompiledCollective, add_up, find_collectives
 
 
@@ -25,31 +25,91 @@ class CompiledMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageStats:
+    """One stage, or a step that is one program. Bytes are those on each of its devices.
+
+    Attributes:
+        held_bytes: the most that arrays between programs take at any moment of a step: state, what micro-batches in
+            flight have left, totals, what comes from other stages. Of one program its arguments and results.
+        temp_bytes: the most that a program needs beside its arguments and results.
+        peak_bytes: the most of both at any moment.
+        in_flight: the most micro-batches at once of which the stage holds something.
+        collectives: those of one step, most bytes first.
+        num_programs, compile_s: how many programs, and how long they took to compile.
+        memory: the compiler's account, of a step that is one program.
+    """
+
+    stage: int
+    held_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    in_flight: int
+    collectives: tuple[CompiledCollective, ...]
+    num_programs: int
+    compile_s: float
+    memory: CompiledMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """A compiled step.
 
     Attributes:
-        memory: see there.
-        collectives: by kind, axes and whether they stand in a loop, most bytes first.
-        lower_s, compile_s: seconds it took to write the program down, and to compile it.
+        stages: one for a step that is one program.
+        lower_s: seconds it took to write the programs down.
     """
 
-    memory: CompiledMemory
-    collectives: tuple[CompiledCollective, ...]
+    stages: tuple[StageStats, ...]
     lower_s: float
-    compile_s: float
+
+    @property
+    def memory(self) -> CompiledMemory:
+        """The compiler's account of one program. Raises `InputError` for a pipeline, which has several."""
+        memory = self.stages[0].memory
+        if memory is None:
+            raise InputError(
+                "A pipeline's memory is that of several programs: see .peak_bytes, and .stages for each stage."
+            )
+        return memory
+
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit at once on the fullest stage's devices."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def collectives(self) -> tuple[CompiledCollective, ...]:
+        """By kind, axes and whether they stand in a loop, most bytes first; of all stages."""
+        if len(self.stages) == 1:
+            return self.stages[0].collectives
+        return add_up([use for stage in self.stages for use in stage.collectives])
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds to compile all programs."""
+        return sum(stage.compile_s for stage in self.stages)
 
     def __str__(self) -> str:
-        memory = self.memory
-        lines = [
-            f"compiled in {format_seconds(self.compile_s)}",
-            f"each device: arguments {format_bytes(memory.argument_bytes)}, "
-            f"outputs {format_bytes(memory.output_bytes)} ({format_bytes(memory.alias_bytes)} of them in place), "
-            f"temporaries {format_bytes(memory.temp_bytes)}, peak {format_bytes(memory.peak_bytes)}",
-        ]
-        for c in self.collectives:
-            place = f"{','.join(c.axes) or '-'}{' in a loop' if c.in_loop else ''}"
-            lines.append(f"{c.kind} over {place}: {c.count:g} times, {format_bytes(c.num_bytes)}")
+        programs = sum(stage.num_programs for stage in self.stages)
+        what = f"{programs} programs compiled" if programs > 1 else "compiled"
+        lines = [f"{what} in {format_seconds(self.compile_s)}"]
+        for stage in self.stages:
+            memory = stage.memory
+            if memory is not None:
+                lines.append(
+                    f"each device: arguments {format_bytes(memory.argument_bytes)}, "
+                    f"outputs {format_bytes(memory.output_bytes)} ({format_bytes(memory.alias_bytes)} of them in place), "
+                    f"temporaries {format_bytes(memory.temp_bytes)}, peak {format_bytes(memory.peak_bytes)}"
+                )
+                for c in stage.collectives:
+                    place = f"{','.join(c.axes) or '-'}{' in a loop' if c.in_loop else ''}"
+                    lines.append(f"{c.kind} over {place}: {c.count:g} times, {format_bytes(c.num_bytes)}")
+            else:
+                lines.append(
+                    f"stage {stage.stage}: peak {format_bytes(stage.peak_bytes)} on each device "
+                    f"({format_bytes(stage.held_bytes)} held between programs), at most {stage.in_flight} micro-batches in "
+                    "flight"
+                )
         return "\n".join(lines)
 
 
@@ -57,12 +117,19 @@ def compiled_stats(
     compiled: Any, axis_names: Sequence[str], axis_sizes: Sequence[int], *, lower_s: float = 0.0, compile_s: float = 0.0
 ) -> Stats:
     """Stats of what `jax.jit(...).lower(...).compile()` returned, for a mesh whose devices are numbered row by row."""
-    return Stats(
-        memory=compiled_memory(compiled),
+    memory = compiled_memory(compiled)
+    stage = StageStats(
+        stage=0,
+        held_bytes=memory.peak_bytes - memory.temp_bytes,
+        temp_bytes=memory.temp_bytes,
+        peak_bytes=memory.peak_bytes,
+        in_flight=1,
         collectives=add_up(find_collectives(compiled.as_text(), axis_names, axis_sizes)),
-        lower_s=lower_s,
+        num_programs=1,
         compile_s=compile_s,
+        memory=memory,
     )
+    return Stats(stages=(stage,), lower_s=lower_s)
 
 
 def compiled_memory(compiled: Any) -> CompiledMemory:

@@ -1,108 +1,113 @@
-"""A step under a plan, called as the user's own."""
+"""A step under a plan, called as the user's own, whatever the plan."""
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core import PlanMismatchError
-from ..graph import Graph
-from ..plans import Plan
-from ..sharding import Choice, NodeGraph
-from ._agreement import agree_on_step, spans_processes
+from ..core import InputError
+from ..cost import PlannedStep
+from ..plans import Plan, Trace, headline
+from ._agreement import agree, plan_lines, spans_processes
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
-from ._pieces import PiecedArray, places_of
-from ._plan_program import build_plan_program
-from ._spmd import Program
-from ._state import local_part, place
-from ._stats import Stats, compiled_stats
-from ._watchdog import watched
+from ._mesh import make_mesh
+from ._pieces import places_of
+from ._pipeline_runner import PipelineRunner
+from ._program_runner import ProgramRunner
+from ._runner import AbstractRunner
+from ._state import local_part
+from ._stats import Stats
 
 
-class ParallelStep:
-    """A training step that runs on many devices with the user's signature.
+class Step:
+    """A training step that runs on many devices with the user's signature: as one program, or as a pipeline.
 
-    Made by `build`. The program is compiled when it is first needed. State that the step replaces is donated: after a
-    call, use the state that it returned.
+    It is traced, planned if it has no plan yet, and compiled when it is first called. State that the step replaces is
+    donated: after a call, use the state that it returned. Made by `aliquot.parallelize`.
     """
 
-    def __init__(self, *, graph: Graph, plan: Plan, mesh: Mesh, program: Program) -> None:
-        self._graph, self._plan, self._mesh, self._program = graph, plan, mesh, program
-        self._compiled: Any = None
-        self._stats: Stats | None = None
-        self._is_agreed = not spans_processes(mesh.devices.flat)
-        self._number = 0
-        self._lower_s = self._compile_s = 0.0
-        self._lock = threading.Lock()
-        self._arguments = Arguments(graph)
-        self._donated = frozenset(program.donated)
-        self.__name__ = graph.name
-        self.__doc__ = graph.calling.fn.__doc__
-
-    @classmethod
-    def build(
-        cls,
-        graph: Graph,
-        nodes: NodeGraph,
-        choices: Sequence[Choice],
-        plan: Plan,
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        prepare: Callable[[tuple[Any, ...], dict[str, Any]], PlannedStep] | None = None,
+        *,
+        plan: Plan | None = None,
         devices: Sequence[Any] | None = None,
-    ) -> ParallelStep:
-        """The step of a plan.
-
-        Args:
-            graph: the step on its whole batch.
-            nodes: its decisions, of the whole batch or of a micro-batch.
-            choices: what the plan decided, one for each node.
-            plan: mesh, micro-batches and data axes are read from it.
-            devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
-
-        Raises:
-            PlanMismatchError: there are fewer devices than the plan needs.
-            CaptureError: the step does not decompose into the plan's micro-batches.
+        runner: AbstractRunner | None = None,
+    ) -> None:
         """
-        (stage,) = plan.stages
-        mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
-        program = build_plan_program(graph, nodes, choices, plan, mesh)
-        return cls(graph=graph, plan=plan, mesh=mesh, program=program)
+        Args:
+            fn: the user's step.
+            prepare: the step with its plan, given the arguments of its first call.
+            plan: what it runs, if that is known before.
+            devices: to run on; by default `jax.devices()`.
+            runner: what runs it, in place of `prepare`.
+        """
+        self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
+        self._runner: AbstractRunner | None = None
+        self._arguments: Arguments | None = None
+        self._lock = threading.RLock()
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__doc__ = fn.__doc__
+        if runner is not None:
+            self._use(runner)
+
+    def __deepcopy__(self, memo: Any) -> Step:
+        """The step itself, as for functions: it holds no state of the training."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            f"{self.__name__} holds compiled programs and devices, and cannot be pickled. Save its plan, step.plan.save(path), "
+            "and make the step again where it is needed: parallelize(train_step, Plan.load(path))."
+        )
+
+    # ---- before the first call ---------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """What it runs."""
+        """What it runs. Raises `InputError` for a step that is planned at its first call, before that call."""
+        if self._plan is None:
+            raise InputError(
+                f"{self.__name__} is planned from the arguments of its first call, and was not called yet. Call it first, "
+                "or make a plan with aliquot.plan(step, ...) and pass it: parallelize(step, plan)."
+            )
         return self._plan
 
     @property
-    def mesh(self) -> Mesh:
-        """The devices it runs on."""
-        return self._mesh
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The devices of each stage; a plan of one program has one."""
+        if self._runner is not None:
+            return self._runner.meshes
+        devices = list(jax.devices() if self._devices is None else self._devices)
+        return tuple(
+            make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :]) for stage in self.plan.stages
+        )
 
     @property
-    def shardings(self) -> dict[str, NamedSharding]:
-        """Where each input lies, by path."""
-        return {i.path: s for i, s in zip(self._graph.inputs, self._program.in_shardings, strict=True)}
+    def mesh(self) -> Mesh:
+        """The devices it runs on. Raises `InputError` for a pipeline, which has `meshes`."""
+        meshes = self.meshes
+        if len(meshes) > 1:
+            raise InputError(f"{self.__name__} runs as {len(meshes)} stages, each on a mesh of its own: see .meshes.")
+        return meshes[0]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step. Returns at once with arrays that are still being computed, as JAX does.
-
-        Takes plain or placed arrays. With several processes, a host array may be the process's own part.
-
-        Raises:
-            PlanMismatchError: the arguments are not those that were planned for; lists every difference.
-            CaptureError: other arguments are passed.
-        """
-        outputs = self._program_on(self._arguments.leaves(args, kwargs), keep=False)
-        return self._graph.calling.finish(outputs, args, kwargs)
+    @property
+    def shardings(self) -> Mapping[str, NamedSharding]:
+        """Where each input lies, by path; what several stages read on the first of them."""
+        if self._runner is not None:
+            return self._runner.shardings
+        return {
+            path: NamedSharding(mesh, PartitionSpec(*[axes or None for axes in dims]))
+            for stage, mesh in reversed(list(zip(self.plan.stages, self.meshes, strict=True)))
+            for path, dims in stage.shardings.items()
+        }
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's function that makes the state, so that every device makes only what it holds.
@@ -114,18 +119,71 @@ class ParallelStep:
         Raises:
             PlanMismatchError: what it returns is not what the step takes; names the paths that differ.
         """
-        self._agree()
-        places = places_of(self.shardings)
-        return init_state(self._graph.calling.fn, self._plan.inputs, places, init_fn, args, kwargs)
+        if self._plan is not None and spans_processes([d for mesh in self.meshes for d in mesh.devices.flat]):
+            agree(plan_lines(self._plan))
+        inputs = self._runner.interface if self._runner is not None else self.plan.inputs
+        return init_state(self._fn, inputs, places_of(self.shardings), init_fn, args, kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Step:
+        """Trace the step for these arguments (arrays or shapes) without running it; a call does so by itself."""
+        with self._lock:
+            if self._runner is None:
+                assert self._prepare is not None
+                planned = self._prepare(args, kwargs)
+                self._plan = planned.plan
+                kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
+                self._use(kind.build(planned, self._devices))
+        return self
+
+    def _use(self, runner: AbstractRunner) -> None:
+        self._arguments = Arguments(runner.graph)
+        self._runner = runner
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step. Returns at once with arrays that are still being computed, as JAX does.
+
+        Takes plain or placed arrays. With several processes, a host array may be the process's own part.
+
+        Raises:
+            PlanMismatchError: the arguments are not those that were planned for; lists every difference.
+            CaptureError: other arguments are passed.
+        """
+        runner, arguments = self.prepare(*args, **kwargs)._ready("call")
+        results = runner.run(arguments.leaves(args, kwargs), keep=False)
+        return runner.graph.calling.finish(results, args, kwargs)
+
+    def check(self, *args: Any, **kwargs: Any) -> StepCheck:
+        """Run one step here and plainly on one device, and compare every output. The arguments stay as they are.
+
+        The plain step must fit on one device. With several processes, pass whole arrays, the same in all.
+        """
+        runner, arguments = self.prepare(*args, **kwargs)._ready("check()")
+        call = arguments.call(args, kwargs)
+        results = runner.run(call.leaves, keep=True)
+        return compare([o.path for o in runner.graph.outputs], results, plain_results(runner.graph, call.leaves))
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments with every array where the step wants it, for loops that prepare their next batch early.
 
         Positional arguments come back in order, then keyword arguments. Raises as a call does.
         """
-        call = self._arguments.call(args, kwargs)
-        by_leaf = {id(leaf): self._place(position, leaf, keep=False) for position, leaf in enumerate(call.leaves)}
+        runner, arguments = self.prepare(*args, **kwargs)._ready("place()")
+        call = arguments.call(args, kwargs)
+        by_leaf = {id(leaf): placed for leaf, placed in zip(call.leaves, runner.place(call.leaves), strict=True)}
         return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+        """Run one step program by program, each waiting for the one before, and say when each began and ended.
+
+        So the times are those of each program and transfer by itself, one after the other: compare programs with the
+        predicted schedule; their sum is not the time of a step. The arguments stay as they are. Programs run
+        once before they are timed. Of several processes each sees its own stages, and all must call this.
+        """
+        runner, arguments = self.prepare(*args, **kwargs)._ready("trace()")
+        title = headline(self._plan) if self._plan is not None else self.__name__
+        return runner.trace(arguments.leaves(args, kwargs), title)
 
     def local_part(self, batch: Any, argument: str | None = None) -> Any:
         """The part of a batch (a tree of whole host arrays) that this process must feed.
@@ -134,116 +192,51 @@ class ParallelStep:
             batch: one argument of the step.
             argument: its name; by default the last positional one.
         """
-        calling = self._graph.calling
+        runner, _ = self._ready("local_part()")
+        if len(runner.meshes) > 1:
+            raise InputError(
+                f"{self.__name__} is a pipeline, whose processes each pass whole batches: leave local_part() out."
+            )
+        calling = runner.graph.calling
         name = argument or calling.names[calling.num_positional - 1]
         shardings = [
             sharding
-            for parts, sharding in zip(calling.call.parts, self._program.in_shardings, strict=True)
+            for parts, sharding in zip(calling.call.parts, runner.input_shardings(), strict=True)
             if parts[0] == name
         ]
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)])
 
+    # ---- the compiled programs ---------------------------------------------------------------------------------------
+
     def stats(self) -> Stats:
-        """Memory on each device, collectives and compile time of the compiled program. Compiles it if need be."""
-        if self._stats is None:
-            compiled = self._compile()
-            names = [str(name) for name in self._mesh.axis_names]
-            self._stats = compiled_stats(
-                compiled,
-                names,
-                [self._mesh.shape[name] for name in names],
-                lower_s=self._lower_s,
-                compile_s=self._compile_s,
-            )
-        return self._stats
+        """Memory on each device, collectives and compile time, stage by stage. Compiles if need be.
 
-    def check(self, *args: Any, **kwargs: Any) -> StepCheck:
-        """Run one step here and plainly on one device, and compare every output. The arguments stay as they are.
-
-        The plain step must fit on one device. With several processes, pass whole arrays, the same in all.
+        Raises:
+            InputError: before the first call or `prepare`; so do the following.
         """
-        call = self._arguments.call(args, kwargs)
-        found = self._program_on(call.leaves, keep=True)
-        wanted = plain_results(self._graph, call.leaves)
-        return compare([o.path for o in self._graph.outputs], found, wanted)
-
-    def as_text(self) -> str:
-        """The optimized program, as the compiler prints it."""
-        text: str = self._compile().as_text()
-        return text
+        return self._ready("stats()")[0].stats()
 
     def lower(self) -> Any:
-        """The program before the compiler's optimizations, as `jax.jit(...).lower(...)` returns it."""
-        structs = [_struct(t, s) for t, s in zip(self._arguments.types, self._program.in_shardings, strict=True)]
-        return self._program.jitted.lower(*structs)
+        """The program before the compiler's optimizations, as `jax.jit(...).lower(...)` returns it.
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+        Of a pipeline a dict of its programs by name.
+        """
+        return self._ready("lower()")[0].lower()
 
-    def _agree(self) -> None:
-        """Compare with what other processes are about to run, once."""
-        if not self._is_agreed:
-            agree_on_step(self._graph, self._plan)
-            self._is_agreed = True
+    def as_text(self) -> str:
+        """The optimized programs, as the compiler prints them."""
+        return self._ready("as_text()")[0].as_text()
 
-    def _compile(self) -> Any:
-        with self._lock:
-            if self._compiled is None:
-                self._agree()
-                start = time.perf_counter()
-                lowered = self.lower()
-                middle = time.perf_counter()
-                self._compiled = lowered.compile()
-                self._lower_s, self._compile_s = middle - start, time.perf_counter() - middle
-            return self._compiled
+    @property
+    def runner(self) -> AbstractRunner:
+        """What runs it: see `AbstractRunner`. Raises as `stats` does."""
+        return self._ready("runner")[0]
 
-    def _program_on(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
-        # First, since moving arrays may need the other processes as well.
-        compiled, peers = self._compile(), watched()
-        shared = Counter(id(leaf) for leaf in leaves)
-        placed = [
-            self._place(position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1))
-            for position, leaf in enumerate(leaves)
-        ]
-        if peers is not None:
-            self._number += 1
-            peers.describe = self._describe
-        return list(compiled(*placed))
-
-    def _describe(self, _: int) -> str:
-        return f"Process {jax.process_index()} had issued step {self._number}."
-
-    def _place(self, position: int, leaf: Any, *, keep: bool) -> jax.Array:
-        shape = self._arguments.types[position][0]
-        sharding = self._program.in_shardings[position]
-        donated = position in self._donated
-        if isinstance(leaf, PiecedArray):
-            leaf = jnp.asarray(leaf)
-        moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        path = self._graph.inputs[position].path
-        # What had to be moved here is still the caller's where it came from.
-        return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
-
-
-def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first devices, numbered row by row, that leaves splits to the compiler where a plan is silent.
-
-    Raises:
-        PlanMismatchError: there are too few devices.
-    """
-    needed = math.prod(shape)
-    available = list(jax.devices() if devices is None else devices)
-    if len(available) < needed:
-        raise PlanMismatchError(
-            f"the plan is for {needed} devices ({'x'.join(map(str, shape))}), and there are {len(available)}",
-            asked="the plan does not fit these devices",
-            advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
-        )
-    grid = np.array(available[:needed], dtype=object).reshape(tuple(shape))
-    return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(shape)))
-
-
-def _struct(kind: tuple[tuple[int, ...], Any], sharding: NamedSharding) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(kind[0], kind[1], sharding=sharding)
+    def _ready(self, what: str) -> tuple[AbstractRunner, Arguments]:
+        if self._runner is None or self._arguments is None:
+            raise InputError(
+                f"{self.__name__}.{what} needs the traced step. Call the step once, or step.prepare(...) with arrays or "
+                "shapes of its arguments."
+            )
+        return self._runner, self._arguments

@@ -6,6 +6,7 @@ from ._dim_rule import Inferred as Inferred
 from ._dim_rule import dim_rule as dim_rule
 from ._dim_rule import inferred_rules as inferred_rules
 from ._dim_rule import is_declared as is_declared
+from ._micro_batches import SEMANTICS as SEMANTICS
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan
 from ._micro_batches import plan_micro_batches as plan_micro_batches
 from ._micro_batches import trace_part as trace_part

@@ -47,6 +47,15 @@ class LayeredStep:
         sizes = [self.part.values[i.value].shape[0] for i in self.part.inputs if i.role is Role.BATCH]
         return sizes[0] if sizes else 1
 
+    def boundary_bytes(self, last_layers: Sequence[int]) -> tuple[float, ...]:
+        """Bytes of a micro-batch that cross behind stages; `last_layers` (exclusive) is where these end.
+
+        Of a step whose scans are cut each stage has one range of layers, whatever the numbers say.
+        """
+        if self.graph.split is not None:
+            last_layers = range(1, len(last_layers) + 1)
+        return tuple([float(self.layers.boundary_bytes[last - 1]) for last in last_layers])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagedStep:

@@ -9,7 +9,7 @@ from ._compare import compare_collectives as compare_collectives
 from ._compare import unintended_collectives as unintended_collectives
 from ._compile import CompiledProgram as CompiledProgram
 from ._compile import Compiler as Compiler
-from ._pipeline import verify_pipeline as verify_pipeline
+from ._plan import verify_plan as verify_plan
 from ._process import CompileError as CompileError
 from ._program import PortableProgram as PortableProgram
 from ._program import portable_program as portable_program
@@ -22,6 +22,5 @@ from ._targets import resolve_target as resolve_target
 from ._text import compiled_collectives as compiled_collectives
 from ._verify import StageVerification as StageVerification
 from ._verify import Verification as Verification
-from ._verify import verify_plan as verify_plan
 from ._wheels import CompilerMissingError as CompilerMissingError
 from ._wheels import require_compiler as require_compiler

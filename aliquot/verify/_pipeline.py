@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cluster import Cluster
+from ..cost import PlannedStep
 from ..plans import ArrayInterface, Plan, StagePlan, grouped_arrays
 from ..runtime import CompiledCollective, StageExport, StageMemory, abstract_pipeline, export_stages, exported_memory
-from ..sharding import NodeGraph, StagedStep
 from ._compare import compare_collectives, unintended_collectives
 from ._compile import CompiledProgram, Compiler
 from ._process import Progress
@@ -21,24 +21,16 @@ from ._verify import ProgramVerification, StageVerification, Verification, remar
 
 
 def verify_pipeline(
-    plan: Plan,
-    step: StagedStep,
-    nodes: Sequence[NodeGraph],
+    planned: PlannedStep,
     *,
     target: str | None = None,
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> Verification:
-    """Compile the programs of all stages for a target that need not be here; see `verify_plan`.
-
-    Args:
-        plan: of several stages.
-        step: the step cut into them.
-        nodes: for each stage its decisions, as `build_plan_pipeline` takes them.
-
-    Raises:
-        CompilerMissingError, CompileError, InputError: as `verify_plan` does.
-    """
+    """Compile the programs of all stages of a plan; see `verify_plan`."""
+    plan = planned.plan
+    assert planned.staged is not None
+    step = planned.staged
     cluster = Cluster.from_dict(plan.cluster)
     chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
     tell = progress or (lambda line: None)
@@ -46,7 +38,7 @@ def verify_pipeline(
     with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
         compiler.start()
         tell("writing the programs down")
-        pipeline = abstract_pipeline(step, nodes, plan)
+        pipeline = abstract_pipeline(planned)
         exports = export_stages(pipeline)
         programs = _compile_all(plan, exports, cluster, chosen, compiler)
 

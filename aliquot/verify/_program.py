@@ -16,10 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from ..graph import Graph
-from ..plans import Plan, StagePlan
+from ..cost import PlannedStep
+from ..plans import StagePlan
 from ..runtime import StageExport, build_plan_program
-from ..sharding import Choice, NodeGraph
 
 _FOR_OTHERS = "jax_export_ignore_forward_compatibility"
 _CUSTOM_CALL = re.compile(r'custom_call @"?([\w.$]+)')
@@ -70,24 +69,21 @@ class PortableProgram:
         return hashlib.sha256(self.module + repr(settings).encode()).hexdigest()
 
 
-def portable_program(
-    graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], plan: Plan, platform: str
-) -> PortableProgram:
-    """The program of a plan of one stage, lowered for a platform of which no device need be here.
+def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
+    """The program of a plan that is no pipeline, lowered for a platform of which no device need be here.
 
     Args:
-        graph, nodes, choices, plan: as `ParallelStep.build` takes them.
         platform: `"cuda"`, `"tpu"` or `"cpu"`.
 
     Raises:
         CaptureError: the step does not decompose into the plan's micro-batches.
     """
-    (stage,) = plan.stages
+    graph, (stage,) = step.graph, step.plan.stages
     # Where a device stands does not matter for what is written down, so the mesh needs none.
     mesh: Any = AbstractMesh(
         tuple(stage.mesh_shape), tuple(stage.axis_names), axis_types=(AxisType.Auto,) * len(stage.mesh_shape)
     )
-    program = build_plan_program(graph, nodes, choices, plan, mesh)
+    program = build_plan_program(step, mesh)
     structs = [
         _struct(leaf, sharding) for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
     ]

@@ -10,9 +10,8 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..core import format_bytes, format_seconds
-from ..graph import Graph
+from ..cost import PlannedStep
 from ..plans import Plan, StagePlan, grouped_arrays
-from ..sharding import Choice, NodeGraph
 from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended_collectives
 from ._compile import CompiledProgram, Compiler
 from ._process import Progress
@@ -169,28 +168,15 @@ class Verification:
         return "\n".join([*lines, *self.remarks])
 
 
-def verify_plan(
-    plan: Plan,
-    graph: Graph,
-    nodes: NodeGraph,
-    choices: Sequence[Choice],
+def verify_program(
+    step: PlannedStep,
     *,
     target: str | None = None,
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> Verification:
-    """Compile the program of a plan of one stage for a target that need not be here, and put the result beside the prediction.
-
-    Args:
-        plan: what to verify.
-        graph: the step on its whole batch.
-        nodes, choices: its decisions, as `ParallelStep.build` takes them.
-        target: see `resolve_target`; by default the device that the plan was made for.
-        progress, cache: see `Compiler`.
-
-    Raises:
-        CompilerMissingError, CompileError, InputError: as `Compiler` and `resolve_target` do.
-    """
+    """Compile the program of a plan that is no pipeline; see `verify_plan`."""
+    plan = step.plan
     cluster = Cluster.from_dict(plan.cluster)
     chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
     (stage,) = plan.stages
@@ -198,7 +184,7 @@ def verify_plan(
     with Compiler(chosen, num_devices=math.prod(stage.mesh_shape), progress=tell, cache=cache) as compiler:
         compiler.start()
         tell("writing the program down")
-        program = portable_program(graph, nodes, choices, plan, chosen.platform)
+        program = portable_program(step, chosen.platform)
         compiled = compiler.compile(program, devices_per_host=cluster.devices_per_host)
     return Verification(
         target=chosen,

@@ -11,6 +11,7 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import PlanMismatchError
 from aliquot.cost import (
+    PlannedStep,
     collective_uses,
     conversions,
     enumerate_choices,
@@ -90,18 +91,22 @@ def test_picks_are_positions_of_choices(problem):
     assert (find_picks(priced, choices) == picks).all()
 
 
+def judged(problem, plan):
+    return estimate(PlannedStep.of_program(plan, problem.graph, problem))
+
+
 def test_a_plan_of_another_step_is_refused(problem):
     other = aq.plan(*mlp((64, 128, 128, 64), 32), cluster=CLUSTER, method=DataParallel())
     with pytest.raises(PlanMismatchError, match="decides about"):
-        estimate(problem, other)
+        judged(problem, other)
     plan = aq.plan(*STEP, cluster=CLUSTER, method=DataParallel())
     odd = make_problem(aq.capture(*mlp((64, 128, 64), 30)), CLUSTER)
     with pytest.raises(PlanMismatchError, match="cannot be split") as found:
-        estimate(odd, plan)
+        judged(odd, plan)
     assert len(found.value.violations) > 1
     empty = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], interior=()),))
     with pytest.raises(PlanMismatchError, match="0 operators"):
-        estimate(problem, empty)
+        judged(problem, empty)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from planners.small_steps import array, classifier, mlp
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import estimate, make_problem, memory_model, peak_memory, price, timeline
+from aliquot.cost import PlannedStep, estimate, make_problem, memory_model, peak_memory, price, timeline
 from aliquot.graph import Graph
 from aliquot.planners import ShardParallel, Zero3Parallel
 from aliquot.sharding import project, reshard
@@ -142,4 +142,4 @@ def test_the_limit_is_kept():
     tight = aq.plan(*step, cluster=cluster, method=method, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
     assert tight.prediction.peak_memory_bytes <= 0.8 * free.prediction.peak_memory_bytes
     problem = make_problem(aq.capture(*step), cluster, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
-    assert estimate(problem, tight) == tight.prediction
+    assert estimate(PlannedStep.of_program(tight, problem.graph, problem)) == tight.prediction

@@ -9,7 +9,7 @@ from planners.small_steps import mlp
 import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import ClusterError, InfeasibleError, InputError, PlanMismatchError
-from aliquot.cost import decode_interior, encode_interior, estimate, make_problem, price
+from aliquot.cost import PlannedStep, decode_interior, encode_interior, estimate, make_problem, price
 from aliquot.planners import (
     ILP,
     Auto,
@@ -81,7 +81,7 @@ def test_planning_twice_gives_the_same(name, plans):
 
 
 def test_prediction_is_the_judges(plan, problem):
-    assert estimate(problem, plan) == plan.prediction
+    assert estimate(PlannedStep.of_program(plan, problem.graph, problem)) == plan.prediction
 
 
 def test_breakdown_adds_up(plan):

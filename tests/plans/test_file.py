@@ -62,6 +62,11 @@ def test_golden_file_still_loads(path):
 
 
 @pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
+def test_files_of_version_1_still_load(path):
+    assert Plan.load(path.with_stem(f"{path.stem}_1")) == GOLDEN_FILES[path]
+
+
+@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
 def test_golden_file_is_what_is_written_today(path):
     assert GOLDEN_FILES[path].to_json() == path.read_text()
 
@@ -113,7 +118,7 @@ def _edited(**changes):
         ('{\n  "version": one\n}', "invalid character at line 2, column 14"),
         ("[1, 2]", "no plan: it has no `version`"),
         ("{}", "no plan: it has no `version`"),
-        (_edited(version=2), "has version 2, and this aliquot reads 1. Update it"),
+        (_edited(version=3), "has version 3, and this aliquot reads 1, 2. Update it"),
         (_edited(version=0), "has version 0, which is no version; this aliquot reads 1"),
         (_edited(version="1"), "has version '1', which is no version"),
         (_edited(colour="red"), "`plan.colour`: there is no such field"),

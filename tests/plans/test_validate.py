@@ -118,7 +118,7 @@ def test_sample_pipelines_have_none(num_stages):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (_pipeline(schedule="none"), "4 stages have no schedule"),
+        (_pipeline(schedule="single"), "4 stages have no schedule"),
         (_pipeline(schedule="1f1"), "there is no schedule '1f1': did you mean '1f1b'"),
         (_pipeline(num_submeshes=3), "4 stages cannot be dealt out to 3 submeshes equally"),
         (_pipeline(num_submeshes=0), "4 stages cannot be dealt out to 0 submeshes equally"),

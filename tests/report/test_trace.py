@@ -43,7 +43,7 @@ def _uneven(schedule, submeshes, overlaps, seed):
         ),
     )
     prediction = replace(plan.prediction, step_time_s=times.step_time_s)
-    return replace(plan, stages=tuple(stages), prediction=prediction)
+    return replace(plan, stages=tuple(stages), prediction=prediction, overlaps_transfers=overlaps)
 
 
 def _boxes(trace):

@@ -12,8 +12,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from aliquot.graph import Graph, Phase, Role, Staging, capture, cut_layers, items_of, stage_layers
 from aliquot.graph._stages import assign_stages
 from aliquot.plans import make_schedule
+from aliquot.runtime import PipelineRunner, Step
+from aliquot.runtime._build_pipeline import StageSetup, build_pipeline
 from aliquot.runtime._check import StepCheck, compare
-from aliquot.runtime._pipeline_step import PipelineStep, StageSetup, build_pipeline
 from aliquot.sharding import Pins
 
 
@@ -29,7 +30,7 @@ def pipeline(
     backwards: bool = False,
     semantics: str = "exact",
     **kwargs: Any,
-) -> PipelineStep:
+) -> Step:
     """A step as a pipeline.
 
     Args:
@@ -71,7 +72,7 @@ def build(
     schedule: str,
     backwards: bool = False,
     semantics: str = "exact",
-) -> PipelineStep:
+) -> Step:
     """The pipeline of a captured step; stage k runs on submesh `k % len(sizes)`, submeshes follow one another."""
     bounds = np.cumsum([0, *sizes])
     devices = jax.devices()[:: -1 if backwards else 1]
@@ -79,7 +80,7 @@ def build(
     chosen = [setups[k % len(sizes)] for k in range(stages.num_stages)]
     lists = make_schedule(schedule, stages.num_stages, micro_batches, len(sizes))
     made = build_pipeline(graph, stages, chosen, lists, semantics=semantics)
-    return PipelineStep(graph=graph, plan=None, pipeline=made)  # type: ignore[arg-type]
+    return Step(graph.calling.fn, runner=PipelineRunner(graph, made))
 
 
 def _setup(graph: Graph, devices: Sequence[Any]) -> StageSetup:
@@ -97,12 +98,12 @@ def _setup(graph: Graph, devices: Sequence[Any]) -> StageSetup:
     )
 
 
-def check(step: PipelineStep, *args: Any, **kwargs: Any) -> StepCheck:
+def check(step: Step, *args: Any, **kwargs: Any) -> StepCheck:
     """One step of a pipeline against the plain one."""
     return step.check(*args, **kwargs)
 
 
-def check_steps(fn: Any, step: PipelineStep, state: Any, batches: Sequence[Any]) -> StepCheck:
+def check_steps(fn: Any, step: Step, state: Any, batches: Sequence[Any]) -> StepCheck:
     """Several steps `(state, batch) -> (state, metrics)` of a pipeline against as many plain ones."""
     plain = jax.jit(fn)
     wanted = found = (state, None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from aliquot.cluster import Cluster
-from aliquot.cost import decode_interior, make_problem
+from aliquot.cost import PlannedStep, make_problem
 from aliquot.graph import Graph, Role, capture
-from aliquot.planners import write_plan
+from aliquot.planners import Task, write_plan
 from aliquot.plans import ModelReference
-from aliquot.runtime import ParallelStep, build_program, make_mesh, place
+from aliquot.runtime import ProgramRunner, Step, build_program, make_mesh, place
 from aliquot.sharding import Pins, plan_micro_batches, trace_part
 
 
@@ -22,20 +22,18 @@ def parallel(fn: Any, *args: Any, method: Any, num_micro_batches: int = 1, seman
 def build(graph: Graph, method: Any, num_micro_batches: int = 1, semantics: str = "exact", devices: Any = None):
     """The same for a captured step."""
     small = graph if num_micro_batches == 1 else trace_part(graph, num_micro_batches)
-    problem = make_problem(small, Cluster.preset("8xcpu"), num_micro_batches=num_micro_batches)
-    decision = method.solve(problem)
+    cluster = Cluster.preset("8xcpu")
+    problem = make_problem(small, cluster, num_micro_batches=num_micro_batches)
     plan = write_plan(
-        decision,
-        problem,
-        graph,
+        method.solve(problem),
+        Task(graph=graph, cluster=cluster, num_micro_batches=num_micro_batches, semantics=semantics),
         model=ModelReference(kind="closure", name=graph.name),
         version="0",
         trace_s=0.0,
         search_s=0.0,
-        semantics=semantics,
     )
-    choices = decode_interior(plan.stages[0], problem.nodes)
-    return ParallelStep.build(graph, problem.nodes, choices, plan, devices=devices)
+    planned = PlannedStep.of_program(plan, graph, problem)
+    return Step(graph.calling.fn, plan=plan, runner=ProgramRunner.build(planned, devices))
 
 
 def loop_results(

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runtime.planned import parallel
 
 from aliquot.cluster import TARGETS
+from aliquot.cost import Problem
 from aliquot.graph import ReplayHook, capture, evaluate
 from aliquot.planners import ManualParallel, Zero3Parallel
-from aliquot.runtime import _plan_program
 from aliquot.runtime._mapped import differing
 
 
@@ -208,7 +208,7 @@ def test_sums_wait_along_data_axes_alone(x64):
 
 def test_groups_are_summed_along_the_axes_that_split_the_sum_first(x64, monkeypatch):
     """As for compilers with a reduce-scatter, which would all-reduce whole gradients of which each device keeps a part."""
-    monkeypatch.setattr(_plan_program, "target_for", lambda device: TARGETS["gpu"])
+    monkeypatch.setattr(Problem, "target", property(lambda problem: TARGETS["gpu"]))
 
     def train_step(state, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])

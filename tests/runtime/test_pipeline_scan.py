@@ -107,7 +107,7 @@ def test_same_numbers(case, x64):
 
 def assert_apart(step, bounds):
     """No stage is given other layers' parameters or moments, nor gets them sent; loops stay loops."""
-    pipeline = step._pipeline
+    pipeline = step.runner.pipeline
     homes = {}
     for item in pipeline.graph.inputs:
         if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE) and item.path.endswith("]"):

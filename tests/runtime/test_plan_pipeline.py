@@ -8,7 +8,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import PlanMismatchError
-from aliquot.runtime import build_plan_pipeline
+from aliquot.runtime import require_devices
 
 
 def step(state, batch):
@@ -40,9 +40,9 @@ def devices(num_processes):
 
 def test_too_few_devices(plan):
     with pytest.raises(PlanMismatchError, match="the plan is for 8 devices in 2 stages, and there are 4"):
-        build_plan_pipeline(None, [], plan, devices(1)[:4])
+        require_devices(plan, devices(1)[:4])
 
 
 def test_processes_that_cannot_share_the_hosts(plan):
     with pytest.raises(PlanMismatchError, match="1 host of 8 devices, which 3 processes cannot share equally"):
-        build_plan_pipeline(None, [], plan, devices(3))
+        require_devices(plan, devices(3))

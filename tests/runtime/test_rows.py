@@ -14,8 +14,8 @@ from runtime.equality import LEAF, LOSS, Case, compare
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import target_for
+from aliquot.cost import Problem
 from aliquot.graph import capture
-from aliquot.runtime import _plan_pipeline, _plan_program
 from aliquot.sharding import _rows
 
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vocab_size": 40, "seq_len": 6}
@@ -24,9 +24,11 @@ SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vo
 @pytest.fixture
 def by_rows(monkeypatch):
     """CPU devices gather rows, however small they are."""
-    for module in (_plan_program, _plan_pipeline):
-        habits = lambda device: dataclasses.replace(target_for(device), gathers_leading_dim=True)  # noqa: E731
-        monkeypatch.setattr(module, "target_for", habits)
+
+    def target(problem):
+        return dataclasses.replace(target_for(problem.cluster.device), gathers_leading_dim=True)
+
+    monkeypatch.setattr(Problem, "target", property(target))
     monkeypatch.setattr(_rows, "_LEAST_ROW_BYTES", 1)
 
 
@@ -95,7 +97,7 @@ def test_stages_of_a_pipeline(monkeypatch, x64):
     monkeypatch.setattr(pipelines, "Pins", functools.partial(pipelines.Pins, rows=rows))
     step = pipelines.pipeline(train_step, state, batch, sizes=(2, 2))
     assert pipelines.check_steps(train_step, step, state, [batch] * 3).largest < 1e-12
-    texts = [program.compiled.as_text() for program in step._pipeline.compile() if program is not None]
+    texts = [program.compiled.as_text() for program in step.runner.pipeline.compile() if program is not None]
     # Each layer's in the program of its stage.
     found = [re.findall(r"f64\[([\d,]+)\][^ ]* all-gather\(", text) for text in texts]
     assert sum(found, []) == ["4,4"] * 4 and sum(map(bool, found)) == 2

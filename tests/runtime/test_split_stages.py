@@ -24,7 +24,7 @@ MICRO_BATCHES = 4
 def made(schedule="1f1b", sizes=(1, 1, 1, 1), first_layers=(0, 2, 3, 4), num_layers=4):
     graph = layered(num_layers)
     stages = stage_layers(graph, cut_layers(graph, layers="layers[*]"), first_layers)
-    return build(graph, stages, sizes=sizes, micro_batches=MICRO_BATCHES, schedule=schedule)._pipeline
+    return build(graph, stages, sizes=sizes, micro_batches=MICRO_BATCHES, schedule=schedule).runner.pipeline
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_layer_of_gpt_keeps_its_products(recompute, count):
     work = zoo.build("gpt-125m", 4, overrides=sizes, dtype="float32", recompute=recompute, optimizer="sgd")
     graph = capture(work.train_step, work.state, work.batch)
     stages = staging(graph, 3, layers=3)
-    found = build(graph, stages, sizes=(1, 1, 1), micro_batches=2, schedule="1f1b")._pipeline
+    found = build(graph, stages, sizes=(1, 1, 1), micro_batches=2, schedule="1f1b").runner.pipeline
     (forward,) = [p for p in programs(found, Part.FORWARD) if p.stage == 1]
     (backward,) = [p for p in programs(found, Part.BACKWARD) if p.stage == 1]
     assert len(forward.kept) == count

@@ -127,7 +127,7 @@ def barriers(jaxpr):
 def test_as_many_optimization_barriers_as_the_plain_step(scan, num_micro_batches):
     work = model("gpt-125m", dtype="float32", scan=scan)
     step = build(capture(work.train_step, work.state, work.batch), DataParallel(), num_micro_batches)
-    found = jax.make_jaxpr(step._program.jitted)(*jax.tree.leaves((work.state, work.batch)))
+    found = jax.make_jaxpr(step.runner.program.jitted)(*jax.tree.leaves((work.state, work.batch)))
     plain = jax.make_jaxpr(work.train_step)(work.state, work.batch)
     # Inside a scan nothing can be merged, and the model asks for no barriers.
     assert barriers(found.jaxpr) == barriers(plain.jaxpr) == (0 if scan else SMALL["num_layers"])

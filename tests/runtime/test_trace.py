@@ -7,7 +7,6 @@ import pytest
 from runtime.pipelines import pipeline
 
 import aliquot as aq
-from aliquot.core import InputError
 from aliquot.plans import chrome_trace, make_schedule
 
 WIDTH = 4
@@ -65,8 +64,10 @@ def test_the_step_goes_on_as_before():
     np.testing.assert_allclose(new["params"][0], want["params"][0], rtol=1e-6)
 
 
-def test_a_step_of_one_program_has_none():
+def test_a_step_of_one_program_is_one_event():
     state, batch = arguments()
-    own = aq.parallelize(step, method=aq.DataParallel())
-    with pytest.raises(InputError, match=r"step.trace\(\) times the programs of a pipeline, and this plan \(dp\)"):
-        own.trace(state, batch)
+    trace = aq.parallelize(step, method=aq.DataParallel()).trace(state, batch)
+    (event,) = trace.events
+    assert event.kind == "step" and trace.step_time_s == event.end_s > 0
+    assert len([e for e in chrome_trace(trace)["traceEvents"] if e["ph"] == "X"]) == 1
+    assert not any(w.is_deleted() for w in state["params"])

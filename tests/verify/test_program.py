@@ -6,7 +6,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.cost import decode_interior, make_problem
+from aliquot.cost import PlannedStep, make_problem
 from aliquot.graph import capture
 from aliquot.verify import portable_program
 
@@ -28,8 +28,7 @@ def written(fn, platform, cluster="8xH100"):
     plan = aq.plan(fn, *SHAPES, cluster=where, method=aq.DataParallel(), on_missing_rule="replicate")
     graph = capture(fn, *SHAPES)
     problem = make_problem(graph, where, on_missing_rule="replicate")
-    choices = decode_interior(plan.stages[0], problem.nodes)
-    return portable_program(graph, problem.nodes, choices, plan, platform)
+    return portable_program(PlannedStep.of_program(plan, graph, problem), platform)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])

@@ -1,0 +1,110 @@
+"""A step together with its plan: cut as the plan says, with the plan's choices for every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..cluster import Cluster, LogicalMesh
+from ..graph import Graph
+from ..plans import Plan, Prediction, StagePlan, make_schedule
+from ..sharding import Choice, LayeredStep, StagedStep
+from ._estimate import check_choices, decode_interior, predict
+from ._priced import Ints, Priced, price
+from ._problem import Problem
+from ._stages import PipelinePrediction, predict_stages, price_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedStage:
+    """One stage: its operators on its part of the cluster, and the plan's choice for each of its nodes."""
+
+    problem: Problem
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedStep:
+    """A step and its plan.
+
+    Attributes:
+        plan: what was decided.
+        graph: the step on its whole batch; of a pipeline with its scans cut as the plan says.
+        stages: one for each of the plan's.
+        layered, staged: how the step was cut into the stages of a pipeline; None for one program.
+    """
+
+    plan: Plan
+    graph: Graph = field(repr=False)
+    stages: tuple[PlannedStage, ...]
+    layered: LayeredStep | None = None
+    staged: StagedStep | None = None
+
+    @classmethod
+    def of_program(
+        cls, plan: Plan, graph: Graph, problem: Problem, choices: Sequence[Choice] | None = None
+    ) -> PlannedStep:
+        """A step that stays one program.
+
+        Args:
+            problem: the step at the size of one micro-batch.
+            choices: by default those of the plan.
+
+        Raises:
+            PlanMismatchError: the plan's choices are not those of the step's operators.
+        """
+        chosen = decode_interior(plan.stages[0], problem.nodes) if choices is None else tuple(choices)
+        return cls(plan=plan, graph=graph, stages=(PlannedStage(problem=problem, choices=chosen),))
+
+
+def estimate(step: PlannedStep) -> Prediction:
+    """What a plan costs, whoever made it: one program or a pipeline.
+
+    Raises:
+        PlanMismatchError: the plan's choices do not divide what they split.
+    """
+    if step.layered is not None:
+        return estimate_stages(step).step
+    (stage,) = step.stages
+    priced, picks = _priced(stage, step.plan.stages[0])
+    return predict(priced, picks, step.plan.prediction.memory_limit_bytes, stage.problem.graph)
+
+
+def estimate_stages(step: PlannedStep) -> PipelinePrediction:
+    """What a pipeline and each of its stages cost. Raises as `estimate` does."""
+    plan = step.plan
+    assert step.layered is not None
+    stages = []
+    for stage, planned in zip(step.stages, plan.stages, strict=True):
+        priced, picks = _priced(stage, planned)
+        stages.append(
+            replace(
+                price_stage(priced, picks, stage.problem.graph),
+                first_device=planned.first_device,
+                recompute=planned.recompute,
+            )
+        )
+    return predict_stages(
+        stages,
+        make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
+        Cluster.from_dict(plan.cluster),
+        boundary_bytes=step.layered.boundary_bytes([stage.first_layer for stage in plan.stages[1:]]),
+        memory_limit_bytes=plan.prediction.memory_limit_bytes,
+        overlaps_transfers=plan.overlaps_transfers,
+    )
+
+
+def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
+    """The plan's choices alone, priced."""
+    problem, names = stage.problem, planned.axis_names
+    check_choices(problem.nodes, stage.choices, planned.mesh_shape)
+    priced = price(
+        problem.nodes,
+        LogicalMesh(shape=planned.mesh_shape, axis_names=names, cluster=problem.cluster),
+        repeats=problem.num_micro_batches,
+        data_axes=frozenset(names.index(axis) for axis in planned.data_axes),
+        choices=[np.array([choice], np.int64) for choice in stage.choices],
+    )
+    return priced, np.zeros(len(stage.choices), np.int64)

@@ -1,0 +1,188 @@
+"""What a plan with several stages costs: every stage priced, and its schedule simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..graph import Graph
+from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
+from ._estimate import collective_uses
+from ._phases import PhaseCosts, phase_costs
+from ._pipeline import PipelineTimes, StageCosts, simulate
+from ._priced import Ints, Priced
+from ._transfers import edge_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedStage:
+    """A stage with its choices priced.
+
+    Attributes:
+        priced, picks: the choices, and those that were made.
+        graph: the stage's operators at the size of a micro-batch.
+        first_device: of the cluster; it takes as many as its mesh has.
+        recompute: whether its backward pass works everything out again from what enters the stage.
+        costs: by phase.
+    """
+
+    priced: Priced
+    picks: Ints
+    graph: Graph = field(repr=False)
+    costs: PhaseCosts
+    first_device: int = 0
+    recompute: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """Of its mesh."""
+        return math.prod(self.priced.mesh.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelinePrediction:
+    """The prediction for a pipeline: for the step, for each stage, and when each task runs.
+
+    `costs` are those of each stage's operators, before any recomputation.
+    """
+
+    step: Prediction
+    stages: tuple[StagePrediction, ...]
+    costs: tuple[PhaseCosts, ...]
+    times: PipelineTimes
+
+
+def price_stage(priced: Priced, picks: Ints, graph: Graph) -> PricedStage:
+    """A stage with its costs by phase."""
+    return PricedStage(priced=priced, picks=picks, graph=graph, costs=phase_costs(priced, picks, graph))
+
+
+def predict_stages(
+    stages: Sequence[PricedStage],
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    boundary_bytes: Sequence[float],
+    memory_limit_bytes: float,
+    overlaps_transfers: bool,
+) -> PipelinePrediction:
+    """The prediction for a pipeline.
+
+    The step's figures are those of the submesh that is busy longest, and its memory that of the fullest device.
+
+    Args:
+        boundary_bytes: what crosses between neighbouring stages, of the whole micro-batch.
+        overlaps_transfers: whether stages compute while arrays travel between them.
+    """
+    places = [(stage.first_device, stage.num_devices) for stage in stages]
+    edges = edge_seconds(
+        boundary_bytes,
+        places,
+        devices_per_host=cluster.devices_per_host,
+        intra=cluster.intra,
+        inter=cluster.inter,
+    )
+    costs = _stage_costs(stages, edges[1:].tolist(), boundary_bytes, overlaps_transfers=overlaps_transfers)
+    times = simulate(schedule, costs)
+    predictions = tuple(_stage_prediction(k, stage, schedule, costs, times) for k, stage in enumerate(stages))
+    return PipelinePrediction(
+        step=_step_prediction(stages, predictions, schedule, times, memory_limit_bytes),
+        stages=predictions,
+        costs=tuple(stage.costs for stage in stages),
+        times=times,
+    )
+
+
+def _stage_costs(
+    stages: Sequence[PricedStage],
+    transfer_s: Sequence[float],
+    boundary_bytes: Sequence[float],
+    *,
+    overlaps_transfers: bool,
+) -> StageCosts:
+    again = np.array([s.recompute for s in stages])
+    forward = np.array([s.costs.forward_s for s in stages])
+    backward = np.array([s.costs.backward_s for s in stages])
+    # What a stage works out again serves both halves of its backward pass, which stays whole.
+    deferrable = np.where(again, 0.0, [s.costs.deferrable_s for s in stages])
+    backward = np.where(again, backward + forward, backward)
+    state = np.array([s.costs.state_bytes for s in stages])
+    kept = np.array([s.costs.in_flight_bytes for s in stages])
+    entering = np.array([0.0, *boundary_bytes]) / np.array([_data_parallel_size(s) for s in stages])
+    return StageCosts(
+        forward_s=forward,
+        backward_input_s=backward - deferrable,
+        backward_weight_s=deferrable,
+        update_s=np.array([s.costs.once_s for s in stages]),
+        transfer_s=np.array(transfer_s),
+        state_bytes=np.where(again, state + kept, state),
+        in_flight_bytes=np.where(again, entering, kept),
+        working_bytes=np.array([s.costs.working_bytes for s in stages]),
+        overlaps_transfers=overlaps_transfers,
+    )
+
+
+def _data_parallel_size(stage: PricedStage) -> int:
+    return math.prod(stage.priced.mesh.shape[axis] for axis in stage.priced.data_axes)
+
+
+def _stage_prediction(
+    k: int, stage: PricedStage, schedule: Schedule, costs: StageCosts, times: PipelineTimes
+) -> StagePrediction:
+    in_flight = int(times.in_flight[k])
+    memory = {
+        "state": float(costs.state_bytes[k]),
+        "activations in flight": in_flight * float(costs.in_flight_bytes[k]),
+        "working memory": float(costs.working_bytes[k]),
+    }
+    return StagePrediction(
+        forward_s=float(costs.forward_s[k]),
+        backward_s=float(costs.backward_input_s[k] + costs.backward_weight_s[k]),
+        weight_gradient_s=float(costs.backward_weight_s[k]),
+        update_s=float(costs.update_s[k]),
+        transfer_s=float(costs.transfer_s[k]) if k < len(costs.transfer_s) else 0.0,
+        bubble=float(times.bubble_share[schedule.submesh_of(k)]),
+        in_flight=in_flight,
+        peak_memory_bytes=sum(memory.values()),
+        memory_bytes=memory,
+        collectives=collective_uses(stage.priced, stage.picks),
+    )
+
+
+def _step_prediction(
+    stages: Sequence[PricedStage],
+    predictions: Sequence[StagePrediction],
+    schedule: Schedule,
+    times: PipelineTimes,
+    memory_limit_bytes: float,
+) -> Prediction:
+    busiest = schedule.stages_of(int(times.busy_s.argmax()))
+    gradient = sum(stages[k].costs.gradient_s for k in busiest)
+    communication = sum(stages[k].costs.communication_s for k in busiest)
+    busy = sum(
+        schedule.num_micro_batches * (predictions[k].forward_s + predictions[k].backward_s) + predictions[k].update_s
+        for k in busiest
+    )
+    fullest = max(range(len(stages)), key=lambda k: predictions[k].peak_memory_bytes)
+    memory = dict.fromkeys(predictions[fullest].memory_bytes, 0.0)
+    for k in schedule.stages_of(schedule.submesh_of(fullest)):
+        for part, num_bytes in predictions[k].memory_bytes.items():
+            memory[part] += num_bytes
+    collectives: list[CollectiveUse] = [use for stage in predictions for use in stage.collectives]
+    return Prediction(
+        step_time_s=times.step_time_s,
+        compute_s=busy - gradient - communication,
+        communication_s=communication,
+        gradient_s=gradient,
+        hidden_s=0.0,
+        bubble_s=times.step_time_s - busy,
+        peak_memory_bytes=sum(memory.values()),
+        memory_limit_bytes=memory_limit_bytes,
+        memory_bytes=memory,
+        peak_moment=f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight",
+        collectives=tuple(sorted(collectives, key=lambda use: -use.seconds)),
+    )

@@ -1,0 +1,100 @@
+"""Plan and step -> `PlannedStep`: the step cut as the plan says, with the plan's choices."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..cluster import Cluster, subcluster
+from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
+from ..graph import Graph, graph_fingerprint, split_scans
+from ..plans import ArrayInterface, Plan, StagePlan, require_match
+from ..sharding import Choice, layer_step, stage_step
+from ._base import Task
+from ._follow import follow
+
+
+def apply_plan(plan: Plan, graph: Graph, on_missing_rule: str = "infer") -> PlannedStep:
+    """A step cut as its plan says.
+
+    If its operators have drifted since it was planned, and it is one program, what lies between its inputs and outputs is
+    planned anew, with a warning.
+
+    Args:
+        graph: the step on its whole batch.
+
+    Raises:
+        PlanMismatchError: the plan was made for another step; lists every difference.
+        CaptureError: the step does not decompose into the plan's micro-batches.
+    """
+    require_match(
+        plan,
+        inputs=tuple(_interface(graph, i.path, i.value, i.role.value) for i in graph.inputs),
+        outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
+        asked=f"the plan was made for another step than {graph.name}",
+    )
+    return _pipeline(plan, graph, on_missing_rule) if plan.is_pipeline else _program(plan, graph, on_missing_rule)
+
+
+def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
+    value = graph.values[operand] if isinstance(operand, int) else operand
+    return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role)
+
+
+def _program(plan: Plan, graph: Graph, on_missing_rule: str) -> PlannedStep:
+    task = Task(
+        graph=graph,
+        cluster=Cluster.from_dict(plan.cluster),
+        semantics=plan.micro_batch_semantics,
+        on_missing_rule=on_missing_rule,
+        memory_limit_bytes=plan.prediction.memory_limit_bytes,
+    )
+    problem = task.problem(plan.num_micro_batches)
+    return PlannedStep.of_program(plan, graph, problem, _choices(plan, graph, problem))
+
+
+def _choices(plan: Plan, graph: Graph, problem: Problem) -> Sequence[Choice]:
+    if graph_fingerprint(graph) == plan.graph_fingerprint:
+        return decode_interior(plan.stages[0], problem.nodes)
+    warnings.warn(
+        f"{graph.name} is traced into other operators than the plan was made for (another release of a library, perhaps). "
+        "Its inputs and outputs are the same: they are split as planned, and what lies between is planned anew.",
+        stacklevel=6,
+    )
+    return follow(problem, plan.stages[0])
+
+
+def _pipeline(plan: Plan, graph: Graph, on_missing_rule: str) -> PlannedStep:
+    layers: str | int | None = plan.layers or None if plan.num_layers is None else plan.num_layers
+    if plan.scan_bounds:
+        graph = split_scans(graph, plan.scan_bounds).graph
+    layered = layer_step(
+        graph,
+        plan.num_micro_batches,
+        layers=layers,
+        semantics=plan.micro_batch_semantics,
+        on_missing_rule=on_missing_rule,
+    )
+    first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
+    staged = stage_step(layered, first)
+    cluster = Cluster.from_dict(plan.cluster)
+    stages: list[PlannedStage] = []
+    for stage, extract in zip(plan.stages, staged.extracts, strict=True):
+        if stage.like is not None:
+            stages.append(stages[stage.like])
+            continue
+        problem = make_problem(
+            extract.graph, cluster, num_micro_batches=plan.num_micro_batches, on_missing_rule=on_missing_rule
+        )
+        problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
+        stages.append(PlannedStage(problem=problem, choices=decode_interior(stage, problem.nodes)))
+    return PlannedStep(plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged)
+
+
+def _submesh(stage: StagePlan, cluster: Cluster) -> tuple[int, int]:
+    """Hosts of a stage, and devices of each."""
+    size = math.prod(stage.mesh_shape)
+    return max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)

@@ -1,0 +1,171 @@
+"""A step as the stages of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..cost import PlannedStep
+from ..graph import Graph, Literal
+from ..plans import ArrayInterface, Plan, Trace
+from ._agreement import agree_on_step
+from ._arguments import Arguments
+from ._pieces import cut_leaves, input_pieces, join_results, original_of, output_pieces
+from ._pipeline import Pipeline
+from ._pipeline_stats import pipeline_stats
+from ._plan_pipeline import build_plan_pipeline
+from ._runner import AbstractRunner, interface_of
+from ._stage_functions import Key
+from ._state import place
+from ._stats import Stats
+from ._trace import Span, measured_trace
+
+
+class PipelineRunner(AbstractRunner):
+    """A pipeline. Its programs are compiled when they are first needed.
+
+    Attributes:
+        pipeline: see there.
+    """
+
+    def __init__(self, graph: Graph, pipeline: Pipeline, plan: Plan | None = None) -> None:
+        """
+        Args:
+            graph: the step on its whole batch, with its scans cut if the pipeline's are.
+            plan: what all processes must have in common, if there are several.
+        """
+        self.graph, self.pipeline = original_of(graph), pipeline
+        self._pieces_graph, self._plan = graph, plan
+        self._inputs, self._outputs = input_pieces(graph), output_pieces(graph)
+        self._paths = [item.path for item in self.graph.inputs]
+        self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
+        self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values())
+        self._arguments = Arguments(self.graph)
+        self._stats: Stats | None = None
+        self._is_agreed = plan is None or not pipeline.is_shared
+        self._lock = threading.RLock()
+
+    @classmethod
+    def build(cls, step: PlannedStep, devices: Sequence[Any] | None = None) -> PipelineRunner:
+        """The pipeline of a plan; see `build_plan_pipeline`."""
+        return cls(step.graph, build_plan_pipeline(step, devices), step.plan)
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """See `AbstractRunner.meshes`."""
+        return tuple(context.mesh for context in self.pipeline.contexts)
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """See `AbstractRunner.shardings`."""
+        return {item.path: sharding for item, sharding in zip(self._pieces_graph.inputs, self._homes(), strict=True)}
+
+    @property
+    def interface(self) -> tuple[ArrayInterface, ...]:
+        """See `AbstractRunner.interface`."""
+        return interface_of(self.graph)
+
+    def input_shardings(self) -> list[NamedSharding]:
+        """See `AbstractRunner.input_shardings`."""
+        homes = self._homes()
+        return [homes[pieces[0].position] for pieces in self._inputs]
+
+    def _homes(self) -> list[NamedSharding]:
+        return [next(iter(places.values()))[1] if places else self._anywhere() for places in self._places]
+
+    def _anywhere(self) -> NamedSharding:
+        return NamedSharding(self.meshes[0], PartitionSpec())
+
+    def compile(self) -> None:
+        """See `AbstractRunner.compile`."""
+        if not self._is_agreed:
+            assert self._plan is not None
+            agree_on_step(self.graph, self._plan)
+            self._is_agreed = True
+        self.pipeline.compile()
+
+    def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+        """See `AbstractRunner.run`."""
+        return self._run(leaves, self.pipeline.run, keep=keep)
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """See `AbstractRunner.place`: on the first stage that wants it, in pieces where these lie on several."""
+        homes, found = self._homes(), []
+        for position, leaf in enumerate(cut_leaves(leaves, self._inputs, self._paths)):
+            item = self._pieces_graph.inputs[position]
+            shape = self._pieces_graph.values[item.value].shape
+            found.append(place(leaf, homes[position], shape, keep=position in self._donated, path=item.path))
+        return join_results(found, self._inputs)
+
+    def stats(self) -> Stats:
+        """See `AbstractRunner.stats`."""
+        if self._stats is None:
+            self.compile()
+            self._stats = pipeline_stats(self.pipeline)
+        return self._stats
+
+    def lower(self) -> dict[str, Any]:
+        """The programs by name, as `jax.jit(...).lower(...)` returns each; those of this process's stages."""
+        known: dict[tuple[int, Key], Any] = {}
+        forms = [self.pipeline.form_of(k, f, known) for k, f in enumerate(self.pipeline.functions)]
+        return {
+            form.function.program.name: form.jitted.lower(*form.arguments)
+            for form in forms
+            if self.pipeline.local[form.function.program.stage]
+        }
+
+    def as_text(self) -> str:
+        """See `AbstractRunner.as_text`: each program under its name."""
+        self.compile()
+        programs = [stage for stage in self.pipeline.compile() if stage is not None]
+        return "\n".join(f"// {p.function.program.name}\n{p.compiled.as_text()}" for p in programs)
+
+    def trace(self, leaves: Sequence[Any], title: str) -> Trace:
+        """See `AbstractRunner.trace`."""
+        jax.block_until_ready(self.run(leaves, keep=True))
+        spans: list[Span] = []
+        timed = functools.partial(self.pipeline.run_timed, record=lambda *span: spans.append(span))
+        self._run(leaves, timed, keep=True)
+        return measured_trace(self.pipeline, spans, title=title)
+
+    def _run(self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool) -> list[Any]:
+        """The user's results from the user's arrays."""
+        # All threads must issue the instructions of a step in one order, and donated arrays have one reader.
+        with self._lock:
+            self._arguments.check_alive(whole)
+            self.compile()
+            return self._run_alone(whole, run, keep=keep)
+
+    def _run_alone(self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool) -> list[Any]:
+        graph = self._pieces_graph
+        leaves = cut_leaves(whole, self._inputs, self._paths)
+        shared = Counter(id(leaf) for leaf in leaves)
+        given: dict[int, Any] = {}
+        first: list[Any] = []
+        for position, (leaf, places) in enumerate(zip(leaves, self._places, strict=True)):
+            donated = position in self._donated
+            mine = keep or (donated and shared[id(leaf)] > 1)
+            arrays = []
+            for slot, sharding in places.values():
+                moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+                item = graph.inputs[position]
+                shape = graph.values[item.value].shape
+                arrays.append(place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path))
+                given[slot] = arrays[-1]
+            first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
+        results = run(given)
+        by_value = {item.value: array for item, array in zip(graph.inputs, first, strict=True)}
+        found = []
+        for output, result in zip(graph.outputs, results, strict=True):
+            if result is None:
+                value = output.value
+                result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]
+            found.append(result)
+        return join_results(found, self._outputs)

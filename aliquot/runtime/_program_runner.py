@@ -1,0 +1,176 @@
+"""A step as one program on one mesh."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from ..cost import PlannedStep
+from ..graph import Graph
+from ..plans import ArrayInterface, Plan, Trace, TraceEvent
+from ._agreement import agree_on_step, spans_processes
+from ._arguments import types_of
+from ._mesh import make_mesh
+from ._pieces import PiecedArray
+from ._plan_program import build_plan_program
+from ._runner import AbstractRunner, interface_of
+from ._spmd import Program
+from ._state import place
+from ._stats import Stats, compiled_stats
+from ._watchdog import watched
+
+
+class ProgramRunner(AbstractRunner):
+    """One program. It is compiled when it is first needed.
+
+    Attributes:
+        program: see there.
+    """
+
+    def __init__(self, *, graph: Graph, plan: Plan | None, mesh: Mesh, program: Program) -> None:
+        self.graph, self.program = graph, program
+        self._plan, self._mesh = plan, mesh
+        self._compiled: Any = None
+        self._stats: Stats | None = None
+        self._is_agreed = plan is None or not spans_processes(mesh.devices.flat)
+        self._number = 0
+        self._lower_s = self._compile_s = 0.0
+        self._lock = threading.Lock()
+        self._types = types_of(graph)
+        self._donated = frozenset(program.donated)
+
+    @classmethod
+    def build(cls, step: PlannedStep, devices: Sequence[Any] | None = None) -> ProgramRunner:
+        """The program of a plan.
+
+        Args:
+            devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
+
+        Raises:
+            PlanMismatchError: there are fewer devices than the plan needs.
+            CaptureError: the step does not decompose into the plan's micro-batches.
+        """
+        (stage,) = step.plan.stages
+        mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
+        return cls(graph=step.graph, plan=step.plan, mesh=mesh, program=build_plan_program(step, mesh))
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """See `AbstractRunner.meshes`."""
+        return (self._mesh,)
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """See `AbstractRunner.shardings`."""
+        return {i.path: s for i, s in zip(self.graph.inputs, self.program.in_shardings, strict=True)}
+
+    @property
+    def interface(self) -> tuple[ArrayInterface, ...]:
+        """See `AbstractRunner.interface`."""
+        return interface_of(self.graph)
+
+    def input_shardings(self) -> list[NamedSharding]:
+        """See `AbstractRunner.input_shardings`."""
+        return list(self.program.in_shardings)
+
+    def compile(self) -> None:
+        """See `AbstractRunner.compile`."""
+        with self._lock:
+            if self._compiled is not None:
+                return
+            if not self._is_agreed:
+                assert self._plan is not None
+                agree_on_step(self.graph, self._plan)
+                self._is_agreed = True
+            start = time.perf_counter()
+            lowered = self.lower()
+            middle = time.perf_counter()
+            self._compiled = lowered.compile()
+            self._lower_s, self._compile_s = middle - start, time.perf_counter() - middle
+
+    def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+        """See `AbstractRunner.run`."""
+        # First, since moving arrays may need the other processes as well.
+        self.compile()
+        peers = watched()
+        shared = Counter(id(leaf) for leaf in leaves)
+        placed = [
+            self._placed(position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1))
+            for position, leaf in enumerate(leaves)
+        ]
+        if peers is not None:
+            self._number += 1
+            peers.describe = self._describe
+        return list(self._compiled(*placed))
+
+    def _describe(self, _: int) -> str:
+        return f"Process {jax.process_index()} had issued step {self._number}."
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """See `AbstractRunner.place`."""
+        return [self._placed(position, leaf, keep=False) for position, leaf in enumerate(leaves)]
+
+    def _placed(self, position: int, leaf: Any, *, keep: bool) -> jax.Array:
+        shape = self._types[position][0]
+        sharding = self.program.in_shardings[position]
+        donated = position in self._donated
+        if isinstance(leaf, PiecedArray):
+            leaf = jnp.asarray(leaf)
+        moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        path = self.graph.inputs[position].path
+        # What had to be moved here is still the caller's where it came from.
+        return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
+
+    def stats(self) -> Stats:
+        """See `AbstractRunner.stats`."""
+        if self._stats is None:
+            self.compile()
+            names = [str(name) for name in self._mesh.axis_names]
+            self._stats = compiled_stats(
+                self._compiled,
+                names,
+                [self._mesh.shape[name] for name in names],
+                lower_s=self._lower_s,
+                compile_s=self._compile_s,
+            )
+        return self._stats
+
+    def as_text(self) -> str:
+        """See `AbstractRunner.as_text`."""
+        self.compile()
+        text: str = self._compiled.as_text()
+        return text
+
+    def lower(self) -> Any:
+        """The program, as `jax.jit(...).lower(...)` returns it."""
+        make: Any = jax.ShapeDtypeStruct
+        structs = [
+            make(shape, dtype, sharding=sharding)
+            for (shape, dtype), sharding in zip(self._types, self.program.in_shardings, strict=True)
+        ]
+        return self.program.jitted.lower(*structs)
+
+    def trace(self, leaves: Sequence[Any], title: str) -> Trace:
+        """See `AbstractRunner.trace`: one event, from the call to the last result."""
+        jax.block_until_ready(self.run(leaves, keep=True))
+        start = time.perf_counter()
+        jax.block_until_ready(self.run(leaves, keep=True))
+        event = TraceEvent(
+            kind="step",
+            lane="compute",
+            submesh=0,
+            stage=0,
+            micro_batch=-1,
+            start_s=0.0,
+            end_s=time.perf_counter() - start,
+        )
+        devices = [device.id for device in self._mesh.devices.flat]
+        name = f"devices {min(devices)}-{max(devices)}" if len(devices) > 1 else f"device {devices[0]}"
+        return Trace(title=title, source="measured", submeshes=(name,), events=(event,))

@@ -1,0 +1,96 @@
+"""What zero-bubble schedules put off: planners price the same operators that the runtime cuts off."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
+from aliquot.runtime._layout import Layout
+from aliquot.runtime._parts import cut_graph
+from aliquot.runtime._programs import Part
+from aliquot.runtime._split import split_stages
+from aliquot.sharding import layer_step, plan_micro_batches, stage_step
+from aliquot.zoo import build, configure
+
+SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
+
+
+def staged(scan, recompute, stages):
+    work = build(configure("gpt-125m", **SIZES), 4, scan=scan, recompute=recompute)
+    graph = capture(work.train_step, work.state, work.batch)
+    if scan:
+        graph = split_scans(graph, range(5)).graph
+    layered = layer_step(graph, 2)
+    return graph, stage_step(layered, [k * len(layered.layers) // stages for k in range(stages)])
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_runtime_runs_what_is_priced(scan, recompute, stages):
+    graph, step = staged(scan, recompute, stages)
+    plan = plan_micro_batches(graph, 2)
+    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
+    programs = split_stages(parts, plan, step.staging, split_backward=True).programs
+    for k, extract in enumerate(step.extracts):
+        priced = {extract.ops[op.index] for op in extract.graph.ops if op.deferrable and not op.is_link}
+        run = {
+            op
+            for program in programs
+            if program.stage == k and program.part is Part.BACKWARD_WEIGHT
+            for item in items_of(program.graph)
+            for op in item.ops
+        }
+        # The runtime may work cheap operators out once more, and adds conversions of its own.
+        missing = {op for op in priced - run if graph.ops[op].name in ("dot_general", "scan", "reduce_sum")}
+        assert not missing
+        own = {op for op in run if op < len(graph.ops) and graph.ops[op].phase is Phase.BACKWARD}
+        products = {op for op in own if graph.ops[op].name == "dot_general"}
+        assert products <= priced
+
+
+def test_everything_of_the_first_stage_is_deferrable():
+    graph, step = staged(False, "none", 2)
+    staging = step.staging
+    deferrable = deferrable_items(graph, staging.items, staging.stage)
+    backward = {
+        k
+        for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True))
+        if item.phase is Phase.BACKWARD and stage == 0
+    }
+    assert backward and backward <= deferrable
+    last = {k for k in deferrable if staging.stage[k] == 1}
+    assert last and all(staging.stage[k] != SHARED for k in deferrable)
+
+
+def test_a_stage_that_works_everything_out_again_puts_nothing_off():
+    graph, step = staged(False, "none", 2)
+    plan = plan_micro_batches(graph, 2)
+    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
+    programs = split_stages(parts, plan, step.staging, split_backward=True, recompute=frozenset({1})).programs
+    assert not any(p.totals for p in programs if p.stage == 1 and p.part is Part.BACKWARD_WEIGHT)
+
+
+def test_what_reaches_another_stage_through_a_conversion_is_not_put_off():
+    """Statistics of a micro-batch alone are scaled on their way into the backward pass, wherever that is wanted."""
+
+    def train_step(layers, x):
+        def loss(layers):
+            y = x
+            for w in layers:
+                y = y + jnp.tanh(y @ w)
+                y = y / jnp.sqrt(1 + jnp.mean(y**2, 0))
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers))
+
+    layers, x = [jnp.eye(8)] * 4, jnp.ones((16, 8))
+    method = aq.PipeshardParallel(num_stages=2, num_micro_batches=2, schedule="zero-bubble")
+    cluster = aq.Cluster.preset("2xcpu")
+    step = aq.parallelize(train_step, method=method, cluster=cluster, micro_batch_semantics="independent")
+    new = step(layers, x)
+    # The plain step on each half of the batch, averaged; both halves are equal here.
+    expected = train_step(layers, x)
+    np.testing.assert_allclose(new[0], expected[0], rtol=1e-5)

@@ -1,0 +1,98 @@
+"""One judge prices every plan from its file alone, and says what the planner said."""
+
+from __future__ import annotations
+
+import jax
+import msgspec
+import pytest
+
+import aliquot as aq
+from aliquot.core import PlanMismatchError
+from aliquot.cost import estimate_stages
+from aliquot.graph import capture
+from aliquot.planners import apply_plan
+from aliquot.plans import Plan
+
+SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+
+
+def workload(scan: bool, recompute: str = "block"):
+    return aq.zoo.build(aq.zoo.configure("gpt-125m", **SIZES), 32, scan=scan, recompute=recompute)
+
+
+def planned(work, method, **options):
+    cluster = aq.Cluster.preset("2x4xV100-16GB")
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method, **options)
+    return Plan.from_json(plan.to_json())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(
+    "method",
+    [aq.DataParallel(), aq.Zero2Parallel(), aq.Zero3Parallel(), aq.ShardParallel(mesh_shape=(2, 4)), aq.Auto()],
+)
+def test_one_program(method, micro_batches):
+    work = workload(scan=True)
+    plan = planned(work, method, num_micro_batches=micro_batches)
+    assert aq.estimate(plan, work.train_step, work.state, work.batch) == plan.prediction
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines(schedule, recompute, scan):
+    work = workload(scan, recompute)
+    # Two stages to a submesh where they are interleaved.
+    inter = aq.StageDP(num_stages=4 if schedule.startswith("interleaved") else 2)
+    method = aq.PipeshardParallel(inter=inter, schedule=schedule, num_micro_batches=4)
+    plan = planned(work, method)
+    assert plan.schedule == schedule
+    assert aq.estimate(plan, work.train_step, work.state, work.batch) == plan.prediction
+    found = estimate_stages(apply_plan(plan, capture(work.train_step, work.state, work.batch)))
+    assert found.stages == tuple(stage.prediction for stage in plan.stages)
+
+
+def test_an_edited_plan_is_judged_as_it_is():
+    work = workload(scan=False)
+    plan = planned(work, aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule="1f1b"))
+    other = msgspec.structs.replace(plan, schedule="gpipe")
+    found = aq.estimate(other, work.train_step, work.state, work.batch)
+    assert found.peak_memory_bytes > plan.prediction.peak_memory_bytes
+    beside = aq.estimate(
+        msgspec.structs.replace(plan, overlaps_transfers=True), work.train_step, work.state, work.batch
+    )
+    assert beside.step_time_s <= plan.prediction.step_time_s
+
+
+def test_another_step_is_refused():
+    work, other = workload(scan=False), aq.zoo.build(aq.zoo.configure("gpt-125m", **SIZES), 16)
+    plan = planned(work, aq.PipeshardParallel(num_stages=2, num_micro_batches=4))
+    with pytest.raises(PlanMismatchError, match="another step"):
+        aq.estimate(plan, other.train_step, other.state, other.batch)
+
+
+def trained(method, **options):
+    """How often a step is traced from `parallelize` to its first result."""
+    work, traces = workload(scan=True), []
+
+    def step(state, batch):
+        traces.append(1)
+        return work.train_step(state, batch)
+
+    run = aq.parallelize(step, method=method, cluster=aq.Cluster.preset("4xcpu"), **options)
+    batch = {name: jax.numpy.ones(x.shape, x.dtype) for name, x in work.batch.items()}
+    run(work.init(jax.random.key(0)), batch)
+    return len(traces)
+
+
+@pytest.mark.parametrize(
+    ("method", "micro_batches", "most"),
+    [
+        (aq.ShardParallel(), 1, 1),
+        (aq.DataParallel(), 4, 2),
+        (aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule="1f1b"), 1, 2),
+    ],
+)
+def test_a_step_is_traced_twice_at_most(method, micro_batches, most):
+    assert trained(method, num_micro_batches=micro_batches) <= most
