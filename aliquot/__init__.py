@@ -16,6 +16,8 @@ _MODULE_OF = {
     "parallelize": "_api",
     "verify": "_api",
     "compare": "_questions",
+    "largest_batch": "_questions",
+    "size": "_questions",
     "Cluster": "cluster",
     "Plan": "plans",
     "DataParallel": "planners",

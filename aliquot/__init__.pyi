@@ -14,6 +14,8 @@ from ._api import parallelize as parallelize
 from ._api import plan as plan
 from ._api import verify as verify
 from ._questions import compare as compare
+from ._questions import largest_batch as largest_batch
+from ._questions import size as size
 from .cluster import Cluster as Cluster
 from .core import AliquotError as AliquotError
 from .core import CaptureError as CaptureError

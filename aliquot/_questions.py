@@ -6,13 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ._api import plan as make_plan
-from .cluster import Cluster
-from .core import InfeasibleError, InputError
+from .cluster import Cluster, HostPrice, wire
+from .core import InfeasibleError, InputError, format_bytes
 from .planners import AbstractMethod, PipeshardParallel, Progress, method_by_name
-from .plans import ModelReference
-from .report import Candidate, Comparison, sorted_candidates
+from .plans import ModelReference, Plan, examples_per_step, tokens_per_step
+from .report import (
+    BatchSearch,
+    BatchTrial,
+    Candidate,
+    ClusterOption,
+    Comparison,
+    Sizing,
+    sorted_candidates,
+    sorted_options,
+)
 
 Method: TypeAlias = AbstractMethod | PipeshardParallel
+Made: TypeAlias = tuple[Callable[..., Any], Any, Any]
+
+_MOST_DOUBLINGS = 16
+_MOST_HOSTS = 1024
 
 
 def compare(
@@ -81,8 +94,6 @@ def _refused(name: str, cluster: Cluster, error: InfeasibleError | InputError) -
     first = str(error).partition("\n")[0]
     if not isinstance(error, InfeasibleError) or error.required_bytes is None:
         return Candidate(method=name, cluster=cluster.name, refusal=first)
-    from .core import format_bytes
-
     parts = tuple(sorted(error.parts.items(), key=lambda item: -item[1]))
     most = f", most of it {parts[0][0]} ({format_bytes(parts[0][1])})" if parts else ""
     limit = f" of {format_bytes(error.available_bytes)}" if error.available_bytes else ""
@@ -94,3 +105,192 @@ def _refused(name: str, cluster: Cluster, error: InfeasibleError | InputError) -
         available_bytes=error.available_bytes,
         memory_bytes=parts,
     )
+
+
+def largest_batch(
+    make: Callable[[int], Made],
+    *,
+    cluster: Cluster,
+    method: Method | None = None,
+    unit: int = 1,
+    first: int | None = None,
+    most: int = 1 << _MOST_DOUBLINGS,
+    num_micro_batches: int = 1,
+    memory_limit_bytes: float | None = None,
+    model: Callable[[int], ModelReference] | None = None,
+    progress: Progress | None = None,
+) -> BatchSearch:
+    """The largest global batch that fits, and the one of highest throughput among those tried.
+
+    Doubles the batch until it does not fit, then halves the distance down to `unit`. Whether a batch fits is taken to be
+    monotonic in its size.
+
+    Args:
+        make: from a global batch to `(step, state, batch)`.
+        unit: batches are multiples of it; a multiple of the devices keeps the batch divisible.
+        first: where to begin; by default one `unit`.
+        most: no larger batch is tried.
+        model: how the plan files name the step of a batch.
+        cluster, method, num_micro_batches, memory_limit_bytes, progress: as for `aliquot.plan`.
+
+    Raises:
+        InputError: The numbers make no sense, or the step cannot be planned for another reason than memory.
+    """
+    if unit < 1 or most < unit:
+        raise InputError(f"largest_batch needs 1 <= unit <= most, got unit={unit} and most={most}.")
+    trials: dict[int, BatchTrial] = {}
+    name = "step"
+
+    def fits(size: int) -> bool:
+        nonlocal name
+        if progress:
+            progress(f"batch {size}", 0, 0)
+        step, state, batch = make(size)
+        reference = model(size) if model else None
+        name = reference.name if reference else getattr(step, "__name__", "step")
+        try:
+            made = make_plan(
+                step,
+                state,
+                batch,
+                cluster=cluster,
+                method=method,
+                num_micro_batches=num_micro_batches,
+                memory_limit_bytes=memory_limit_bytes,
+                model=reference,
+            )
+            trials[size] = BatchTrial(global_batch=size, plan=made)
+        except InfeasibleError as error:
+            trials[size] = BatchTrial(global_batch=size, plan=None, refusal=str(error).partition("\n")[0])
+        return trials[size].plan is not None
+
+    good, bad = 0, 0
+    size = max(unit, (first or unit) // unit * unit)
+    while not bad and size <= most:
+        if fits(size):
+            good, size = size, size * 2
+        else:
+            bad = size
+    while bad and bad - good > unit:
+        middle = (good + bad) // 2 // unit * unit
+        if fits(max(middle, unit)):
+            good = middle
+        else:
+            bad = max(middle, unit)
+    found = tuple(trials[size] for size in sorted(trials))
+    limited = bad == good + unit
+    return BatchSearch(model=name, cluster=cluster.name, trials=found, unit=unit, is_limited=limited)
+
+
+def size(
+    step: Callable[..., Any],
+    *args: Any,
+    hosts: Sequence[tuple[str, int] | HostPrice],
+    tokens: float,
+    by_s: float,
+    prices: str = "",
+    method: Method | None = None,
+    max_hosts: int = 64,
+    memory_limit_bytes: float | None = None,
+    model: ModelReference | None = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Sizing:
+    """The fewest hosts on which a step fits, and those that train it in time: the cheapest of them where prices are given.
+
+    Numbers of hosts are 1, 2, 4 and so on, until the deadline is met or the next one takes no less time. A plan that does
+    not fit is tried again with micro-batches.
+
+    Args:
+        step, *args, **kwargs: as for `aliquot.plan`.
+        hosts: kinds of hosts, as `(device, devices per host)` or with a price.
+        tokens: to train on; examples where the batch has no tokens.
+        by_s: seconds until the training must be done.
+        prices: where the prices come from, for the reader.
+        max_hosts: no more are tried.
+        method, memory_limit_bytes, model, progress: as for `aliquot.plan`.
+
+    Raises:
+        InputError: The numbers make no sense.
+    """
+    if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
+        raise InputError(
+            f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most; got tokens={tokens}, "
+            f"by_s={by_s}, max_hosts={max_hosts}."
+        )
+    options: list[ClusterOption] = []
+    examples = 0
+    for host in hosts:
+        device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
+        hourly = host.price_per_hour if isinstance(host, HostPrice) else None
+        count, last_s = 1, float("inf")
+        while count <= max_hosts:
+            cluster = wire(f"{count}x{each}x{device}", device, count, each)
+            if progress:
+                progress(cluster.name, 0, 0)
+            made, refusal = _any_plan(step, args, kwargs, cluster, method, memory_limit_bytes, model)
+            training_s = None
+            if made is not None:
+                examples = examples_per_step(made)
+                steps = tokens / (tokens_per_step(made) or examples or 1)
+                training_s = steps * made.prediction.step_time_s
+            options.append(
+                ClusterOption(
+                    cluster=cluster.name,
+                    num_hosts=count,
+                    devices_per_host=each,
+                    plan=made,
+                    training_s=training_s,
+                    price_per_hour=None if hourly is None else hourly * count,
+                    refusal=refusal,
+                )
+            )
+            if training_s is not None and (training_s <= by_s / SLOWEST or training_s >= last_s):
+                break
+            last_s = training_s if training_s is not None else last_s
+            count *= 2
+    name = model.name if model else getattr(step, "__name__", "step")
+    return Sizing(
+        model=name, tokens=tokens, by_s=by_s, global_batch=examples, options=sorted_options(options), prices=prices
+    )
+
+
+SLOWEST = 1.5
+"""Hosts are added until the deadline is met even if steps take so many times what is predicted."""
+
+
+def _any_plan(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cluster: Cluster,
+    method: Method | None,
+    memory_limit_bytes: float | None,
+    model: ModelReference | None,
+) -> tuple[Plan | None, str]:
+    """A plan with the fewest micro-batches that fits, or why there is none."""
+    refusal, count = "", 1
+    while count <= _MOST_MICRO_BATCHES:
+        try:
+            made = make_plan(
+                step,
+                *args,
+                cluster=cluster,
+                method=method,
+                num_micro_batches=count,
+                memory_limit_bytes=memory_limit_bytes,
+                model=model,
+                **kwargs,
+            )
+        except InfeasibleError as error:
+            refusal = refusal or str(error).partition("\n")[0]
+        except InputError as error:
+            # More micro-batches than divide the batch.
+            return None, refusal or str(error).partition("\n")[0]
+        else:
+            return made, ""
+        count *= 4
+    return None, refusal
+
+
+_MOST_MICRO_BATCHES = 64

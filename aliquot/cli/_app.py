@@ -14,6 +14,7 @@ from ._demo import demo
 from ._diff import diff
 from ._explain import explain
 from ._plan import plan
+from ._size import size
 from ._train import train
 from ._verify import verify
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _verb in (demo, models, clusters, cluster, plan, compare, explain, diff, verify, train):
+for _verb in (demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
 app.add_typer(aceso, name="aceso")
 

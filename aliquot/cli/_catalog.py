@@ -30,10 +30,10 @@ def models(as_json: Json = False) -> None:
             )
             for row in found
         ]
-        header = ("model", "layers", "width", "experts", "seq len", "vocab", "for one", "of its")
+        header = ("model", "layers", "width", "experts", "tokens", "vocab", "for one", "of its")
         say.show(columns("Models of the zoo, by family and size", header, rows, right=(1, 2, 3, 4, 5, 6), narrow=True))
-        say.show("for one: operations to train on one example, forward and backward. Change a size with")
-        say.show("--set NAME=VALUE. Your own model: package.module:factory.")
+        say.show("for one: operations to train on one example, forward and backward. Change a")
+        say.show("size with --set NAME=VALUE. Your own model: package.module:factory.")
         say.finish({"models": found})
 
 

@@ -14,6 +14,7 @@ from ..core import InfeasibleError, InputError
 from ..plans import device_range, mfu, tokens_per_step
 from ._devices import use_host_only
 from ._interrupts import INTERRUPTED
+from ._max_batch import find_max_batch
 from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
 from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches
 from ._progress import search_progress
@@ -62,6 +63,9 @@ def plan(
     recompute: Recompute = None,
     scan: Scan = False,
     settings: Settings = None,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Find the largest batch that fits, and the one of highest throughput.")
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option(
@@ -88,6 +92,9 @@ def plan(
         if micro_batches == "auto" and method not in PIPELINES:
             raise InputError(f"--micro-batches auto: only pipelines search it, and {method} makes none. Give a number.")
         options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
+        if max_batch:
+            find_max_batch(model, options, where, how, 1 if parts is None else parts, limit, out, say)
+            return
         built = resolve(model, options, where)
         started = time.perf_counter()
         try:

@@ -11,6 +11,10 @@ from ._logical import AXIS_NAMES as AXIS_NAMES
 from ._logical import AxisLink as AxisLink
 from ._logical import LogicalMesh as LogicalMesh
 from ._logical import logical_mesh_shapes as logical_mesh_shapes
+from ._presets import wire as wire
+from ._prices import SAMPLE_PRICES as SAMPLE_PRICES
+from ._prices import HostPrice as HostPrice
+from ._prices import load_prices as load_prices
 from ._subcluster import subcluster as subcluster
 from ._target import TARGETS as TARGETS
 from ._target import Target as Target

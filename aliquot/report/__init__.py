@@ -11,6 +11,13 @@ from ._diff import difference as difference
 from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation
+from ._sizing import BatchSearch as BatchSearch
+from ._sizing import BatchTrial as BatchTrial
+from ._sizing import ClusterOption as ClusterOption
+from ._sizing import Sizing as Sizing
+from ._sizing import batch_table as batch_table
+from ._sizing import sizing_table as sizing_table
+from ._sizing import sorted_options as sorted_options
 from ._tables import as_text as as_text
 from ._tables import columns as columns
 from ._trace import planned_trace as planned_trace

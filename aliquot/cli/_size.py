@@ -1,0 +1,116 @@
+"""`aliquot size`: how many hosts a training run needs, and which are the cheapest in time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
+from ..core import InputError, shortened
+from ._devices import use_host_only
+from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
+from ._options import Json, read_cluster
+from ._progress import search_progress
+from ._session import session
+
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+
+def size(
+    model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Such as H100; by default every device that has a price.")
+    ] = None,
+    devices_per_host: Annotated[int, typer.Option(min=1, help="In a host without a price.")] = 8,
+    tokens: Annotated[str, typer.Option(metavar="N", help="To train on, such as 300B or 2T.")] = "",
+    by: Annotated[str, typer.Option(metavar="TIME", help="How long it may take, such as 30d, 12h or 6w.")] = "",
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV: device, devices per host, price per hour. By default a sample that only shows the format."
+        ),
+    ] = None,
+    max_hosts: Annotated[int, typer.Option(min=1, max=1024, help="Try no more hosts than this.")] = 64,
+    global_batch: BatchSize = None,
+    memory_limit: MemoryLimit = None,
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    scan: Scan = False,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Say on how few hosts a model fits, and which cluster trains it in time, the cheapest first."""
+    with session(as_json) as say:
+        wanted, by_s = read_count(tokens), read_duration(by)
+        table = load_prices(prices)
+        use_host_only()
+        kinds = _kinds(device, devices_per_host, table, given=prices is not None)
+        from .._questions import size as find
+        from ..report import sizing_table
+        from ._model import resolve, user_code
+
+        options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
+        built = resolve(
+            model, options, read_cluster(kinds[0].device if isinstance(kinds[0], HostPrice) else kinds[0][0])
+        )
+        priced = isinstance(kinds[0], HostPrice)
+        with user_code(built.name), search_progress(say) as report:
+            found = find(
+                built.step,
+                built.state,
+                built.batch,
+                hosts=kinds,
+                tokens=wanted,
+                by_s=by_s,
+                prices=(str(prices) if prices else f"{SAMPLE_PRICES}, a sample: pass --prices FILE") if priced else "",
+                max_hosts=max_hosts,
+                memory_limit_bytes=limit,
+                model=built.reference,
+                progress=report,
+            )
+        say.show(sizing_table(found))
+        say.finish(found.to_dict())
+        if found.choice() is None:
+            raise typer.Exit(1)
+
+
+def read_count(text: str) -> float:
+    """A number of tokens from text such as `2T`.
+
+    Raises:
+        InputError: It is none.
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmbt]?)", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"--tokens {shortened(text, 30)!r}: say how many to train on, such as 300B or 2T.")
+    return float(match[1]) * _COUNTS[match[2]]
+
+
+def read_duration(text: str) -> float:
+    """Seconds from text such as `30d`.
+
+    Raises:
+        InputError: It is no duration.
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([hdw])", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"--by {shortened(text, 30)!r}: say how long it may take, such as 12h, 30d or 6w.")
+    return float(match[1]) * _TIMES_S[match[2]]
+
+
+def _kinds(
+    device: str | None, devices_per_host: int, table: tuple[HostPrice, ...], *, given: bool
+) -> list[HostPrice] | list[tuple[str, int]]:
+    """The hosts to plan for: those with a price, of one device if it is named."""
+    if device is None:
+        return list(table)
+    name = read_cluster(device).device.name
+    priced = [host for host in table if host.device == name]
+    if given and not priced:
+        raise InputError(f"--device {name}: the prices have none for it.")
+    return priced or [(name, devices_per_host)]

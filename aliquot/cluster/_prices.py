@@ -1,0 +1,85 @@
+"""What hosts cost: a table of prices per hour, by device."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from ..core import InputError, listing, shortened
+from ._device import DEVICES
+
+SAMPLE_PRICES = "prices_2026_11.csv"
+"""The sample that ships: round figures of the right order, to be replaced by your own."""
+
+_COLUMNS = ("device", "devices per host", "price per hour")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPrice:
+    """One kind of host: its devices, how many, and what it costs by the hour."""
+
+    device: str
+    devices_per_host: int
+    price_per_hour: float
+
+
+def load_prices(path: str | os.PathLike[str] | None = None) -> tuple[HostPrice, ...]:
+    """Prices from a CSV file with the columns device, devices per host, price per hour; by default the sample.
+
+    Lines that begin with `#` are remarks.
+
+    Raises:
+        InputError: Everything that is wrong with the file.
+    """
+    if path is None:
+        text = resources.files(__package__).joinpath(SAMPLE_PRICES).read_text(encoding="utf-8")
+        return _read(text, SAMPLE_PRICES)
+    name = shortened(os.fspath(path), 60)
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise InputError(f"prices {name!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    return _read(text, name)
+
+
+def _read(text: str, name: str) -> tuple[HostPrice, ...]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO("\n".join(lines)))]
+    advice = f"The columns are {', '.join(_COLUMNS)}, as in: H100, 8, 55.04"
+    if not rows or [cell.lower().replace("_", " ") for cell in rows[0]] != list(_COLUMNS):
+        raise InputError(f"prices {name!r} do not begin with a line that names the columns. {advice}")
+    faults: list[str] = []
+    found = [_price(row, number, faults) for number, row in enumerate(rows[1:], 1)]
+    if not found:
+        faults.append("there is no price")
+    if faults:
+        raise InputError(listing(f"prices {name!r} cannot be used", faults, advice))
+    return tuple(price for price in found if price is not None)
+
+
+def _price(row: Sequence[str], number: int, faults: list[str]) -> HostPrice | None:
+    if len(row) != len(_COLUMNS):
+        faults.append(f"row {number} has {len(row)} cells")
+        return None
+    by_folded = {device.casefold(): device for device in DEVICES}
+    device = by_folded.get(row[0].casefold())
+    if device is None:
+        faults.append(f"row {number}: there is no device {shortened(row[0], 30)!r}")
+    count = int(row[1]) if row[1].isdecimal() and len(row[1]) < 6 else 0
+    if count < 1:
+        faults.append(f"row {number}: {shortened(row[1], 30)!r} is no number of devices")
+    try:
+        price = float(row[2])
+    except ValueError:
+        price = math.nan
+    if not (math.isfinite(price) and price > 0):
+        faults.append(f"row {number}: {shortened(row[2], 30)!r} is no price")
+    if device is None or count < 1 or not (math.isfinite(price) and price > 0):
+        return None
+    return HostPrice(device=device, devices_per_host=count, price_per_hour=price)

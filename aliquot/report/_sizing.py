@@ -1,0 +1,291 @@
+"""How large a batch, and how many hosts: the answers as values, tables and plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from ..core import format_bytes, format_count, format_seconds
+from ..plans import Plan, mfu, tokens_per_step
+from ._tables import columns
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTrial:
+    """A global batch that was planned: its plan, or why there is none."""
+
+    global_batch: int
+    plan: Plan | None
+    refusal: str = ""
+
+    @property
+    def examples_per_s(self) -> float:
+        """Predicted; 0 without a plan."""
+        return self.global_batch / self.plan.prediction.step_time_s if self.plan else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSearch:
+    """Batches of growing size on one cluster.
+
+    Attributes:
+        trials: by size.
+        unit: the batch is a multiple of this.
+        is_limited: whether a batch of one `unit` more than the largest was tried and does not fit. Otherwise the search
+            ended at its own limit, and larger ones may fit.
+    """
+
+    model: str
+    cluster: str
+    trials: tuple[BatchTrial, ...]
+    unit: int
+    is_limited: bool
+
+    @property
+    def largest(self) -> BatchTrial | None:
+        """The largest batch that fits; None if none does."""
+        return max((t for t in self.trials if t.plan), key=lambda t: t.global_batch, default=None)
+
+    @property
+    def fastest(self) -> BatchTrial | None:
+        """The batch with the highest throughput among those tried."""
+        return max((t for t in self.trials if t.plan), key=lambda t: (t.examples_per_s, -t.global_batch), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        largest, fastest = self.largest, self.fastest
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "feasible": largest is not None,
+            "largest_batch": largest.global_batch if largest else None,
+            "is_limited_by_memory": self.is_limited,
+            "multiple_of": self.unit,
+            "fastest_batch": fastest.global_batch if fastest else None,
+            "trials": [
+                {
+                    "global_batch": t.global_batch,
+                    "feasible": t.plan is not None,
+                    "step_time_s": t.plan.prediction.step_time_s if t.plan else None,
+                    "examples_per_s": t.examples_per_s or None,
+                    "mfu": mfu(t.plan) if t.plan else None,
+                    "memory_bytes_per_device": t.plan.prediction.peak_memory_bytes if t.plan else None,
+                    "num_micro_batches": t.plan.num_micro_batches if t.plan else None,
+                    "reason": t.refusal,
+                }
+                for t in self.trials
+            ],
+        }
+
+    def __str__(self) -> str:
+        from ._tables import as_text
+
+        return as_text(batch_table(self), width=100)
+
+
+def batch_table(found: BatchSearch) -> Group:
+    """What is largest and what is fastest, and every batch that was tried."""
+    largest, fastest = found.largest, found.fastest
+    lines: list[RenderableType] = [Text(f"{found.model} on {found.cluster} (predicted)", style="bold")]
+    if largest is None or fastest is None:
+        lines.append(Text("  No batch fits: " + (found.trials[0].refusal if found.trials else "none was tried")))
+        return Group(*lines)
+    end = (
+        f"; {largest.global_batch + found.unit} does not fit"
+        if found.is_limited
+        else "; larger ones were not tried and may fit"
+    )
+    lines.append(Text(f"  largest batch that fits     {largest.global_batch}{end}"))
+    rate = f"{format_count(float(round(_per_s(fastest))))} {_what(fastest)}/s"
+    lines.append(Text(f"  batch of highest throughput {fastest.global_batch}, {rate}"))
+    lines.append(Text(""))
+    rows = [
+        (
+            str(t.global_batch),
+            format_seconds(t.plan.prediction.step_time_s) if t.plan else "does not fit",
+            _percent(mfu(t.plan)) if t.plan else "",
+            format_count(float(round(_per_s(t)))) if t.plan else "",
+            format_bytes(t.plan.prediction.peak_memory_bytes) if t.plan else "",
+            str(t.plan.num_micro_batches) if t.plan else "",
+        )
+        for t in found.trials
+    ]
+    header = ("batch", "step", "MFU", f"{_what(fastest)}/s", "memory", "micro-batches")
+    return Group(*lines, columns("Tried", header, rows, right=range(len(header)), narrow=True))
+
+
+def _what(trial: BatchTrial) -> str:
+    return "tokens" if trial.plan and tokens_per_step(trial.plan) else "examples"
+
+
+def _per_s(trial: BatchTrial) -> float:
+    tokens = tokens_per_step(trial.plan) if trial.plan else 0
+    return tokens / trial.plan.prediction.step_time_s if trial.plan and tokens else trial.examples_per_s
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOption:
+    """A cluster on which a training run was planned.
+
+    Attributes:
+        cluster: by name.
+        num_hosts, devices_per_host: of it.
+        plan: None if nothing fits; `refusal` says why.
+        training_s: for all tokens; None without a plan.
+        price_per_hour: of all hosts; None without a price.
+    """
+
+    cluster: str
+    num_hosts: int
+    devices_per_host: int
+    plan: Plan | None
+    training_s: float | None = None
+    price_per_hour: float | None = None
+    refusal: str = ""
+
+    @property
+    def cost(self) -> float | None:
+        """Of the whole run, in the currency of the prices."""
+        if self.training_s is None or self.price_per_hour is None:
+            return None
+        return self.price_per_hour * self.training_s / 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """Clusters for a training run with a deadline.
+
+    Attributes:
+        tokens, by_s: what is to be done, and in how many seconds.
+        global_batch: in examples.
+        options: all that were planned, by device and number of hosts.
+        prices: where the prices come from; empty without any.
+    """
+
+    model: str
+    tokens: float
+    by_s: float
+    global_batch: int
+    options: tuple[ClusterOption, ...]
+    prices: str = ""
+
+    @property
+    def fewest(self) -> ClusterOption | None:
+        """The fewest hosts on which the model fits at all."""
+        return min((o for o in self.options if o.plan), key=lambda o: (o.num_hosts, o.training_s), default=None)
+
+    def in_time(self, slower: float = 1.0) -> list[ClusterOption]:
+        """Options that meet the deadline if steps take `slower` times what is predicted."""
+        return [o for o in self.options if o.training_s is not None and o.training_s * slower <= self.by_s]
+
+    def choice(self, slower: float = 1.0) -> ClusterOption | None:
+        """The cheapest in time; without prices, the one of the fewest hosts."""
+        return min(
+            self.in_time(slower),
+            key=lambda o: (o.cost is None, (o.cost or 0.0) * slower, o.num_hosts, o.training_s),
+            default=None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "model": self.model,
+            "tokens": self.tokens,
+            "by_s": self.by_s,
+            "global_batch": self.global_batch,
+            "prices": self.prices or None,
+            "fewest_hosts_that_fit": self.fewest.cluster if self.fewest else None,
+            "choice": chosen.cluster if (chosen := self.choice()) else None,
+            "sensitivity": [
+                {
+                    "slower": slower,
+                    "choice": option.cluster if option else None,
+                    "training_s": option.training_s * slower if option and option.training_s else None,
+                    "cost": option.cost * slower if option and option.cost is not None else None,
+                }
+                for slower, option in ((s, self.choice(s)) for s in SLOWER)
+            ],
+            "options": [
+                {
+                    "cluster": o.cluster,
+                    "num_hosts": o.num_hosts,
+                    "devices_per_host": o.devices_per_host,
+                    "feasible": o.plan is not None,
+                    "step_time_s": o.plan.prediction.step_time_s if o.plan else None,
+                    "mfu": mfu(o.plan) if o.plan else None,
+                    "training_s": o.training_s,
+                    "in_time": o.training_s is not None and o.training_s <= self.by_s,
+                    "price_per_hour": o.price_per_hour,
+                    "cost": o.cost,
+                    "reason": o.refusal,
+                }
+                for o in self.options
+            ],
+        }
+
+    def __str__(self) -> str:
+        from ._tables import as_text
+
+        return as_text(sizing_table(self), width=100)
+
+
+SLOWER = (0.8, 1.0, 1.25, 1.5)
+"""Step times as multiples of the predicted ones for which the choice is worked out again."""
+
+
+def sizing_table(found: Sizing) -> Group:
+    """The choice, what it becomes if predictions are off, and all that was planned."""
+    goal = f"{found.model}: {format_count(found.tokens)} tokens in {found.by_s / _DAY_S:g} days, batch {found.global_batch}"
+    lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
+    fewest, choice = found.fewest, found.choice()
+    lines.append(Text(f"  fewest hosts that fit  {_named(fewest) if fewest else 'none that was tried'}"))
+    best = "cheapest in time" if found.prices else "fewest hosts in time"
+    lines.append(Text(f"  {best.ljust(22)} {_named(choice) if choice else 'none that was tried'}"))
+    lines += [Text(""), Text("If steps take more or less than predicted", style="bold")]
+    for slower in SLOWER:
+        if slower != 1.0:
+            option = found.choice(slower)
+            text = _named(option, slower) if option else "none that was tried is in time"
+            lines.append(Padding(Text(f"{slower:g}x: {text}"), (0, 0, 0, 2)))
+    lines.append(Text(""))
+    priced = any(o.cost is not None for o in found.options)
+    header = ["cluster", "step", "MFU", "days", "in time", *(["per hour", "cost"] if priced else [])]
+    rows = []
+    for o in found.options:
+        row = [o.cluster, "does not fit", "", "", ""]
+        if o.plan and o.training_s is not None:
+            in_time = "yes" if o.training_s <= found.by_s else "no"
+            step = format_seconds(o.plan.prediction.step_time_s)
+            row = [o.cluster, step, _percent(mfu(o.plan)), f"{o.training_s / _DAY_S:.1f}", in_time]
+        money = [_money(o.price_per_hour), _money(o.cost)] if priced else []
+        rows.append([*row, *money])
+    right = [1, 2, 3, *([5, 6] if priced else [])]
+    rest = [Text(f"Prices: {found.prices}")] if found.prices else []
+    return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
+
+
+def _named(option: ClusterOption, slower: float = 1.0) -> str:
+    days = f", {option.training_s * slower / _DAY_S:.1f} days" if option.training_s is not None else ""
+    cost = f", {_money(option.cost * slower)}" if option.cost is not None else ""
+    return f"{option.cluster} ({option.num_hosts} host{'' if option.num_hosts == 1 else 's'}){days}{cost}"
+
+
+def _money(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def sorted_options(options: Sequence[ClusterOption]) -> tuple[ClusterOption, ...]:
+    """By device as first asked for, then by number of hosts."""
+    order = {name: k for k, name in enumerate(dict.fromkeys(o.cluster.rpartition("x")[2] for o in options))}
+    return tuple(sorted(options, key=lambda o: (order[o.cluster.rpartition("x")[2]], o.num_hosts)))

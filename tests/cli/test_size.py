@@ -1,0 +1,108 @@
+"""`aliquot size` and `plan --max-batch`: how many hosts, which cluster, how large a batch."""
+
+import json
+
+import pytest
+from command_line import TINY, refused, run
+
+import aliquot as aq
+from aliquot.cli._size import read_count, read_duration
+from aliquot.cluster import load_prices
+from aliquot.zoo import build
+
+SMALL = [part for part in TINY if part not in ("--cluster", "8xH100")]
+PRICES = "# mine\ndevice, devices per host, price per hour\nH100, 8, 50\nA100-80GB, 8, 10\n"
+
+
+@pytest.fixture
+def prices(tmp_path):
+    path = tmp_path / "prices.csv"
+    path.write_text(PRICES)
+    return path
+
+
+def test_the_cheapest_in_time_is_chosen(prices):
+    found = run("size", *SMALL, "--tokens", "1B", "--by", "30d", "--prices", prices, "--max-hosts", "2", "--json")
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    in_time = [o for o in answer["options"] if o["in_time"]]
+    assert answer["choice"] == min(in_time, key=lambda o: o["cost"])["cluster"]
+    assert answer["prices"] == str(prices)
+    one = answer["options"][0]
+    assert one["training_s"] == pytest.approx(1e9 / (8 * 1024) * one["step_time_s"])
+    assert one["cost"] == pytest.approx(one["price_per_hour"] * one["training_s"] / 3600)
+    assert [s["slower"] for s in answer["sensitivity"]] == [0.8, 1.0, 1.25, 1.5]
+
+
+def test_a_deadline_that_nothing_meets_is_an_answer():
+    found = run("size", *SMALL, "--device", "H100", "--tokens", "900T", "--by", "1h", "--max-hosts", "1")
+    assert found.exit_code == 1
+    assert "cheapest in time       none that was tried" in found.stdout
+    assert "fewest hosts that fit  1x8xH100 (1 host)" in found.stdout
+    assert "a sample: pass --prices FILE" in found.stdout
+
+
+def test_devices_without_a_price_are_sized_by_hosts():
+    found = json.loads(
+        run(
+            "size", *SMALL, "--device", "v5e", "--devices-per-host", "4", "--tokens", "1M", "--by", "1d", "--json"
+        ).stdout
+    )
+    assert found["prices"] is None and found["choice"] == "1x4xv5e"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("H100, 8, 50\n", "do not begin with a line that names the columns"),
+        ("device, devices per host, price per hour\n", "there is no price"),
+        ("device, devices per host, price per hour\nH1000, x, -3\nH100\n", "row 2 has 1 cells"),
+    ],
+)
+def test_prices_that_cannot_be_used_say_why(tmp_path, text, message):
+    path = tmp_path / "prices.csv"
+    path.write_text(text)
+    with pytest.raises(aq.InputError, match=message):
+        load_prices(path)
+
+
+def test_odd_sizes_are_refused(tmp_path, prices):
+    refused(run("size", *SMALL, "--tokens", "many", "--by", "30d"), "--tokens 'many'")
+    refused(run("size", *SMALL, "--tokens", "2T", "--by", "soon"), "--by 'soon'")
+    refused(run("size", *SMALL, "--tokens", "2T", "--by", "3d", "--prices", tmp_path / "no"), "cannot be read")
+    refused(run("size", *SMALL, "--tokens", "2T", "--by", "3d", "--prices", prices, "--device", "L4"), "none for it")
+    assert (read_count("2T"), read_duration("6w")) == (2e12, 6 * 7 * 86400)
+
+
+def test_the_sample_of_prices_can_be_read():
+    assert {price.device for price in load_prices()} >= {"H100", "A100-80GB"}
+
+
+def test_the_largest_batch_is_where_one_more_does_not_fit(tmp_path):
+    path = tmp_path / "plan.json"
+    found = run("plan", *TINY, "--max-batch", "--memory-limit", "200MiB", "--method", "ddp", "--json", "--out", path)
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    tried = {t["global_batch"]: t for t in answer["trials"]}
+    largest = answer["largest_batch"]
+    assert answer["is_limited_by_memory"] and tried[largest]["feasible"] and not tried[largest + 8]["feasible"]
+    best = max((t for t in tried.values() if t["feasible"]), key=lambda t: t["examples_per_s"])
+    assert answer["fastest_batch"] == best["global_batch"]
+    assert aq.Plan.load(path).inputs[-1].shape[0] == answer["fastest_batch"]
+
+
+def test_one_call_finds_the_largest_batch():
+    def make(batch):
+        work = build("gpt-10m", batch, overrides={"num_layers": 1, "vocab_size": 64, "hidden_size": 64})
+        return work.train_step, work.state, work.batch
+
+    found = aq.largest_batch(make, cluster=aq.Cluster.preset("2xH100"), unit=2, most=8, method=aq.DataParallel())
+    assert [t.global_batch for t in found.trials] == [2, 4, 8]
+    assert not found.is_limited and "larger ones were not tried" in str(found)
+    with pytest.raises(aq.InputError, match="1 <= unit <= most"):
+        aq.largest_batch(make, cluster=aq.Cluster.preset("2xH100"), unit=4, most=2)
+
+
+def test_a_batch_that_never_fits_is_an_answer():
+    found = run("plan", *TINY, "--max-batch", "--memory-limit", "1MiB")
+    assert found.exit_code == 1 and "No batch fits" in found.stdout
