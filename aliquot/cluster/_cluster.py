@@ -95,10 +95,6 @@ class Cluster:
         """All devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
-    def host_of(self, device_index: int) -> int:
-        """The host in which device `device_index` (0-based, in mesh order) sits."""
-        return device_index // self.devices_per_host
-
     @staticmethod
     def preset(spec: str) -> Cluster:
         """A cluster from a short name: `"8xH100"`, `"4x8xA100-80GB"` (hosts x devices x kind), or a TPU slice.

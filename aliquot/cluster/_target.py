@@ -26,7 +26,6 @@ class Target:
             itself.
         widened_dtypes: Types whose collectives travel as float32.
         float32_product_dtype: What float32 products run in at default precision, if the device has a figure for it.
-        honours_remat: Whether recomputation asked for in unrolled code survives; otherwise the compiler merges it away.
         repeats_cheap_work: Whether elementwise work is done again in each kernel that needs its result, where that moves
             fewer bytes than to store it.
         held_product_bytes: Bytes of an element of float32 in memory where nothing but products read it, and of a parameter
@@ -39,10 +38,10 @@ class Target:
             wait for each other. 0 if none are.
         library_convolves: Whether convolutions are a library's: it reads kernels with their output features first, so that
             others are copied into this order, and turns them round by itself.
-        indexes_maxima: Whether gradients of maxima over windows are scattered by positions found beforehand.
+        maxpool_gradient_stores_indices: Whether gradients of maxima over windows are scattered by positions found beforehand.
         hides_latency: Whether work beside collectives counts for more than memory when operators are put in order: products
             that only the update needs are then put off. Otherwise only those that would take more than they free.
-        all_reduces_apart: Whether other work can run beside an all-reduce; otherwise only beside other collectives.
+        overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside other collectives.
         copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first copies what enters it and
             what leaves it, so that this dim comes first.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
@@ -50,7 +49,7 @@ class Target:
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
         collective_efficiency: Reached share of link bandwidth in large collectives, 0 to 1.
         all_to_all_efficiency: The same in large all-to-alls, 0 to 1.
-        halves_share: What reduce-scatters and all-gathers reach of `collective_efficiency`, 0 to 1: below 1 where an
+        scatter_gather_share: What reduce-scatters and all-gathers reach of `collective_efficiency`, 0 to 1: below 1 where an
             all-reduce costs less than one of each.
         kernel_overhead_s: Least time that any operator takes.
         collective_overhead_s: Time to start any collective, on top of its links' latencies.
@@ -70,7 +69,6 @@ class Target:
     merges_partial_sums: bool
     widened_dtypes: tuple[str, ...]
     float32_product_dtype: str
-    honours_remat: bool
     repeats_cheap_work: bool
     held_product_bytes: int
     zeroes_early: bool
@@ -78,16 +76,16 @@ class Target:
     gathers_leading_dim: bool
     combined_bytes: int
     library_convolves: bool
-    indexes_maxima: bool
+    maxpool_gradient_stores_indices: bool
     hides_latency: bool
-    all_reduces_apart: bool
+    overlaps_all_reduces: bool
     copies_inner_dims: bool
     overlap_fraction: float
     matmul_efficiency: float
     bandwidth_efficiency: float
     collective_efficiency: float
     all_to_all_efficiency: float
-    halves_share: float
+    scatter_gather_share: float
     kernel_overhead_s: float
     collective_overhead_s: float
     usable_memory_fraction: float
@@ -102,7 +100,7 @@ class Target:
             "bandwidth_efficiency",
             "collective_efficiency",
             "all_to_all_efficiency",
-            "halves_share",
+            "scatter_gather_share",
             "usable_memory_fraction",
         )
         problems = [f"{name} must be above 0 and at most 1" for name in shares if not 0 < getattr(self, name) <= 1]
@@ -132,7 +130,7 @@ class Target:
     @property
     def runs_latest(self) -> bool:
         """Whether products run no sooner than needed: a scheduler that goes from the end backwards has them all to choose from."""
-        return self.hides_latency and self.all_reduces_apart
+        return self.hides_latency and self.overlaps_all_reduces
 
     def collective_dtype(self, dtype: str) -> str:
         """The type in which a value of `dtype` travels.
@@ -177,7 +175,6 @@ _CPU = Target(
     merges_partial_sums=False,
     widened_dtypes=("bfloat16", "float16"),
     float32_product_dtype="float32",
-    honours_remat=False,
     repeats_cheap_work=False,
     held_product_bytes=0,
     zeroes_early=False,
@@ -185,16 +182,16 @@ _CPU = Target(
     gathers_leading_dim=False,
     combined_bytes=0,
     library_convolves=False,
-    indexes_maxima=False,
+    maxpool_gradient_stores_indices=False,
     hides_latency=False,
-    all_reduces_apart=True,
+    overlaps_all_reduces=True,
     copies_inner_dims=True,
     overlap_fraction=0.0,
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.5,
     all_to_all_efficiency=0.15,
-    halves_share=0.77,
+    scatter_gather_share=0.77,
     kernel_overhead_s=2e-6,
     collective_overhead_s=50e-6,
     usable_memory_fraction=0.8,
@@ -219,7 +216,6 @@ _GPU = Target(
     merges_partial_sums=True,
     widened_dtypes=(),
     float32_product_dtype="tf32",
-    honours_remat=True,
     repeats_cheap_work=True,
     held_product_bytes=0,
     zeroes_early=True,
@@ -227,16 +223,16 @@ _GPU = Target(
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
     library_convolves=True,
-    indexes_maxima=True,
+    maxpool_gradient_stores_indices=True,
     hides_latency=False,
-    all_reduces_apart=True,
+    overlaps_all_reduces=True,
     copies_inner_dims=False,
     overlap_fraction=0.5,
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.8,
     all_to_all_efficiency=0.8,
-    halves_share=1.0,
+    scatter_gather_share=1.0,
     kernel_overhead_s=3e-6,
     collective_overhead_s=10e-6,
     usable_memory_fraction=0.9,
@@ -257,7 +253,6 @@ _TPU = Target(
     merges_partial_sums=True,
     widened_dtypes=(),
     float32_product_dtype="bfloat16",
-    honours_remat=True,
     repeats_cheap_work=True,
     held_product_bytes=2,
     zeroes_early=False,
@@ -265,16 +260,16 @@ _TPU = Target(
     gathers_leading_dim=False,
     combined_bytes=0,
     library_convolves=False,
-    indexes_maxima=False,
+    maxpool_gradient_stores_indices=False,
     hides_latency=True,
-    all_reduces_apart=False,
+    overlaps_all_reduces=False,
     copies_inner_dims=False,
     overlap_fraction=0.7,
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,
     collective_efficiency=0.9,
     all_to_all_efficiency=0.9,
-    halves_share=1.0,
+    scatter_gather_share=1.0,
     kernel_overhead_s=1e-6,
     collective_overhead_s=2e-6,
     usable_memory_fraction=0.95,

@@ -44,9 +44,9 @@ def collective_line(
         case "all-reduce":
             return fixed + 2 * math.ceil(math.log2(n)) * link.latency_s, 2 * (n - 1) / n / bandwidth
         case "all-gather":
-            return fixed + (n - 1) * link.latency_s, (n - 1) / bandwidth / target.halves_share
+            return fixed + (n - 1) * link.latency_s, (n - 1) / bandwidth / target.scatter_gather_share
         case "reduce-scatter":
-            return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth / target.halves_share
+            return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth / target.scatter_gather_share
         case "all-to-all":
             across = link.all_to_all_bandwidth_bytes_per_s * target.all_to_all_efficiency
             return fixed + (n - 1) * link.latency_s, (n - 1) / n / across

@@ -59,7 +59,7 @@ def make_problem(
         delays_gradients=target.delays_gradients,
         sums_gradients=num_micro_batches > 1,
         library_convolves=target.library_convolves,
-        indexes_maxima=target.indexes_maxima,
+        maxpool_gradient_stores_indices=target.maxpool_gradient_stores_indices,
         runs_latest=target.runs_latest,
         on_missing_rule=on_missing_rule,
     )

@@ -49,7 +49,7 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
         if e.kind == "operand" and e.target in landings:
             operands.setdefault(e.target, []).append(e)
     paces = _paces(priced, landings)
-    late_on = priced.target.hides_latency and priced.target.all_reduces_apart
+    late_on = priced.target.hides_latency and priced.target.overlaps_all_reduces
     for r in priced.graph.residents:
         landing = landings.get(r.reader)
         if r.late_deaths is not None and landing is not None:
@@ -63,7 +63,7 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
             for where, pace in landing.put_off(operands.get(r.maker, []), in_turn, paces):
                 last = last | where if pace is None else last
             local = (landing.together & ~last) * landing.local_bytes(r.num_bytes, landing.edge.source_projection)
-            if not (priced.target.all_reduces_apart or landing.total):
+            if not (priced.target.overlaps_all_reduces or landing.total):
                 local = np.where(landing.scattered, local, r.num_bytes / landing.shards_left)
             since = np.minimum(paces.scattered.runs_at(r.early_births) if late_on else r.early_births, r.births)
             yield Waiting(edge=landing.edge, local_bytes=local, births=since, deaths=r.births - 1)
@@ -156,7 +156,7 @@ class _Landing:
         if not self._priced.target.hides_latency:
             freed = sum(self.local_bytes(e.num_bytes, e.target_projection) for e in operands)
             return [(np.broadcast_to(self._made > freed, self.scattered.shape), None)]
-        if not self._priced.target.all_reduces_apart:
+        if not self._priced.target.overlaps_all_reduces:
             return [(self.scattered, paces.scattered)]
         apart: Flags = np.logical_and(self.everywhere, not in_turn)
         return [
@@ -174,7 +174,7 @@ def _sums_inside(priced: Priced) -> bool:
 def may_take_turns(priced: Priced) -> bool:
     """Whether some choices may make collectives inside backward layers take turns with all-reduces."""
     target = priced.target
-    beside = target.hides_latency and target.all_reduces_apart and not _sums_inside(priced)
+    beside = target.hides_latency and target.overlaps_all_reduces and not _sums_inside(priced)
     return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
 
 

@@ -82,10 +82,10 @@ class _Matcher:
         for position, (keys, _) in enumerate(outputs):
             for depth in range(min(_MAX_DEPTH, len(keys)) + 1):
                 parts.setdefault(keys[:depth], []).append(position)
-        self._parts: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
+        self._prefixes: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
         for prefix, positions in parts.items():
             looks = tuple((outputs[p][0][len(prefix) :], self._kind(outputs[p][1].value)) for p in positions)
-            self._parts.setdefault(looks, []).append((prefix, positions))
+            self._prefixes.setdefault(looks, []).append((prefix, positions))
 
     def assign(self, groups: dict[Keys, list[int]]) -> dict[Keys, list[int]]:
         """Match what can be matched; returns the groups left over."""
@@ -95,7 +95,7 @@ class _Matcher:
             looks = tuple((self._inputs[p][0][len(prefix) :], self._kind(self._inputs[p][1])) for p in positions)
             options[prefix] = [
                 (name, found)
-                for name, found in self._parts.get(looks, [])
+                for name, found in self._prefixes.get(looks, [])
                 if self._fits(prefix, name, positions, found, direct, 1 << number)
             ]
         while True:

@@ -12,7 +12,7 @@ from ..graph import Graph, Staging
 from ..plans import Schedule
 from ..sharding import MicroBatchPlan, Pins, plan_micro_batches
 from ._layout import Layout
-from ._parts import Parts, cut_graph
+from ._micro_batch_graphs import MicroBatchGraphs, cut_graph
 from ._phase_parts import phase_parts
 from ._pipeline import Pipeline
 from ._programs import StagePrograms
@@ -68,7 +68,7 @@ def build_pipeline(
     groups = [math.prod(s.mesh.shape[a] for a in s.data_axes) if count > 1 else 1 for s in setups]
     shards = math.lcm(*groups)
     split = any(task.kind == "backward-weight" for tasks in schedule.lists for task in tasks)
-    cut: dict[int, tuple[Parts, MicroBatchPlan | None, StagePrograms, Layout]] = {}
+    cut: dict[int, tuple[MicroBatchGraphs, MicroBatchPlan | None, StagePrograms, Layout]] = {}
     for number in sorted(set(groups)):
         plan = None
         layout = Layout()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..graph import Graph, Phase, items_of
-from ._parts import Parts, subgraph
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
-def phase_parts(graph: Graph) -> Parts:
+def phase_parts(graph: Graph) -> MicroBatchGraphs:
     """Forward and backward pass as the body, the update behind it; nothing runs early and nothing is cut."""
     items = items_of(graph)
     given = [i.value for i in graph.inputs]
@@ -15,7 +15,7 @@ def phase_parts(graph: Graph) -> Parts:
     made = {o for item in body for o in item.outputs}
     wanted = {i for item in late for i in item.inputs} | {o.value for o in graph.outputs if isinstance(o.value, int)}
     crossing = sorted(made & wanted)
-    return Parts(
+    return MicroBatchGraphs(
         early=subgraph(graph, given, [], []),
         body=subgraph(graph, given, [item.what for item in body], crossing),
         late=subgraph(graph, [*given, *crossing], [item.what for item in late], [o.value for o in graph.outputs]),

@@ -20,8 +20,8 @@ from ..plans import Schedule
 from ..sharding import TimeKind
 from ._instructions import Instructions, Send, write_instructions
 from ._issue import Issuer
+from ._micro_batch_graphs import struct_of
 from ._packing import pack_scalars
-from ._parts import struct_of
 from ._pipeline_stats import bytes_on_device
 from ._programs import Part, StagePrograms
 from ._stage_functions import Form, Key, StageContext, StageFunction, build_function
@@ -229,7 +229,7 @@ class Pipeline:
         specs = context.plan.specs if context.plan is not None else ()
         kind = specs[value] if value < len(specs) else None
         size = math.prod(context.mesh.shape[axis] for axis in context.data_axes)
-        if kind is None or kind.kind is not TimeKind.SPLIT or size == 1 or shape[kind.dim] % size:
+        if kind is None or kind.kind is not TimeKind.CONCATENATE or size == 1 or shape[kind.dim] % size:
             return PartitionSpec()
         return PartitionSpec(*[None] * kind.dim, context.data_axes)
 

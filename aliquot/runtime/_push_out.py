@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from ..graph import GRADIENT_PASSES, GRADIENT_SUMS, SHARED, Call, Op, Operand, Staging, items_of
 from ..sharding import MicroBatchPlan, TimeKind
-from ._parts import Parts, subgraph
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
-def push_out(parts: Parts, plan: MicroBatchPlan | None, staging: Staging) -> Parts:
-    """Parts whose sums over stages, and over nothing else's operands, are in the late graph."""
+def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging) -> MicroBatchGraphs:
+    """MicroBatchGraphs whose sums over stages, and over nothing else's operands, are in the late graph."""
     ops, items = parts.body.ops, parts.body.body.items
     # What was converted for micro-batches is another sum than that of the whole step.
     as_before = [
@@ -59,7 +59,7 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     return linear and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
 
 
-def _sources(parts: Parts, maker: Mapping[int, int], staging: Staging) -> dict[int, frozenset[int]]:
+def _sources(parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging) -> dict[int, frozenset[int]]:
     """The stages whose results a value adds up."""
     stage_of = {o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs}
     found: dict[int, frozenset[int]] = {}

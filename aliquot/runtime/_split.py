@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..graph import SHARED, Item, Phase, Staging, deferrable_items, items_of
 from ..sharding import MicroBatchPlan
-from ._parts import Parts, subgraph
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._programs import Part, StageProgram, StagePrograms
 from ._push_out import push_out
 from ._recompute import what_to_keep
@@ -21,7 +21,7 @@ from ._totals import is_summed
 
 
 def split_stages(
-    parts: Parts,
+    parts: MicroBatchGraphs,
     plan: MicroBatchPlan | None,
     staging: Staging,
     *,
@@ -70,13 +70,13 @@ class _Body:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: MicroBatchGraphs,
         staging: Staging,
         split: bool,
         plan: MicroBatchPlan | None,
         recompute: frozenset[int],
     ) -> None:
-        self._parts, self._staging, self._split = parts, staging, split
+        self._graphs, self._staging, self._split = parts, staging, split
         self._items = items_of(parts.body)
         self._order = {id(item): k for k, item in enumerate(self._items)}
         self._maker = {o: item for item in self._items for o in item.outputs}
@@ -148,7 +148,7 @@ class _Body:
     def _add_shared_crossing(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
         """What the update needs of shared items is worked out by the last stage's forward program."""
         last = self._staging.num_stages - 1
-        for value in self._parts.crossing:
+        for value in self._graphs.crossing:
             if value in self._maker and value not in self.made:
                 self.made[value] = last
                 drafts[last, Part.FORWARD].own.append(self._maker[value])
@@ -165,14 +165,14 @@ class _Body:
                     waiting.append(maker)
         draft.items = sorted(items.values(), key=lambda item: self._order[id(item)])
         inside = {o for item in draft.items for o in item.outputs}
-        known = inside | self._parts.body.constants.keys()
+        known = inside | self._graphs.body.constants.keys()
         draft.reads = list(dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known))
 
     def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
         """Work out again, in a backward program, what is cheaper to work out than to keep from the forward program."""
-        graph = self._parts.body
+        graph = self._graphs.body
         anybody = {o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs}
-        free = self._given | self._early | {self._parts.group, self._parts.micro_batch} | anybody
+        free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | anybody
         free |= graph.constants.keys()
         for stage in range(self._staging.num_stages):
             forward = drafts[stage, Part.FORWARD]
@@ -219,12 +219,12 @@ class _Body:
         exports = tuple(sorted(own & read_elsewhere))
         stacked = tuple(v for v in totals if plan is not None and not is_summed(v, plan))
         outputs = [*exports, *totals]
-        numbers = {self._parts.group, self._parts.micro_batch}
+        numbers = {self._graphs.group, self._graphs.micro_batch}
         given = tuple(sorted(i for i in draft.reads if i in self._given))
         return StageProgram(
             stage=draft.stage,
             part=draft.part,
-            graph=subgraph(self._parts.body, draft.reads, [item.what for item in draft.items], outputs),
+            graph=subgraph(self._graphs.body, draft.reads, [item.what for item in draft.items], outputs),
             given=given,
             early=tuple(sorted(i for i in draft.reads if i in self._early)),
             imports=tuple(
@@ -253,7 +253,7 @@ def _needed(items: Sequence[Item], wanted: Sequence[int], kept: frozenset[int]) 
     return found[::-1]
 
 
-def _early_programs(parts: Parts, programs: Sequence[StageProgram]) -> list[StageProgram]:
+def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -> list[StageProgram]:
     """What is worked out once on the whole batch, by every stage that reads it."""
     outside = dict(zip(parts.inside, parts.early_values, strict=True))
     items = items_of(parts.early)

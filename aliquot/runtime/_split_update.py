@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..graph import SHARED, Call, Operand, Staging, items_of, place_update
-from ._parts import Parts, subgraph
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._programs import Part, StageProgram
 
 
 class Update:
     """Programs that run once a step, behind the last micro-batch."""
 
-    def __init__(self, parts: Parts, staging: Staging, made: Mapping[int, int]) -> None:
+    def __init__(self, parts: MicroBatchGraphs, staging: Staging, made: Mapping[int, int]) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
         self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}

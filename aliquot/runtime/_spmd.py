@@ -18,7 +18,7 @@ from ..graph import Graph, Role
 from ..sharding import MicroBatchPlan, Pins, TimeKind, dims_of
 from ._layout import Layout, sizes_of
 from ._lowering import AbstractLowering, ConstraintLowering, partition
-from ._parts import cut_graph
+from ._micro_batch_graphs import cut_graph
 from ._totals import Totals
 
 
@@ -108,7 +108,7 @@ class _Loop:
         self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
         self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
         self._layout = _layout(plan, pins, mesh, self._without)
-        self._parts = cut_graph(plan, self._layout)
+        self._graphs = cut_graph(plan, self._layout)
         self._specs = {item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)}
         self._totals = Totals(
             plan=plan, mesh=mesh, lowering=lowering, layout=self._layout, pins=pins, without=self._without
@@ -116,7 +116,7 @@ class _Loop:
         self.__name__ = plan.whole.name
 
     def __call__(self, *flat: Any) -> list[Any]:
-        parts, layout = self._parts, self._layout
+        parts, layout = self._graphs, self._layout
         early = self._lowering.replay(parts.early, flat) if parts.early_values else []
         known = dict(zip([i.value for i in self._plan.whole.inputs], flat, strict=True))
         known |= self._plan.whole.constants
@@ -141,7 +141,7 @@ class _Loop:
 
     def _part(self, known: dict[int, Any], micro_batch: Any, slices: Sequence[Any]) -> list[Any]:
         """Crossing values of one micro-batch, for all groups."""
-        parts, groups = self._parts, self._layout.groups
+        parts, groups = self._graphs, self._layout.groups
         order = [*(i.value for i in self._plan.whole.inputs), *self._plan.whole.constants, *parts.early_values]
         sliced = {value for value, _ in parts.sliced}
         given = [i.value for v, i in zip(order, parts.body.inputs, strict=False) if v in sliced]
@@ -184,6 +184,6 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
         (count,) = sizes_of([others], sizes)
         if own[: len(own) - len(others)] == tuple(n for n in own if n in without) and shape[0] % count == 0:
             shards = max(shards, count)
-    split = ((v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.SPLIT)
+    split = ((v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE)
     even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)
     return Layout(groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..sharding import MicroBatchPlan, Pins, TimeKind
 from ._layout import Layout
 from ._lowering import ConstraintLowering, partition
-from ._parts import Parts
+from ._micro_batch_graphs import MicroBatchGraphs
 from ._programs import Part, StageProgram
 from ._totals import Totals
 
@@ -74,7 +74,7 @@ class StageContext:
     mesh: Mesh
     pins: Pins
     data_axes: tuple[str, ...]
-    parts: Parts
+    parts: MicroBatchGraphs
     plan: MicroBatchPlan | None
     layout: Layout
     given_specs: Mapping[int, PartitionSpec]
@@ -121,7 +121,12 @@ class StageContext:
             size = 1
             for axis in self.data_axes:
                 size *= self.mesh.shape[axis]
-            if kind is not None and kind.kind is TimeKind.SPLIT and shape[kind.dim] % size == 0 and self.data_axes:
+            if (
+                kind is not None
+                and kind.kind is TimeKind.CONCATENATE
+                and shape[kind.dim] % size == 0
+                and self.data_axes
+            ):
                 dims[kind.dim] = self.data_axes
             spec = PartitionSpec(*dims)
         return NamedSharding(self.mesh, spec)
@@ -276,11 +281,11 @@ def _joined(context: StageContext, value: int, array: Any) -> Any:
     """What other stages see of a value that each group has for itself; a leading dim for groups stays where all differ."""
     assert context.plan is not None
     spec = context.plan.specs[value]
-    if spec.kind is TimeKind.SPLIT:
+    if spec.kind is TimeKind.CONCATENATE:
         front = jnp.moveaxis(array, 0, spec.dim)
         shape = front.shape
         return front.reshape(*shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :])
-    if spec.kind is TimeKind.OWN or (spec.kind in _REDUCE and context.independent):
+    if spec.kind is TimeKind.MEAN or (spec.kind in _REDUCE and context.independent):
         return array
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
@@ -289,7 +294,7 @@ def _take_apart(context: StageContext, value: int, array: Any, plain: dict[int, 
     """The reverse of `_joined`: a sum or product counts once, in the first group."""
     assert context.plan is not None
     spec, groups = context.plan.specs[value], context.layout.groups
-    if spec.kind is TimeKind.SPLIT:
+    if spec.kind is TimeKind.CONCATENATE:
         shape, dim = array.shape, spec.dim
         apart = array.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
         mapped[value] = jnp.moveaxis(apart, dim, 0)

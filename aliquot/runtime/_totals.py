@@ -79,7 +79,7 @@ class Totals:
         chain = self.landing.get(value, ())
         if self.layout.groups > 1:
             total = self._over_groups(total, *chain[0]) if chain else total.sum(0)
-        if self.plan.specs[value].kind is TimeKind.OWN:
+        if self.plan.specs[value].kind is TimeKind.MEAN:
             total = total / self.plan.num_parts
         total = total.astype(self.plan.whole.values[value].dtype)
         for spec, minor in chain:
@@ -102,7 +102,7 @@ class Totals:
         """The batch's value of what is no sum, stacked by micro-batch, and by group where there are any."""
         spec = self.plan.specs[value]
         lead = (0, 1) if self.layout.groups > 1 else (0,)
-        if spec.kind is TimeKind.SPLIT:
+        if spec.kind is TimeKind.CONCATENATE:
             return self.layout.join(stack, spec.dim)
         if spec.kind in _REDUCE:
             return _REDUCE[spec.kind](stack, axis=lead)
@@ -112,7 +112,7 @@ class Totals:
 def is_summed(value: int, plan: MicroBatchPlan) -> bool:
     """Whether the parts' values are added up as they come: sums, and what is averaged."""
     kind, dtype = plan.specs[value].kind, plan.whole.values[value].dtype
-    return kind is TimeKind.SUM or (kind is TimeKind.OWN and dtype.startswith(("float", "bfloat", "complex")))
+    return kind is TimeKind.SUM or (kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex")))
 
 
 def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]]:

@@ -11,7 +11,7 @@ from ._cuts import cut
 from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
 from ._materialised import taken_by_regions
-from ._naming import Naming
+from ._node_index import NodeIndex
 from ._node_work import batch_sums, group_collectives, group_work, product_collectives, product_work, whole_bytes
 from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, WholeOperator
 from ._residents import residents
@@ -28,7 +28,7 @@ def build_nodes(
     sums_gradients: bool = False,
     library_convolves: bool = False,
     runs_latest: bool = False,
-    indexes_maxima: bool = False,
+    maxpool_gradient_stores_indices: bool = False,
     product_itemsize: int = 0,
     on_missing_rule: str = "infer",
 ) -> NodeGraph:
@@ -39,7 +39,7 @@ def build_nodes(
         merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
         repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves, runs_latest: what else is
             done that changes what is stored and when, see `find_storage`.
-        indexes_maxima, product_itemsize: what is held besides, and in how many bytes operands of products are, see
+        maxpool_gradient_stores_indices, product_itemsize: what is held besides, and in how many bytes operands of products are, see
             `residents`.
         on_missing_rule: see `dim_rule`.
 
@@ -47,7 +47,7 @@ def build_nodes(
         MissingRuleError: a primitive has no rule.
     """
     cuts = cut(graph, fold(graph, repeats=repeats), on_missing_rule)
-    naming = Naming(cuts=cuts)
+    naming = NodeIndex(cuts=cuts)
     edges = EdgeBuilder(naming=naming, merges_partial_sums=merges_partial_sums, sums_gradients=sums_gradients)
     for op_class in naming.order:
         edges.add_operator(op_class)
@@ -62,7 +62,7 @@ def build_nodes(
             residents(
                 naming,
                 product_itemsize=product_itemsize,
-                indexes_maxima=indexes_maxima,
+                maxpool_gradient_stores_indices=maxpool_gradient_stores_indices,
                 runs_latest=runs_latest,
                 library_convolves=library_convolves,
                 repeats_cheap_work=repeats_cheap_work,
@@ -85,7 +85,7 @@ def build_nodes(
     )
 
 
-def _whole_operators(naming: Naming) -> Iterator[WholeOperator]:
+def _whole_operators(naming: NodeIndex) -> Iterator[WholeOperator]:
     for op_class in naming.order:
         if op_class in naming.op_group and naming.runs_whole(op_class):
             op = naming.cuts.first[op_class]
@@ -99,7 +99,7 @@ def _whole_operators(naming: Naming) -> Iterator[WholeOperator]:
             )
 
 
-def _node(naming: Naming, index: int) -> Node:
+def _node(naming: NodeIndex, index: int) -> Node:
     kind, which = naming.kinds[index]
     if kind == "product":
         rule = naming.cuts.rules[which]
@@ -124,7 +124,7 @@ def _node(naming: Naming, index: int) -> Node:
     )
 
 
-def _group_factors(naming: Naming, index: int, slots: list[int]) -> tuple[Factor, ...]:
+def _group_factors(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Factor, ...]:
     """Factors of a group: the gcd of all dims in a class, and one of these dims as its label."""
     store = naming.cuts.slots
     sizes = [0] * len(naming.group_classes[index])
@@ -149,14 +149,14 @@ def _distinct(labels: list[str]) -> list[str]:
     return found
 
 
-def _group_label(naming: Naming, slots: list[int]) -> str:
+def _group_label(naming: NodeIndex, slots: list[int]) -> str:
     """The input that a group holds, or its first array."""
     values = [naming.slot_value[s] for s in slots]
     named = [v for v in values if naming.cuts.producer[v] is None]
     return naming.label_of_value((named or values)[0])
 
 
-def _sites(naming: Naming) -> list[Site]:
+def _sites(naming: NodeIndex) -> list[Site]:
     """Products, with both splits of their results; and group operators at a border.
 
     These read something through another slot, or make an array that a product reads: were its split left to the compiler,
@@ -210,7 +210,7 @@ def _sites(naming: Naming) -> list[Site]:
     return sites
 
 
-def _sources(naming: Naming, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:
+def _sources(naming: NodeIndex, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:
     """Where the operands that are pinned arise, if all copies read the same."""
     found: list[Port | None] = [None] * len(operands)
     for position, value_class, _ in naming.cuts.operands(op_class):
@@ -220,7 +220,7 @@ def _sources(naming: Naming, op_class: int, operands: Sequence[Port | None]) -> 
     return tuple(found)
 
 
-def _product_readers(naming: Naming) -> dict[int, list[Port]]:
+def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
     """For each value class how the products that read it want it; and the stack of a loop that a product reads, too."""
     cuts = naming.cuts
     found: dict[int, list[Port]] = {}
@@ -236,7 +236,7 @@ def _product_readers(naming: Naming) -> dict[int, list[Port]]:
     return {value_class: ports + stacked.get(value_class, []) for value_class, ports in found.items()}
 
 
-def _loop_ports(naming: Naming) -> dict[int, Port]:
+def _loop_ports(naming: NodeIndex) -> dict[int, Port]:
     """Ports of what loops carry and slice, the results of links; and of what remat regions take.
 
     A region's barrier hides from the compiler how its operands are split, and it would choose anew.
@@ -252,7 +252,7 @@ def _loop_ports(naming: Naming) -> dict[int, Port]:
     return found
 
 
-def _batch_factors(naming: Naming, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:
+def _batch_factors(naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:
     """For each node the factors reached from the batch inputs' leading dim.
 
     Where that one is what a loop runs over, the next counts; a batch of one row has no such dim.

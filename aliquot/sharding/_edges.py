@@ -12,18 +12,18 @@ from jax.lax import GatherScatterMode
 from numpy.typing import NDArray
 
 from ..graph import Phase, Role, wildcard
-from ._naming import ALIKE, MOVES, PASSES, SUMS
+from ._node_index import ALIKE, MOVES, PASSES, SUMS
 from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
-    from ._naming import Naming
+    from ._node_index import NodeIndex
 
 
 @dataclass(slots=True, kw_only=True)
 class EdgeBuilder:
     """Collects edges; conversions of one array for several users get one share number."""
 
-    naming: Naming
+    naming: NodeIndex
     merges_partial_sums: bool
     sums_gradients: bool
     edges: list[Edge] = field(default_factory=list)

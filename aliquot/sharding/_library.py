@@ -1,4 +1,4 @@
-"""What a library of convolutions and the code around it hold besides operands and results.
+"""Workspace of cuDNN convolutions, and of the code around them.
 
 A library reads kernels with their output features first. Kernels in another order of dims are copied when a step begins;
 the copy replaces the kernel in all that follows, so it stays until the update has read it. A remat region takes the kernel

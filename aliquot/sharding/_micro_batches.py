@@ -14,8 +14,8 @@ from typing import Any
 
 from ..core import CaptureError, InputError
 from ..graph import Call, Graph, Literal, Op, Operand, Role, build_graph, has_effects, source_line, split_scans
+from ._micro_batch_analysis import MicroBatchAnalysis
 from ._micro_calls import EFFECT
-from ._micro_walk import Walk
 from ._resized import batch_size, calls_of, resized
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
 
@@ -91,7 +91,7 @@ def plan_micro_batches(
         raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
     parts = num_micro_batches * num_groups
     part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
-    walk = Walk(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
+    walk = MicroBatchAnalysis(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
     walk.run(settle=semantics == "independent")
     repeated = {k: EFFECT for k in walk.violations.keys() | walk.own if has_effects(graph.ops[k])}
     walk.violations |= repeated
@@ -116,10 +116,10 @@ def plan_micro_batches(
     )
 
 
-def _combine(walk: Walk, operand: Operand) -> str:
+def _combine(walk: MicroBatchAnalysis, operand: Operand) -> str:
     spec = EQUAL if isinstance(operand, Literal) else walk.specs[operand] or EQUAL
     match spec.kind:
-        case TimeKind.SPLIT:
+        case TimeKind.CONCATENATE:
             return f"{spec.kind} {spec.dim}"
         case TimeKind.LATE | TimeKind.WHOLE:
             return TimeKind.EQUAL.value
@@ -254,7 +254,7 @@ def describe(op: Op) -> str:
     return f"`{op.name}` at {where(op)}"
 
 
-def _refusal(graph: Graph, walk: Walk) -> CaptureError:
+def _refusal(graph: Graph, walk: MicroBatchAnalysis) -> CaptureError:
     found = walk.violations | walk.conflicts
     lines: dict[str, str] = {}
     for index in sorted(found):

@@ -1,4 +1,4 @@
-"""Structured operators in the walk of `_micro_walk`: what is inside them, and which operator stands for them."""
+"""Structured operators in the walk of `_micro_batch_analysis`: what is inside them, and which operator stands for them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,11 @@ def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[i
     if op.name != "gather" and not op.name.startswith("scatter"):
         return False
     index = op.inputs[1]
-    if specs[0].kind is not TimeKind.SPLIT or specs[1].kind is not TimeKind.SPLIT or not isinstance(index, int):
+    if (
+        specs[0].kind is not TimeKind.CONCATENATE
+        or specs[1].kind is not TimeKind.CONCATENATE
+        or not isinstance(index, int)
+    ):
         return False
     indexed = indexed_dims(op)
     if specs[0].dim not in indexed or index not in positions:

@@ -11,7 +11,7 @@ from ..graph import Literal, Phase
 from ._nodes import NodeCollective, Projection, SplitBy, Work
 
 if TYPE_CHECKING:
-    from ._naming import Naming
+    from ._node_index import NodeIndex
 
 
 def _divided(projection: Projection) -> SplitBy:
@@ -19,7 +19,7 @@ def _divided(projection: Projection) -> SplitBy:
     return tuple(dim >= 0 for dim in projection)
 
 
-def product_work(naming: Naming, op_class: int) -> tuple[Work, ...]:
+def product_work(naming: NodeIndex, op_class: int) -> tuple[Work, ...]:
     """Arithmetic of a product and the arrays it reads and writes."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
@@ -56,7 +56,7 @@ def product_work(naming: Naming, op_class: int) -> tuple[Work, ...]:
     )
 
 
-def _moved_bytes(naming: Naming, op_class: int) -> int:
+def _moved_bytes(naming: NodeIndex, op_class: int) -> int:
     """Bytes that a gather writes, or that a scatter adds in."""
     op, values = naming.cuts.first[op_class], naming.cuts.graph.values
     if op.name.startswith("scatter"):
@@ -65,13 +65,13 @@ def _moved_bytes(naming: Naming, op_class: int) -> int:
     return sum(values[o].num_bytes for o in op.outputs if o >= 0)
 
 
-def _touched_result(naming: Naming, op_class: int, out: int) -> int:
+def _touched_result(naming: NodeIndex, op_class: int, out: int) -> int:
     num_bytes = naming.cuts.graph.values[out].num_bytes
     op = naming.cuts.first[op_class]
     return min(num_bytes, 2 * _moved_bytes(naming, op_class)) if op.name.startswith("scatter") else num_bytes
 
 
-def product_collectives(naming: Naming, op_class: int) -> tuple[NodeCollective, ...]:
+def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollective, ...]:
     """A product's reductions other than sums cannot stay partial: they are finished at once."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
@@ -96,7 +96,7 @@ def product_collectives(naming: Naming, op_class: int) -> tuple[NodeCollective, 
     )
 
 
-def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]:
+def group_work(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Work, ...]:
     """Memory traffic of a group, by phase: each stored array is written once and read once by each phase.
 
     What runs whole reads and writes everything on every device, however its arrays are split before and behind.
@@ -144,7 +144,7 @@ def group_work(naming: Naming, index: int, slots: list[int]) -> tuple[Work, ...]
     return tuple(found)
 
 
-def whole_bytes(naming: Naming, op_class: int) -> float:
+def whole_bytes(naming: NodeIndex, op_class: int) -> float:
     """Bytes that an operator reads and writes each time."""
     cuts = naming.cuts
     op = cuts.first[op_class]
@@ -152,7 +152,7 @@ def whole_bytes(naming: Naming, op_class: int) -> float:
     return max(float(sum(cuts.graph.values[i].num_bytes for i in arrays)), cuts.rules[op_class].accessed_bytes)
 
 
-def group_collectives(naming: Naming, index: int) -> tuple[NodeCollective, ...]:
+def group_collectives(naming: NodeIndex, index: int) -> tuple[NodeCollective, ...]:
     """Sums of reductions over a split factor, and gathers of what an operator needs whole."""
     found = []
     for op_class in naming.group_ops.get(index, ()):
@@ -161,7 +161,7 @@ def group_collectives(naming: Naming, index: int) -> tuple[NodeCollective, ...]:
     return tuple(found)
 
 
-def batch_sums(naming: Naming, batch_factors: Sequence[frozenset[int]]) -> int:
+def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> int:
     """Between how many products of the backward pass layers need sums over the batch, in a step.
 
     Sums that stand between the same products are combined where they are summed over devices.
@@ -179,11 +179,11 @@ def batch_sums(naming: Naming, batch_factors: Sequence[frozenset[int]]) -> int:
     return len(stretches)
 
 
-def _times(naming: Naming, op_class: int) -> float:
+def _times(naming: NodeIndex, op_class: int) -> float:
     return float(len(naming.cuts.folding.members[op_class]) * naming.cuts.first[op_class].trips)
 
 
-def _reductions(naming: Naming, op_class: int) -> list[NodeCollective]:
+def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     factors: dict[int, None] = {}
@@ -215,7 +215,7 @@ def _reductions(naming: Naming, op_class: int) -> list[NodeCollective]:
     ]
 
 
-def _gathers(naming: Naming, op_class: int) -> list[NodeCollective]:
+def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     if op.is_link:

@@ -1,4 +1,4 @@
-"""In what form a compiler holds the operands of products, where its hardware multiplies in fewer bytes than float32 has.
+"""Operands of products as a compiler holds them: TPUs keep float32 operands of products as bfloat16.
 
 An array that nothing but products reads is written in the type in which they multiply, also where a loop stacks it up for
 another loop. A cast of a parameter gives the same in each turn of a loop, so it is done once, before the first turn.

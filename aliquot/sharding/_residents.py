@@ -15,7 +15,7 @@ from ._operands import MULTIPLIES, Casts, casts_of_parameters, only_multiplied
 from ._spec import REPLICATED
 
 if TYPE_CHECKING:
-    from ._naming import Naming
+    from ._node_index import NodeIndex
 
 _CATEGORY_OF_ROLE = {
     Role.PARAMETER: "parameters",
@@ -27,20 +27,20 @@ _CATEGORY_OF_ROLE = {
 
 
 def residents(
-    naming: Naming, *, product_itemsize: int = 0, indexes_maxima: bool = False, **habits: bool
+    naming: NodeIndex, *, product_itemsize: int = 0, maxpool_gradient_stores_indices: bool = False, **habits: bool
 ) -> Iterator[Resident]:
     """All residents of a step. What replaces an input reuses its buffer and is not counted again.
 
     Args:
         product_itemsize: bytes of an element of float32 in memory where only products read it, and of a parameter that is
             cast before loops; 0 if operands are held as they are and cast where they are read.
-        indexes_maxima: whether gradients of maxima over windows are scattered by positions found beforehand.
+        maxpool_gradient_stores_indices: whether gradients of maxima over windows are scattered by positions found beforehand.
         habits: of compilers, see `find_storage`.
     """
     storage = find_storage(naming.cuts, **habits)
     if habits.get("library_convolves", False):
         yield from _copies_of_kernels(naming, storage)
-    if indexes_maxima:
+    if maxpool_gradient_stores_indices:
         yield from _positions_of_maxima(naming, storage)
     narrow = only_multiplied(naming.cuts) if product_itemsize else []
     casts = Casts(itemsize={}, replaced=frozenset(), until=0)
@@ -116,7 +116,7 @@ def residents(
         )
 
 
-def _copies_of_kernels(naming: Naming, storage: Storage) -> Iterator[Resident]:
+def _copies_of_kernels(naming: NodeIndex, storage: Storage) -> Iterator[Resident]:
     cuts = naming.cuts
     for copied in copied_kernels(cuts, storage.last_use):
         port = naming.product_port(copied.op_class, cuts.rules[copied.op_class].operands[1])
@@ -131,7 +131,7 @@ def _copies_of_kernels(naming: Naming, storage: Storage) -> Iterator[Resident]:
         )
 
 
-def _positions_of_maxima(naming: Naming, storage: Storage) -> Iterator[Resident]:
+def _positions_of_maxima(naming: NodeIndex, storage: Storage) -> Iterator[Resident]:
     for scattered in indexed_maxima(naming.cuts, storage.made_at):
         port = naming.class_port(scattered.value_class)
         yield Resident(
@@ -148,9 +148,9 @@ def _positions_of_maxima(naming: Naming, storage: Storage) -> Iterator[Resident]
 class _LateReaders:
     """Products that may be put off, and what waits for them."""
 
-    def __init__(self, naming: Naming, storage: Storage) -> None:
+    def __init__(self, naming: NodeIndex, storage: Storage) -> None:
         cuts = naming.cuts
-        self._naming = naming
+        self._node_index = naming
         self._products: list[int] = []
         self._operand: dict[int, Port] = {}
         for op_class in naming.order:
@@ -165,16 +165,16 @@ class _LateReaders:
         """The product that reads an array, and how. What sums for biases and norms read waits as the next product does."""
         if value_class in self._operand:
             return self._operand[value_class]
-        cuts = self._naming.cuts
+        cuts = self._node_index.cuts
         for op_class in self._products:
             if cuts.first[op_class].index >= last_use:
                 rule = cuts.rules[op_class]
                 summed = tuple(0 if f in rule.reduced else REPLICATED for f in rule.factors)
-                return Port(node=self._naming.of_product[op_class], projection=summed)
+                return Port(node=self._node_index.of_product[op_class], projection=summed)
         return None
 
 
-def _category(naming: Naming, value_class: int) -> str:
+def _category(naming: NodeIndex, value_class: int) -> str:
     made = naming.cuts.producer[value_class]
     phase = naming.cuts.first[made[0]].phase if made is not None else Phase.PROLOGUE
     phases = naming.value_read_phases[value_class]

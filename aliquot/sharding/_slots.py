@@ -70,10 +70,6 @@ class Slots:
         """Never split the class of this dim."""
         self.blocked.add(self.dim_class(element))
 
-    def is_blocked(self, element: int) -> bool:
-        """Whether the class of this dim is never split."""
-        return self.dim_class(element) in self.blocked
-
     def group(self, slot: int) -> int:
         """The group of a slot: a representative slot."""
         while self._group_parent[slot] != slot:

@@ -95,7 +95,7 @@ def layer_step(
     if num_micro_batches > 1:
         plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
         part, combine = plan.part, plan.combine
-        dims = {v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.SPLIT}
+        dims = {v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE}
     return LayeredStep(
         graph=graph,
         part=part,

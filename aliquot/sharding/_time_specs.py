@@ -18,21 +18,21 @@ from ._rule import DimRule
 class TimeKind(enum.StrEnum):
     """How the values that all parts of a batch compute for one array make up the array.
 
-    `EQUAL`: each part computes the array itself. `SPLIT`: each computes its own slice. `SUM` and the other reductions:
+    `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM` and the other reductions:
     the array is the sum (...) over the parts. `OWN`: each part has a value of its own that stands for the array (only
     under independent semantics). `LATE`: computed once, from combined arrays, after the last part. `WHOLE`: exists only
     for the whole batch, computed before the first part.
     """
 
     EQUAL = "equal"
-    SPLIT = "concatenate"
+    CONCATENATE = "concatenate"
     SUM = "sum"
     MAX = "max"
     MIN = "min"
     PROD = "prod"
     AND = "and"
     OR = "or"
-    OWN = "mean"
+    MEAN = "mean"
     LATE = "late"
     WHOLE = "whole"
 
@@ -43,7 +43,7 @@ REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpec:
-    """A kind and, for `SPLIT`, the dim; -1 for all others."""
+    """A kind and, for `CONCATENATE`, the dim; -1 for all others."""
 
     kind: TimeKind
     dim: int = -1
@@ -51,14 +51,14 @@ class TimeSpec:
 
 EQUAL = TimeSpec(kind=TimeKind.EQUAL)
 SUM = TimeSpec(kind=TimeKind.SUM)
-OWN = TimeSpec(kind=TimeKind.OWN)
+OWN = TimeSpec(kind=TimeKind.MEAN)
 LATE = TimeSpec(kind=TimeKind.LATE)
 WHOLE = TimeSpec(kind=TimeKind.WHOLE)
 
 
 def split_at(dim: int) -> TimeSpec:
     """The spec of an array of which each part has a slice of `dim`."""
-    return TimeSpec(kind=TimeKind.SPLIT, dim=dim)
+    return TimeSpec(kind=TimeKind.CONCATENATE, dim=dim)
 
 
 class Conversion(enum.StrEnum):
@@ -100,7 +100,7 @@ class Followed:
 
 
 def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
-    """`EQUAL` for equal shapes, `SPLIT` where one dim is `parts` times as long; None otherwise."""
+    """`EQUAL` for equal shapes, `CONCATENATE` where one dim is `parts` times as long; None otherwise."""
     differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     if not differing:
         return EQUAL
@@ -116,7 +116,7 @@ def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
         return a
     if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
         return SUM
-    return OWN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.OWN} else None
+    return OWN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.MEAN} else None
 
 
 def follow(
@@ -152,7 +152,7 @@ def follow(
         return _checked(Followed(results=(TimeSpec(kind=through),) * len(shapes)), shapes, parts)
     if TimeKind.SUM in kinds:
         outcome = _of_sums(rule, specs, len(shapes))
-    elif TimeKind.SPLIT in kinds:
+    elif TimeKind.CONCATENATE in kinds:
         outcome = _of_slices(op, rule, specs, positions)
     else:
         return _of_equals(op, specs, shapes, parts)
@@ -189,7 +189,7 @@ def _checked(outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: in
     """The rule's word against what the two traces say."""
     for spec, (whole, part) in zip(outcome.results, shapes, strict=True):
         seen = spec_by_shape(whole, part, parts)
-        expected = spec if spec.kind is TimeKind.SPLIT else EQUAL
+        expected = spec if spec.kind is TimeKind.CONCATENATE else EQUAL
         if seen != expected:
             return f"its rule does not explain why its result is {whole} for the batch and {part} for a micro-batch"
     return outcome
@@ -206,7 +206,7 @@ def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Foll
     (group,) = groups
     once = []
     for k, spec in enumerate(specs):
-        if spec.kind is TimeKind.SPLIT or (spec.kind is TimeKind.OWN and rule.linear[k] == group):
+        if spec.kind is TimeKind.CONCATENATE or (spec.kind is TimeKind.MEAN and rule.linear[k] == group):
             return "it joins a sum over the batch with parts of the batch"
         if spec.kind is TimeKind.EQUAL and rule.linear[k] == group:
             once.append((k, Conversion.ONCE))
@@ -217,7 +217,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     """One factor runs through all slices; results that carry it are slices, those that reduce it are parts of a sum."""
     letters = {}
     for k, spec in enumerate(specs):
-        if spec.kind is TimeKind.SPLIT:
+        if spec.kind is TimeKind.CONCATENATE:
             letters[k] = rule.operands[k][spec.dim][0]
     if positions:
         return _of_own_rows(op, rule, specs, letters)
@@ -245,10 +245,10 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
         for k, spec in enumerate(specs):
             # A scatter adds to an array that all parts have: it must count once.
             if k not in letters and rule.linear[k] in summed:
-                if spec.kind is TimeKind.OWN:
+                if spec.kind is TimeKind.MEAN:
                     return "it adds to a value that each micro-batch has for itself"
                 once.append((k, Conversion.ONCE))
-    own = any(spec.kind is TimeKind.OWN for spec in specs)
+    own = any(spec.kind is TimeKind.MEAN for spec in specs)
     return Followed(results=tuple(OWN if own and spec == EQUAL else spec for spec in results), conversions=tuple(once))
 
 
@@ -256,7 +256,7 @@ def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> 
     """Whether the array that a lookup or an update indexes is split along an indexed dim."""
     if op.name != "gather" and not op.name.startswith("scatter"):
         return False
-    if specs[0].kind is not TimeKind.SPLIT:
+    if specs[0].kind is not TimeKind.CONCATENATE:
         return False
     others = rule.results[0] if op.name == "gather" else rule.operands[2]
     return not any(letter in names for names in others)
@@ -276,14 +276,18 @@ def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict
 
 def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
     """Equal operands give equal results, unless the operator itself writes down the size of the batch."""
-    own = any(spec.kind is TimeKind.OWN for spec in specs)
+    own = any(spec.kind is TimeKind.MEAN for spec in specs)
     results = []
     for whole, part in shapes:
         seen = spec_by_shape(whole, part, parts)
         if seen is None:
             return "it makes an array of which more than one dim is the batch's"
         results.append(OWN if own and seen == EQUAL else seen)
-    if all(spec.kind is not TimeKind.SPLIT for spec in results) or op.name in ("broadcast_in_dim", "empty", "empty2"):
+    if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
+        "broadcast_in_dim",
+        "empty",
+        "empty2",
+    ):
         return Followed(results=tuple(results))
     if op.name == "iota":
         shifted = op.params["dimension"] == results[0].dim

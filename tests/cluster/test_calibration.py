@@ -18,7 +18,7 @@ def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
     gpu, v100 = TARGETS["gpu"], target_for(DEVICES["V100-16GB"])
     assert v100 == target_for(DEVICES["V100-32GB"]) != gpu
     assert v100.products.processors == 80
-    habits = ("reduce_scatter", "honours_remat", "overlap_fraction", "usable_memory_fraction")
+    habits = ("reduce_scatter", "overlap_fraction", "usable_memory_fraction")
     assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
 
 

@@ -55,7 +55,6 @@ def test_targets_differ_where_compiled_programs_do():
     cpu, gpu, tpu = TARGETS["cpu"], TARGETS["gpu"], TARGETS["tpu"]
     assert (cpu.reduce_scatter, gpu.reduce_scatter, tpu.reduce_scatter) == (False, True, True)
     assert (cpu.merges_partial_sums, gpu.merges_partial_sums) == (False, True)
-    assert (cpu.honours_remat, gpu.honours_remat) == (False, True)
     assert cpu.overlap_fraction == 0.0
     assert cpu.collective_dtype("bfloat16") == "float32" and cpu.collective_dtype("int32") == "int32"
     assert gpu.usable_bytes(DEVICES["H100"]) < DEVICES["H100"].memory_bytes

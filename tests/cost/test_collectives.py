@@ -155,7 +155,7 @@ def test_groups_of_measured_sizes_reach_their_own_share():
 def test_halves_of_an_all_reduce_reach_their_own_share():
     """Where shared memory is the network, one of each takes longer than an all-reduce."""
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
-    target = dataclasses.replace(TARGET, halves_share=0.8)
+    target = dataclasses.replace(TARGET, scatter_gather_share=0.8)
     slopes = {
         kind: [collective_line(kind, (0,), mesh, t)[1] for t in (TARGET, target)]
         for kind in ("all-reduce", "reduce-scatter", "all-gather")

@@ -107,7 +107,7 @@ def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces
     in_turn = with_habits(hides_latency=False)
     if isinstance(method, DataParallel):
         assert with_habits() == pytest.approx(in_turn, rel=0.01)
-        assert abs(with_habits(all_reduces_apart=True) / in_turn - 1) > 0.01
+        assert abs(with_habits(overlaps_all_reduces=True) / in_turn - 1) > 0.01
     else:
         assert with_habits() > 1.01 * in_turn
 

@@ -8,7 +8,7 @@ import pytest
 import aliquot as aq
 from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
 from aliquot.runtime._layout import Layout
-from aliquot.runtime._parts import cut_graph
+from aliquot.runtime._micro_batch_graphs import cut_graph
 from aliquot.runtime._programs import Part
 from aliquot.runtime._split import split_stages
 from aliquot.sharding import layer_step, plan_micro_batches, stage_step

@@ -1,4 +1,4 @@
-"""Numbers for nodes and factors, and how each array stands to them."""
+"""`NodeIndex`: maps arrays to nodes and their dims to factors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PASSES = MOVES | {"reshape", "squeeze"}
 
 
 @dataclass(slots=True, kw_only=True)
-class Naming:
-    """Numbers for nodes and factors, and the ports of arrays. Nodes are numbered in program order.
+class NodeIndex:
+    """Maps arrays to nodes and their dims to factors. Nodes are numbered in program order.
 
     `readers_as_split` holds for each slot the operators that work on its array as it is split.
     """

@@ -46,7 +46,7 @@ _SAME_POSITIONS = frozenset({"broadcast_in_dim", "reshape", "convert_element_typ
 
 
 @dataclass(slots=True, kw_only=True)
-class Walk:
+class MicroBatchAnalysis:
     """What is known so far; see `MicroBatchPlan` for the fields that end up there.
 
     Attributes:
@@ -58,7 +58,7 @@ class Walk:
         origin: for each late or whole value the operator with which that began.
         positions: for index arrays, whether they hold each example's own position: for each component of the last dim,
             or one answer for all.
-        never: values that are false everywhere.
+        always_false: values that are false everywhere.
     """
 
     whole: Graph
@@ -77,7 +77,7 @@ class Walk:
     outside: bytearray = field(init=False)
     origin: dict[int, int] = field(default_factory=dict)
     positions: dict[int, tuple[bool, ...]] = field(default_factory=dict)
-    never: set[int] = field(default_factory=set)
+    always_false: set[int] = field(default_factory=set)
     _rules: dict[tuple[int, int], DimRule] = field(default_factory=dict)
     _outcomes: dict[tuple[object, ...], Followed | str] = field(default_factory=dict)
     _feeds_backward: bytearray = field(init=False)
@@ -96,7 +96,7 @@ class Walk:
                         self._feeds_backward[i] = 1
 
     def run(self, *, settle: bool) -> None:
-        """Walk through the whole step.
+        """MicroBatchAnalysis through the whole step.
 
         Args:
             settle: Where operators conflict, let each see one part alone and walk on from there; else note all conflicts.
@@ -107,7 +107,7 @@ class Walk:
         for index, constant in self.whole.constants.items():
             spec = spec_by_shape(*self._shapes_of(index), self.parts) or WHOLE
             self._set(index, spec, True, _TOP)
-            if spec.kind is TimeKind.SPLIT and numbers_examples(constant, spec.dim):
+            if spec.kind is TimeKind.CONCATENATE and numbers_examples(constant, spec.dim):
                 self.positions[index] = (True,)
         if settle:
             self._settle()
@@ -115,7 +115,7 @@ class Walk:
             self._items(self.whole.body.items, _TOP)
 
     def _settle(self) -> None:
-        """Walk until a conflict, back to where it began, and on from there; what comes before stays as it is."""
+        """MicroBatchAnalysis until a conflict, back to where it began, and on from there; what comes before stays as it is."""
         items = self.whole.body.items
         place = {k: n for n, item in enumerate(items) for k in standing_for(item, self.whole)}
         at = 0
@@ -149,7 +149,7 @@ class Walk:
                 self.specs[out] = None
                 self.origin.pop(out, None)
                 self.positions.pop(out, None)
-                self.never.discard(out)
+                self.always_false.discard(out)
 
     # ---- small questions ---------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Walk:
             if isinstance(i, int)
             and self.free[i]
             and self.outside[i]
-            and spec.kind not in (TimeKind.EQUAL, TimeKind.SPLIT, TimeKind.OWN)
+            and spec.kind not in (TimeKind.EQUAL, TimeKind.CONCATENATE, TimeKind.MEAN)
         ]
         # All sums known beforehand, or only those that stand where the operator is not linear.
         linear = rule.linear or (0,) * len(specs)
@@ -310,14 +310,14 @@ class Walk:
 
     def _needs_parts(self, op: Op, specs: Sequence[TimeSpec]) -> bool:
         """Whether an operator works example by example, before the update: too much to leave it for the end."""
-        if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.SPLIT for spec in specs):
+        if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)
         return feeds or op.phase is Phase.BACKWARD or not self._has_backward or self._rule(op).contracts
 
     def _call_needs_parts(self, call: Call, specs: Sequence[TimeSpec], phase: Phase) -> bool:
         """The same for a structured operator."""
-        if phase is Phase.UPDATE or all(spec.kind is not TimeKind.SPLIT for spec in specs):
+        if phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in call.outputs if o >= 0)
         early = feeds or phase is Phase.BACKWARD or not self._has_backward
@@ -343,7 +343,7 @@ class Walk:
 
     def _note_positions(self, op: Op, outcome: Followed) -> None:
         out = op.outputs[0]
-        if out < 0 or outcome.results[0].kind is not TimeKind.SPLIT:
+        if out < 0 or outcome.results[0].kind is not TimeKind.CONCATENATE:
             return
         known = [self.positions.get(i) if isinstance(i, int) else None for i in op.inputs]
         if outcome.action is Action.SHIFT:
@@ -352,8 +352,8 @@ class Walk:
             self.positions[out] = (True,)
         elif op.name == "lt" and known[0] == (True,) and isinstance(op.inputs[1], Literal):
             if np.all(np.asarray(op.inputs[1].value) <= 0):
-                self.never.add(out)
-        elif op.name == "select_n" and op.inputs[0] in self.never and known[1] is not None:
+                self.always_false.add(out)
+        elif op.name == "select_n" and op.inputs[0] in self.always_false and known[1] is not None:
             self.positions[out] = known[1]
         elif op.name == "concatenate" and op.params["dimension"] == len(self.whole.values[out].shape) - 1:
             flags: list[bool] = []
@@ -399,7 +399,7 @@ class Walk:
 
     def _late_call(self, call: Call, specs: Sequence[TimeSpec], phase: Phase) -> None:
         first = first_op(call, self.whole)
-        if phase is not Phase.UPDATE and any(spec.kind is TimeKind.SPLIT for spec in specs):
+        if phase is not Phase.UPDATE and any(spec.kind is TimeKind.CONCATENATE for spec in specs):
             for operand in call.inputs:
                 if isinstance(operand, int) and self.specs[operand] == LATE:
                     reason = "it is not linear in a sum over the batch, and the examples need it"
@@ -431,7 +431,7 @@ class Walk:
         free = self._is_free(call.inputs)
         for outer, inner in zip(specs[split:], block.inputs[split:], strict=True):
             assert isinstance(inner, int)
-            spec = split_at(outer.dim - 1) if outer.kind is TimeKind.SPLIT else outer
+            spec = split_at(outer.dim - 1) if outer.kind is TimeKind.CONCATENATE else outer
             if outer == split_at(0):
                 self._violate(call, "it loops over the examples of a batch")
             self._set(inner, spec, free, _LOOP)
@@ -442,7 +442,7 @@ class Walk:
                 self._set(out, self.spec(carried), free, depth)
             else:
                 spec = self.spec(inner)
-                self._set(out, split_at(spec.dim + 1) if spec.kind is TimeKind.SPLIT else spec, free, depth)
+                self._set(out, split_at(spec.dim + 1) if spec.kind is TimeKind.CONCATENATE else spec, free, depth)
 
     def _while(self, call: Call, specs: Sequence[TimeSpec], depth: int) -> None:
         condition, block = call.blocks
@@ -452,7 +452,7 @@ class Walk:
         self._items(condition.items, _LOOP)
         ends = self.spec(condition.outputs[0])
         # Under `vmap` each example has an end of its own, and keeps what it has until the others are done.
-        alone = ends.kind is TimeKind.SPLIT and all(self.spec(c) == ends for c in carried)
+        alone = ends.kind is TimeKind.CONCATENATE and all(self.spec(c) == ends for c in carried)
         if ends.kind is not TimeKind.EQUAL and not alone:
             self._violate(call, "it ends when the batch says so")
         free = self._is_free(call.inputs)
@@ -476,7 +476,7 @@ class Walk:
     def _fixpoint(
         self, call: Call, block: Block, carried: Sequence[Operand], init: Sequence[TimeSpec], results: Sequence[Operand]
     ) -> None:
-        """Walk through a body until what enters it is what leaves it."""
+        """MicroBatchAnalysis through a body until what enters it is what leaves it."""
         free = self._is_free(call.inputs)
         specs = list(init)
         for _ in range(2 * len(specs) + 2):

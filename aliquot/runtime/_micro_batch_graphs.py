@@ -19,7 +19,7 @@ from ._layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
+class MicroBatchGraphs:
     """The three graphs, and what passes between them; all by value index.
 
     Attributes:
@@ -44,7 +44,7 @@ class Parts:
     micro_batch: int
 
 
-def cut_graph(plan: MicroBatchPlan, layout: Layout) -> Parts:
+def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     """The three graphs of a plan."""
     whole = plan.whole
     needs = _Needs(plan)
@@ -61,7 +61,7 @@ def cut_graph(plan: MicroBatchPlan, layout: Layout) -> Parts:
     late_inputs = [*(i.value for i in whole.inputs), *early_values, *crossing]
     late = subgraph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
     early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
-    return Parts(
+    return MicroBatchGraphs(
         early=early,
         body=replace(body, constants={}),
         late=late,
@@ -77,7 +77,7 @@ def cut_graph(plan: MicroBatchPlan, layout: Layout) -> Parts:
 def _sliced(plan: MicroBatchPlan, early_values: Iterable[int]) -> tuple[tuple[int, int], ...]:
     whole = plan.whole
     candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
-    found = {v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.SPLIT}
+    found = {v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE}
     return tuple(sorted(found.items()))
 
 
@@ -319,7 +319,7 @@ class _Rewriter:
         outputs = []
         cuts: list[tuple[int, int]] = []
         for target in whole.outputs:
-            if target >= 0 and self.plan.specs[target].kind is TimeKind.SPLIT:
+            if target >= 0 and self.plan.specs[target].kind is TimeKind.CONCATENATE:
                 full = self._like(target, self.plan.whole.values[target].shape)
                 cuts.append((full, target))
                 outputs.append(full)
@@ -429,7 +429,7 @@ class _Rewriter:
         want = self.plan.specs[target].kind
         if have is TimeKind.EQUAL and want is TimeKind.SUM:
             return self._once(operand, None, out)
-        if have is TimeKind.SUM and want is TimeKind.OWN:
+        if have is TimeKind.SUM and want is TimeKind.MEAN:
             return self._own(operand, None, out)
         return operand
 
