@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..cluster import Cluster, Target, target_for
 from ..graph import Graph
-from ..sharding import NodeGraph, build_nodes
+from ..sharding import NodeGraph, build_nodes, runs_in_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,6 +19,8 @@ class Problem:
         cluster: what it runs on.
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: what each device may use.
+        whole: the step on its whole batch, where that is known.
+        semantics: of micro-batches, see `plan_micro_batches`.
     """
 
     graph: Graph
@@ -26,6 +28,23 @@ class Problem:
     cluster: Cluster
     num_micro_batches: int
     memory_limit_bytes: float
+    whole: Graph | None = field(default=None, repr=False)
+    semantics: str = "exact"
+    _in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
+
+    def runs_in_groups(self, num_groups: int) -> bool:
+        """Whether so many groups of devices can each take a share of every micro-batch, and wait with its gradients."""
+        if self.whole is None or num_groups == 1:
+            return True
+        if num_groups not in self._in_groups:
+            self._in_groups[num_groups] = runs_in_groups(
+                self.whole,
+                self.num_micro_batches,
+                num_groups,
+                semantics=self.semantics,
+                on_missing_rule=self.nodes.on_missing_rule,
+            )
+        return self._in_groups[num_groups]
 
     @property
     def target(self) -> Target:
@@ -41,12 +60,15 @@ def make_problem(
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
     repeats: bool = True,
+    whole: Graph | None = None,
+    semantics: str = "exact",
 ) -> Problem:
     """The problem of a step traced at the size of one micro-batch. Raises `MissingRuleError`.
 
     Args:
         memory_limit_bytes: by default what the device's runtime leaves to programs.
         repeats: fold equal layers into one decision.
+        whole, semantics: see `Problem`.
     """
     target = target_for(cluster.device)
     nodes = build_nodes(
@@ -65,5 +87,11 @@ def make_problem(
     )
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     return Problem(
-        graph=graph, nodes=nodes, cluster=cluster, num_micro_batches=num_micro_batches, memory_limit_bytes=float(limit)
+        graph=graph,
+        nodes=nodes,
+        cluster=cluster,
+        num_micro_batches=num_micro_batches,
+        memory_limit_bytes=float(limit),
+        whole=whole,
+        semantics=semantics,
     )

@@ -172,6 +172,8 @@ class Task:
                 num_micro_batches=count,
                 memory_limit_bytes=self.memory_limit_bytes,
                 on_missing_rule=self.on_missing_rule,
+                whole=self.graph,
+                semantics=self.semantics,
             )
             self._problems[count] = problem, combine
         return self._problems[count]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, subcluster
 from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
 from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
-from ..sharding import LayeredStep
+from ..sharding import LayeredStep, traces_in_groups
 from ._base import Progress
 from ._helper import HelperProcess
 from .intra import AbstractIntra, Space, fixed
@@ -79,6 +79,10 @@ def build_chains(
         helper: takes calls off this process.
     """
     options = submesh_options(cluster, step.micro_batch_size)
+    several = [count for count in counts if count > 1]
+    groups = {o.mesh_shape[0] for o in options} - {1}
+    runs = {n: all(traces_in_groups(step.graph, count, n) for count in several) for n in groups}
+    options = [o for o in options if runs.get(o.mesh_shape[0], True)]
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
     by_layer = _kinds(step.part, staged)
     units = list(copies or range(len(step.layers)))

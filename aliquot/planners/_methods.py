@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,13 +193,19 @@ def _variants(
     if problem.num_micro_batches > 1:
         leading = [frozenset(range(count)) for count in range(1, len(mesh.shape) + 1)]
         # Finer meshes are slow to price, and without such an axis every micro-batch synchronises its gradients.
-        sets = leading if len(mesh.shape) > FEW_AXES else sets + leading
+        leading = [axes for axes in leading if _can_wait(problem, mesh, axes)]
+        sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
     for chosen in sets:
         choices = choices_to_try(problem, mesh, chosen, intra, also)
         priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=chosen, choices=choices)
         masks = fixed.data_axes_restriction(priced, kinds, chosen)
         if masks is not None:
             yield chosen, masks, priced
+
+
+def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool:
+    """Whether gradients can wait for the last micro-batch on the axes' groups of devices."""
+    return problem.runs_in_groups(math.prod(mesh.shape[a] for a in axes))
 
 
 def _variant_name(name: str, axes: frozenset[int], mesh: LogicalMesh) -> str:
@@ -222,12 +229,14 @@ def _fixed_entries(problem: Problem, name: str, intra: Fixed, shard_within: str 
     all_axes = frozenset(range(len(mesh.shape)))
     rule = replace(intra, first_shard_axis=1 if within else 0)
     # Gradients that wait for the last micro-batch wait whole; where these do not fit, each micro-batch adds to its shards.
-    waiting = [all_axes] if problem.num_micro_batches > 1 else []
+    waiting = [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     entries = []
     for data_axes in [*waiting, frozenset[int]()] if intra.zero_stage >= 2 or not waiting else waiting:
         priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
         each = problem.num_micro_batches > 1 and not data_axes
-        label = f"{name}, gradients split in each micro-batch" if each else name
+        label = name
+        if each:
+            label = f"{name}, gradients {'split' if intra.zero_stage >= 2 else 'summed'} in each micro-batch"
         space = rule.restrict(problem, Space(name=label, priced=priced, allowed=fixed.everything(priced)))
         entries.append(Entry(space=space, intra=rule.rest))
     return entries

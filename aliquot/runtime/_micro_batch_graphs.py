@@ -13,8 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph import Block, Call, Graph, Input, Literal, Op, Operand, Output, Role, Value, any_effects, scan_counts
-from ..sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims
+from ..graph import (
+    Block,
+    Call,
+    Graph,
+    Input,
+    Literal,
+    Op,
+    Operand,
+    Output,
+    Phase,
+    Role,
+    Value,
+    any_effects,
+    scan_counts,
+)
+from ..sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims, phase_of
 from ._layout import Layout
 
 
@@ -157,7 +171,7 @@ class _Needs:
                 continue
             if self._is(item, Action.EARLY):
                 self.early.update(outputs)
-            elif self._is(item, Action.LATE) or self._again[outputs[0]]:
+            elif self._is(item, Action.LATE) or self._again[outputs[0]] or self._updates_once(item):
                 self.late_items.append(item)
                 for k, operand in enumerate(self._inputs(item)):
                     if isinstance(operand, Literal):
@@ -171,6 +185,12 @@ class _Needs:
         self.late_items.reverse()
         self.early |= {v for v in self.crossing if self.plan.specs[v].kind is TimeKind.WHOLE}
         self.crossing -= self.early
+
+    def _updates_once(self, item: int | Call) -> bool:
+        """Updates by gradients that are the same for all parts wait, as all others do."""
+        phase = phase_of(item, self.plan.whole) if isinstance(item, Call) else self.plan.whole.ops[item].phase
+        kinds = {self.plan.specs[v].kind for v in (*self._inputs(item), *self._outputs(item)) if isinstance(v, int)}
+        return phase is Phase.UPDATE and kinds <= {TimeKind.EQUAL, TimeKind.LATE}
 
     def _find_body(self, items: Sequence[int | Call]) -> None:
         needed = set(self.crossing)

@@ -9,8 +9,11 @@ from ._dim_rule import is_declared as is_declared
 from ._micro_batches import SEMANTICS as SEMANTICS
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan
 from ._micro_batches import plan_micro_batches as plan_micro_batches
+from ._micro_batches import runs_in_groups as runs_in_groups
 from ._micro_batches import trace_part as trace_part
+from ._micro_batches import traces_in_groups as traces_in_groups
 from ._micro_calls import indexed_dims as indexed_dims
+from ._micro_calls import phase_of as phase_of
 from ._nodes import Choice as Choice
 from ._nodes import Edge as Edge
 from ._nodes import Factor as Factor

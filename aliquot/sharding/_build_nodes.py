@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ..graph import Graph, Phase, Role, fold
 from ._cuts import cut
@@ -15,6 +16,7 @@ from ._node_index import NodeIndex
 from ._node_work import batch_sums, group_collectives, group_work, product_collectives, product_work, whole_bytes
 from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, WholeOperator
 from ._residents import residents
+from ._spec import REPLICATED
 
 
 def build_nodes(
@@ -72,8 +74,8 @@ def build_nodes(
             )
         ),
         sites=tuple(_sites(naming)),
-        input_ports=tuple(naming.value_port(i.value) for i in graph.inputs),
-        output_ports=tuple(naming.operand_port(o.value) for o in graph.outputs),
+        input_ports=tuple(_given_port(naming, i.value) for i in graph.inputs),
+        output_ports=tuple(_given_port(naming, o.value) for o in graph.outputs),
         num_ops=len(graph.ops),
         batch_factors=batch_factors,
         batch_sums=batch_sums(naming, batch_factors),
@@ -208,6 +210,14 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 Site(op_class=op_class, operands=tuple(ports), sources=sources, results=passed, readers=read_by)
             )
     return sites
+
+
+def _given_port(naming: NodeIndex, operand: object) -> Port:
+    """The port of an input or an output; arrays without elements, which JAX does not split, stay whole."""
+    port = naming.operand_port(operand)
+    if isinstance(operand, int) and 0 in naming.cuts.graph.values[operand].shape:
+        return replace(port, projection=(REPLICATED,) * len(port.projection))
+    return port
 
 
 def _sources(naming: NodeIndex, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:

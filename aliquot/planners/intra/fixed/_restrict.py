@@ -225,7 +225,7 @@ def _pin(
     if len(dims) > rank:
         return [f"`{pattern}` splits {len(dims)} dims, {item.path} has {rank}"]
     wanted: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)
-    if port.node < 0:
+    if port.node < 0 or 0 in problem.graph.values[item.value].shape:
         return []
     choices = priced.nodes[port.node].choices
     fits = np.array([project(tuple(c), port.projection) == wanted for c in choices.tolist()])

@@ -1,0 +1,88 @@
+"""Arrays without elements and None among the leaves of state and batch, under every method, whole and in micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+
+_DEVICES, _ROWS, _WIDTH = 4, 8, 8
+_METHODS = {
+    "dp": aq.DataParallel(),
+    "zero2": aq.Zero2Parallel(),
+    "zero3": aq.Zero3Parallel(),
+    "shard": aq.ShardParallel(mesh_shape=(_DEVICES,)),
+    "auto": aq.Auto(max_axes=1),
+    "pipeline": aq.PipeshardParallel(num_stages=2, schedule="1f1b"),
+}
+
+
+def _step(state, batch):
+    assert state["none"] is None and batch["none"] is None
+
+    def loss(params):
+        x = batch["x"]
+        for layer in params:
+            x = x + jnp.tanh(x @ layer["w"])
+            if layer["bias"] is not None:
+                x = x + layer["bias"]
+            # Nothing is added, and its gradient has no elements.
+            x = x + (x[:, :0] @ layer["empty"]) + jnp.sum(layer["long"])
+        return jnp.mean((x - 1) ** 2) + jnp.sum(batch["empty"])
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+
+    def update(old, change):
+        return jax.tree.map(lambda a, b: a + b, old, change)
+
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], gradients)
+    new = {
+        "params": update(state["params"], jax.tree.map(lambda m: -0.1 * m, moments)),
+        "moments": moments,
+        "none": None,
+        "rest": state["rest"] + 1,
+        "count": state["count"] + 1,
+    }
+    return new, {"loss": value, "none": None}
+
+
+def _arguments():
+    random = np.random.default_rng(0)
+    params = [
+        {
+            "w": random.standard_normal((_WIDTH, _WIDTH)) / 4,
+            "bias": None if k else np.zeros(_WIDTH),
+            # The dim that has elements can be divided by the devices.
+            "empty": np.zeros((0, _WIDTH)),
+            "long": np.zeros((2 * _DEVICES, 0)),
+        }
+        for k in range(2)
+    ]
+    state = {
+        "params": params,
+        "moments": jax.tree.map(np.zeros_like, params),
+        "none": None,
+        "rest": np.zeros((_DEVICES, 0, 3)),
+        "count": np.int32(0),
+    }
+    return state, {"x": random.standard_normal((_ROWS, _WIDTH)), "empty": np.zeros((_ROWS, 0)), "none": None}
+
+
+@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_with_nothing_in_some_arrays_is_the_plain_step(method, count, x64, tmp_path):
+    state, batch = _arguments()
+    cluster = aq.Cluster.preset(f"{_DEVICES}xcpu")
+    plan = aq.plan(_step, state, batch, cluster=cluster, method=_METHODS[method], num_micro_batches=count)
+    plan.save(tmp_path / "plan.json")
+    parallel = aq.parallelize(_step, aq.Plan.load(tmp_path / "plan.json"), devices=jax.devices()[:_DEVICES])
+    plain, have, want = jax.jit(_step), state, state
+    for _ in range(2):
+        (want, metrics), (have, found) = plain(want, batch), parallel(have, batch)
+        assert found["none"] is None and have["none"] is None
+        np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-9)
+    assert jax.tree.structure(have) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
