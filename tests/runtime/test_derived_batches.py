@@ -40,7 +40,7 @@ _METHODS = {
 }
 _QUICK = {"dp": set(_FORMS), "shard": set(_FORMS), "pipeline": {"four halves", "both seconds", "in four", "last"}}
 # What no part of a batch can follow, or no share of a part.
-_REFUSED = {*(("written down", method) for method in _METHODS), ("two halves", "dp")}
+_REFUSED = {*(("written down", method) for method in _METHODS)} | {("two halves", m) for m in ("dp", "zero2", "zero3")}
 
 
 def _step(form):
