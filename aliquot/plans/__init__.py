@@ -62,6 +62,8 @@ from ._stage_text import stage_remarks as stage_remarks
 from ._stage_text import stage_table as stage_table
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
+from ._summary import runner_up as runner_up
+from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step
 from ._throughput import mfu as mfu
 from ._throughput import throughput as throughput

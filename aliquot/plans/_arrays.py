@@ -96,6 +96,28 @@ def grouped_arrays(
     return sorted(groups, key=lambda group: (-group.local_bytes, -group.total_bytes, group.pattern))
 
 
+def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
+    """Groups without arrays of the optimizer that have the shape and the split of a parameter of the same name."""
+    parameters = {
+        (group.shape, group.dims, group.count, name)
+        for group in groups
+        if group.role == "parameter"
+        for name in _endings(group.pattern)
+    }
+    return [
+        group
+        for group in groups
+        if group.role != "optimizer_state"
+        or not any((group.shape, group.dims, group.count, name) in parameters for name in _endings(group.pattern))
+    ]
+
+
+def _endings(pattern: str) -> list[str]:
+    """The path without its first part, without its first two, and so on."""
+    parts = pattern.split(".")
+    return [".".join(parts[k:]) for k in range(1, len(parts))]
+
+
 def _pattern(paths: Sequence[str]) -> str:
     """What the paths have in common, with `*` for each index in which they differ."""
     indices = zip(*([found[0] for found in _INDEX.finditer(path)] for path in paths))

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..core import format_bytes, format_seconds
-from ._arrays import ArrayGroup, format_dims, grouped_arrays
+from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
 from ._collective_text import collective_table, stage_collective_table
 from ._plan import Plan
 from ._stage_text import equal_stages, meshes, stage_numbers, stage_remarks, stage_table
+from ._summary import summary_rows, tried
 
 _ARRAYS = 8
 _ARRAYS_OF_STAGES = 4
@@ -26,6 +27,12 @@ _CLOSED_FORM = "closed forms"
 def describe(plan: Plan) -> str:
     """A plan as text: what it is, its predicted time and memory with their parts, the largest arrays, what to know."""
     lines = [headline(plan), *_facts(plan), ""]
+    if rows := tried(plan):
+        lines += [
+            "Tried in the search (predicted)",
+            *table(("method", "mesh", "step time", "outcome"), rows, right=(2,)),
+            "",
+        ]
     if is_pipeline(plan):
         lines += [*_stages(plan), "", *_arrays_of_stages(plan), *_collectives_of_stages(plan)]
     else:
@@ -132,8 +139,15 @@ def _facts(plan: Plan) -> list[str]:
     p = plan.prediction
     share = f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit" if p.memory_limit_bytes else ""
     parts = " + ".join(f"{format_bytes(v)} {name}" for name, v in sorted(p.memory_bytes.items(), key=lambda i: -i[1]))
+    first: list[tuple[str, str]] = []
+    rest: list[tuple[str, str]] = []
+    for row in summary_rows(plan):
+        (first if row[0] in ("splits", "recomputation") else rest).append(row)
     rows = [
+        *first,
+        ("micro-batches", micro_batches(plan)),
         ("step time (predicted)", time_parts(plan)),
+        *rest,
         ("bound", bound(plan)),
         (
             "memory (predicted)",
@@ -141,7 +155,6 @@ def _facts(plan: Plan) -> list[str]:
             f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}",
         ),
         ("", parts),
-        ("micro-batches", micro_batches(plan)),
         (
             "found in",
             f"{format_seconds(plan.provenance.search_s)}, after tracing for {format_seconds(plan.provenance.trace_s)}",
@@ -177,7 +190,7 @@ def _arrays_of_stages(plan: Plan) -> list[str]:
         who = f"Stage{'' if len(numbers) == 1 else 's'} {stage_numbers(numbers)}{'' if len(numbers) == 1 else ', each'}"
         held = sum(group.count for group in groups)
         title = f"{who}: the largest of {held} inputs on each device"
-        lines += [*_arrays(plan, groups[:_ARRAYS_OF_STAGES], title), ""]
+        lines += [*_arrays(plan, without_moments(groups)[:_ARRAYS_OF_STAGES], title), ""]
     if len(kinds) > _KINDS_OF_STAGES:
         others = sorted(number for numbers, _ in kinds[_KINDS_OF_STAGES:] for number in numbers)
         lines += [f"Stages {stage_numbers(others)} hold other arrays still: see `aliquot explain --json`.", ""]
@@ -185,6 +198,7 @@ def _arrays_of_stages(plan: Plan) -> list[str]:
 
 
 def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[str]:
+    shown = without_moments(groups)
     rows = [
         (
             group.pattern,
@@ -193,10 +207,11 @@ def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[s
             format_dims(group.dims),
             format_bytes(group.local_bytes),
         )
-        for group in groups[:_ARRAYS]
+        for group in shown[:_ARRAYS]
     ]
+    left_out = "; optimizer state that is split like its parameters is left out" if len(shown) < len(groups) else ""
     return [
-        title or f"The largest of {len(plan.inputs)} inputs on each device",
+        f"{title}{left_out}" if title else f"The largest of {len(plan.inputs)} inputs on each device{left_out}",
         *table(("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4)),
     ]
 

@@ -27,6 +27,7 @@ from ..plans import (
     plan_devices,
     rebuild,
     stage_collective_table,
+    summary_rows,
     time_parts,
 )
 from ._stages import arrays_of_stages, stages
@@ -35,6 +36,7 @@ from ._tables import columns, facts
 _ARRAYS = 12
 _COLLECTIVES = 10
 _CANDIDATES = 20
+_WHAT_TO_DO = ("splits", "recomputation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +167,11 @@ def _facts(plan: Plan) -> Table:
     found = plan.provenance
     return facts(
         [
-            ("step time (predicted)", time_parts(plan)),
-            ("bound", bound(plan)),
+            *(row for row in summary_rows(plan) if row[0] in _WHAT_TO_DO),
             ("micro-batches", micro_batches(plan)),
+            ("step time (predicted)", time_parts(plan)),
+            *(row for row in summary_rows(plan) if row[0] not in _WHAT_TO_DO),
+            ("bound", bound(plan)),
             ("found by", f"{found.planner} of aliquot {found.version}, in {format_seconds(found.search_s)}"),
             ("made again by", rebuild(plan)),
         ]

@@ -55,14 +55,16 @@ def test_headlines(plan, wanted):
 
 TEXT = """\
 gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
+  micro-batches          4 (outputs combine by sum: [1]['loss'])
   step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us communication + 200.0 us gradient communication + 9.0 ms
                          bubble (of the busiest stage)
+  throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet
+  largest costs          compute 57%; waiting for other stages 42%
   bound                  no closed form is below 20.0 ms, and this plan's is at most 0.00% above the best; the step time
                          above, simulated, is 7.5% above it (closed forms of all stages); optimal
   memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB, at stage 0, with 2 micro-batches in
                          flight
                          3.7 GiB state + 1.9 GiB activations in flight + 953.7 MiB working memory
-  micro-batches          4 (outputs combine by sum: [1]['loss'])
   found in               2.25 s, after tracing for 1.50 s
 
 Stages (predicted)

@@ -1,0 +1,163 @@
+"""What a plan says first: what is split over which axis in the field's words, how fast that is, and what comes next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..core import format_seconds
+from ._arrays import item_bytes
+from ._plan import Plan, StagePlan
+from ._throughput import throughput
+
+_MOST = 0.5
+_MOST_TRIED = 8
+_HIDDEN_AS_ROUNDING = 0.0005
+
+
+def summary_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What to do, and what it gives, as pairs of a name and a text."""
+    rows = [("splits", "; ".join(_axes(plan)))] if len(plan.stages) == 1 else []
+    if how := _recomputation(plan):
+        rows.append(("recomputation", how))
+    if speed := throughput(plan):
+        rows.append(("throughput", f"{speed}; {_basis(plan)}"))
+    if costs := _largest_costs(plan):
+        rows.append(("largest costs", costs))
+    if second := runner_up(plan):
+        rows.append(("runner-up", second))
+    return rows
+
+
+def _axes(plan: Plan) -> Iterator[str]:
+    stage = plan.stages[0]
+    for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False):
+        yield f"{axis} ({size}): {_role_of(plan, stage, axis)}"
+
+
+def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
+    """What an axis does, from the arrays that it splits."""
+    batch = {
+        "data" if dim == 0 else "sequence"
+        for array in plan.inputs
+        if array.role == "batch"
+        for dim, axes in enumerate(stage.shardings.get(array.path, ()))
+        if axis in axes
+    }
+    parameters, state = _share(plan, stage, axis, "parameter"), _share(plan, stage, axis, "optimizer_state")
+    names = [name for name in ("data", "sequence") if name in batch]
+    if "data" in names:
+        if parameters > _MOST:
+            return f"{', '.join(names)} with FSDP: {parameters:.0%} of the parameters are split too"
+        if state > _MOST:
+            return f"{', '.join(names)} with ZeRO-2: {state:.0%} of the optimizer state is split, parameters are whole"
+        whole = f"{parameters:.0%} of the parameters are split too" if parameters else "parameters are whole"
+        return f"{', '.join(names)}: {whole}"
+    if parameters > _MOST:
+        expert = _share(plan, stage, axis, "parameter", "expert")
+        also = f"; {expert:.0%} of the experts" if expert else ""
+        return f"{parameters:.0%} of the parameters are split, the batch's arrays are not{also}"
+    if names or parameters or state:
+        share = f"{parameters:.0%} of the parameters, {state:.0%} of the optimizer state"
+        return ", ".join([*names, share])
+    return "operators inside the step"
+
+
+def _share(plan: Plan, stage: StagePlan, axis: str, role: str, word: str = "") -> float:
+    """The share of the bytes of a role that an axis splits."""
+    split = total = 0.0
+    for array in plan.inputs:
+        if array.role == role and word in array.path:
+            size = math.prod(array.shape) * item_bytes(array.dtype)
+            total += size
+            split += size * any(axis in axes for axes in stage.shardings.get(array.path, ()))
+    return split / total if total else 0.0
+
+
+def _recomputation(plan: Plan) -> str:
+    if any(stage.recompute for stage in plan.stages):
+        count = sum(stage.recompute for stage in plan.stages)
+        return f"{count} of {len(plan.stages)} stages work everything out again in the backward pass"
+    how = plan.model.settings.get("recompute") if plan.model.kind == "zoo" else None
+    if how == "block":
+        return "each block is worked out again in the backward pass"
+    return "none" if how == "none" else ""
+
+
+def _basis(plan: Plan) -> str:
+    device = plan.cluster.get("device")
+    source = str(device.get("source", "")) if isinstance(device, dict) else ""
+    short = source.partition(";")[0].partition("(")[0].strip()
+    found = f"predicted from {short}" if short else "predicted"
+    return f"{found}; compiled for {plan.compiled.target}" if plan.compiled else found
+
+
+def _largest_costs(plan: Plan) -> str:
+    """The two largest parts of the step time, and what is behind the communication."""
+    p = plan.prediction
+    parts = [
+        ("compute", p.compute_s, ""),
+        ("communication", p.communication_s, _dearest(plan, of_gradients=False)),
+        ("gradient communication that is not hidden", p.gradient_s - p.hidden_s, _dearest(plan, of_gradients=True)),
+        ("waiting for other stages", p.bubble_s, ""),
+    ]
+    largest = [part for part in sorted(parts, key=lambda part: -part[1])[:2] if part[1] > 0 and p.step_time_s]
+    return "; ".join(
+        f"{name} {seconds / p.step_time_s:.0%}{f', most of it {behind}' if behind else ''}"
+        for name, seconds, behind in largest
+    )
+
+
+def _dearest(plan: Plan, *, of_gradients: bool) -> str:
+    uses = [use for use in plan.prediction.collectives if use.label.startswith("gradient") == of_gradients]
+    sums: dict[tuple[str, tuple[str, ...]], float] = {}
+    for use in uses:
+        sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds
+    if not sums:
+        return ""
+    (kind, axes), seconds = max(sums.items(), key=lambda item: item[1])
+    return f"{kind} over {', '.join(axes)}" if 2 * seconds > sum(sums.values()) else ""
+
+
+def runner_up(plan: Plan) -> str:
+    """The best other candidate of the search, and by how much it lost; empty if nothing else was priced."""
+    chosen_s = plan.prediction.step_time_s
+    others: list[tuple[float, str]] = []
+    own = 0
+    for candidate in plan.provenance.candidates:
+        seconds = candidate.get("step_time_s")
+        if not isinstance(seconds, int | float):
+            continue
+        if not own and abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s:
+            own = 1
+            continue
+        others.append((float(seconds), _named(candidate)))
+    if not others or not chosen_s:
+        return ""
+    seconds, name = min(others)
+    extra_s = seconds - chosen_s
+    if abs(extra_s) <= _HIDDEN_AS_ROUNDING * chosen_s:
+        return f"{name}, as fast within {_HIDDEN_AS_ROUNDING:.2%}"
+    sign = "+" if extra_s > 0 else "-"
+    return f"{name}: {format_seconds(seconds)}, {sign}{format_seconds(abs(extra_s))} a step"
+
+
+def tried(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """What the search tried, fastest first: method, mesh, step time and outcome."""
+    found = [c for c in plan.provenance.candidates if isinstance(c.get("step_time_s"), int | float)]
+    found = sorted(found, key=lambda c: float(c["step_time_s"]))[:_MOST_TRIED]
+    return [
+        (str(c.get("name", "")), _mesh(c), format_seconds(float(c["step_time_s"])), str(c.get("outcome", "")))
+        for c in found
+    ]
+
+
+def _named(candidate: dict[str, Any]) -> str:
+    mesh = _mesh(candidate)
+    return f"{candidate.get('name', '')}{f' on {mesh}' if mesh else ''}"
+
+
+def _mesh(candidate: dict[str, Any]) -> str:
+    mesh = candidate.get("mesh")
+    return "x".join(map(str, mesh)) if isinstance(mesh, list | tuple) else str(mesh or "")
