@@ -107,3 +107,17 @@ def test_gradients_are_summed_in_each_micro_batch_where_groups_cannot_wait(metho
             num_micro_batches=2,
         )
         assert bool(plan.stages[0].data_axes) == waits
+
+
+def test_groups_wait_where_each_part_takes_its_own_statistics():
+    shapes = [jax.ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.float32)]
+    plan = aq.plan(
+        _step(lambda x: x / jnp.sqrt(1 + jnp.mean(x**2, axis=0))),
+        shapes,
+        {"x": jax.ShapeDtypeStruct((_ROWS, *_SHAPE), jnp.float32)},
+        cluster=aq.Cluster.preset(f"{_DEVICES}xcpu"),
+        method=aq.DataParallel(),
+        num_micro_batches=2,
+        micro_batch_semantics="independent",
+    )
+    assert plan.stages[0].data_axes
