@@ -5,8 +5,6 @@ The table below is the only list of them; `__init__.pyi` repeats it for type che
 """
 
 import importlib
-import sys
-import types
 
 _MODULE_OF = {
     "capture": "_api",
@@ -66,14 +64,3 @@ def __getattr__(name):
 
 def __dir__():
     return sorted({*globals(), *__all__, *_FOLDERS})
-
-
-class _Package(types.ModuleType):
-    """This package. `verify` is a function here, though a folder has that name: importing the folder must not hide it."""
-
-    def __setattr__(self, name, value):
-        if not (name in _MODULE_OF and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

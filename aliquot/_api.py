@@ -35,7 +35,7 @@ from .report import Alternative
 from .sharding import inferred_rules
 
 if TYPE_CHECKING:
-    from .verify import Verification
+    from .verification import Verification
 
 
 @collecting_seldom()
@@ -143,7 +143,7 @@ def _plan_captured(
 
 
 def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Plan:
-    from .verify import first_that_fits, require_compiler, resolve_target, verify_plan
+    from .verification import first_that_fits, require_compiler, resolve_target, verify_plan
 
     require_compiler(resolve_target(None, task.cluster))
 
@@ -313,7 +313,7 @@ def verify(
         CompilerMissingError: the target's compiler is not installed; says how to.
         CompileError: the compiler refuses the program, or ran out of memory.
     """
-    from .verify import verify_plan
+    from .verification import verify_plan
 
     planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
     return verify_plan(planned, target=target, progress=progress, cache=cache)

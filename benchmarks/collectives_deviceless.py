@@ -18,7 +18,7 @@ from typing import Any
 from _results import Report, options, say
 from memory_deviceless import predicted_now
 
-from aliquot.verify import compare_collectives, compiled_collectives, unintended_collectives
+from aliquot.verification import compare_collectives, compiled_collectives, unintended_collectives
 
 
 def main() -> int:

@@ -274,7 +274,7 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
     """Plan one combination, print the prediction, and compile it unless that was done before."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from aliquot.cluster import Cluster
-    from aliquot.verify import require_compiler, resolve_target
+    from aliquot.verification import require_compiler, resolve_target
 
     target = resolve_target(case["gpu"], Cluster.preset(_cluster(case)))
     needed = require_compiler(target)

@@ -18,7 +18,7 @@ FLOORS = {
     "runtime": 6,
     "report": 7,
     "profiling": 7,
-    "verify": 7,
+    "verification": 7,
     "interop": 7,
     "_api": 8,
     "zoo": 8,

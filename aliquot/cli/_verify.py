@@ -48,6 +48,6 @@ def verify(
 def _check_target(plan: Plan, target: str | None) -> None:
     """Refuse a target that cannot be compiled for before the step is traced."""
     from ..cluster import Cluster
-    from ..verify import require_compiler, resolve_target
+    from ..verification import require_compiler, resolve_target
 
     require_compiler(resolve_target(target, Cluster.from_dict(plan.cluster)))

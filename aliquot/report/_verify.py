@@ -18,7 +18,7 @@ def verification(figures: Mapping[str, Any]) -> Group:
     """Predicted beside compiled, for `rich` to print or `as_text` to turn into text.
 
     Args:
-        figures: as `aliquot.verify.Verification.to_dict` gives them.
+        figures: as `aliquot.verification.Verification.to_dict` gives them.
     """
     parts: list[RenderableType] = [Text(_headline(figures), style="bold")]
     for index, stage in enumerate(figures["stages"]):

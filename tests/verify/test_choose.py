@@ -14,7 +14,7 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError
 from aliquot.plans import Plan
-from aliquot.verify import (
+from aliquot.verification import (
     CompiledProgram,
     CompileTarget,
     StageVerification,
@@ -133,7 +133,7 @@ def test_a_pipeline_that_does_not_fit_is_planned_again(monkeypatch):
         found = verified(plan, int(1.01 * limit) if len(checked) == 1 else 10)
         return replace(found, limit_bytes=limit)
 
-    monkeypatch.setattr(sys.modules["aliquot.verify"], "verify_plan", verdict)
+    monkeypatch.setattr(sys.modules["aliquot.verification"], "verify_plan", verdict)
 
     def step(layers, x):
         def loss(layers):

@@ -4,7 +4,7 @@ import pytest
 
 from aliquot.plans import CollectiveUse
 from aliquot.runtime import CompiledCollective
-from aliquot.verify._compare import compare_collectives, unintended_collectives
+from aliquot.verification._compare import compare_collectives, unintended_collectives
 
 
 def use(kind, axes, count, num_bytes):

@@ -11,11 +11,11 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.runtime import CompiledCollective
-from aliquot.verify import CompileError, CompilerMissingError, default_cache, require_compiler, resolve_target
-from aliquot.verify import _compile as compiling
-from aliquot.verify import _verify as verifying
-from aliquot.verify import _wheels as wheels
-from aliquot.verify import _worker as working
+from aliquot.verification import CompileError, CompilerMissingError, default_cache, require_compiler, resolve_target
+from aliquot.verification import _compile as compiling
+from aliquot.verification import _verify as verifying
+from aliquot.verification import _wheels as wheels
+from aliquot.verification import _worker as working
 
 
 @jax.checkpoint

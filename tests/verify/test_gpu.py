@@ -11,7 +11,7 @@ import pytest
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
-from aliquot.verify import GPU_DESCRIPTIONS, CompilerMissingError, require_compiler, resolve_target
+from aliquot.verification import GPU_DESCRIPTIONS, CompilerMissingError, require_compiler, resolve_target
 from aliquot.zoo import build
 
 

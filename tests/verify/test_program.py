@@ -8,7 +8,7 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.cost import PlannedStep, make_problem
 from aliquot.graph import capture
-from aliquot.verify import portable_program
+from aliquot.verification import portable_program
 
 
 def step(w, x):

@@ -4,7 +4,7 @@ import pytest
 
 from aliquot.cluster import DEVICES, Cluster
 from aliquot.core import InputError
-from aliquot.verify import GPU_DESCRIPTIONS, TPU_DIMS, resolve_target
+from aliquot.verification import GPU_DESCRIPTIONS, TPU_DIMS, resolve_target
 
 
 @pytest.mark.parametrize(

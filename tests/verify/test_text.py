@@ -2,7 +2,7 @@
 
 import pytest
 
-from aliquot.verify._text import compiled_collectives, estimated_cycles
+from aliquot.verification._text import compiled_collectives, estimated_cycles
 
 TABLES = """HloModule step, is_scheduled=true
 

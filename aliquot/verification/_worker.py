@@ -1,6 +1,6 @@
 """The other process: compiles programs for their target and writes down what the compiler says.
 
-Run as `python -m aliquot.verify._worker`. Folders are read from standard input, one a line, until it ends; each holds
+Run as `python -m aliquot.verification._worker`. Folders are read from standard input, one a line, until it ends; each holds
 `request.json` and `module.bin`, and gets `result.json`.
 Flags and platforms were set by the parent in this process's environment.
 """
