@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import AliquotError, InputError, PlanMismatchError
+from ..core import AliquotError, InputError, PlanMismatchError, write_atomic
 from ..plans import Plan, is_pipeline
 from ._devices import use_host_only
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination
@@ -30,22 +30,28 @@ def explain(
         Path | None,
         typer.Option(metavar="FILE", help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev."),
     ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
 ) -> None:
     """Say what a plan decides, what it is predicted to cost, and what the best alternatives would cost."""
     with session(as_json) as say:
         use_host_only()
-        from ..report import explained, explanation, planned_trace
+        from ..report import explained, explanation, page, planned_trace
 
         check_destination(trace, "--trace")
+        check_destination(html, "--html")
         found = Plan.load(plan_file)
         if trace is not None:
             planned_trace(found).save(trace)
+        if html is not None:
+            write_atomic(html, page(found))
         others, remark = priced_alternatives(found, say, model, trust_plan) if alternatives else ((), "")
         say.show(explanation(found, others, remark=remark))
         if trace is not None:
             say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
+        if html is not None:
+            say.show(f"\nThe page is in {html}.")
         answer = {**explained(found, others), "alternatives_remark": remark or None}
-        say.finish({**answer, "trace_file": str(trace) if trace else None})
+        say.finish({**answer, "trace_file": str(trace) if trace else None, "html_file": str(html) if html else None})
 
 
 def priced_alternatives(

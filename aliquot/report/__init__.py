@@ -11,6 +11,7 @@ from ._diff import difference as difference
 from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation
+from ._page import page as page
 from ._sizing import BatchSearch as BatchSearch
 from ._sizing import BatchTrial as BatchTrial
 from ._sizing import ClusterOption as ClusterOption
