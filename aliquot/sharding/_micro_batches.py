@@ -181,7 +181,7 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
     (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
     try:
         return _of_size(graph, size)
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise CaptureError(
             f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch: {error}. "
             "Take sizes from the arrays (x.shape[0]) instead of writing them down, or use num_micro_batches=1."
