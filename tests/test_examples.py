@@ -1,0 +1,76 @@
+"""The scripts in `examples/` run as they stand, are short, and do what they say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aliquot as aq
+from aliquot.verification import CompilerMissingError, require_compiler, resolve_target
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+PIPELINE = "5_pipeline_with_a_trace.py"
+TPU = "6_verify_for_a_tpu.py"
+
+
+def run(name, folder):
+    """The finished process of a script that was started in a folder of its own, in a plain environment."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        cwd=folder,
+        env={**settings, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def losses(printed):
+    return [float(loss) for loss in re.findall(r"\bstep \d: loss (\d+\.\d+)$", printed, re.MULTILINE)]
+
+
+def test_scripts_are_numbered_and_listed():
+    assert [int(name.split("_")[0]) for name in SCRIPTS] == list(range(1, len(SCRIPTS) + 1))
+    listed = re.findall(r"\(([^()]+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert listed == SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_have_at_most_eighty_lines(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != TPU])
+def test_training_examples_train(name, tmp_path):
+    finished = run(name, tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    found = losses(finished.stdout)
+    assert len(found) in (5, 10) and found[-1] < found[0]
+    if name == PIPELINE:
+        predicted, measured = (
+            json.loads((tmp_path / f"{kind}.json").read_text()) for kind in ("predicted", "measured")
+        )
+        assert predicted["traceEvents"] and measured["traceEvents"]
+
+
+def test_the_tpu_example_verifies_or_says_what_to_install(tmp_path):
+    try:
+        require_compiler(resolve_target("v5e", aq.Cluster.preset("v5e-16")))
+    except CompilerMissingError as error:
+        installed, why_not = False, str(error)
+    else:
+        installed, why_not = True, ""
+    finished = run(TPU, tmp_path)
+    assert "train_step: auto on mesh" in finished.stdout
+    if installed:
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        assert "Collectives" in finished.stdout
+    else:
+        assert finished.returncode == 1
+        assert finished.stderr.strip() == f"Not verified. {why_not}"
