@@ -1,5 +1,6 @@
 """What is computed: a training step as plain data."""
 
+from . import rules as rules
 from ._alone import LoneOperator as LoneOperator
 from ._alone import Shape as Shape
 from ._calling import FlatCall as FlatCall
@@ -11,9 +12,8 @@ from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item
 from ._dataflow import items_of as items_of
-from ._deferrable import GRADIENT_PASSES as GRADIENT_PASSES
-from ._deferrable import GRADIENT_SUMS as GRADIENT_SUMS
 from ._deferrable import deferrable_items as deferrable_items
+from ._deferrable import hands_on_gradients as hands_on_gradients
 from ._effects import any_effects as any_effects
 from ._effects import has_effects as has_effects
 from ._effects import is_ordered as is_ordered
@@ -41,6 +41,16 @@ from ._layers import cut_layers as cut_layers
 from ._layers import range_layers as range_layers
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text
+from ._rule import DimRule as DimRule
+from ._rule import DimRuleFn as DimRuleFn
+from ._rule import Dims as Dims
+from ._rule import HasShape as HasShape
+from ._rule import declared_rule as declared_rule
+from ._rule import register_dim_rule as register_dim_rule
+from ._rule import registered_primitives as registered_primitives
+from ._rule import rule as rule
+from ._rule import traits_of as traits_of
+from ._rule import whole as whole
 from ._segments import Folding as Folding
 from ._segments import Run as Run
 from ._segments import find_repeats as find_repeats
@@ -56,6 +66,10 @@ from ._stages import SHARED as SHARED
 from ._stages import Staging as Staging
 from ._stages import place_update as place_update
 from ._stages import stage_layers as stage_layers
+from ._traits import Moves as Moves
+from ._traits import Traits as Traits
+from ._traits import leading_size as leading_size
+from ._traits import same_parameters as same_parameters
 from ._types import Block as Block
 from ._types import Call as Call
 from ._types import Graph as Graph
@@ -69,3 +83,4 @@ from ._types import Piece as Piece
 from ._types import Role as Role
 from ._types import Split as Split
 from ._types import Value as Value
+from .rules import Factors as Factors

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ._rule import traits_of
 from ._types import Call, Graph, Op, Phase, Role
 
 # A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the last ten years.
@@ -57,7 +58,7 @@ def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int])
     reads = 0
     for i in inputs:
         reads |= sees[i]
-    heavy = isinstance(what, Call) or graph.ops[what].name in ("dot_general", "conv_general_dilated")
+    heavy = isinstance(what, Call) or traits_of(graph.ops[what].name).multiplies
     shared = not heavy and reads in (0, 1, 2)
     for o in outputs:
         sees[o] = reads if shared else reads | 4

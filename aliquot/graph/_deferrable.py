@@ -10,12 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ._dataflow import Item
+from ._rule import traits_of
 from ._stages import SHARED
-from ._types import Graph, Phase
-
-# What gradients of a parameter that several stages use pass through on their way into one sum.
-GRADIENT_SUMS = frozenset({"add_any", "add"})
-GRADIENT_PASSES = frozenset({"convert_element_type", "reshape", "transpose", "neg", "copy"})
+from ._traits import Moves
+from ._types import Graph, Op, Phase
 
 
 def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int]) -> frozenset[int]:
@@ -54,6 +52,13 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
     return frozenset(found)
 
 
+def hands_on_gradients(op: Op) -> bool:
+    """Whether it adds gradients up or only rearranges one, as on the way of a parameter's gradients into one sum."""
+    traits = traits_of(op.name)
+    moves = traits.moves is not None and (traits.moves.keeps_all or traits.moves is Moves.NEGATE)
+    return (traits.adds or moves) and all(isinstance(i, int) for i in op.inputs)
+
+
 def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
     """Positions of the backward items that add gradients up, or hand them on, for the update alone."""
     found: set[int] = set()
@@ -66,8 +71,7 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
         if (
             op is not None
             and item.phase is Phase.BACKWARD
-            and op.name in GRADIENT_SUMS | GRADIENT_PASSES
-            and all(isinstance(i, int) for i in op.inputs)
+            and hands_on_gradients(op)
             and wanted.isdisjoint(item.outputs)
         ):
             found.add(k)

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _jax_compat as compat
+from ._rule import traits_of
+from ._traits import Moves
 
 KERNEL = "pallas_call"
 _TRANSCENDENTAL_FLOPS = 1.0
-_FREE = frozenset(
-    "broadcast_in_dim convert_element_type get iota masked_load masked_swap program_id num_programs reshape squeeze swap "
-    "transpose".split()
-)
+# Where the kernel is, and what it loads and stores.
+_NO_ARITHMETIC = frozenset("get masked_load masked_swap program_id num_programs swap".split())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,10 @@ def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
 
 def _flops(eqn: Any) -> float:
     """Floating-point operations of one operator: two for each term of a product, else one for each element."""
-    if eqn.primitive.name in _FREE or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
+    traits = traits_of(eqn.primitive.name)
+    free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows
+    free = free or (traits.moves is not None and traits.moves is not Moves.NEGATE)
+    if free or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
         return 0.0
     largest = max((math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0)
     if eqn.primitive.name == "dot_general":

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ._rule import traits_of
+from ._traits import Moves
 from ._types import Input, Op, Operand, Output, Phase, Role, Value
-
-# A raw key may be cut out of an array of keys before it is used.
-_KEEPS_KEYS = frozenset({"tie", "scan_slice", "slice", "squeeze", "reshape", "dynamic_slice"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +57,17 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
             for i in op.inputs:
                 if type(i) is int:
                     read[i] = 1
-        if op.name == "random_wrap" or (op.name in _KEEPS_KEYS and any(key[o] for o in op.outputs if o >= 0)):
-            for i in op.inputs[:1] if op.name == "dynamic_slice" else op.inputs:
+        if op.name == "random_wrap" or (_hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)):
+            for i in op.inputs if op.name == "tie" else op.inputs[:1]:
                 if type(i) is int:
                     key[i] = 1
     return Reach(read=read, forward=forward, backward=backward, learned=learned, key=key)
+
+
+def _hands_on_keys(primitive: str) -> bool:
+    # A raw key may be cut out of an array of keys before it is used.
+    moves = traits_of(primitive).moves
+    return primitive in ("tie", "scan_slice") or (moves is not None and (moves.permutes or moves is Moves.SELECT))
 
 
 def _is_floating(value: Value) -> bool:

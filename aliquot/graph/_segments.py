@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ._rule import traits_of
 from ._types import Graph, Literal, Op, Phase, Role
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -184,7 +185,7 @@ class _ParamKeys:
 def _find_runs(graph: Graph, keys: Ints) -> list[Run]:
     """Repeats among the forward and backward operators, longest cover first, without overlap."""
     in_update = np.array([op.phase is Phase.UPDATE for op in graph.ops])
-    heavy = np.array([op.name in ("dot_general", "conv_general_dilated") for op in graph.ops])
+    heavy = np.array([traits_of(op.name).multiplies for op in graph.ops])
     # Operators of the update never match their shifted selves.
     sequence = np.where(in_update, -1 - np.arange(len(keys)), keys)
     runs: list[Run] = []

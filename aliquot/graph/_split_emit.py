@@ -11,7 +11,7 @@ import numpy as np
 from . import _jax_compat as compat
 from ._split_equations import Equations, joint, with_rows
 from ._split_reach import is_split, opens
-from ._split_rules import Local, local_rule
+from ._split_rows import Local, local_rule
 from ._split_values import Pieces, index_of
 from ._types import Block, Call, Graph, Literal, Op, Operand
 
@@ -184,7 +184,7 @@ class Emitter:
             None if has_rows else self._read(i, place, op, op.eqn, v.aval)
             for i, has_rows, v in zip(op.inputs, rule.operands, op.eqn.invars, strict=True)
         ]
-        if rule.combine is None:
+        if not rule.join:
             for old in op.outputs:
                 if old >= 0:
                     self.arrays.declare(old)
@@ -193,7 +193,7 @@ class Emitter:
             inputs = [
                 self.arrays.parts(i)[k] if i_shared is None else i_shared for i, i_shared in zip(op.inputs, shared)
             ]
-            if rule.combine is None:
+            if not rule.join:
                 outputs = [index_of(self.arrays.parts(o)[k]) if o >= 0 else -1 for o in op.outputs]
             else:
                 partial.append(self.arrays.new(op.outputs[0]))
@@ -203,8 +203,8 @@ class Emitter:
                 self._count_from(start, op, eqn, outputs[0], place)
             else:
                 self._op(op, place, eqn, inputs, outputs)
-        if rule.combine is not None:
-            self._combine(op, rule.combine, partial, place)
+        if rule.join:
+            self._combine(op, rule.join, partial, place)
 
     def _count_from(self, start: int, op: Op, eqn: Any, output: int, place: _Place) -> None:
         """Row numbers of a range that does not begin at zero."""

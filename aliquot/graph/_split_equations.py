@@ -9,7 +9,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives
 
 from . import _jax_compat as compat
-from ._split_rules import Local
+from ._split_rows import Local
 
 _PRIMITIVES: Mapping[str, Any] = {
     "add": primitives.add_p,
@@ -39,11 +39,10 @@ class Equations:
         """An equation that is local in the leading dim, on so many rows."""
         known = self._known.get((id(eqn), rows))
         if known is None:
-            params = rule.rewrite(eqn.params, rows) if rule.rewrite else eqn.params
             known = eqn.replace(
                 invars=[_on_rows(v, rows) if has else v for v, has in zip(eqn.invars, rule.operands, strict=True)],
                 outvars=[_on_rows(v, rows) if has else v for v, has in zip(eqn.outvars, rule.results, strict=True)],
-                params=params,
+                params=rule.rewrite(eqn.params, rows),
             )
             self._known[id(eqn), rows] = known
         return known

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..core import InputError
 from . import _jax_compat as compat
-from ._split_rules import local_rule
+from ._split_rows import local_rule
 from ._types import Block, Call, Graph, Op, Operand, Phase, Role
 
 

@@ -11,12 +11,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..graph import ATTENTION, KERNEL, Graph, Op, Operand, ReplayHook, evaluate
+from ..graph import Graph, Op, Operand, ReplayHook, evaluate, traits_of
 from ..sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
 from ._local import Bind, convolution, in_plain_order, on_pieces, product
 from ._mapped import differing
-
-_ON_PIECES = ("fft", KERNEL, "triangular_solve", *ATTENTION)
 
 
 class AbstractLowering(abc.ABC):
@@ -186,7 +184,7 @@ class _Constrain(ReplayHook):
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         sums_scattered = pin is not None and pin.on_pieces
-        by_itself = op.name in _ON_PIECES or not is_declared(op)
+        by_itself = traits_of(op.name).runs_on_pieces or not is_declared(op)
         if not sums_scattered and not by_itself and op.name != "conv_general_dilated":
             return bind(op.eqn, arrays)
         mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))

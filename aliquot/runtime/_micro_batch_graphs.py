@@ -27,6 +27,7 @@ from ..graph import (
     Value,
     any_effects,
     scan_counts,
+    traits_of,
 )
 from ..sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims, phase_of
 from ._layout import Layout
@@ -233,7 +234,7 @@ class _Needs:
         if isinstance(item, Call):
             return True
         op = self.plan.whole.ops[item]
-        return op.name in ("dot_general", "conv_general_dilated") and dim_rule(op, self.plan.whole).contracts
+        return traits_of(op.name).multiplies and dim_rule(op, self.plan.whole).contracts
 
     def _find_early(self) -> None:
         """Remat regions are transparent here: only the few operators that are needed run."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..graph import GRADIENT_PASSES, GRADIENT_SUMS, SHARED, Call, Op, Operand, Staging, items_of
+from ..graph import SHARED, Call, Op, Operand, Staging, hands_on_gradients, items_of
 from ..sharding import MicroBatchPlan, TimeKind
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
@@ -55,8 +55,7 @@ def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Stag
 
 def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     """Whether it adds arrays up, or hands one on, and may as well do so behind the last micro-batch."""
-    linear = op.name in GRADIENT_SUMS | GRADIENT_PASSES and all(isinstance(i, int) for i in op.inputs)
-    return linear and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
+    return hands_on_gradients(op) and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
 
 
 def _sources(parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging) -> dict[int, frozenset[int]]:

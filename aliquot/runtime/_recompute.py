@@ -14,30 +14,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..graph import Call, Item, Value
+from ..graph import Call, Item, Value, traits_of
 
-_COSTLY = frozenset(
-    {
-        "dot_general",
-        "ragged_dot",
-        "conv_general_dilated",
-        "sort",
-        "top_k",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "scatter-mul",
-        "random_bits",
-        "pallas_call",
-        "shard_map",
-        "custom_partitioning",
-        "ffi_call",
-    }
-)
 # Handing an array over costs about as much as moving so many bytes.
 _BYTES_PER_ARRAY = 4096
 _LARGEST = 2**30
@@ -97,7 +75,7 @@ def what_to_keep(
 
 
 def _is_costly(item: Item, name: str) -> bool:
-    return isinstance(item.what, Call) or name in _COSTLY
+    return isinstance(item.what, Call) or traits_of(name).costly
 
 
 def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[int]:

@@ -1,6 +1,13 @@
 """What may be split, how a split propagates, and what it costs to change it."""
 
-from . import rules as rules
+from ..graph import DimRule as DimRule
+from ..graph import Moves as Moves
+from ..graph import Traits as Traits
+from ..graph import register_dim_rule as register_dim_rule
+from ..graph import registered_primitives as registered_primitives
+from ..graph import rule as rule
+from ..graph import same_parameters as same_parameters
+from ..graph import whole as whole
 from ._build_nodes import build_nodes as build_nodes
 from ._dim_rule import Inferred as Inferred
 from ._dim_rule import dim_rule as dim_rule
@@ -36,11 +43,6 @@ from ._reshard import reshard as reshard
 from ._reshard import result_fraction as result_fraction
 from ._reshard import waiting_apart as waiting_apart
 from ._rows import gathered_by_rows as gathered_by_rows
-from ._rule import DimRule as DimRule
-from ._rule import register_dim_rule as register_dim_rule
-from ._rule import registered_primitives as registered_primitives
-from ._rule import rule as rule
-from ._rule import whole as whole
 from ._spec import PARTIAL as PARTIAL
 from ._spec import REPLICATED as REPLICATED
 from ._spec import Spec as Spec

@@ -11,14 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..graph import Folding, Graph, Op, Phase, Role
+from ..graph import DimRule, Folding, Graph, Op, Phase, Role, traits_of
 from ._dim_rule import dim_rule
-from ._rule import DimRule
 from ._slots import Slots
-
-# Operators of one operand that only rearrange: behind a weight's gradient they belong to what follows it.
-REARRANGING = frozenset({"transpose", "reshape", "convert_element_type", "squeeze", "scan_stack", "tie", "copy"})
-_LINKS_WHOLE = frozenset({"scan_slice", "scan_stack"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,7 +153,8 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
             not is_const
             and op.phase is not Phase.UPDATE
             and all(const[i] or param[i] for i in inputs)
-            and op.name not in ("dot_general", "conv_general_dilated", "gather", "tie")
+            and op.name not in ("gather", "tie")
+            and not traits_of(op.name).multiplies
         )
         for out in op.outputs:
             if out >= 0:
@@ -167,15 +163,21 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
     return const, param
 
 
+def rearranges(op: Op) -> bool:
+    """Whether it only rearranges one array, or casts it: behind a weight's gradient it belongs to what follows it."""
+    moves = traits_of(op.name).moves
+    return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)
+
+
 def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     """Mark gradients that a product made and that were only rearranged since, on their way to the update alone."""
     value_class = cuts.folding.value_class
     only_update = [True] * len(cuts.fresh)
-    rearranges = [cuts.first[c].name in REARRANGING for c in range(len(cuts.first))]
+    rearranging = [rearranges(cuts.first[c]) for c in range(len(cuts.first))]
     for op_class in reversed(order):
         op = cuts.first[op_class]
         passes = op.phase is Phase.UPDATE or (
-            rearranges[op_class] and all(only_update[int(value_class[o])] for o in op.outputs if o >= 0)
+            rearranging[op_class] and all(only_update[int(value_class[o])] for o in op.outputs if o >= 0)
         )
         if not passes:
             for _, read, _ in cuts.operands(op_class):
@@ -183,7 +185,7 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     for op_class in order:
         op = cuts.first[op_class]
         made = [int(value_class[o]) for o in op.outputs if o >= 0]
-        if op.phase is not Phase.BACKWARD or not rearranges[op_class] or not all(only_update[v] for v in made):
+        if op.phase is not Phase.BACKWARD or not rearranging[op_class] or not all(only_update[v] for v in made):
             continue
         read_classes = [v for _, v, _ in cuts.operands(op_class)]
         if read_classes and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes):
@@ -208,7 +210,7 @@ def _tie(cuts: Cuts, op_class: int) -> None:
             element = slots.element(slot, dim)
             if factors[0].islower():
                 elements.setdefault(factors[0], []).append(element)
-            elif factors != "1" and op.name in _LINKS_WHOLE:
+            elif factors != "1" and op.name in ("scan_slice", "scan_stack"):
                 slots.block(element)
 
     for position, value_class, _ in cuts.operands(op_class):

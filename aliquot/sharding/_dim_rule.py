@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import InputError, MissingRuleError
-from ..graph import Graph, Literal, Op
+from ..graph import DimRule, Graph, Literal, Op, declared_rule, whole
 from ._infer import infer_rule
-from ._rule import DimRule, declared_rule, whole
 
 _WITHOUT_RULE = ("infer", "error", "replicate")
 

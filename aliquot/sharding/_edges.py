@@ -12,7 +12,7 @@ from jax.lax import GatherScatterMode
 from numpy.typing import NDArray
 
 from ..graph import Phase, Role, wildcard
-from ._node_index import ALIKE, MOVES, PASSES, SUMS
+from ._node_index import adds, adds_or_hands_on, adds_or_transposes, adds_transposes_or_casts
 from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class EdgeBuilder:
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
             # What only serves to sum up a gradient waits with it: a parameter's that is used twice.
-            total = self.naming.serves(value_class, SUMS | PASSES)
+            total = self.naming.serves(value_class, adds_or_hands_on)
             waits = kind == "landed" and ("gradient", total) in cuts.slots.by_key
             gradient = waits or (update and kind != "parameter")
             parameter = self._parameter_of.get(target.node)
@@ -128,7 +128,8 @@ class EdgeBuilder:
         the last micro-batch as one running total. The sum itself may be converted again; its name must not be that of its
         array.
         """
-        total = self.naming.serves(value_class, SUMS | (MOVES if self.sums_gradients else ALIKE), ending=SUMS)
+        through = adds_transposes_or_casts if self.sums_gradients else adds_or_transposes
+        total = self.naming.serves(value_class, through, ending=adds)
         return ("sum", total) if self.merges_partial_sums and total != value_class else None
 
     def add_aliases(self) -> None:

@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import LoneOperator, Shape
-from ._rule import DimRule, Dims, HasShape
-from .rules._factors import Factors
+from ..graph import DimRule, Dims, Factors, HasShape, LoneOperator, Shape
 
 _MOST_SHAPES_TRIED = 128
 _MOST_FACTORS_TRIED = 24

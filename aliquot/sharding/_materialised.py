@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Block, Call, Op, Phase
-from ._cuts import REARRANGING, Cuts
+from ..graph import Block, Call, Op, Phase, traits_of
+from ._cuts import Cuts, rearranges
 from ._library import only_convolved
 
-_SUMS = frozenset({"add", "add_any"})
-_SUMS_UP = "reduce_sum"
-_VIEWS = frozenset({"scan_slice", "tie"})
+# Links that stand for an array which something else made, or for a part of it.
+_VIEWS = ("scan_slice", "tie")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,7 +179,7 @@ def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, 
             continue
         scatter = int(value_class[op.outputs[0]])
         users = [cuts.first[r] for r in readers[scatter]]
-        if len(users) != 1 or users[0].name not in _SUMS or users[0].outputs[0] < 0:
+        if len(users) != 1 or not traits_of(users[0].name).adds or users[0].outputs[0] < 0:
             continue
         terms = [int(value_class[i]) for i in users[0].inputs if isinstance(i, int)]
         if all(term == scatter or (cuts.producer[term] is not None and not cuts.by_product(term)) for term in terms):
@@ -212,10 +211,10 @@ def _latest(cuts: Cuts) -> list[int]:
     first_use = [len(graph.ops)] * len(graph.values)
     for op in reversed(graph.ops):
         used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
-        rearranges = op.name in REARRANGING
-        if op.phase is Phase.BACKWARD and op.trips == 1 and (rearranges or cuts.rules[classes[op.index]].contracts):
+        moves = rearranges(op)
+        if op.phase is Phase.BACKWARD and op.trips == 1 and (moves or cuts.rules[classes[op.index]].contracts):
             if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
-                runs_at[op.index] = used if rearranges else max(used - 1, op.index)
+                runs_at[op.index] = used if moves else max(used - 1, op.index)
         for source in op.inputs:
             if isinstance(source, int):
                 first_use[source] = min(first_use[source], runs_at[op.index])
@@ -242,8 +241,8 @@ def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
         made = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
         late = op.phase is Phase.BACKWARD and op.trips == 1 and bool(made) and all(waits[o] for o in made)
         rule = cuts.rules[classes[op.index]]
-        late = late and (rule.contracts or bool(rule.reduced) or op.name in REARRANGING or op.name in _SUMS)
-        if late and op.name == _SUMS_UP:
+        late = late and (rule.contracts or bool(rule.reduced) or rearranges(op) or traits_of(op.name).adds)
+        if late and _sums_up(op):
             late = not any(op.params["axes"] in summed[i] for i in op.inputs if isinstance(i, int))
         if late:
             runs_at[op.index] = min(first_use[o] for o in made)
@@ -262,15 +261,19 @@ def _summed_in_turn(cuts: Cuts, runs_at: list[int]) -> list[frozenset[Any]]:
         if op.phase is not Phase.BACKWARD or op.trips > 1:
             continue
         found: frozenset[Any] = frozenset()
-        if op.name == _SUMS_UP:
+        if _sums_up(op):
             found = frozenset([op.params["axes"]]) if runs_at[op.index] == op.index else found
         elif not cuts.rules[classes[op.index]].contracts and op.name not in _VIEWS:
             found = frozenset().union(*(summed[o] for o in op.outputs if o >= 0))
         shapes = [graph.values[o].shape for o in op.outputs if o >= 0]
         for source in op.inputs if found else ():
-            if isinstance(source, int) and (op.name == _SUMS_UP or graph.values[source].shape in shapes):
+            if isinstance(source, int) and (_sums_up(op) or graph.values[source].shape in shapes):
                 summed[source] |= found
     return summed
+
+
+def _sums_up(op: Op) -> bool:
+    return traits_of(op.name).join == "add"
 
 
 def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import numpy as np
 from ..graph import (
     Block,
     Call,
+    DimRule,
     Graph,
     Literal,
     Op,
@@ -21,9 +22,9 @@ from ..graph import (
     is_check,
     scan_counts,
 )
+from . import _micro_calls as calls
 from ._dim_rule import dim_rule
-from ._micro_calls import EFFECT, first_op, indexes_own_examples, numbers_examples, ops_of, phase_of, standing_for
-from ._rule import DimRule
+from ._micro_calls import EFFECT, first_op, ops_of, phase_of, standing_for
 from ._time_specs import (
     EQUAL,
     LATE,
@@ -42,7 +43,6 @@ from ._time_specs import (
 )
 
 _TOP, _REMAT, _LOOP = 0, 1, 2
-_SAME_POSITIONS = frozenset({"broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy", "transpose"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class MicroBatchAnalysis:
         for index, constant in self.whole.constants.items():
             spec = spec_by_shape(*self._shapes_of(index), self.parts) or WHOLE
             self._set(index, spec, True, _TOP)
-            if spec.kind is TimeKind.CONCATENATE and numbers_examples(constant, spec.dim):
+            if spec.kind is TimeKind.CONCATENATE and calls.numbers_examples(constant, spec.dim):
                 self.positions[index] = (True,)
         if settle:
             self._settle()
@@ -193,7 +193,7 @@ class MicroBatchAnalysis:
 
     def _outcome(self, op: Op, specs: Sequence[TimeSpec]) -> Followed | str:
         """`follow`, once for equal operators that read equal specs."""
-        positions = indexes_own_examples(op, specs, self.positions)
+        positions = calls.indexes_own_examples(op, specs, self.positions)
         key = self._equations(op), tuple(specs), positions
         if key not in self._outcomes:
             shapes = self._result_shapes(op)
@@ -348,7 +348,7 @@ class MicroBatchAnalysis:
         known = [self.positions.get(i) if isinstance(i, int) else None for i in op.inputs]
         if outcome.action is Action.SHIFT:
             self.positions[out] = (True,)
-        elif op.name in _SAME_POSITIONS and known[0] == (True,):
+        elif calls.keeps_positions(op) and known[0] == (True,):
             self.positions[out] = (True,)
         elif op.name == "lt" and known[0] == (True,) and isinstance(op.inputs[1], Literal):
             if np.all(np.asarray(op.inputs[1].value) <= 0):

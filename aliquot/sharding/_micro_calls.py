@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..graph import Call, Graph, Op, Phase
+from ..graph import Call, Graph, Moves, Op, Phase, traits_of
 from ._time_specs import TimeKind, TimeSpec
 
 EFFECT = "it has an effect, which would happen for each micro-batch"
@@ -77,6 +77,12 @@ def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[i
         return False
     flags = positions[index]
     return flags[indexed.index(specs[0].dim)] if len(flags) > 1 else flags[0]
+
+
+def keeps_positions(op: Op) -> bool:
+    """Whether the elements of its result along the batch are those of its operand: rearranged, cast or repeated."""
+    moves = traits_of(op.name).moves
+    return moves is not None and (moves.keeps_all or moves is Moves.REPEAT)
 
 
 def numbers_examples(constant: Any, dim: int) -> bool:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..graph import Op, Phase, Role
-from ._cuts import REARRANGING, Cuts
+from ..graph import Moves, Op, Phase, Role, traits_of
+from ._cuts import Cuts, rearranges
 from ._materialised import Storage, find_storage
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
-
-SUMS = frozenset({"add", "add_any"})
-ALIKE = frozenset({"transpose"})
-MOVES = ALIKE | {"convert_element_type"}
-PASSES = MOVES | {"reshape", "squeeze"}
-"""What a term may pass through on its way into a sum: it is as partial behind it as before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,31 +175,31 @@ class NodeIndex:
         """Whether a group operator lets none of its dims be split, and works on more than single numbers."""
         cuts = self.cuts
         op, rule = cuts.first[op_class], cuts.rules[op_class]
-        if op.is_link or op.name in REARRANGING or rule.contracts or rule.factors or cuts.made_of_constants(op_class):
+        if op.is_link or rearranges(op) or rule.contracts or rule.factors or cuts.made_of_constants(op_class):
             return False
         return any(n > 1 for n in rule.sizes.values())
 
     def enters_update(self, value: int) -> bool:
         """Whether the update reads a value, or what it only serves to make."""
-        value_class = self.serves(
-            int(self.cuts.folding.value_class[value]), SUMS | PASSES | {"reduce_sum", "scan_stack"}
-        )
+        value_class = self.serves(int(self.cuts.folding.value_class[value]), _hands_on_or_sums)
         return Phase.UPDATE in self.value_read_phases[value_class]
 
-    def serves(self, value_class: int, through: frozenset[str], ending: frozenset[str] | None = None) -> int:
+    def serves(
+        self, value_class: int, through: Callable[[Op], bool], ending: Callable[[Op], bool] | None = None
+    ) -> int:
         """The last value that a value only serves to make, or the value itself.
 
         Args:
-            through: names of the operators on the way.
-            ending: names of those that may make the last value; by default all of them.
+            through: which operators may stand on the way.
+            ending: which of them may make the last value; by default all of them.
         """
         cuts, last = self.cuts, value_class
         while len(readers := self.readers.get(value_class, set())) == 1:
             op = cuts.first[next(iter(readers))]
-            if op.name not in through or op.outputs[0] < 0:
+            if not through(op) or op.outputs[0] < 0:
                 break
             value_class = int(cuts.folding.value_class[op.outputs[0]])
-            last = value_class if ending is None or op.name in ending else last
+            last = value_class if ending is None or ending(op) else last
         return last
 
     def label_of_value(self, value_class: int) -> str:
@@ -219,3 +214,29 @@ class NodeIndex:
         """A name for an operator class: what it is and the scope it stands in."""
         op = self.cuts.first[op_class]
         return f"{op.name}:{op.index}"
+
+
+def adds(op: Op) -> bool:
+    """Whether it is a sum of arrays."""
+    return traits_of(op.name).adds
+
+
+def adds_or_transposes(op: Op) -> bool:
+    """Whether it is a sum of arrays, or puts the dims of one into another order."""
+    traits = traits_of(op.name)
+    return traits.adds or traits.moves is Moves.TRANSPOSE
+
+
+def adds_transposes_or_casts(op: Op) -> bool:
+    """Whether it is a sum of arrays, or one array in another order of dims or in another dtype."""
+    return adds_or_transposes(op) or traits_of(op.name).moves is Moves.CAST
+
+
+def adds_or_hands_on(op: Op) -> bool:
+    """Whether it is a sum of arrays, or what a term may pass through on its way there: as partial behind as before."""
+    traits = traits_of(op.name)
+    return traits.adds or (traits.moves is not None and traits.moves.keeps_all)
+
+
+def _hands_on_or_sums(op: Op) -> bool:
+    return adds_or_hands_on(op) or traits_of(op.name).join == "add" or op.name == "scan_stack"

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..graph import Op, Phase
+from ..graph import Op, Phase, traits_of
 from ._cuts import Cuts
-
-MULTIPLIES = frozenset({"dot_general", "conv_general_dilated"})
-_PASSES_ON = frozenset({"scan_slice", "scan_stack", "tie", "transpose", "reshape", "squeeze", "expand_dims", "copy"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +36,7 @@ def only_multiplied(cuts: Cuts) -> list[bool]:
             otherwise[int(cuts.folding.value_class[output.value])] = True
     for op_class in _backwards(cuts):
         op = cuts.first[op_class]
-        passes = op.name in _PASSES_ON and all(read[o] and not otherwise[o] for o in _results(cuts, op))
+        passes = _passes_on(op) and all(read[o] and not otherwise[o] for o in _results(cuts, op))
         for _, value_class, _ in cuts.operands(op_class):
             read[value_class] = True
             if not (passes or _multiplies_narrowly(cuts, op)):
@@ -66,7 +63,7 @@ def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> 
             own = _itemsize(cuts, value_class)
             if turns and _multiplies_narrowly(cuts, op):
                 own = product_itemsize
-            if turns and (op.name in MULTIPLIES or op.name == "gather"):
+            if turns and (traits_of(op.name).multiplies or op.name == "gather"):
                 needed[value_class] = max(needed[value_class], own)
             needed[value_class] = max([needed[value_class], *(needed[o] for o in results)])
     parameters = {int(cuts.folding.value_class[i.value]) for i in cuts.graph.inputs}
@@ -87,9 +84,14 @@ def _results(cuts: Cuts, op: Op) -> list[int]:
     return [int(cuts.folding.value_class[o]) for o in op.outputs if o >= 0]
 
 
+def _passes_on(op: Op) -> bool:
+    moves = traits_of(op.name).moves
+    return op.is_link or (moves is not None and moves.permutes)
+
+
 def _multiplies_narrowly(cuts: Cuts, op: Op) -> bool:
     """Whether it is a product of float32 for which the hardware's own type will do."""
-    if op.name not in MULTIPLIES:
+    if not traits_of(op.name).multiplies:
         return False
     asked = op.params.get("precision") or ()
     names = {getattr(p, "name", "DEFAULT") for p in (asked if isinstance(asked, tuple) else (asked,))}

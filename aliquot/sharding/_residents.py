@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..graph import Phase, Role
+from ..graph import Phase, Role, traits_of
 from ._library import copied_kernels, indexed_maxima
 from ._materialised import Storage, find_storage
 from ._nodes import Port, Resident
-from ._operands import MULTIPLIES, Casts, casts_of_parameters, only_multiplied
+from ._operands import Casts, casts_of_parameters, only_multiplied
 from ._spec import REPLICATED
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class _LateReaders:
         self._operand: dict[int, Port] = {}
         for op_class in naming.order:
             op, rule = cuts.first[op_class], cuts.rules[op_class]
-            if storage.late_run[op.index] > op.index and op.name in MULTIPLIES:
+            if storage.late_run[op.index] > op.index and traits_of(op.name).multiplies:
                 self._products.append(op_class)
                 for position, value_class, _ in cuts.operands(op_class):
                     port = naming.product_port(op_class, rule.operands[position])

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..graph import Op, raises
-from ._rule import DimRule
+from ..graph import DimRule, Moves, Op, raises, traits_of
 
 
 class TimeKind(enum.StrEnum):
@@ -37,7 +36,6 @@ class TimeKind(enum.StrEnum):
     WHOLE = "whole"
 
 
-_REARRANGING = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})
 REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND, TimeKind.OR})
 
 
@@ -179,7 +177,10 @@ def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
         return kind if str(op.params["new_dtype"]) == "bool" else as_number
     if op.name == "not" and truth:
         return TimeKind.AND if kind is TimeKind.OR else TimeKind.OR
-    if op.name in _REARRANGING or op.name in (kind.value, f"reduce_{kind.value}"):
+    moves = traits_of(op.name).moves
+    if moves is not None and (moves.permutes or moves is Moves.REPEAT):
+        return kind
+    if op.name in (kind.value, f"reduce_{kind.value}"):
         return kind
     mixed = ("or", "and") if truth else ("max", "min")
     return kind if op.name in mixed and len(reduced) == 1 and kind is not TimeKind.PROD else None

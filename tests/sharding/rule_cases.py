@@ -329,6 +329,7 @@ case("broadcast_in_dim", "from one", lambda x: lax.broadcast_in_dim(x, (8, 8), (
 case("broadcast_in_dim", "to ones", lambda x: lax.broadcast_in_dim(x, (1, 8, 1), (1,)), floats(8))
 case("squeeze", "", lambda x: lax.squeeze(x, (1,)), floats(8, 1, 4))
 case("transpose", "", lambda x: lax.transpose(x, (2, 0, 1)), floats(4, 8, 8))
+case("transpose", "rows stay first", lambda x: lax.transpose(x, (0, 2, 1)), floats(8, 4, 8))
 case("rev", "", lambda x: lax.rev(x, (1,)), floats(8, 8))
 case("slice", "first", lambda x: lax.slice(x, (0, 0), (8, 4)), floats(8, 8))
 case("slice", "strided", lambda x: lax.slice(x, (0, 0), (8, 8), (1, 2)), floats(8, 8))

@@ -9,7 +9,7 @@ from sharding.rule_cases import Case, floats
 from sharding.splitting import assert_same, collectives, operators, splits
 
 from aliquot.graph import _jax_compat as compat
-from aliquot.sharding import _rule
+from aliquot.graph import _rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-rule.md"
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-rule.md"
 @pytest.fixture
 def example(monkeypatch):
     """What the page's code defines; the table of rules is restored afterwards."""
-    monkeypatch.setattr(_rule, "_rules", dict(_rule._rules))
+    monkeypatch.setattr(_rule, "_declarations", dict(_rule._declarations))
     names = {}
     for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         exec(code, names)

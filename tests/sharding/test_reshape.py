@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.sharding.rules.shape import _reshape
+from aliquot.graph.rules.shape import _reshape
 
 
 def rule_of(before, after):

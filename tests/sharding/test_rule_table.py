@@ -8,16 +8,15 @@ from jax import lax
 from jax.experimental import pallas
 
 from aliquot.core import MissingRuleError
-from aliquot.graph import capture
-from aliquot.sharding import _rule, dim_rule, register_dim_rule, rule
+from aliquot.graph import _rule, capture
+from aliquot.sharding import dim_rule, register_dim_rule, rule
 
 
 @pytest.fixture
 def table(monkeypatch):
     """The table of rules, restored afterwards."""
-    monkeypatch.setattr(_rule, "_rules", dict(_rule._rules))
-    monkeypatch.setattr(_rule, "_replaceable", set(_rule._replaceable))
-    return _rule._rules
+    monkeypatch.setattr(_rule, "_declarations", dict(_rule._declarations))
+    return _rule._declarations
 
 
 def rules_of(fn, *args, name):
@@ -27,7 +26,7 @@ def rules_of(fn, *args, name):
 
 def test_a_second_rule_for_a_primitive_is_refused(table):
     with pytest.raises(ValueError, match="`sin` has a dimension rule already"):
-        register_dim_rule(jax.lax.sin_p if hasattr(jax.lax, "sin_p") else "sin")(table["cos"])
+        register_dim_rule(jax.lax.sin_p if hasattr(jax.lax, "sin_p") else "sin")(table["cos"].rule)
 
 
 def test_a_missing_rule_says_what_to_do(table):

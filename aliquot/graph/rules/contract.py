@@ -8,10 +8,11 @@ from string import ascii_lowercase
 from typing import Any
 
 from .._rule import DimRule, HasShape, register_dim_rule
+from .._traits import Traits, same_parameters
 from ._factors import Factors
 
 
-@register_dim_rule("dot_general")
+@register_dim_rule("dot_general", traits=Traits(multiplies=True, costly=True, on_rows=same_parameters))
 def _dot_general(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -40,7 +41,7 @@ def _dot_general(
     )
 
 
-@register_dim_rule("ragged_dot_general")
+@register_dim_rule("ragged_dot_general", traits=Traits(costly=True))
 def _ragged_dot_general(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...graph import ATTENTION
+from .._jax_compat import ATTENTION
 from .._rule import DimRule, DimRuleFn, Dims, HasShape, register_dim_rule, whole
+from .._traits import Traits
 from ._factors import Factors
 
 # Two products forward; backward the same scores again, and one product for each of their and the operands' gradients.
@@ -92,4 +93,4 @@ def _by_batch_and_heads(
 
 
 for _name, _products in zip(ATTENTION, (_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS), strict=True):
-    register_dim_rule(_name)(_attention(_products))
+    register_dim_rule(_name, traits=Traits(runs_on_pieces=True))(_attention(_products))

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...graph import KERNEL, Walked, kernel_of
+from .._kernels import KERNEL, Walked, kernel_of
 from .._rule import DimRule, Dims, HasShape, register_dim_rule
+from .._traits import Traits
 from ._factors import Factors
 
 
-@register_dim_rule(KERNEL, replaceable=True)
+@register_dim_rule(KERNEL, traits=Traits(costly=True, runs_on_pieces=True), replaceable=True)
 def _kernel(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """A dim of the grid that numbers blocks along one dim of every result is a factor; blocks stay whole.
 

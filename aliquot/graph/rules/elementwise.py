@@ -7,9 +7,10 @@ from string import ascii_lowercase
 from typing import Any
 
 from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
+from .._traits import Moves, Traits, same_parameters
 
 # How linear the result is in the operands; see `DimRule.linear`.
-_JOINTLY_LINEAR = "add add_any complex conj copy imag name neg real stop_gradient sub tie".split()
+_JOINTLY_LINEAR = "complex conj imag name real stop_gradient sub tie".split()
 _BILINEAR = ("mul",)
 _LINEAR_IN_FIRST = ("div",)
 _NONLINEAR = (
@@ -53,13 +54,17 @@ def _linear(kind: int | None, count: int) -> tuple[int, ...]:
     return ()
 
 
-register_dim_rule(*_JOINTLY_LINEAR)(_elementwise(1))
-register_dim_rule(*_BILINEAR)(_elementwise(2))
-register_dim_rule(*_LINEAR_IN_FIRST)(_elementwise(3))
-register_dim_rule(*_NONLINEAR)(_elementwise(None))
+_TRAITS = Traits(on_rows=same_parameters)
+register_dim_rule("add", "add_any", traits=Traits(adds=True, on_rows=same_parameters))(_elementwise(1))
+register_dim_rule("copy", traits=Traits(moves=Moves.COPY, on_rows=same_parameters))(_elementwise(1))
+register_dim_rule("neg", traits=Traits(moves=Moves.NEGATE, on_rows=same_parameters))(_elementwise(1))
+register_dim_rule(*_JOINTLY_LINEAR, traits=_TRAITS)(_elementwise(1))
+register_dim_rule(*_BILINEAR, traits=_TRAITS)(_elementwise(2))
+register_dim_rule(*_LINEAR_IN_FIRST, traits=_TRAITS)(_elementwise(3))
+register_dim_rule(*_NONLINEAR, traits=_TRAITS)(_elementwise(None))
 
 
-@register_dim_rule("select_n")
+@register_dim_rule("select_n", traits=_TRAITS)
 def _select_n(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """`select_n(which, *cases)`: linear in the cases together, as long as `which` is the same everywhere."""
     rule = _elementwise(None)(operands, results, params)
@@ -71,7 +76,7 @@ def _select_n(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], 
     )
 
 
-@register_dim_rule("convert_element_type")
+@register_dim_rule("convert_element_type", traits=Traits(moves=Moves.CAST, on_rows=same_parameters))
 def _convert_element_type(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:

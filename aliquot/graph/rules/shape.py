@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, Dims, HasShape, register_dim_rule
+from .._traits import Moves, Traits, leading_size, same_parameters
 from ._factors import Factors
 
+_ROW_BY_ROW = Traits(on_rows=same_parameters)
 
-@register_dim_rule("reshape")
+
+@register_dim_rule("reshape", traits=Traits(moves=Moves.RESHAPE, on_rows=leading_size("new_sizes")))
 def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Dims that split or merge share factors; of each split or merged dim only the major factor may carry an axis.
 
@@ -95,7 +98,7 @@ def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
     return {math.prod(shape[d] for d in dims[: k + 1]) for k in range(len(dims))}
 
 
-@register_dim_rule("broadcast_in_dim")
+@register_dim_rule("broadcast_in_dim", traits=Traits(moves=Moves.REPEAT, on_rows=leading_size("shape")))
 def _broadcast_in_dim(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -109,7 +112,7 @@ def _broadcast_in_dim(
     return f.rule((before, *sizes), (after,), linear=(1,) + (0,) * len(sizes))
 
 
-@register_dim_rule("squeeze")
+@register_dim_rule("squeeze", traits=Traits(moves=Moves.RESHAPE, on_rows=same_parameters))
 def _squeeze(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Drops dims of size one."""
     f = Factors()
@@ -117,7 +120,7 @@ def _squeeze(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], p
     return f.rule((before,), (tuple(x for d, x in enumerate(before) if d not in params["dimensions"]),), linear=(1,))
 
 
-@register_dim_rule("transpose")
+@register_dim_rule("transpose", traits=Traits(moves=Moves.TRANSPOSE, on_rows=same_parameters))
 def _transpose(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Reorders dims."""
     f = Factors()
@@ -125,7 +128,7 @@ def _transpose(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]],
     return f.rule((before,), (tuple(before[d] for d in params["permutation"]),), linear=(1,))
 
 
-@register_dim_rule("rev")
+@register_dim_rule("rev", traits=_ROW_BY_ROW)
 def _rev(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Reversed dims stay whole: the first piece of one side is the last of the other."""
     f = Factors()
@@ -142,7 +145,7 @@ def _cut(
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
 
 
-@register_dim_rule("slice")
+@register_dim_rule("slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("limit_indices")))
 def _slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Untouched dims pass."""
     f = Factors()
@@ -150,7 +153,7 @@ def _slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], par
     return f.rule((before,), (after,), linear=(1,))
 
 
-@register_dim_rule("pad")
+@register_dim_rule("pad", traits=_ROW_BY_ROW)
 def _pad(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Untouched dims pass. A dim may keep its size while it loses on one side what it gains on the other."""
     f = Factors()
@@ -159,7 +162,7 @@ def _pad(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], param
     return f.rule((before, ()), (after,), linear=(1, 1))
 
 
-@register_dim_rule("dynamic_slice")
+@register_dim_rule("dynamic_slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("slice_sizes")))
 def _dynamic_slice(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -181,7 +184,7 @@ def _dynamic_update_slice(
     return f.rule((array, update, *scalars), (array,), linear=(1, 1) + (0,) * len(scalars))
 
 
-@register_dim_rule("concatenate")
+@register_dim_rule("concatenate", traits=_ROW_BY_ROW)
 def _concatenate(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -193,7 +196,7 @@ def _concatenate(
     return f.rule(arrays, (result,), linear=(1,) * len(operands))
 
 
-@register_dim_rule("split")
+@register_dim_rule("split", traits=_ROW_BY_ROW)
 def _split(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """The cut dim stays whole in every array."""
     f = Factors()
@@ -240,14 +243,17 @@ def _tile(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], para
     return f.rule((tuple(before),), (tuple(after),), linear=(1,))
 
 
-@register_dim_rule("iota", "empty", "empty2")
 def _fresh(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Arrays made of nothing: every dim is free."""
     f = Factors()
     return f.rule(tuple(f.wholes(o.shape) for o in operands), (f.splits(results[0]),))
 
 
-@register_dim_rule("bitcast_convert_type")
+register_dim_rule("empty", "empty2")(_fresh)
+register_dim_rule("iota", traits=Traits(numbers_rows=True, on_rows=leading_size("shape")))(_fresh)
+
+
+@register_dim_rule("bitcast_convert_type", traits=_ROW_BY_ROW)
 def _bitcast_convert_type(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -258,7 +264,7 @@ def _bitcast_convert_type(
     return f.rule(((*shared, *f.wholes(before[len(shared) :])),), ((*shared, *f.wholes(after[len(shared) :])),))
 
 
-@register_dim_rule("sort")
+@register_dim_rule("sort", traits=Traits(costly=True, on_rows=same_parameters))
 def _sort(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Keys and what is sorted along with them; the sorted dim stays whole."""
     f = Factors()
@@ -266,7 +272,7 @@ def _sort(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], para
     return f.rule((dims,) * len(operands), (dims,) * len(results))
 
 
-@register_dim_rule("top_k", "approx_top_k")
+@register_dim_rule("top_k", "approx_top_k", traits=Traits(costly=True))
 def _top_k(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """Values and indices of the largest; the searched dim stays whole before and after."""
     f = Factors()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, HasShape, register_dim_rule, whole
+from .._traits import Traits
 from ._factors import Factors
 
 
@@ -24,17 +25,9 @@ def _opaque(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
 
 # A user may say more about a kernel of his own: these give way to a rule registered later.
 register_dim_rule(
-    "call_exported",
-    "custom_partitioning",
-    "debug_callback",
-    "debug_print",
-    "ffi_call",
-    "io_callback",
-    "noinline",
-    "pure_callback",
-    "shard_map",
-    replaceable=True,
+    "call_exported", "debug_callback", "debug_print", "io_callback", "noinline", "pure_callback", replaceable=True
 )(_opaque)
+register_dim_rule("custom_partitioning", "ffi_call", "shard_map", traits=Traits(costly=True), replaceable=True)(_opaque)
 
 _WHOLE_ROUTINES = "after_all create_token platform_index random_gamma rng_bit_generator rng_uniform".split()
 register_dim_rule(*_WHOLE_ROUTINES)(_opaque)

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, HasShape, register_dim_rule
+from .._traits import Traits, same_parameters
 from ._factors import Factors
 
 _THREEFRY = "key<fry>"
+_ROW_BY_ROW = Traits(on_rows=same_parameters)
 
 
-@register_dim_rule("random_bits", "random_split")
 def _random_bits(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -28,7 +29,11 @@ def _random_bits(
     return f.rule((batch,), ((*batch, *fresh),))
 
 
-@register_dim_rule("random_wrap", "random_unwrap")
+register_dim_rule("random_split", traits=_ROW_BY_ROW)(_random_bits)
+register_dim_rule("random_bits", traits=Traits(costly=True, on_rows=same_parameters))(_random_bits)
+
+
+@register_dim_rule("random_wrap", "random_unwrap", traits=_ROW_BY_ROW)
 def _random_wrap(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -41,7 +46,7 @@ def _random_wrap(
     return f.rule((dims[0],), (dims[1],))
 
 
-@register_dim_rule("random_seed", "random_clone", "random_fold_in", "threefry2x32")
+@register_dim_rule("random_seed", "random_clone", "random_fold_in", "threefry2x32", traits=_ROW_BY_ROW)
 def _each(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """One key, or one pair of words, for each element of the operands."""
     f = Factors()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
+from .._traits import Traits
 from ._factors import Factors
 
 
@@ -34,7 +35,7 @@ register_dim_rule(*_ON_MATRICES)(_batched(2))
 register_dim_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_batched(1))
 
 
-@register_dim_rule("triangular_solve")
+@register_dim_rule("triangular_solve", traits=Traits(runs_on_pieces=True))
 def _triangular_solve(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -53,7 +54,7 @@ def _triangular_solve(
     )
 
 
-@register_dim_rule("fft")
+@register_dim_rule("fft", traits=Traits(runs_on_pieces=True))
 def _fft(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """The last dims are transformed, and a real transform leaves one of another size: `5 n log2 n` operations each."""
     f = Factors()

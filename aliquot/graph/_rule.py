@@ -1,4 +1,4 @@
-"""The one declaration that each primitive makes about splitting, and the table of all of them.
+"""The one declaration of each primitive, and the table of all of them.
 
 A rule names the *factors* of an operator: index spaces that its operands and results share. From these alone follow its
 strategies (which factor an axis may split), how a split propagates, and what must be communicated.
@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
+
+from ._traits import NO_TRAITS, Traits
 
 
 class HasShape(Protocol):
@@ -149,16 +151,34 @@ def _parse(part: str) -> Dims:
 # be pure, look at nothing else, and return the same rule for the same arguments.
 DimRuleFn: TypeAlias = Callable[[Sequence[HasShape], Sequence[tuple[int, ...]], Mapping[str, Any]], DimRule]
 
-_rules: dict[str, DimRuleFn] = {}
-_replaceable: set[str] = set()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """Everything that is said about one primitive.
+
+    Attributes:
+        rule: how its operators may be split.
+        traits: what holds of all of them.
+        replaceable: whether a later declaration may take this one's place.
+    """
+
+    rule: DimRuleFn
+    traits: Traits
+    replaceable: bool
 
 
-def register_dim_rule(*primitives: Any, replaceable: bool = False) -> Callable[[DimRuleFn], DimRuleFn]:
-    """Declare how primitives may be split. Each is a JAX primitive or its name.
+_declarations: dict[str, Declaration] = {}
+
+
+def register_dim_rule(
+    *primitives: Any, traits: Traits = NO_TRAITS, replaceable: bool = False
+) -> Callable[[DimRuleFn], DimRuleFn]:
+    """Declare how primitives may be split, and what else is true of them. Each is a JAX primitive or its name.
 
     The function is called as `fn(operands, result_shapes, params)` and returns a `DimRule` (see `rule` for the short form).
 
     Args:
+        traits: see `Traits`.
         replaceable: whether a later rule may take its place, as for the kernels of which only their author knows more.
 
     Raises:
@@ -168,10 +188,9 @@ def register_dim_rule(*primitives: Any, replaceable: bool = False) -> Callable[[
     def register(fn: DimRuleFn) -> DimRuleFn:
         for primitive in primitives:
             name = primitive if isinstance(primitive, str) else primitive.name
-            if name in _rules and name not in _replaceable:
+            if name in _declarations and not _declarations[name].replaceable:
                 raise ValueError(f"The primitive `{name}` has a dimension rule already; one declaration is enough.")
-            _rules[name] = fn
-            (_replaceable.add if replaceable else _replaceable.discard)(name)
+            _declarations[name] = Declaration(rule=fn, traits=traits, replaceable=replaceable)
         return fn
 
     return register
@@ -179,12 +198,19 @@ def register_dim_rule(*primitives: Any, replaceable: bool = False) -> Callable[[
 
 def registered_primitives() -> frozenset[str]:
     """Names of all primitives with a rule."""
-    return frozenset(_rules)
+    return frozenset(_declarations)
 
 
 def declared_rule(primitive: str) -> DimRuleFn | None:
     """The rule function of a primitive by its name, if there is one."""
-    return _rules.get(primitive)
+    declaration = _declarations.get(primitive)
+    return declaration.rule if declaration else None
+
+
+def traits_of(primitive: str) -> Traits:
+    """The traits of a primitive by its name; none of what has no declaration."""
+    declaration = _declarations.get(primitive)
+    return declaration.traits if declaration else NO_TRAITS
 
 
 def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> DimRule:

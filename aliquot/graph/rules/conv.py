@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, HasShape, register_dim_rule
+from .._traits import Traits
 from ._factors import Factors
 
 
-@register_dim_rule("conv_general_dilated")
+@register_dim_rule("conv_general_dilated", traits=Traits(multiplies=True, costly=True))
 def _conv_general_dilated(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule, whole
+from .._traits import Traits, same_parameters
 from ._factors import Factors
 
-_COMBINED_BY = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_and": "and",
-    "reduce_or": "or",
+# The kind of a reduction, and the primitive that joins two of its results.
+_REDUCTIONS = {
+    "reduce_sum": ("sum", "add"),
+    "reduce_max": ("max", "max"),
+    "reduce_min": ("min", "min"),
+    "reduce_prod": ("prod", "mul"),
+    "reduce_and": ("and", "and"),
+    "reduce_or": ("or", "or"),
 }
 
 
@@ -30,8 +32,8 @@ def _reduction(kind: str) -> DimRuleFn:
     return declare
 
 
-for _name, _kind in _COMBINED_BY.items():
-    register_dim_rule(_name)(_reduction(_kind))
+for _name, (_kind, _join) in _REDUCTIONS.items():
+    register_dim_rule(_name, traits=Traits(join=_join, on_rows=same_parameters))(_reduction(_kind))
 
 
 def _collective(kind: str) -> DimRuleFn:
@@ -53,7 +55,6 @@ for _name, _kind in {"psum": "sum", "pmax": "max", "pmin": "min"}.items():
     register_dim_rule(_name)(_collective(_kind))
 
 
-@register_dim_rule("argmax", "argmin", "reduce_xor")
 def _reduce_whole(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -62,6 +63,10 @@ def _reduce_whole(
     axes = params["axes"]
     dims = tuple(f.whole(n) if d in axes else f.split(n) for d, n in enumerate(operands[0].shape))
     return f.rule((dims,), (tuple(letter for d, letter in enumerate(dims) if d not in axes),))
+
+
+register_dim_rule("argmax", "argmin", traits=Traits(on_rows=same_parameters))(_reduce_whole)
+register_dim_rule("reduce_xor", traits=Traits(join="xor", on_rows=same_parameters))(_reduce_whole)
 
 
 @register_dim_rule("reduce")
@@ -86,8 +91,9 @@ def _running(linear: tuple[int, ...]) -> DimRuleFn:
     return declare
 
 
-register_dim_rule("cumsum")(_running((1,)))
-register_dim_rule("cumprod", "cummax", "cummin", "cumlogsumexp")(_running(()))
+_RUNNING = Traits(costly=True, on_rows=same_parameters)
+register_dim_rule("cumsum", traits=_RUNNING)(_running((1,)))
+register_dim_rule("cumprod", "cummax", "cummin", "cumlogsumexp", traits=_RUNNING)(_running(()))
 
 
 def _pooling(linear: tuple[int, ...]) -> DimRuleFn:

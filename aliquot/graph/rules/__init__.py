@@ -1,4 +1,4 @@
-"""Rules for JAX's primitives, one file per family. Importing the package registers them."""
+"""Declarations of JAX's primitives, one file per family. Importing the package registers them."""
 
 from . import attention as attention
 from . import contract as contract
@@ -12,3 +12,4 @@ from . import linalg as linalg
 from . import random as random
 from . import reduce as reduce
 from . import shape as shape
+from ._factors import Factors as Factors

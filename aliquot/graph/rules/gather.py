@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._rule import DimRule, DimRuleFn, Dims, HasShape, register_dim_rule
+from .._traits import Traits
 from ._factors import Factors
 
+_COSTLY = Traits(costly=True)
 
-@register_dim_rule("gather")
+
+@register_dim_rule("gather", traits=_COSTLY)
 def _gather(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
     """`out[i, f] = table[index[i], f]`: `i` and `f` are parallel, a single indexed dim contracts."""
     f = Factors()
@@ -69,11 +72,11 @@ def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
 
 
 # Differences could leave partial sums too, but XLA gathers their updates.
-register_dim_rule("scatter", "scatter-sub")(_scatter((1, 0, 1), None))
-register_dim_rule("scatter-add")(_scatter((1, 0, 1), "sum"))
-register_dim_rule("scatter-mul")(_scatter((1, 0, 0), "prod"))
-register_dim_rule("scatter-min")(_scatter((), "min"))
-register_dim_rule("scatter-max")(_scatter((), "max"))
+register_dim_rule("scatter", "scatter-sub", traits=_COSTLY)(_scatter((1, 0, 1), None))
+register_dim_rule("scatter-add", traits=_COSTLY)(_scatter((1, 0, 1), "sum"))
+register_dim_rule("scatter-mul", traits=_COSTLY)(_scatter((1, 0, 0), "prod"))
+register_dim_rule("scatter-min", traits=_COSTLY)(_scatter((), "min"))
+register_dim_rule("scatter-max", traits=_COSTLY)(_scatter((), "max"))
 
 
 def _array_and_window(

@@ -1,0 +1,75 @@
+"""Which operators can run on a range of rows of stacked arrays, and on what terms: read off their declarations.
+
+An operator is local in the leading dim when rows `[a, b)` of its results need no other rows of its stacked operands
+than `[a, b)`. A reduction over all rows is local up to one last join of the ranges' results. An operator whose primitive
+does not declare how it runs on fewer rows (`Traits.on_rows`) mixes rows, as far as we know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._rule import DimRule, Dims, declared_rule, traits_of
+from ._traits import Rewrite, same_parameters
+from ._types import Literal, Op, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """How an operator runs on a range of rows.
+
+    Attributes:
+        operands: which operands hold rows; the others are needed whole.
+        results: which results hold rows.
+        rewrite: changes the parameters to the number of rows.
+        join: name of the operator that joins the ranges' results where `results` hold no rows.
+        counts_rows: whether the result numbers the rows, so that a range must add where it begins.
+    """
+
+    operands: tuple[bool, ...]
+    results: tuple[bool, ...]
+    rewrite: Rewrite
+    join: str = ""
+    counts_rows: bool = False
+
+
+def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
+    """How an operator runs on a range of `rows` rows; None if it mixes them, or if nothing in it has that many."""
+    traits, declare = traits_of(op.name), declared_rule(op.name)
+    if traits.on_rows is None or declare is None:
+        return None
+    operands = [i if isinstance(i, Literal) else values[i] for i in op.inputs]
+    results = [values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape) for k, o in enumerate(op.outputs)]
+    if not any(shape[:1] == (rows,) for shape in (*(o.shape for o in operands), *results)):
+        return None
+    rule = declare(operands, results, op.params)
+    if traits.join and operands[0].shape[:1] == (rows,) and _leading(rule.operands[0]) not in _factors(rule.results):
+        return Local(operands=(True,), results=(False,), rewrite=traits.on_rows, join=traits.join)
+    if not results or any(shape[:1] != (rows,) for shape in results):
+        return None
+    stacked = _operands_with_rows(rule)
+    # What makes rows out of nothing must be told how many.
+    if stacked is None or (not any(stacked) and traits.on_rows is same_parameters):
+        return None
+    counts_rows = traits.numbers_rows and op.params["dimension"] == 0
+    return Local(operands=stacked, results=(True,) * len(results), rewrite=traits.on_rows, counts_rows=counts_rows)
+
+
+def _operands_with_rows(rule: DimRule) -> tuple[bool, ...] | None:
+    """Which operands are led by the factor that leads all results; None if there is no such factor, or it must stay whole."""
+    rows = _leading(rule.results[0])
+    if not rows.islower() or any(_leading(dims) != rows for dims in rule.results):
+        return None
+    stacked = tuple(_leading(dims) == rows for dims in rule.operands)
+    # Part of a merged dim, or of another dim, it is no range of rows.
+    elsewhere = [dims[has_rows:] for dims, has_rows in zip(rule.operands, stacked, strict=True)]
+    return None if any(rows in factors for factors in _factors(elsewhere)) else stacked
+
+
+def _leading(dims: Dims) -> str:
+    return dims[0] if dims else ""
+
+
+def _factors(arrays: Sequence[Dims]) -> set[str]:
+    return {factor for dims in arrays for factor in dims}

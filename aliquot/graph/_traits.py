@@ -1,0 +1,75 @@
+"""What holds of every operator of a primitive, whatever its shapes: the part of its declaration beside the rule."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Rewrite: TypeAlias = Callable[[Mapping[str, Any], int], dict[str, Any]]
+"""(parameters of an operator, number of rows) -> parameters of the same operator on so many rows."""
+
+
+class Moves(enum.Enum):
+    """How an operator that computes nothing new makes its result from the elements of its first operand."""
+
+    COPY = "each element in its place"
+    CAST = "each element in its place, in another dtype"
+    NEGATE = "each element in its place, with the other sign"
+    TRANSPOSE = "each element once, dims in another order"
+    RESHAPE = "each element once, in the same order, under another shape"
+    REPEAT = "elements any number of times, as in a broadcast"
+    SELECT = "some of the elements, as in a slice"
+
+    @property
+    def permutes(self) -> bool:
+        """Whether the result holds the very elements of the operand, each once."""
+        return self in (Moves.COPY, Moves.TRANSPOSE, Moves.RESHAPE)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the result holds each element of the operand once, perhaps in another dtype."""
+        return self.permutes or self is Moves.CAST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What is true of a primitive beside its rule.
+
+    Each trait allows something. One that is left out costs time or memory, one that is wrong is a wrong result.
+
+    Attributes:
+        adds: the result is the sum of the operands. Sums of gradients are recognised by it, and partial sums merged.
+        multiplies: a product with a contraction, which matrix units run. It is never repeated to save memory.
+        moves: how it rearranges elements, if it does nothing else.
+        costly: it takes much longer than reading its operands and writing its results, so that results which a backward
+            pass reads are kept instead of worked out again.
+        runs_on_pieces: each device runs it on its own pieces, as the compiler would gather the operands first.
+        join: the binary primitive that makes the result from the results on two ranges of the reduced dims.
+        on_rows: the parameters for fewer rows (elements of the leading dim), if the operator can run on ranges of rows;
+            `same_parameters` if they do not mention sizes. The rule says which operands are cut.
+        numbers_rows: its result holds positions along `params["dimension"]`, so a range adds where it begins.
+    """
+
+    adds: bool = False
+    multiplies: bool = False
+    moves: Moves | None = None
+    costly: bool = False
+    runs_on_pieces: bool = False
+    join: str = ""
+    on_rows: Rewrite | None = None
+    numbers_rows: bool = False
+
+
+NO_TRAITS = Traits()
+
+
+def same_parameters(params: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The parameters on fewer rows of an operator whose parameters do not mention sizes."""
+    return dict(params)
+
+
+def leading_size(key: str) -> Rewrite:
+    """The parameters on fewer rows of an operator that states the shape of its result under `key`."""
+    return lambda params, rows: {**params, key: (rows, *params[key][1:])}
