@@ -1,4 +1,4 @@
-"""Which devices JAX shall see: the only place that sets its environment, before it is first imported."""
+"""Choice of the devices that JAX sees: the only place that sets its environment, before it is first imported."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def explain(
 def priced_alternatives(
     plan: Plan, say: Session, model: str | None = None, trusted: bool = False
 ) -> tuple[Sequence[Alternative], str]:
-    """What else was possible, and a remark if that cannot be said because the step cannot be made again.
+    """Alternatives with their prices; if the step cannot be rebuilt, a remark that says so.
 
     Args:
         model: what the user calls the model, if not what the plan says.

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to the process of the command line, whenever it comes.
+"""Handling of Ctrl-C in the process of the command line, whenever it comes.
 
 While modules are imported and options read, nothing is under way that could be lost: the process ends at once. Else, within a
 verb, Ctrl-C is a `KeyboardInterrupt`. Python raises that between two of its own instructions, which a compiler or a solver may put off

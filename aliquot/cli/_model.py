@@ -134,7 +134,7 @@ def workload_of(reference: ModelReference) -> Workload:
 
 
 def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
-    """Why the model of a plan file cannot be made unless the user names it; empty if it can."""
+    """The reason why a plan file's model can only be built if the user names it; empty if there is none."""
     if reference.kind == "factory" and not trusted:
         return (
             f"the plan file names the function that makes its step, {reference.name}, and a file does not decide what code "
@@ -197,7 +197,7 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
 
 
 def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Whether the factory takes what is set, and needs nothing else."""
+    """Check that the factory takes what is set and needs nothing else."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):

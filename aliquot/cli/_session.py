@@ -1,4 +1,4 @@
-"""What every verb does alike: an answer on standard output, everything else on standard error, errors as exit codes."""
+"""Conventions of all commands: the answer on standard output, the rest on standard error, errors as exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAINER = {
 
 
 class Session:
-    """Where a verb puts its words.
+    """Output of one command: the answer and its messages.
 
     With `--json` nothing but the final object reaches standard output, whatever libraries or the user's code print.
     """

@@ -13,7 +13,7 @@ from ._progress import training_progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of a training run: the loss of every step done, and how fast it went once compiled.
+    """Result of a training run: the loss of every step, and the speed once compiled.
 
     `interrupted` says that Ctrl-C ended it before its time.
     """

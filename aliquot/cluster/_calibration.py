@@ -1,4 +1,4 @@
-"""What programs reach on a device, measured: one file per kind of device in `calibration/`, each figure with its source.
+"""Measured figures of devices: one file per kind of device in `calibration/`, each figure with its source.
 
 A device without a file has the figures of its backend (`_target.py`). `benchmarks/calibrate_gpu.py` writes these files from
 published measurements of operators and collectives, never from whole models.
@@ -21,7 +21,7 @@ _FILES = {"V100-16GB": "v100", "V100-32GB": "v100"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """How the speed of matrix products depends on their shape.
+    """Speed of matrix products as a function of their shape.
 
     One processor works on a tile of the result at a time. A tile takes as long as `depth` more steps of the contracted
     dim than it has, for its start and its end; tiles that stand out over the result are computed whole; and however few
@@ -56,7 +56,7 @@ class Products:
 
 @lru_cache(maxsize=64)
 def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
-    """What a device's file says, as fields of `Target`; empty for a device that has none."""
+    """Contents of a device's file, as fields of `Target`; empty for a device that has none."""
     name = _FILES.get(device_name)
     if name is None:
         return MappingProxyType({})

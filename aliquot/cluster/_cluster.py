@@ -1,4 +1,4 @@
-"""What a plan runs on: hosts, the devices in them, and the links between.
+"""Clusters: hosts, the devices in them, and the links between.
 
 The values are here; the ways to get one lie beside it: `_presets.py` (short names), `_file.py` (TOML and the plan file)
 and `_detect.py` (the devices of this process).

@@ -22,7 +22,7 @@ AXIS_NAMES = ("x", "y", "z", "w")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLink:
-    """What each device of a group can use when all groups along the same axes communicate at once.
+    """Latency and bandwidth of each device of a group when all groups along the same axes communicate at once.
 
     Args:
         size: Devices in a group.
@@ -99,7 +99,7 @@ class LogicalMesh:
         return math.prod(sizes[axis] for axis in self._known(axes))
 
     def link(self, axes: tuple[str, ...]) -> AxisLink:
-        """What a collective along `axes` (together; their order does not matter) can use.
+        """The link of a collective along `axes` (together; their order does not matter).
 
         For a ring over the members of a group, visited host by host, each host it touches has one edge going out. With
         `k` of a host's `d` devices in each group, `d / k` such rings leave the host at once and share its network, so a

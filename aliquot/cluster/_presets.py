@@ -35,7 +35,7 @@ class Wiring:
         return tuple(row[:devices_per_host] for row in self.wires[:devices_per_host])
 
     def inter_of(self, devices_per_host: int) -> Link:
-        """What a host of `devices_per_host` devices can send to the others."""
+        """Link from a host of `devices_per_host` devices to the other hosts."""
         if self.inter is not None:
             return self.inter
         return Link(

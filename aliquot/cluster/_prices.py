@@ -1,4 +1,4 @@
-"""What hosts cost: a table of prices per hour, by device."""
+"""Prices of hosts per hour, by device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each backend's compiler does with a plan, as one table: the only place where backends differ.
+"""Table of the backends' compilers and what they do with a plan: the only place where backends differ.
 
 A plan is made for a target, and these facts change what it costs or whether it fits. Code above asks the table; it
 never asks which backend it is on.
@@ -119,7 +119,7 @@ class Target:
 
     @property
     def delays_gradients(self) -> bool:
-        """Whether products that nothing but the update waits for may be put off."""
+        """True if products that nothing but the update waits for may be put off."""
         return self.hides_latency or self.combined_bytes > 0
 
     @property
@@ -129,7 +129,7 @@ class Target:
 
     @property
     def runs_latest(self) -> bool:
-        """Whether products run no sooner than needed: a scheduler that goes from the end backwards has them all to choose from."""
+        """True if products run no sooner than needed: a scheduler that goes from the end backwards has them all to choose from."""
         return self.hides_latency and self.overlaps_all_reduces
 
     def collective_dtype(self, dtype: str) -> str:

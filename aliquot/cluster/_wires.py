@@ -18,7 +18,7 @@ _Links: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def ring_bandwidth(wires: Wires, members: Sequence[int]) -> float:
-    """What each of `members` sends, in bytes/s, when they form as many rings as their own links allow.
+    """Bytes per second that each of `members` sends when they form as many rings as their own links allow.
 
     Two devices send over all links between them. More use each link in both directions, so that every closed tour
     through all members over links of its own is two rings. Where there is none, messages pass through a third device
@@ -39,7 +39,7 @@ def ring_bandwidth(wires: Wires, members: Sequence[int]) -> float:
 
 
 def all_to_all_bandwidth(wires: Wires, members: Sequence[int]) -> float:
-    """What each of `members` sends, in bytes/s, when every one sends to every other: the weakest pair holds up the rest.
+    """Bytes per second that each of `members` sends when all send to all: the weakest pair holds up the rest.
 
     Pairs without a link of their own count half a link, as in `ring_bandwidth`.
     """
@@ -58,7 +58,7 @@ def _links(wires: Wires, members: Sequence[int]) -> tuple[float, _Links]:
 
 @lru_cache(maxsize=1024)
 def _disjoint_tours(links: _Links) -> int:
-    """How many closed tours through all devices there are at once if no two share a link."""
+    """Largest number of closed tours through all devices of which no two share a link."""
     most = min(map(sum, links)) // 2
     found = 0
     for tour in _tours(links) if most else ():

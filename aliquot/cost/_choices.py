@@ -35,7 +35,7 @@ def _enumerate(sizes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> NDArray[n
 
 
 def can_split(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
-    """Whether a choice is one of those that `enumerate_choices` lists."""
+    """True if a choice is one of those that `enumerate_choices` lists."""
     sizes = [factor.size for factor in node.factors]
     return all(-1 <= f < len(sizes) for f in choice) and _divides(sizes, choice, axis_sizes)
 

@@ -56,7 +56,7 @@ def collective_line(
 
 
 def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bool:
-    """Whether a step from `source` to `wanted` gathers or scatters a dim that the compiler first has to bring in front."""
+    """True if a step from `source` to `wanted` gathers or scatters a dim that the compiler first has to bring in front."""
     if not target.copies_inner_dims:
         return False
     match move.kind:

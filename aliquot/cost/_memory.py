@@ -182,12 +182,12 @@ def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
 
 
 def _gathers_inner(source: Spec, target: Spec) -> bool:
-    """Whether a dim behind the first is gathered."""
+    """True if a dim behind the first is gathered."""
     return any(s > 0 and t != s for s, t in zip(source, target, strict=True))
 
 
 def _waits_for_nothing(edge: Edge, parameters: set[tuple[int, int]], priced: Priced) -> bool:
-    """Whether the forward pass converts a large parameter as it is, outside of loops; small ones are gathered together.
+    """True if the forward pass converts a large parameter as it is, outside of loops; small ones are gathered together.
 
     What the backward pass converts waits behind a region's barrier.
     """

@@ -270,7 +270,7 @@ def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
 
 
 def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:
-    """Whether partial sums that become split are reduce-scattered: by the compiler, or by the runtime what products leave.
+    """True if partial sums that become split are reduce-scattered: by the compiler, or by the runtime what products leave.
 
     Running totals of micro-batches (`total`) are no product's.
     """

@@ -166,20 +166,20 @@ class _Landing:
 
 
 def _sums_inside(priced: Priced) -> bool:
-    """Whether layers have sums over the batch about as often as products for gradients."""
+    """True if layers have sums over the batch about as often as products for gradients."""
     products = sum(e.count for e in priced.graph.edges if e.kind == "result" and e.gradient)
     return bool(products) and 2 * priced.graph.batch_sums > products
 
 
 def may_take_turns(priced: Priced) -> bool:
-    """Whether some choices may make collectives inside backward layers take turns with all-reduces."""
+    """True if some choices may make collectives inside backward layers take turns with all-reduces."""
     target = priced.target
     beside = target.hides_latency and target.overlaps_all_reduces and not _sums_inside(priced)
     return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
 
 
 def takes_turns(priced: Priced, picks: Ints) -> bool:
-    """Whether collectives inside backward layers take turns with all-reduces of these layers' gradients, under choices."""
+    """True if collectives inside backward layers take turns with all-reduces of these layers' gradients, under choices."""
     if not may_take_turns(priced):
         return False
     inside = reduced = False

@@ -29,7 +29,7 @@ from . import _nnx
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced: an array, a NumPy scalar or a shape."""
+    """True if a leaf is traced: an array, a NumPy scalar or a shape."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -211,7 +211,7 @@ class Calling:
         return tree_unflatten(self.out_tree, leaves)
 
     def _returns_setting(self, parts: Sequence[str], number: Any) -> bool:
-        """Whether a number among the results is one of the static arguments, at the place that it came from."""
+        """True if a number among the results is one of the static arguments, at the place that it came from."""
         ends = {end for end in ("".join(parts), "".join(parts[1:])) if end}
         return any(
             static == number and any(path.endswith(end) for end in ends)

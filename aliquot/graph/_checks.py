@@ -21,7 +21,7 @@ _RAISES = 1
 
 
 def is_check(eqn: Any) -> bool:
-    """Whether an equation only checks a condition, and returns what it takes unless it raises."""
+    """True if an equation only checks a condition, and returns what it takes unless it raises."""
     if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
         return False
     body, _ = compat.open_body(eqn.params["branches"][_RAISES])
@@ -37,7 +37,7 @@ def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
 
 
 def raises(eqn: Any) -> bool:
-    """Whether an equation calls into Python to raise the error of a check. What it returns is never seen."""
+    """True if an equation calls into Python to raise the error of a check. What it returns is never seen."""
     if eqn.primitive.name != "pure_callback":
         return False
     function = getattr(eqn.params["callback"], "callback_func", None)

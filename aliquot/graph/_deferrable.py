@@ -53,7 +53,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
 
 
 def hands_on_gradients(op: Op) -> bool:
-    """Whether it adds gradients up or only rearranges one, as on the way of a parameter's gradients into one sum."""
+    """True if it adds gradients up or only rearranges one, as on the way of a parameter's gradients into one sum."""
     traits = traits_of(op.name)
     moves = traits.moves is not None and (traits.moves.keeps_all or traits.moves is Moves.NEGATE)
     return (traits.adds or moves) and all(isinstance(i, int) for i in op.inputs)

@@ -6,12 +6,12 @@ from ._types import Call, Graph, Op
 
 
 def has_effects(op: Op) -> bool:
-    """Whether an operator has effects, by which it matters that it runs, and how often."""
+    """True if an operator has effects, by which it matters that it runs, and how often."""
     return op.eqn is not None and bool(op.eqn.effects)
 
 
 def any_effects(item: int | Call, graph: Graph) -> bool:
-    """Whether an operator, or one inside a structured one, has effects."""
+    """True if an operator, or one inside a structured one, has effects."""
     if isinstance(item, int):
         return has_effects(graph.ops[item])
     return any(any_effects(inner, graph) for block in item.blocks for inner in block.items)
@@ -23,5 +23,5 @@ def operators_with_effects(graph: Graph) -> tuple[Op, ...]:
 
 
 def is_ordered(op: Op) -> bool:
-    """Whether an effect must happen in program order, which JAX keeps on a single device only."""
+    """True if an effect must happen in program order, which JAX keeps on a single device only."""
     return op.params.get("ordered") is True

@@ -79,7 +79,7 @@ def extract_stages(
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
-    """Whether two parts are the same operators on the same arrays, one by one."""
+    """True if two parts are the same operators on the same arrays, one by one."""
     if a is b:
         return True
     x, y = a.graph, b.graph

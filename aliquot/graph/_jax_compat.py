@@ -100,12 +100,12 @@ def static_arguments(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def is_placement(eqn: Any) -> bool:
-    """Whether the equation only says where arrays are, and returns them as they are."""
+    """True if the equation only says where arrays are, and returns them as they are."""
     return eqn.primitive.name in _PLACEMENTS
 
 
 def is_remat(eqn: Any) -> bool:
-    """Whether the equation is a rematerialised region (`jax.checkpoint`)."""
+    """True if the equation is a rematerialised region (`jax.checkpoint`)."""
     return eqn.primitive.name in _REMAT_NAMES
 
 
@@ -187,19 +187,19 @@ def open_body(body: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def holds_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, or a sequence of them."""
+    """True if a parameter of an equation is a jaxpr, or a sequence of them."""
     if isinstance(value, tuple | list) and value:
         return all(holds_jaxpr(part) for part in value)
     return isinstance(value, jex.Jaxpr | _CLOSED_JAXPR)
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand of an equation is written into it."""
+    """True if an operand of an equation is written into it."""
     return isinstance(atom, jex.Literal)
 
 
 def is_dropped(var: Any) -> bool:
-    """Whether a result is named `_`: never used."""
+    """True if a result is named `_`: never used."""
     return type(var).__name__ == "DropVar"
 
 

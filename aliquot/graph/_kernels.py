@@ -155,7 +155,7 @@ def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequenc
 
 
 def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
-    """Whether a dim of the grid chooses blocks in another way than by being their number."""
+    """True if a dim of the grid chooses blocks in another way than by being their number."""
     body, _ = compat.open_body(block.index_map_jaxpr)
     var = body.invars[grid_dim]
     if any(var is atom for eqn in body.eqns for atom in eqn.invars):

@@ -249,7 +249,7 @@ def _numbers(path: str) -> tuple[str, ...]:
 
 
 def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
-    """Whether the bytes that cross are fewer than on both sides, ignoring places with the same number of them."""
+    """True if the bytes that cross are fewer than on both sides, ignoring places with the same number of them."""
     here = crossing[place]
     before, after = place - 1, place + 1
     if before >= 0 and crossing[before] == here:

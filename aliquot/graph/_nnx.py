@@ -17,13 +17,13 @@ def _nnx() -> Any:
 
 
 def is_module(argument: Any) -> bool:
-    """Whether the argument is an NNX object (a module, an optimizer, metrics, random streams)."""
+    """True if the argument is an NNX object (a module, an optimizer, metrics, random streams)."""
     nnx = _nnx()
     return nnx is not None and isinstance(argument, nnx.Pytree | nnx.Module) and not isinstance(argument, nnx.Variable)
 
 
 def holds_module(argument: Any) -> bool:
-    """Whether an NNX object stands anywhere in the argument."""
+    """True if an NNX object stands anywhere in the argument."""
     if _nnx() is None:
         return False
     return any(map(is_module, jax.tree_util.tree_leaves(argument, is_leaf=is_module)))

@@ -144,6 +144,6 @@ def batch_paths(
 
 
 def _is_key_array(value: Value, size: int) -> bool:
-    """Whether it holds so many keys; a raw key is itself an array, of two or four numbers."""
+    """True if it holds so many keys; a raw key is itself an array, of two or four numbers."""
     dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
     return dims[:1] == (size,)

@@ -75,7 +75,7 @@ def tied_values(graph: Graph, length: int, seeds: Iterable[int]) -> frozenset[in
 
 
 def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
-    """Whether a scan is one of those that are cut."""
+    """True if a scan is one of those that are cut."""
     return call.eqn.params["length"] == length and any(v in stacked for v in _stacked_operands(call))
 
 
@@ -89,7 +89,7 @@ def _stacked_operands(call: Call) -> list[Operand]:
 
 
 def opens(call: Call) -> bool:
-    """Whether the bodies of a call run once and can be looked into."""
+    """True if the bodies of a call run once and can be looked into."""
     # Of branches for platforms only one exists for the compiler; they run as one operator.
     return call.kind == "remat" or (call.kind == "cond" and call.eqn.params.get("branches_platforms") is None)
 

@@ -81,7 +81,7 @@ class Pieces:
         return self.whole[operand]
 
     def needs_join(self, operand: Operand) -> bool:
-        """Whether an operand exists in pieces only."""
+        """True if an operand exists in pieces only."""
         if isinstance(operand, Literal) or operand in self.graph.constants:
             return False
         return operand in self.stacked and operand not in self.whole_here

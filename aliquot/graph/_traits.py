@@ -24,12 +24,12 @@ class Moves(enum.Enum):
 
     @property
     def permutes(self) -> bool:
-        """Whether the result holds the very elements of the operand, each once."""
+        """True if the result holds the very elements of the operand, each once."""
         return self in (Moves.COPY, Moves.TRANSPOSE, Moves.RESHAPE)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the result holds each element of the operand once, perhaps in another dtype."""
+        """True if the result holds each element of the operand once, perhaps in another dtype."""
         return self.permutes or self is Moves.CAST
 
 

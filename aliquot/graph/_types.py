@@ -97,7 +97,7 @@ class Op:
 
     @property
     def is_link(self) -> bool:
-        """Whether it only ties a body's values to outer ones and computes nothing."""
+        """True if it only ties a body's values to outer ones and computes nothing."""
         return self.eqn is None
 
 

@@ -119,7 +119,7 @@ def _endings(pattern: str) -> list[str]:
 
 
 def _pattern(paths: Sequence[str]) -> str:
-    """What the paths have in common, with `*` for each index in which they differ."""
+    """The common pattern of several paths, with `*` for each index in which they differ."""
     indices = zip(*([found[0] for found in _INDEX.finditer(path)] for path in paths))
     shown = iter([one[0] if len(set(one)) == 1 else "[*]" if one[0].startswith("[") else "*" for one in indices])
     return _INDEX.sub(lambda _: next(shown), paths[0])

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows: a page of plain text that a person reads."""
+"""Text of `print(plan)`: a page that a person reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ _WIDTH = 120
 _MARGIN = 25
 _ROUNDING = 1e-6
 # What the closed form of a schedule proves holds for the closed form alone; a simulation may lie above it.
-_CLOSED_FORM = "closed forms"
+_CLOSED_FORM = "closed forms of "
+# The names in plan files of the plans among which a bound holds.
+_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": "plans that split equal layers equally",
+    "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
+}
+_WITHIN_GAP = "optimal within the gap"
 
 
 def describe(plan: Plan) -> str:
@@ -48,7 +55,7 @@ def describe(plan: Plan) -> str:
 
 
 def is_pipeline(plan: Plan) -> bool:
-    """Whether it runs as stages with a schedule."""
+    """True if it runs as stages with a schedule."""
     return plan.is_pipeline or len(plan.stages) > 1
 
 
@@ -86,18 +93,26 @@ def idle_parts(plan: Plan) -> tuple[float, float]:
 
 
 def bound(plan: Plan) -> str:
-    """What is known about better plans: lower bound, gap, the space they hold for and the search's status."""
+    """Lower bound of the step time, the plans among which it holds, and the gap to it."""
     p = plan.provenance
     if p.lower_bound_s is None:
-        return f"none is stated ({p.status} within {p.bound_holds_for or 'its method'})"
-    space = f" ({p.bound_holds_for})" if p.bound_holds_for else ""
-    if p.bound_holds_for.startswith(_CLOSED_FORM) and p.lower_bound_s:
-        gap = "" if p.gap is None else f", and this plan's is at most {p.gap:.2%} above the best"
+        return f"no lower bound; {p.status} within {p.bound_holds_for or 'its method'}"
+    of_closed_forms = p.bound_holds_for.startswith(_CLOSED_FORM)
+    scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for.removeprefix(_CLOSED_FORM))
+    among = f" among {scope}" if scope else ""
+    whose = "'s closed form" if of_closed_forms else ""
+    lowest = format_seconds(p.lower_bound_s)
+    if p.status == "optimal" and (p.gap or 0.0) <= _ROUNDING:
+        text = f"{'closed form ' if of_closed_forms else ''}proven optimal{among}; lower bound {lowest}"
+    else:
+        text = f"lower bound {lowest}{among}"
+        if p.gap is not None:
+            text += f"; this plan{whose} is at most {p.gap:.2%} above it"
+        text += "" if p.status == _WITHIN_GAP else f"; {p.status}"
+    if of_closed_forms and p.lower_bound_s:
         above = plan.prediction.step_time_s / p.lower_bound_s - 1
-        step = f"; the step time above, simulated, is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
-        return f"no closed form is below {format_seconds(p.lower_bound_s)}{gap}{step}{space}; {p.status}"
-    gap = "" if p.gap is None else f", so at most {p.gap:.2%} above the best"
-    return f"no plan is faster than {format_seconds(p.lower_bound_s)}{gap}{space}; {p.status}"
+        text += f"; the simulated step time is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
+    return text
 
 
 def micro_batches(plan: Plan) -> str:
@@ -115,7 +130,7 @@ def micro_batches(plan: Plan) -> str:
 
 
 def rebuild(plan: Plan) -> str:
-    """How to make the step again that the plan is for."""
+    """Instruction to rebuild the step that the plan is for."""
     if plan.model.kind == "zoo":
         settings = ", ".join(f"{key}={value!r}" for key, value in plan.model.settings.items())
         return f"aliquot.zoo.build({settings})"

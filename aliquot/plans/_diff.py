@@ -42,7 +42,7 @@ class PlanDiff:
 
     @property
     def identical(self) -> bool:
-        """Whether the plans decide and predict the same."""
+        """True if the plans decide and predict the same."""
         return not self.changes
 
     @property

@@ -137,7 +137,7 @@ def _too_deep(source: str) -> PlanFileError:
 
 
 def _is_deeper(data: Any, most: int) -> bool:
-    """Whether values lie in more than so many lists and objects."""
+    """True if values lie in more than so many lists and objects."""
     level = [data]
     for _ in range(most):
         level = [

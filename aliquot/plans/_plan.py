@@ -32,7 +32,7 @@ class ArrayInterface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How to build the step again.
+    """Reference by which the step can be built again.
 
     `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is `package.module:function`), or
     "closure": the step was passed as a function and can only be passed again. `flops_per_step` are the operations of the
@@ -68,7 +68,7 @@ class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class InferredRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be split of a primitive for which no rule is declared.
+    """The inferred rule of a primitive for which none is declared.
 
     `rule` has a letter for each dim that may be split and "." for each that stays whole, as in `"a.,.->a."`. `count` is
     how many operators of the step follow it.
@@ -80,7 +80,7 @@ class InferredRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one stage of a pipeline is estimated to cost on each of its devices.
+    """Estimated cost of one stage of a pipeline on each of its devices.
 
     Attributes:
         forward_s, backward_s, weight_gradient_s: for one micro-batch; the last is the part of the backward pass that
@@ -136,7 +136,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the plan is estimated to cost on each device.
+    """Estimated cost of the plan on each device.
 
     The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline these are figures of
     its busiest stage, and `bubble_s` is what it waits for the others and for transfers; memory is that of the fullest stage.
@@ -157,7 +157,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the plan was found. Not part of a comparison.
+    """Origin of a plan: planner, bound, search time. Not part of a comparison.
 
     `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for` names.
     """
@@ -174,7 +174,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the compiler made of a plan, in bytes on each device. Not part of a comparison.
+    """Figures of the compiled plan, in bytes on each device. Not part of a comparison.
 
     `memory_bytes` are arguments, outputs, temporaries and aliases: outputs in the place of arguments. `unintended` are
     collectives that the plan does not explain, a line for each.
@@ -240,7 +240,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether its step runs as stages, each a program of its own."""
+        """True if its step runs as stages, each a program of its own."""
         return self.schedule != SINGLE
 
     @property
@@ -259,7 +259,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
     def decisions(self) -> tuple[str, ...]:
-        """What runs, in lines of text: the same for plans that run the same, whatever they predict or are called."""
+        """All that decides what runs, in lines of text: equal for plans that run the same, whatever they predict or are called."""
         data = msgspec.to_builtins(self)
         for name in (*_HOW_FOUND, "prediction", "notes", "model", "cluster", "graph_fingerprint"):
             data.pop(name, None)

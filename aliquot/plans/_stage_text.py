@@ -33,7 +33,7 @@ class StageTable:
 
 
 def stage_table(plan: Plan) -> StageTable:
-    """What each stage runs and is predicted to take: for one micro-batch, the update for a step."""
+    """Table of stages with their layers and predicted times: for one micro-batch, the update for a step."""
     recomputes = any(stage.recompute for stage in plan.stages)
     header = ["stage", "layers", "host", "devices", "mesh", *(["recompute"] if recomputes else [])]
     first = len(header)
@@ -55,7 +55,7 @@ def stage_table(plan: Plan) -> StageTable:
 
 
 def stage_remarks(plan: Plan) -> list[str]:
-    """What must be known to read the table."""
+    """Legend of the table of stages."""
     p = plan.prediction
     lines = [
         "forward, backward, to next: for one micro-batch; update, its gradient synchronisation included: for a step"
@@ -178,7 +178,7 @@ def device_range(stage: StagePlan) -> tuple[int, int]:
 
 
 def submesh_name(submesh: int, stages: Sequence[int], first_device: int, last_device: int) -> str:
-    """What a submesh runs and where.
+    """Name of a submesh: its stages and its devices.
 
     >>> submesh_name(0, [0, 2], 0, 3)
     'submesh 0: stages 0, 2 on devices 0-3'
@@ -188,7 +188,7 @@ def submesh_name(submesh: int, stages: Sequence[int], first_device: int, last_de
 
 
 def submesh_names(plan: Plan) -> tuple[str, ...]:
-    """What each submesh of a plan runs and where."""
+    """Names of a plan's submeshes."""
     names = []
     placement = SCHEDULES[plan.schedule].placement(len(plan.stages), plan.num_submeshes)
     for submesh in range(plan.num_submeshes):

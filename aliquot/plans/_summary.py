@@ -1,4 +1,4 @@
-"""What a plan says first: what is split over which axis in the field's words, how fast that is, and what comes next."""
+"""Summary at the head of a plan: what each axis splits in the field's words, the speed, and the runner-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HIDDEN_AS_ROUNDING = 0.0005
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What to do, and what it gives, as pairs of a name and a text."""
+    """Decisions and predicted speed, as pairs of a name and a text."""
     rows = [("splits", "; ".join(_axes(plan)))] if len(plan.stages) == 1 else []
     if how := _recomputation(plan):
         rows.append(("recomputation", how))
@@ -37,7 +37,7 @@ def _axes(plan: Plan) -> Iterator[str]:
 
 
 def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
-    """What an axis does, from the arrays that it splits."""
+    """Role of an axis, from the arrays that it splits."""
     batch = {
         "data" if dim == 0 else "sequence"
         for array in plan.inputs
@@ -144,7 +144,7 @@ def runner_up(plan: Plan) -> str:
 
 
 def tried(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """What the search tried, fastest first: method, mesh, step time and outcome."""
+    """Candidates of the search, fastest first: method, mesh, step time and outcome."""
     found = [c for c in plan.provenance.candidates if isinstance(c.get("step_time_s"), int | float)]
     found = sorted(found, key=lambda c: float(c["step_time_s"]))[:_MOST_TRIED]
     return [

@@ -1,4 +1,4 @@
-"""How much a plan is predicted to get done: examples and tokens per second, and the share of the devices' peak."""
+"""Predicted throughput of a plan: examples and tokens per second, and model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mfu(plan: Plan) -> float | None:
 
 
 def throughput(plan: Plan) -> str:
-    """What gets done in a second, in words: MFU where it is known, then tokens or examples."""
+    """Throughput in words: MFU where it is known, then tokens or examples per second."""
     used, step_s = mfu(plan), plan.prediction.step_time_s
     parts = [] if used is None else [f"MFU {used:.0%}" if used >= 0.1 else f"MFU {used:.1%}"]
     for count, what in ((tokens_per_step(plan), "tokens"), (examples_per_step(plan), "examples")):

@@ -86,7 +86,7 @@ class Trace:
 
 
 def in_flight_events(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, int, int]]:
-    """How many micro-batches each stage keeps: `(second, submesh, stage, how many from then on)`, by time.
+    """Micro-batches in flight on each stage: `(second, submesh, stage, count from then on)`, by time.
 
     Nothing where there is no backward pass to keep them for.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a plan, by itself and against the step and the devices it meets: everything at once."""
+"""Validation of a plan, by itself and against the step and the devices it meets: all faults at once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _advice(plan: Plan, num_devices: int | None, num_processes: int | None) -> s
 
 
 def plan_devices(plan: Plan) -> int:
-    """How many devices the plan's cluster has; 0 if the description is unusable."""
+    """Number of devices of the plan's cluster; 0 if the description is unusable."""
     hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
     return hosts * each if isinstance(hosts, int) and isinstance(each, int) else 0
 

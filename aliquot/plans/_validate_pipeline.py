@@ -1,4 +1,4 @@
-"""What is wrong with the stages of a plan: their layers, their devices, their schedule, their figures."""
+"""Faults of a plan's stages: their layers, their devices, their schedule, their figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pipeline_violations(plan: Plan) -> Iterator[str]:
 
 
 def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
-    """Whether so many processes can share the plan's hosts.
+    """Reasons why so many processes cannot share the plan's hosts.
 
     Each has some of a host's devices, all of them, or all of several hosts' (of which virtual ones are made).
     """

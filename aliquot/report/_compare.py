@@ -25,7 +25,7 @@ class Collective(Protocol):
 
     @property
     def count(self) -> float:
-        """How often in a step."""
+        """Number of runs in a step."""
 
     @property
     def num_bytes(self) -> float:
@@ -37,11 +37,11 @@ class Memory(Protocol):
 
     @property
     def argument_bytes(self) -> int:
-        """What the step is given."""
+        """Bytes of the step's arguments."""
 
     @property
     def output_bytes(self) -> int:
-        """What it returns."""
+        """Bytes of its results."""
 
     @property
     def alias_bytes(self) -> int:
@@ -49,7 +49,7 @@ class Memory(Protocol):
 
     @property
     def temp_bytes(self) -> int:
-        """What it needs in between."""
+        """Bytes of its temporaries."""
 
 
 def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Comparison:
         return self.candidates[0].plan if self.candidates else None
 
     def why_not(self, candidate: Candidate) -> str:
-        """Where a candidate loses against the fastest, or why it has no plan; empty for the fastest itself."""
+        """The parts in which a candidate is slower than the fastest, or why it has no plan; empty for the fastest."""
         if candidate.plan is None:
             return candidate.refusal
         if self.best is None or candidate.plan is self.best:

@@ -17,7 +17,7 @@ _STAGE = re.compile(r"^stage (\d+) ")
 
 
 def difference(found: PlanDiff, before: str, after: str) -> RenderableType:
-    """What changes from the plan called `before` to the plan called `after`.
+    """Changes from the plan called `before` to the plan called `after`.
 
     Equal changes in several layers or stages are one row.
     """

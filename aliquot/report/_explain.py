@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what was chosen, what it is predicted to cost, and what the best alternative would cost."""
+"""Explanation of a plan: its choices, their predicted cost, and the cost of the best alternatives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WHAT_TO_DO = ("splits", "recomputation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What the best plan would cost that decides one thing otherwise.
+    """The best plan among those that decide one thing differently, and its cost.
 
     Attributes:
         subject: the array, operator or collective that is decided; an array's path where it is one.
@@ -173,7 +173,7 @@ def _facts(plan: Plan) -> Table:
             *(row for row in summary_rows(plan) if row[0] not in _WHAT_TO_DO),
             ("bound", bound(plan)),
             ("found by", f"{found.planner} of aliquot {found.version}, in {format_seconds(found.search_s)}"),
-            ("made again by", rebuild(plan)),
+            ("to rebuild the step", rebuild(plan)),
         ]
     )
 

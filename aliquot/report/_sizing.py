@@ -1,4 +1,4 @@
-"""How large a batch, and how many hosts: the answers as values, tables and plain data."""
+"""The largest batch and the fewest or cheapest hosts, as values, tables and plain data."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class BatchSearch:
 
 
 def batch_table(found: BatchSearch) -> Group:
-    """What is largest and what is fastest, and every batch that was tried."""
+    """Table of the batches that were tried, headed by the largest and the fastest."""
     largest, fastest = found.largest, found.fastest
     lines: list[RenderableType] = [Text(f"{found.model} on {found.cluster} (predicted)", style="bold")]
     if largest is None or fastest is None:

@@ -10,7 +10,7 @@ from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, make_
 
 
 def planned_trace(plan: Plan) -> Trace:
-    """What every submesh shall do, and when.
+    """Lay out the predicted timeline of every submesh.
 
     Raises:
         InputError: The plan has no stages with predictions, so there is nothing to lay out.

@@ -1,4 +1,4 @@
-"""What a compiler made of a plan, as a person reads it."""
+"""Reports on compiled plans, as a person reads them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def verification(figures: Mapping[str, Any]) -> Group:
 
 
 def _headline(figures: Mapping[str, Any]) -> str:
-    where = f"{figures['num_devices']} x {figures['target']}"
-    return f"It {'fits' if figures['fits'] else 'does not fit'} {where}, says the compiler that would run it."
+    verdict = "Fits" if figures["fits"] else "Does not fit"
+    return f"{verdict}: compiled for {figures['num_devices']} x {figures['target']}."
 
 
 def _shared(figures: Mapping[str, Any]) -> str:
@@ -123,9 +123,9 @@ def _buffer_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
     rows = [
         ("arguments", compiled["arguments"]),
         ("temporaries", compiled["temporaries"]),
-        ("outputs in places of their own", compiled["outputs"] - compiled["aliases"]),
+        ("outputs that reuse no input's memory", compiled["outputs"] - compiled["aliases"]),
         ("together", compiled["peak"]),
-        ("(outputs in place of arguments)", compiled["aliases"]),
+        ("(outputs that reuse an input's memory)", compiled["aliases"]),
     ]
     if compiled["in_use_at_once"]:
         rows.append(("(most in use at once)", compiled["in_use_at_once"]))
@@ -144,6 +144,6 @@ _HELD = {
 
 
 def _held_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
-    """What a pipeline's stage holds when it holds most."""
+    """Contents of a pipeline stage's memory at its fullest moment."""
     rows = [(words, compiled[kind]) for kind, words in _HELD.items() if compiled[kind]]
     return [*sorted(rows, key=lambda row: -row[1]), ("together", compiled["peak"])]

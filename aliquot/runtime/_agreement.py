@@ -106,5 +106,5 @@ def _cut(text: str, most: int = 900) -> str:
 
 
 def spans_processes(devices: Iterable[Any]) -> bool:
-    """Whether devices belong to several processes."""
+    """True if devices belong to several processes."""
     return len({device.process_index for device in devices}) > 1

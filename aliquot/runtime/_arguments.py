@@ -115,7 +115,7 @@ def _is_deleted(leaf: Any) -> bool:
 
 
 def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a host array may be one process's part of an array."""
+    """True if a host array may be one process's part of an array."""
     return (
         jax.process_count() > 1
         and len(leaf.shape) == len(shape)

@@ -24,7 +24,7 @@ def stub(shape: Sequence[int], sharding: Sharding, dtype: Any) -> jax.Array:
 
 
 def is_key(array: Any) -> bool:
-    """Whether an array, or what looks like one, is of random keys."""
+    """True if an array, or what looks like one, is of random keys."""
     return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 

@@ -186,7 +186,7 @@ def _turn_away(peer: socket.socket, text: str) -> None:
 
 
 def _has_ended(peer: socket.socket) -> bool:
-    """Whether the other end is closed: nobody says anything before it is let in."""
+    """True if the other end is closed: nobody says anything before it is let in."""
     peer.setblocking(False)
     try:
         return not peer.recv(1)

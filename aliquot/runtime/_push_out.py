@@ -54,7 +54,7 @@ def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Stag
 
 
 def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
-    """Whether it adds arrays up, or hands one on, and may as well do so behind the last micro-batch."""
+    """True if it adds arrays up, or hands one on, and may as well do so behind the last micro-batch."""
     return hands_on_gradients(op) and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
 
 

@@ -91,7 +91,7 @@ def _shape(graph: Graph, operand: Any) -> tuple[int, ...]:
 
 
 def _alike(graph: Graph, value: int, successor: Any) -> bool:
-    """Whether a successor can live in its predecessor's buffer."""
+    """True if a successor can live in its predecessor's buffer."""
     if not isinstance(successor, int):
         return False
     a, b = graph.values[value], graph.values[successor]

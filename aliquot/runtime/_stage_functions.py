@@ -97,7 +97,7 @@ class StageContext:
 
     @property
     def independent(self) -> bool:
-        """Whether micro-batches are steps of their own, each with its own sums over its examples."""
+        """True if micro-batches are steps of their own, each with its own sums over its examples."""
         return self.plan is not None and self.plan.semantics == "independent"
 
     def kind(self, value: int) -> TimeKind:

@@ -46,7 +46,7 @@ class Totals:
         object.__setattr__(self, "landing", _landings(self.plan.whole, self.pins))
 
     def is_summed(self, value: int) -> bool:
-        """Whether the parts' values are added up as they come: sums, and what is averaged."""
+        """True if the parts' values are added up as they come: sums, and what is averaged."""
         return is_summed(value, self.plan)
 
     def look(self, value: int) -> tuple[tuple[int, ...], Any]:
@@ -110,7 +110,7 @@ class Totals:
 
 
 def is_summed(value: int, plan: MicroBatchPlan) -> bool:
-    """Whether the parts' values are added up as they come: sums, and what is averaged."""
+    """True if the parts' values are added up as they come: sums, and what is averaged."""
     kind, dtype = plan.specs[value].kind, plan.whole.values[value].dtype
     return kind is TimeKind.SUM or (kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex")))
 

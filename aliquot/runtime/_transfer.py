@@ -203,7 +203,7 @@ def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
 
 
 def lies_elsewhere(array: jax.Array) -> bool:
-    """Whether an array lies on a mesh of some processes and not of others."""
+    """True if an array lies on a mesh of some processes and not of others."""
     if jax.process_count() == 1 or not isinstance(array.sharding, NamedSharding):
         return False
     return len(processes_of(array.sharding)) < int(jax.process_count())

@@ -164,7 +164,7 @@ class Peers:
         return bool(said)
 
     def _look_at(self, k: int) -> None:
-        """Whether process `k` is stopped or silent."""
+        """Find out if process `k` is stopped or silent."""
         now, hello = time.monotonic(), self._met.hellos.get(k)
         if hello is not None and hello.machine == self._machine and _is_stopped(hello.pid):
             since = self._stopped.setdefault(k, now)
@@ -305,7 +305,7 @@ def _delay_aborts() -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is; False where the system does not tell."""
+    """True if a process of this machine is; False where the system does not tell."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False

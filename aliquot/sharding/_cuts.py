@@ -44,7 +44,7 @@ class Cuts:
         return op.trips / max(self.shape(value_class)[0], 1) if op.name == "scan_stack" else float(op.trips)
 
     def by_product(self, value_class: int) -> bool:
-        """Whether a product makes it."""
+        """True if a product makes it."""
         made = self.producer[value_class]
         return made is not None and self.rules[made[0]].contracts
 
@@ -76,18 +76,18 @@ class Cuts:
         return "update" if fresh else "main"
 
     def crosses(self, value_class: int) -> bool:
-        """Whether a value is made before the update by something other than a product on its way there."""
+        """True if a value is made before the update by something other than a product on its way there."""
         made = self.producer[value_class]
         if made is None or self.fresh[value_class]:
             return False
         return self.first[made[0]].phase in (Phase.FORWARD, Phase.BACKWARD)
 
     def makes_param_only(self, op_class: int) -> bool:
-        """Whether an operator computes on parameters alone."""
+        """True if an operator computes on parameters alone."""
         return any(o >= 0 and self.param_only[int(self.folding.value_class[o])] for o in self.first[op_class].outputs)
 
     def made_of_constants(self, op_class: int) -> bool:
-        """Whether all that an operator makes follows from constants alone."""
+        """True if all that an operator makes follows from constants alone."""
         made = [int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0]
         return all(self.const_only[v] for v in made)
 
@@ -164,7 +164,7 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
 
 
 def rearranges(op: Op) -> bool:
-    """Whether it only rearranges one array, or casts it: behind a weight's gradient it belongs to what follows it."""
+    """True if it only rearranges one array, or casts it: behind a weight's gradient it belongs to what follows it."""
     moves = traits_of(op.name).moves
     return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)
 

@@ -49,7 +49,7 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
 
 
 def is_declared(op: Op) -> bool:
-    """Whether the rule of an operator is declared for its primitive. Loops' links have one."""
+    """True if the rule of an operator is declared for its primitive. Loops' links have one."""
     return declared_rule(op.name) is not None
 
 

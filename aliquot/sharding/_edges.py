@@ -239,7 +239,7 @@ class EdgeBuilder:
         self.edges[index] = edge
 
     def _is_masked(self, value_class: int) -> bool:
-        """Whether it is the result of a lookup in which rows outside the table are filled."""
+        """True if it is the result of a lookup in which rows outside the table are filled."""
         made = self.naming.cuts.producer[value_class]
         maker = self.naming.cuts.first[made[0]] if made is not None else None
         return maker is not None and maker.name == "gather" and maker.params["mode"] == GatherScatterMode.FILL_OR_DROP

@@ -242,7 +242,7 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
 
 
 def _same(found: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
-    """Whether arrays are equal, of floats up to rounding."""
+    """True if arrays are equal, of floats up to rounding."""
     return all(_equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

@@ -102,7 +102,7 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
 
 
 def _features_first(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    """Whether output features are the first dim that counts, where `order` says first which dim they are."""
+    """True if output features are the first dim that counts, where `order` says first which dim they are."""
     return shape[order[0]] == 1 or all(n == 1 for n in shape[: order[0]])
 
 
@@ -111,6 +111,6 @@ def _kernel(op: Op) -> Operand | None:
 
 
 def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
-    """Whether it is a parameter, or a loop's slice of one. What a step computes is written in the order that is wanted."""
+    """True if it is a parameter, or a loop's slice of one. What a step computes is written in the order that is wanted."""
     made = cuts.producer[value_class]
     return cuts.param_only[value_class] and (made is None or cuts.first[made[0]].name in ("scan_slice", "tie"))

@@ -174,7 +174,7 @@ class MicroBatchAnalysis:
         return [(tuple(a.aval.shape), tuple(b.aval.shape)) for a, b in zip(op.eqn.outvars, other, strict=True)]
 
     def _same_results(self, op: Op) -> bool:
-        """Whether all results are as large on a part as on the whole batch."""
+        """True if all results are as large on a part as on the whole batch."""
         whole, part = self.whole.values, self.part.values
         return all(out >= 0 and whole[out].shape == part[out].shape for out in op.outputs)
 
@@ -309,7 +309,7 @@ class MicroBatchAnalysis:
                 self.origin[out] = min(begun, default=op.index)
 
     def _needs_parts(self, op: Op, specs: Sequence[TimeSpec]) -> bool:
-        """Whether an operator works example by example, before the update: too much to leave it for the end."""
+        """True if an operator works example by example, before the update: too much to leave it for the end."""
         if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)

@@ -129,7 +129,7 @@ def _combine(walk: MicroBatchAnalysis, operand: Operand) -> str:
 def runs_in_groups(
     graph: Graph, num_micro_batches: int, num_groups: int, *, semantics: str = "exact", on_missing_rule: str = "infer"
 ) -> bool:
-    """Whether `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of them for each group."""
+    """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of them for each group."""
     try:
         plan_micro_batches(
             graph, num_micro_batches, num_groups=num_groups, semantics=semantics, on_missing_rule=on_missing_rule
@@ -140,7 +140,7 @@ def runs_in_groups(
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
-    """Whether the step is the same program on the share of a micro-batch that each group takes; True where none can."""
+    """True if the step is the same program on the share of a micro-batch that each group takes; True where none can."""
     try:
         _align(graph, trace_part(graph, num_micro_batches, num_groups))
     except InputError:

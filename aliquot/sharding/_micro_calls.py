@@ -57,7 +57,7 @@ def indexed_dims(op: Op) -> tuple[int, ...]:
 
 
 def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[int, Sequence[bool]]) -> bool:
-    """Whether an indexed array is split along a dim in which each index names its own example.
+    """True if an indexed array is split along a dim in which each index names its own example.
 
     Args:
         specs: of the operands.
@@ -80,13 +80,13 @@ def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[i
 
 
 def keeps_positions(op: Op) -> bool:
-    """Whether the elements of its result along the batch are those of its operand: rearranged, cast or repeated."""
+    """True if the elements of its result along the batch are those of its operand: rearranged, cast or repeated."""
     moves = traits_of(op.name).moves
     return moves is not None and (moves.keeps_all or moves is Moves.REPEAT)
 
 
 def numbers_examples(constant: Any, dim: int) -> bool:
-    """Whether an array of integers holds, along that dim, 0, 1, 2 and so on."""
+    """True if an array of integers holds, along that dim, 0, 1, 2 and so on."""
     array = np.asarray(constant)
     if array.dtype.kind not in "iu":
         return False

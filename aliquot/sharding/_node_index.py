@@ -153,13 +153,13 @@ class NodeIndex:
         return [self.slot_port(by_key[k]) for k in keys if k in by_key]
 
     def on_pieces(self, value_class: int) -> bool:
-        """Whether each device can make its piece of it from pieces of two operands, for users that want it in one split."""
+        """True if each device can make its piece of it from pieces of two operands, for users that want it in one split."""
         made = self.cuts.producer[value_class]
         is_product = made is not None and self.cuts.first[made[0]].name == "dot_general"
         return is_product and bool(self.landed_ports(value_class))
 
     def passes_through(self, op_class: int, letter: str, factor: int) -> bool:
-        """Whether results of a group operator carry a letter in a dim of the given factor."""
+        """True if results of a group operator carry a letter in a dim of the given factor."""
         cuts = self.cuts
         rule, op = cuts.rules[op_class], cuts.first[op_class]
         for dims, out in zip(rule.results, op.outputs, strict=True):
@@ -172,7 +172,7 @@ class NodeIndex:
         return True
 
     def runs_whole(self, op_class: int) -> bool:
-        """Whether a group operator lets none of its dims be split, and works on more than single numbers."""
+        """True if a group operator lets none of its dims be split, and works on more than single numbers."""
         cuts = self.cuts
         op, rule = cuts.first[op_class], cuts.rules[op_class]
         if op.is_link or rearranges(op) or rule.contracts or rule.factors or cuts.made_of_constants(op_class):
@@ -180,7 +180,7 @@ class NodeIndex:
         return any(n > 1 for n in rule.sizes.values())
 
     def enters_update(self, value: int) -> bool:
-        """Whether the update reads a value, or what it only serves to make."""
+        """True if the update reads a value, or what it only serves to make."""
         value_class = self.serves(int(self.cuts.folding.value_class[value]), _hands_on_or_sums)
         return Phase.UPDATE in self.value_read_phases[value_class]
 
@@ -217,23 +217,23 @@ class NodeIndex:
 
 
 def adds(op: Op) -> bool:
-    """Whether it is a sum of arrays."""
+    """True if it is a sum of arrays."""
     return traits_of(op.name).adds
 
 
 def adds_or_transposes(op: Op) -> bool:
-    """Whether it is a sum of arrays, or puts the dims of one into another order."""
+    """True if it is a sum of arrays, or puts the dims of one into another order."""
     traits = traits_of(op.name)
     return traits.adds or traits.moves is Moves.TRANSPOSE
 
 
 def adds_transposes_or_casts(op: Op) -> bool:
-    """Whether it is a sum of arrays, or one array in another order of dims or in another dtype."""
+    """True if it is a sum of arrays, or one array in another order of dims or in another dtype."""
     return adds_or_transposes(op) or traits_of(op.name).moves is Moves.CAST
 
 
 def adds_or_hands_on(op: Op) -> bool:
-    """Whether it is a sum of arrays, or what a term may pass through on its way there: as partial behind as before."""
+    """True if it is a sum of arrays, or what a term may pass through on its way there: as partial behind as before."""
     traits = traits_of(op.name)
     return traits.adds or (traits.moves is not None and traits.moves.keeps_all)
 

@@ -90,7 +90,7 @@ def _passes_on(op: Op) -> bool:
 
 
 def _multiplies_narrowly(cuts: Cuts, op: Op) -> bool:
-    """Whether it is a product of float32 for which the hardware's own type will do."""
+    """True if it is a product of float32 for which the hardware's own type will do."""
     if not traits_of(op.name).multiplies:
         return False
     asked = op.params.get("precision") or ()

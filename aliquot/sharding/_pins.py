@@ -172,7 +172,7 @@ def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], lis
 
 
 def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], *, in_part: bool) -> bool:
-    """Whether partial sums are reduce-scattered from a result's own split towards its users', if anything does that.
+    """True if partial sums are reduce-scattered from a result's own split towards its users', if anything does that.
 
     Args:
         in_part: only if others of its sums are all-reduced.

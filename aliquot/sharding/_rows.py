@@ -13,7 +13,7 @@ _LEAST_ROW_BYTES = 2**20
 
 
 def gathered_by_rows(length: int, rank: int, num_bytes: int, source: Spec, target: Spec, above_bytes: float) -> bool:
-    """Whether an array that replaces another one is gathered along its first dim's rows.
+    """True if an array that replaces another one is gathered along its first dim's rows.
 
     Args:
         length: of its first dim.

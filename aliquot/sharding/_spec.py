@@ -54,7 +54,7 @@ def num_shards(spec: Spec, axis_sizes: Sequence[int]) -> int:
 
 
 def divides(shape: Sequence[int], spec: Spec, axis_sizes: Sequence[int]) -> bool:
-    """Whether every dim is a multiple of the axes that split it."""
+    """True if every dim is a multiple of the axes that split it."""
     shards = [1] * len(shape)
     for size, placement in zip(axis_sizes, spec, strict=True):
         if placement >= 0:

@@ -97,7 +97,7 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
 
 
 def is_direct(now: Tiling, target: Tiling) -> bool:
-    """Whether the partitioner finds a way, without gathering what neither tiling needs gathered."""
+    """True if the partitioner finds a way, without gathering what neither tiling needs gathered."""
     return _steps(now, target) is not None
 
 
@@ -209,7 +209,7 @@ def _refined(coarse: Tiling, fine: Tiling) -> Tiling | None:
 
 
 def _cuts_further(fine: Tiling, coarse: Tiling) -> bool:
-    """Whether slicing each tile of one tiling where it lies gives the other."""
+    """True if slicing each tile of one tiling where it lies gives the other."""
     dims = fine.by_dim
     return all(dims.get(d, ())[: len(atoms)] == atoms for d, atoms in coarse.dims)
 

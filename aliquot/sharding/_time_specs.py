@@ -254,7 +254,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
 
 
 def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> bool:
-    """Whether the array that a lookup or an update indexes is split along an indexed dim."""
+    """True if the array that a lookup or an update indexes is split along an indexed dim."""
     if op.name != "gather" and not op.name.startswith("scatter"):
         return False
     if specs[0].kind is not TimeKind.CONCATENATE:

@@ -133,7 +133,7 @@ class Verification:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits, by the compiler's account."""
+        """True if every stage fits, by the compiler's account."""
         if any(stage.compiled.refusal for stage in self.stages):
             return False
         return self.limit_bytes is None or self.compiled_bytes <= self.limit_bytes

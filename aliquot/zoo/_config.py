@@ -23,7 +23,7 @@ _POSITIVE = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size
 
 
 class AbstractConfig(abc.ABC):
-    """What every model's configuration has: frozen fields, checked when it is made, and these few answers.
+    """Base of all model configurations: frozen fields, checked when they are set.
 
     `name` is the model's, `family` decides the operators. `examples` is what a batch counts; `loops` says whether the
     layers can be stacked and looped over; `usual_dtype` is what the model is computed in unless somebody asks for
@@ -50,7 +50,7 @@ class AbstractConfig(abc.ABC):
 
     @abc.abstractmethod
     def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What else changes with these fields unless it is given too."""
+        """Other fields that change with these unless they are given too."""
 
 
 class AbstractTextConfig(AbstractConfig):

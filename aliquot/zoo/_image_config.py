@@ -34,7 +34,7 @@ class BottleneckConfig:
 
     @property
     def projects(self) -> bool:
-        """Whether the shortcut needs a convolution of its own, because what leaves has another shape."""
+        """True if the shortcut needs a convolution of its own, because what leaves has another shape."""
         return self.stride != 1 or self.channels_in != self.channels_out
 
     @property

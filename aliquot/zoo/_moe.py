@@ -75,7 +75,7 @@ class Ends(_gpt.Ends):
 
 
 def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Which place of which expert a token takes and with what weight, `(G, S, E, C)`, and the cost of imbalance.
+    """Weight of each token at each place of each expert, `(G, S, E, C)`, and the loss for imbalance.
 
     The best expert of each token and the second have weights that sum to one. All best experts take their tokens in
     order, then all second ones; a token that finds no place is dropped, and is not weighed elsewhere. Unlike in the

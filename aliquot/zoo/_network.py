@@ -50,7 +50,7 @@ class AbstractNetwork(abc.ABC):
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """What training makes small, in nats and at least float32; other figures to report; what it keeps, new."""
+        """The loss in nats, at least float32; other figures to report; the new statistics."""
 
 
 class Network(AbstractNetwork):
@@ -109,7 +109,7 @@ class Network(AbstractNetwork):
         return loss + self.balance_weight * mean, {"balance_loss": mean}, {}
 
     def _apply_layers(self, layers: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """What leaves the last layer, and what the layers of experts report."""
+        """Activations behind the last layer, and the figures that layers of experts report."""
         reports: list[jax.Array] = []
         if not self.scan:
             for kind, layer in zip(self._turns(), layers, strict=True):

@@ -1,4 +1,4 @@
-"""Which dtypes a model computes and keeps its parameters in, by the name a user gives."""
+"""Dtypes in which a model computes and keeps its parameters, by the name a user gives."""
 
 from __future__ import annotations
 

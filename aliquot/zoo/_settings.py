@@ -23,7 +23,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def settings_faults(settings: Mapping[str, Any]) -> list[str]:
-    """Why `build(**settings)` would refuse settings of a plan file; empty if it would not.
+    """Reasons why `build(**settings)` would refuse settings of a plan file; empty if it would not.
 
     >>> settings_faults({"model": "gpt-125m", "global_batch": 0, "scan": 1})
     ['scan=1 is not true or false', 'global_batch=0 must be at least 1.']

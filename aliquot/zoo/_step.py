@@ -169,7 +169,7 @@ def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]
 
 
 def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -> list[str]:
-    """What is wrong with settings of `build`, each of its type, those that are given; `config` None if there is none."""
+    """Faults of settings of `build` that have the right types; `config` is None if there is none."""
     known = {"recompute": _RECOMPUTE, "optimizer": _OPTIMIZERS, "loss_scaling": _LOSS_SCALING, "dtype": PRECISIONS}
     faults = [
         f"there is no {option} {settings[option]!r}: {nearest(settings[option], names)}"

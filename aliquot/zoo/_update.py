@@ -46,7 +46,7 @@ class Update:
         self._finite = jax.jit(_all_finite)
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """What a training state holds besides parameters and step number."""
+        """Training state besides parameters and step number."""
         state: dict[str, Tree] = {"opt_state": self.optimizer.init(params)}
         if self.dynamic_scale:
             state["loss_scale"] = {
@@ -108,7 +108,7 @@ class Update:
 
 
 def _cut(tree: Tree) -> list[Tree]:
-    """What surrounds the layers, then each layer; a scanned model stays in one piece."""
+    """The parameters around the layers, then those of each layer; a scanned model stays in one piece."""
     if not isinstance(tree["layers"], list):
         return [tree]
     return [{name: part for name, part in tree.items() if name != "layers"}, *tree["layers"]]

@@ -18,7 +18,7 @@ from ._precision import Precision
 
 
 class Stem(nnx.Module):
-    """What stands before the bottlenecks: a 7 x 7 convolution and a 3 x 3 maximum, each halving the image."""
+    """Layers before the bottlenecks: a 7 x 7 convolution and a 3 x 3 maximum, each halving the image."""
 
     def __init__(self, config: WideResNetConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.compute = precision.compute
@@ -55,7 +55,7 @@ class Bottleneck(nnx.Module):
 
 
 class Head(nnx.Module):
-    """What stands after the bottlenecks: the mean over all points, and a projection to the classes."""
+    """Layers after the bottlenecks: the mean over all points, and a projection to the classes."""
 
     def __init__(self, channels: int, config: WideResNetConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.out = nnx.Linear(

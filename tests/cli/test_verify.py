@@ -45,7 +45,7 @@ def test_the_answer(plan_file):
     assert parts["arguments"] == stage["parts"]["predicted"]["arguments"]
     assert {each["kind"] for each in stage["collectives"]} >= {"all-gather", "all-reduce"}
     assert again.exit_code == 0
-    assert again.stdout.startswith("It fits 8 x cpu")
+    assert again.stdout.startswith("Fits: compiled for 8 x cpu")
     assert "kept from an earlier run" in again.stdout and "Memory on each device" in again.stdout
 
 
@@ -71,7 +71,7 @@ def test_a_plan_that_does_not_fit_is_a_failed_check(plan_file, tmp_path):
     path.write_text(json.dumps(text))
     found = run("verify", path)
     assert found.exit_code == 1, found.stderr
-    assert found.stdout.startswith("It does not fit 8 x cpu")
+    assert found.stdout.startswith("Does not fit: compiled for 8 x cpu")
 
 
 @pytest.mark.parametrize(

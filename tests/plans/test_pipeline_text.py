@@ -60,8 +60,8 @@ gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
                          bubble (of the busiest stage)
   throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet
   largest costs          compute 57%; waiting for other stages 42%
-  bound                  no closed form is below 20.0 ms, and this plan's is at most 0.00% above the best; the step time
-                         above, simulated, is 7.5% above it (closed forms of all stages); optimal
+  bound                  closed form proven optimal among all stages; lower bound 20.0 ms; the simulated step time is
+                         7.5% above it
   memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB, at stage 0, with 2 micro-batches in
                          flight
                          3.7 GiB state + 1.9 GiB activations in flight + 953.7 MiB working memory

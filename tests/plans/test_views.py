@@ -1,6 +1,7 @@
 """What is read off a plan: text, differences, PartitionSpecs, groups of equal arrays."""
 
 import msgspec
+import pytest
 from jax.sharding import PartitionSpec
 from sample_plans import INPUTS, PREDICTION, SPLITS, STAGE, sample_pipeline, sample_plan, sample_stage
 
@@ -14,7 +15,7 @@ def test_text_names_what_was_decided_and_predicted():
     for part in (
         "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
         "step time (predicted) 11.0 ms = 8.0 ms compute + 2.0 ms communication",
-        "at most 10.00% above the best (all splits of mesh 4x2); optimal",
+        "lower bound 10.0 ms among all splits of mesh 4x2; this plan is at most 10.00% above it; optimal",
         "state.params.layers[*].w",
         "float32[64, 32]",
         "[x, y]",
@@ -124,3 +125,34 @@ def test_operators_are_compared_where_the_stages_are_the_same():
     subjects = [change.subject for change in diff(before, other).decisions]
     assert subjects == ["stage 1 operator layers[1] dot_general"]
     assert not any("operator" in change.subject for change in diff(before, sample_pipeline(4)).decisions)
+
+
+@pytest.mark.parametrize(
+    ("holds_for", "status", "gap", "wanted"),
+    [
+        ("all copies of all layers", "optimal", 0.0, "proven optimal; lower bound 25.0 ms"),
+        (
+            "gap_within_folded_space",
+            "optimal",
+            0.0,
+            "proven optimal among plans that split equal layers equally; lower bound 25.0 ms",
+        ),
+        (
+            "gap_within_folded_space",
+            "optimal within the gap",
+            0.004,
+            "lower bound 25.0 ms among plans that split equal layers equally; this plan is at most 0.40% above it",
+        ),
+        (
+            "gap_within_neighbourhood",
+            "node limit reached",
+            0.1,
+            "lower bound 25.0 ms among choices near the solutions of coarser meshes; this plan is at most 10.00% above it;"
+            " node limit reached",
+        ),
+    ],
+)
+def test_bounds_are_stated_in_words(holds_for, status, gap, wanted):
+    plan = sample_plan()
+    provenance = replace(plan.provenance, bound_holds_for=holds_for, status=status, gap=gap, lower_bound_s=0.025)
+    assert f" bound {wanted} memory " in " ".join(str(replace(plan, provenance=provenance)).split())
