@@ -1,4 +1,4 @@
-"""How often Python looks for garbage while much is made that stays."""
+"""Less frequent garbage collection while many lasting objects are created."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ OTHER = "operators of which the plan splits nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAlike:
-    """How much of a device's computing time, in seconds of a step, every device spends on the same.
+    """Computing time, in seconds of a step, that every device spends on the same.
 
     `alike_s` is by reason; `total_s` is all of it, without launches.
     """

@@ -1,4 +1,4 @@
-"""How long a collective takes on some axes of a mesh: latency plus volume.
+"""Time of a collective on some axes of a mesh: latency plus volume.
 
 Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
 sections 3 and 4 (ring and recursive-doubling costs); P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full

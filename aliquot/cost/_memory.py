@@ -76,7 +76,7 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
 
 
 def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
-    """What takes memory under known choices."""
+    """Memory of a step under known choices."""
     return memory_model(priced, in_turn=takes_turns(priced, picks))
 
 

@@ -1,4 +1,4 @@
-"""What part of a step's cost is whose: forward, backward and update, and what a micro-batch leaves between them."""
+"""A step's cost by phase: forward, backward and update, and the activations that a micro-batch leaves between them."""
 
 from __future__ import annotations
 

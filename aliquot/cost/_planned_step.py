@@ -60,7 +60,7 @@ class PlannedStep:
 
 
 def estimate(step: PlannedStep) -> Prediction:
-    """What a plan costs, whoever made it: one program or a pipeline.
+    """Price a plan, whoever made it: one program or a pipeline.
 
     Raises:
         PlanMismatchError: the plan's choices do not divide what they split.
@@ -73,7 +73,7 @@ def estimate(step: PlannedStep) -> Prediction:
 
 
 def estimate_stages(step: PlannedStep) -> PipelinePrediction:
-    """What a pipeline and each of its stages cost. Raises as `estimate` does."""
+    """Price a pipeline and each of its stages. Raises as `estimate` does."""
     plan = step.plan
     assert step.layered is not None
     stages = []

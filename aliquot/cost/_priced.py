@@ -127,7 +127,7 @@ _Specs: TypeAlias = tuple[Spec, ...]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Cache:
-    """What many edges of one mesh have in common."""
+    """Prices that many edges of one mesh have in common."""
 
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
     lines: dict[tuple[Spec, Spec, bool], tuple[float, float]] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class _Pricer:
         return found, once
 
     def times(self, phase: Phase) -> int:
-        """How often a step runs a phase."""
+        """Number of runs of a phase in a step."""
         return 1 if phase is Phase.UPDATE else self.repeats
 
 
@@ -316,7 +316,7 @@ def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalM
 def _product_slowdown(
     work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, products: Products
 ) -> Floats:
-    """How much longer products of a device's share take than their `flops` as part of a large one; see `Products`."""
+    """Factor by which products of a device's share are slower than the same `flops` in a large product; see `Products`."""
     if products.tile == 1 or len(work.arrays) != 3:
         return np.ones(len(choices))
     left, right, result = (np.array(split_by) for _, split_by in work.arrays)

@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def target(self) -> Target:
-        """What the cluster's compiler does with a plan."""
+        """The cluster's compiler and runtime."""
         return target_for(self.cluster.device)
 
 

@@ -1,4 +1,4 @@
-"""What a plan with several stages costs: every stage priced, and its schedule simulated."""
+"""Cost of a plan with several stages: every stage priced, and its schedule simulated."""
 
 from __future__ import annotations
 

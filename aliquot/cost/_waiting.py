@@ -1,4 +1,4 @@
-"""What waits because of products for gradients, which nothing but the update needs, in the order of a compiler's scheduler.
+"""Deferral of products for gradients, which nothing but the update needs, in the order of a compiler's scheduler.
 
 One that saves memory runs such a product in turn if its operands free at least what its result takes, and last otherwise.
 
@@ -42,7 +42,7 @@ class Waiting:
 
 
 def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
-    """What may wait in a priced problem. `in_turn`: see `takes_turns`."""
+    """Find the products that may be deferred in a priced problem. `in_turn`: see `takes_turns`."""
     landings = {e.source: _Landing(priced, e) for e in priced.graph.edges if e.kind == "result" and e.gradient}
     operands: dict[int, list[Edge]] = {}
     for e in priced.graph.edges:
@@ -71,7 +71,7 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pace:
-    """How products that are put off are used up, from operator `end` backwards.
+    """The order in which deferred products run, from operator `end` backwards.
 
     Collectives at the end take those whose operands are there in the last `at_end` operators. For the rest of the way, the
     ones inside layers have taken all by `share` of it.
@@ -82,7 +82,7 @@ class _Pace:
     at_end: float = 0.0
 
     def runs_at(self, times: Ints) -> Ints:
-        """When products run whose operands are there at `times`."""
+        """Positions at which products run whose operands are there at `times`."""
         way = np.maximum(self.end - times - self.at_end, 0.0)
         found: Ints = np.maximum((self.end - way * self.share).astype(np.int64), times)
         return found
@@ -115,7 +115,7 @@ def _paces(priced: Priced, landings: dict[int, _Landing]) -> _Paces:
 
 
 class _Landing:
-    """How the result of a product for a gradient becomes a sum, for each conversion of its edge.
+    """Reduction of a gradient's product, for each conversion of its edge.
 
     Attributes:
         total: whether micro-batches are added up first.
@@ -150,7 +150,7 @@ class _Landing:
         return np.asarray(num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64)[:, None]
 
     def put_off(self, operands: list[Edge], in_turn: bool, paces: _Paces) -> list[tuple[Flags, _Pace | None]]:
-        """Where the product is put off, and how far: None to the update."""
+        """Masks of the choices under which the product is deferred, each with its pace; None defers it to the update."""
         if self.total:
             return []
         if not self._priced.target.hides_latency:

@@ -1,4 +1,4 @@
-"""What processes that run a step together must have in common, compared before anything is compiled.
+"""Comparison of what the processes of a step must have in common, before anything is compiled.
 
 A process with another step or plan would wait for ever for what the others never send, or train something else.
 """
@@ -23,7 +23,7 @@ _OPERATORS = "operators in its traced step"
 
 
 def exchange(data: bytes) -> list[bytes]:
-    """What every process passes, in order of the processes. Waits until all have called it as often as this one."""
+    """The texts that all processes pass, in order of the processes. Waits until all have called it as often as this one."""
     joined = coordination_client()
     assert joined is not None
     client, _, process, count = joined
@@ -86,7 +86,7 @@ def plan_lines(plan: Plan | None) -> dict[str, list[str]]:
 
 
 def _difference(name: str, others: Sequence[int], texts: Sequence[Sequence[str]]) -> str:
-    """Which processes differ from process 0 in a part, and how the first of them does."""
+    """The processes that differ from process 0 in a part, and the first difference."""
     several = len(others) > 1
     who = f"process{'es' * several} {', '.join(map(str, others))} {'have' if several else 'has'} other {name} than process 0"
     if name == _OPERATORS:

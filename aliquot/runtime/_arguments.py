@@ -14,7 +14,7 @@ from ._pieces import PiecedArray
 
 
 class Arguments:
-    """How calls of one step are taken apart. `types` are shape and dtype of each input."""
+    """Flattening of the calls of one step. `types` are shape and dtype of each input."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph

@@ -22,7 +22,7 @@ from ._stage_functions import StageContext
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSetup:
-    """Where a stage runs and how it is split.
+    """The mesh of a stage and the splits on it.
 
     Attributes:
         mesh: its devices.

@@ -17,7 +17,7 @@ from ._state import gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDifference:
-    """How far one output is from the plain step's.
+    """Difference of one output from the plain step's.
 
     `relative` is the largest difference over the plain output's largest magnitude (over 1 where that is zero); infinite
     where one side is not a number and the other is.
@@ -57,7 +57,7 @@ class StepCheck:
 
 
 def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
-    """What the user's own step gives for flat arrays, on one device; nothing is donated."""
+    """Results of the user's own step for flat arrays, on one device; nothing is donated."""
     calling = replace(graph.calling)
     (device, *_) = jax.local_devices()
     with jax.default_device(device):

@@ -1,4 +1,4 @@
-"""Which devices communicate with one another, read from a collective instruction.
+"""Groups of devices that communicate, read from a collective instruction.
 
 XLA writes groups as lists, as a grid of numbers with its dims reordered, or as axes of a mesh of its own.
 """
@@ -18,7 +18,7 @@ _GROUP_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 def device_groups(line: str, num_devices: int) -> list[list[int]]:
-    """Which devices communicate with one another in a collective instruction; pairs for a permutation.
+    """Groups of devices that communicate in a collective instruction; pairs for a permutation.
 
     >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
     [[0, 2], [1, 3]]

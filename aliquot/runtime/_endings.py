@@ -1,4 +1,4 @@
-"""How a process ends: with its own exit code, and so that the others know."""
+"""Exit of a process: with its own exit code, and so that the others know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled program communicates, read from its text.
+"""Collectives of a compiled program, read from its text.
 
 The compiler has the last word on collectives: it merges, moves and drops what a plan asked for. This finds what is
 left: kind, the mesh axes it runs along, how often a step runs it, and the bytes that it leaves on each device.
@@ -151,7 +151,7 @@ def _computations(text: str) -> dict[str, _Computation]:
 
 
 def _times(computations: Mapping[str, _Computation]) -> tuple[dict[str, float], set[str]]:
-    """How often a step runs each computation, and which stand in a loop."""
+    """Number of runs of each computation in a step, and the computations that stand in a loop."""
     times: dict[str, float] = {}
     looped: set[str] = set()
 
@@ -216,7 +216,7 @@ def _collective(line: str) -> tuple[str, str] | None:
 
 
 def _end_of_type(text: str) -> int:
-    """Where the type that a text begins with ends."""
+    """End of the type that a text begins with."""
     if not text.startswith("("):
         return text.index(" ")
     depth = 0

@@ -43,7 +43,7 @@ class _Piece:
 def plan_host_move(
     structs: Sequence[Any], targets: Sequence[Mapping[int, Sharding]], channels: Channels
 ) -> Callable[..., list[Any]] | None:
-    """What this process does to move arrays.
+    """This process's part in moving arrays.
 
     Args:
         structs: of each array, with its sharding at the sender.
@@ -101,7 +101,7 @@ def plan_host_move(
 
 
 def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piece]:
-    """What a process needs of an array, and from where."""
+    """The pieces of an array that a process needs, and their senders."""
     held: dict[Block, dict[int, Any]] = {}
     for device, block in _blocks(look.sharding, look.shape).items():
         held.setdefault(block, {}).setdefault(device.process_index, device)

@@ -137,7 +137,7 @@ def _spare_threads() -> None:
 
 
 def _num_cores() -> int:
-    """How many this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -27,7 +27,7 @@ def init_state(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What `init_fn(*args, **kwargs)` returns, each array made on the devices that hold it, in pieces if they lie apart.
+    """Results of `init_fn(*args, **kwargs)`, each array created on the devices that hold it, in pieces if they lie apart.
 
     The result must be the step's state argument, or a tuple of several of its arguments in their order.
 
@@ -83,7 +83,7 @@ _Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
 
 
 def _stacks(run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequence[Sequence[Rows]]) -> _Stacks:
-    """What makes the stacked arrays of the result, cut so that a stage can make its own rows without the others.
+    """Functions that make the stacked arrays of the result, cut so that a stage makes its own rows without the others.
 
     For arrays with the same pieces each: their positions in the result, and the function that makes them.
     """
@@ -144,7 +144,7 @@ def _places(
     kept: Mapping[str, Any],
     shapes: Sequence[Any],
 ) -> list[Sequence[Rows]]:
-    """Where each array of the result lies, found by laying the result out as arguments of the step."""
+    """Sharding of each array of the result, found by laying the result out as arguments of the step."""
     result = _rebuild(kept, shapes)
     stateful = _state_arguments(arrays)
     several = len(stateful) > 1 and isinstance(result, tuple) and len(result) == len(stateful)

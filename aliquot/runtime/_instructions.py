@@ -54,7 +54,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Instructions:
-    """What one step does.
+    """Instructions of one step.
 
     Attributes:
         steps: in the order in which they are issued.

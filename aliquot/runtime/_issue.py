@@ -76,7 +76,7 @@ class Issuer:
     # ---- before the first step ---------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """What every step starts with: zeros, numbers of micro-batches, constants."""
+        """Create what every step starts with: zeros, numbers of micro-batches, constants."""
         pipeline, instructions = self._pipeline, self._pipeline.instructions
         for stage, context in enumerate(pipeline.contexts):
             if not pipeline.local[stage]:
@@ -150,7 +150,7 @@ class Issuer:
         return [(tuple(of), plan_broadcast(list(of.values()))) for _, of in sorted(by_stage.items())]
 
     def signature(self) -> str:
-        """What all processes must have in common."""
+        """Text that must be equal in all processes."""
         sends = [self._sent(step) for step in self._pipeline.instructions.steps if isinstance(step, Send)]
         shapes = [[(s.shape, str(s.dtype), s.sharding.spec) for s in looks] for looks, _ in sends]
         specs = [[target.spec for target in targets] for _, targets in sends]

@@ -1,4 +1,4 @@
-"""Where the parts of a batch lie in it, and how arrays are cut into parts and put together again.
+"""Positions of micro-batches in the batch; cutting arrays into parts and joining them.
 
 A dim of `n` elements is read as `(groups, shards, micro-batches, rest)`: a group of devices owns a contiguous share,
 each of its shards a contiguous share of that, and micro-batches are cut from the inside. So no example leaves its
@@ -59,7 +59,7 @@ class Layout:
         return own.reshape(*shape[:dim], self.shards * rest, *shape[dim + 1 :])
 
     def offsets(self, shape: Sequence[int], dim: int, group: Any, micro_batch: Any, dtype: Any) -> Any:
-        """What to add to an element's position in its part to get its position in the batch, for a part's shape."""
+        """Offsets from an element's position in its part to its position in the batch, for a part's shape."""
         rest = shape[dim] // self.shards
         shard = jax.lax.broadcasted_iota(dtype, tuple(shape), dim) // max(rest, 1)
         group, micro_batch = jnp.asarray(group, dtype), jnp.asarray(micro_batch, dtype)

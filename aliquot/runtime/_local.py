@@ -174,7 +174,7 @@ def _on_pieces(
     results: Sequence[PartitionSpec],
     everywhere: bool = False,
 ) -> Sequence[Any]:
-    """What `run` makes of the pieces of arrays that are split so, of each group's arrays under a `vmap` over groups.
+    """Results of `run` on the pieces of split arrays; under a `vmap` over groups, on those of each group's arrays.
 
     `everywhere`: whether it runs on each device by itself along all mesh axes, not only along those that split an array.
     """

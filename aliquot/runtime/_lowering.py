@@ -138,7 +138,7 @@ def partition(
 
 
 def _of_row(spec: Spec) -> Spec:
-    """How a row of an array is split."""
+    """Split of one row of an array."""
     return tuple(REPLICATED if p == 0 else p - 1 if p > 0 else p for p in spec)
 
 

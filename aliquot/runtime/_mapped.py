@@ -1,4 +1,4 @@
-"""Which values of a graph differ between groups of devices, where each group is given arrays of its own."""
+"""Values of a graph that differ between groups of devices, where each group is given arrays of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes of a run find each other, before JAX connects them.
+"""Meeting of the processes of a run, before JAX connects them.
 
 Process 0 listens at the address that all were given. The others connect and say which process of which run they are; the
 connections stay for `_watchdog`. So who dies, comes twice, or belongs to another run is known at once, and named.
@@ -33,7 +33,7 @@ _LONGEST_HELLO_BYTES = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a process says of itself when it joins.
+    """Message with which a process joins.
 
     Attributes:
         process, count: its number, and how many it expects.
@@ -124,7 +124,7 @@ def let_in(met: Met, told: Mapping[str, Any]) -> None:
 
 
 def _misfit(own: Hello, hello: Hello, found: Mapping[int, Hello]) -> str:
-    """Why a process of this run cannot join, or nothing."""
+    """Reason why a process of this run cannot join; empty if it can."""
     if hello.count != own.count:
         return (
             f"{hello} expects {hello.count} processes, process 0 expects {own.count}. Give all the same num_processes."

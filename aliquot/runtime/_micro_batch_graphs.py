@@ -109,7 +109,7 @@ def subgraph(base: Graph, inputs: Sequence[int], items: Sequence[int | Call], ou
 
 @dataclass(slots=True)
 class _Needs:
-    """What each of the three graphs must hold, found backwards from the step's outputs."""
+    """Contents of the three graphs, found backwards from the step's outputs."""
 
     plan: MicroBatchPlan
     early: set[int] = field(default_factory=set)
@@ -145,7 +145,7 @@ class _Needs:
         return self.plan.actions.get(item) is action
 
     def _mark_again(self, items: Sequence[int | Call]) -> None:
-        """Which items can run again on their own, from the step's inputs: they see no part of the batch."""
+        """Mark the items that can run again from the step's inputs alone: they see no part of the batch."""
         batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
         known = {v: v not in batch for v in self._given}
         for item in items:

@@ -103,7 +103,7 @@ def _devices(piece: jax.Array) -> str:
 
 
 class Rows(NamedTuple):
-    """Where rows `[start, stop)` of an array lie; all of it if `stop` is None."""
+    """Sharding of rows `[start, stop)` of an array; of all of it if `stop` is None."""
 
     sharding: NamedSharding
     start: int = 0
@@ -115,7 +115,7 @@ class Rows(NamedTuple):
 
 
 def places_of(shardings: Mapping[str, NamedSharding]) -> dict[str, tuple[Rows, ...]]:
-    """Where arrays lie, by path, given where their pieces lie, by paths such as `params.w[0:4]` and `params.w[4:8]`."""
+    """Places of arrays by path, from those of their pieces by paths such as `params.w[0:4]` and `params.w[4:8]`."""
     found: dict[str, list[Rows]] = {}
     for path, sharding in shardings.items():
         match = _RANGE.fullmatch(path)

@@ -106,7 +106,7 @@ class Pipeline:
         self._issuer: Issuer | None = None
 
     def _homes(self) -> dict[int, int]:
-        """Where each input that is kept lies: with its successor, else where it is read first."""
+        """Stage of each input that is kept: that of its successor, else the first one that reads it."""
         home = dict(self._programs.home)
         for item in self.graph.inputs:
             where = self._programs.outputs[item.output] if item.output is not None else None
@@ -142,7 +142,7 @@ class Pipeline:
     # ---- shapes and shardings ----------------------------------------------------------------------------------------
 
     def given_slots(self, value: int) -> dict[int, tuple[int, NamedSharding]]:
-        """Where an input must lie, by stage, as slot and sharding: on its home, or on every stage that reads it."""
+        """Slot and sharding of an input by stage: on its home, or on every stage that reads it."""
         return {
             stage: (values[value], self.contexts[stage].given_sharding(value))
             for stage, values in sorted(self.instructions.given.items())
@@ -204,7 +204,7 @@ class Pipeline:
         return NamedSharding(context.mesh, PartitionSpec())
 
     def _out_sharding(self, function: StageFunction, key: Key, shape: Sequence[int]) -> Any:
-        """Where a result shall lie; None leaves it to the compiler."""
+        """Sharding of a result; None leaves it to the compiler."""
         stage = function.program.stage
         context = self.contexts[stage]
         if key.form is Form.TOTAL and context.totals is not None:
@@ -225,7 +225,7 @@ class Pipeline:
         return None
 
     def _result_spec(self, context: StageContext, value: int, shape: Sequence[int]) -> PartitionSpec:
-        """How a result of the whole batch lies: along it where it has one for each example."""
+        """Split of a result of the whole batch: along the batch if it holds one entry for each example."""
         specs = context.plan.specs if context.plan is not None else ()
         kind = specs[value] if value < len(specs) else None
         size = math.prod(context.mesh.shape[axis] for axis in context.data_axes)
@@ -311,7 +311,7 @@ class Pipeline:
         issuer.connect()
 
     def of_all_processes(self, found: Sequence[Any]) -> tuple[Any, ...]:
-        """What is known about stages, each with its number as `stage`, from the processes that know it."""
+        """Figures of all stages, each with its number as `stage`, from the processes that have them."""
         peers = watch() if self.is_shared else None
         if peers is None:
             return tuple(found)
@@ -319,7 +319,7 @@ class Pipeline:
         return tuple(by_stage[stage] for stage in sorted(by_stage))
 
     def form_of(self, k: int, function: StageFunction, known: dict[tuple[int, Key], Any]) -> StageForm:
-        """What the `k`th function is before it is compiled.
+        """The `k`th function before it is compiled.
 
         Args:
             known: shapes, with shardings, of what the functions before it make; gets its own results.

@@ -1,4 +1,4 @@
-"""What the compiler says about the programs of a pipeline, stage by stage."""
+"""The compiler's account of the programs of a pipeline, stage by stage."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ..graph import Graph
 
 
 class Part(enum.StrEnum):
-    """Which part of a stage's work a program does. A backward pass comes whole, or as two programs."""
+    """Part of a stage's work that a program does. A backward pass comes whole, or as two programs."""
 
     EARLY = "early"
     FORWARD = "forward"

@@ -1,4 +1,4 @@
-"""Which results of a forward program to keep for the backward program, and which to work out again.
+"""Choice of the forward results to keep for the backward program; the others are recomputed.
 
 A backward program of its own cannot fuse with the forward pass: every value that it reads is an array in memory, one more
 to hand over, for each micro-batch in flight. What is cheap is worked out again from the smallest set of arrays that allows

@@ -28,7 +28,7 @@ WORTH_CUTTING_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How one array is cut: along `dim` into `count` pieces of `length`, the last one padded; one piece is the whole."""
+    """Cut of one array along `dim` into `count` pieces of `length`, the last one padded; one piece is the whole."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -45,7 +45,7 @@ class _Cut:
         return (1, self.length, *rest)
 
     def on_each(self, devices: int) -> int:
-        """How many pieces a device holds at most; the first devices are filled first."""
+        """Largest number of pieces on a device; the first devices are filled first."""
         return -(-self.count // devices)
 
     def apart(self, x: Any, devices: int) -> list[Any]:
@@ -79,7 +79,7 @@ class _Leg:
 def plan_route(
     structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]
 ) -> Callable[..., Sequence[Any]]:
-    """What this process does to move arrays between two meshes, any devices of any processes each.
+    """This process's part in moving arrays between two meshes, each of any devices of any processes.
 
     Args:
         structs: of each array, with its sharding at the sender; the same mesh for all.

@@ -30,7 +30,7 @@ class AbstractRunner(abc.ABC):
     @property
     @abc.abstractmethod
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """Where each input lies, by path; what several stages read on the first of them.
+        """Sharding of each input, by path; of those that several stages read, on the first of them.
 
         What lies in pieces on several stages has one path for each, such as `params.w[0:4]` and `params.w[4:8]`.
         """

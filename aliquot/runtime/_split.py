@@ -146,7 +146,7 @@ class _Body:
         return Part.FORWARD, Part.BACKWARD
 
     def _add_shared_crossing(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
-        """What the update needs of shared items is worked out by the last stage's forward program."""
+        """Let the last stage's forward program compute what the update needs of shared items."""
         last = self._staging.num_stages - 1
         for value in self._graphs.crossing:
             if value in self._maker and value not in self.made:
@@ -238,7 +238,7 @@ class _Body:
 
 
 def _keys(item: Item) -> list[tuple[str, int]]:
-    """What an item goes by in the whole step and in what was made of it."""
+    """Key of an item that is the same in the whole step and in its parts."""
     return [("op", item.what)] if isinstance(item.what, int) else [("call", o) for o in item.outputs]
 
 
@@ -254,7 +254,7 @@ def _needed(items: Sequence[Item], wanted: Sequence[int], kept: frozenset[int]) 
 
 
 def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -> list[StageProgram]:
-    """What is worked out once on the whole batch, by every stage that reads it."""
+    """Programs that run once on the whole batch, on every stage that reads their results."""
     outside = dict(zip(parts.inside, parts.early_values, strict=True))
     items = items_of(parts.early)
     found = []

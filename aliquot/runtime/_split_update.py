@@ -1,4 +1,4 @@
-"""What runs once a step, behind the last micro-batch -> programs of the stages, in rounds.
+"""Programs of the stages that run once in a step, after the last micro-batch, in rounds.
 
 A round ends where scalars of other stages are needed, such as the norm of all gradients.
 """
@@ -76,7 +76,7 @@ class Update:
         return rounds
 
     def _where(self, operand: Operand) -> tuple[int, int] | None:
-        """Which stage and round hold a result of the step."""
+        """Stage and round that hold a result of the step."""
         if not isinstance(operand, int) or operand in self._given:
             return None
         if operand in self._crossing:

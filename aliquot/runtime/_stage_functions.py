@@ -59,7 +59,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageContext:
-    """Where and how a stage runs.
+    """Mesh, splits and layout with which a stage runs.
 
     Attributes:
         mesh: its devices.
@@ -101,16 +101,16 @@ class StageContext:
         return self.plan is not None and self.plan.semantics == "independent"
 
     def kind(self, value: int) -> TimeKind:
-        """What parts' values are to the whole batch's."""
+        """Relation of the parts' values to those of the whole batch."""
         assert self.plan is not None
         return self.plan.specs[value].kind
 
     def given_sharding(self, value: int) -> NamedSharding:
-        """Where an input of the step lies."""
+        """Sharding of an input of the step."""
         return NamedSharding(self.mesh, self.given_specs.get(value, PartitionSpec()))
 
     def sent_sharding(self, value: int, shape: Sequence[int]) -> NamedSharding:
-        """Where a value of a micro-batch lies that comes from another stage, or goes to one."""
+        """Sharding of a value of a micro-batch that comes from another stage, or goes to one."""
         spec = self.sent_specs.get(value)
         if len(shape) > len(self.parts.body.values[value].shape):
             # Each group's own, with a leading dim that may count another stage's groups.
@@ -132,7 +132,7 @@ class StageContext:
         return NamedSharding(self.mesh, spec)
 
     def total_sharding(self, value: int) -> NamedSharding:
-        """Where a running total lies."""
+        """Sharding of a running total."""
         assert self.totals is not None
         shape, _ = self.totals.look(value)
         lead = 1 if self.layout.groups > 1 else 0
@@ -278,7 +278,7 @@ def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any)
 
 
 def _joined(context: StageContext, value: int, array: Any) -> Any:
-    """What other stages see of a value that each group has for itself; a leading dim for groups stays where all differ."""
+    """The form in which other stages see a value that each group has for itself; the dim of groups stays where all differ."""
     assert context.plan is not None
     spec = context.plan.specs[value]
     if spec.kind is TimeKind.CONCATENATE:

@@ -48,7 +48,7 @@ def stage_memory(
     aliases: Mapping[int, int],
     donated: Mapping[int, Sequence[int]],
 ) -> StageMemory:
-    """What the instructions of a step make the devices of some stages hold.
+    """Memory of the devices of some stages under the instructions of a step.
 
     Args:
         stages: those that share the devices; one without interleaving.

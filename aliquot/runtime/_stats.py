@@ -1,4 +1,4 @@
-"""What the compiler says about a program: memory on each device, collectives, time to compile."""
+"""The compiler's account of a program: memory on each device, collectives, time to compile."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Stats:
 
     @property
     def peak_bytes(self) -> int:
-        """What must fit at once on the fullest stage's devices."""
+        """Memory that must be free on the devices of the fullest stage."""
         return max(stage.peak_bytes for stage in self.stages)
 
     @property

@@ -72,7 +72,7 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """What it runs. Raises `InputError` for a step that is planned at its first call, before that call."""
+        """The plan that it runs. Raises `InputError` for a step that is planned at its first call, before that call."""
         if self._plan is None:
             raise InputError(
                 f"{self.__name__} is planned from the arguments of its first call, and was not called yet. Call it first, "
@@ -100,7 +100,7 @@ class Step:
 
     @property
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """Where each input lies, by path; what several stages read on the first of them."""
+        """Sharding of each input, by path; of those that several stages read, on the first of them."""
         if self._runner is not None:
             return self._runner.shardings
         return {
@@ -230,7 +230,7 @@ class Step:
 
     @property
     def runner(self) -> AbstractRunner:
-        """What runs it: see `AbstractRunner`. Raises as `stats` does."""
+        """The runner of the compiled programs: see `AbstractRunner`. Raises as `stats` does."""
         return self._ready("runner")[0]
 
     def _ready(self, what: str) -> tuple[AbstractRunner, Arguments]:

@@ -1,4 +1,4 @@
-"""What the parts of a batch leave for the update: running totals, and results kept part by part."""
+"""Accumulators over micro-batches: running totals, and results kept part by part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REDUCE: dict[TimeKind, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """How values of parts become those of the batch. Arrays carry a leading dim for groups where there are several.
+    """Accumulation of the parts' values into those of the batch. Arrays carry a leading dim for groups where there are several.
 
     Attributes:
         plan: how the step is cut.
@@ -69,7 +69,7 @@ class Totals:
         return self.lowering.constrain(total, self.total_spec(value), without=self.without, leading=1)
 
     def total_spec(self, value: int) -> Spec:
-        """How the dims of a running total are split, that of the groups apart."""
+        """Split of a running total's dims, without that of the groups."""
         whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
         chain = self.landing.get(value)
         return chain[-1][0] if chain else self.pins.values.get(value, whole)

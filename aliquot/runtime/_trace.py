@@ -17,7 +17,7 @@ Span = tuple[int, float, float]
 
 
 def measured_trace(pipeline: Pipeline, spans: Sequence[Span], title: str) -> Trace:
-    """What this process did in a step.
+    """The measured timeline of this process in a step.
 
     Args:
         spans: for each instruction that it took part in the number, and when it began and ended, in seconds on any clock.

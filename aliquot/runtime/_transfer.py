@@ -29,7 +29,7 @@ Move = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How one array crosses between processes: laid out as `source` at the sender, arriving as `target`."""
+    """Crossing of one array between processes: laid out as `source` at the sender, arriving as `target`."""
 
     source: NamedSharding
     target: NamedSharding
@@ -42,7 +42,7 @@ def processes_of(sharding: Sharding) -> frozenset[int]:
 
 
 def channels_of_hosts() -> Channels | None:
-    """What carries arrays between processes if devices cannot, or None. All must call it at the same point at first."""
+    """The channels that carry arrays between processes if devices cannot, or None. All must call it at the same point at first."""
     peers = watched()
     if peers is None or peers.transfers == "device" or (peers.transfers is None and jax.default_backend() != "cpu"):
         return None
@@ -50,7 +50,7 @@ def channels_of_hosts() -> Channels | None:
 
 
 def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]) -> Move | None:
-    """What this process does to move arrays in one transfer.
+    """This process's part in one transfer of arrays.
 
     Args:
         structs: of each array, with its sharding at the sender; the same mesh for all.
@@ -146,7 +146,7 @@ def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
 
 
 def _num_parts(shape: Sequence[int], sharding: NamedSharding) -> int:
-    """How many different parts of an array the devices hold."""
+    """Number of different parts of an array on the devices."""
     if 0 in shape:
         return 1
     return math.prod(size // part for size, part in zip(shape, sharding.shard_shape(tuple(shape)), strict=True))
@@ -165,7 +165,7 @@ def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
 
 
 def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
-    """What this process does to have arrays that lie whole on each device of some processes on all processes.
+    """This process's part in sending arrays that lie whole on each device of some processes to all processes.
 
     Args:
         structs: of each array; the same mesh for all.

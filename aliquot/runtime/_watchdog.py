@@ -74,7 +74,7 @@ class Peers:
         return self._channels
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every process passes, in order of the processes. Waits until all have called it as often as this one."""
+        """The texts that all processes pass, in order of the processes. Waits until all have called it as often as this one."""
         return exchange(data)
 
     # ---- leaving -----------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ _MOST_ENTRIES = 500
 
 
 def default_cache() -> Path:
-    """Where answers are kept: `aliquot/verify` in the user's cache folder."""
+    """The folder of cached answers: `aliquot/verify` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "aliquot" / "verify"
 
 
 def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
-    """What was kept under a key; None if nothing readable was."""
+    """The answer cached under a key; None if there is none that can be read."""
     try:
         found: dict[str, Any] = json.loads((folder / f"{key}.json").read_text())
     except (OSError, ValueError):

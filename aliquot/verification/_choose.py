@@ -52,7 +52,7 @@ def first_that_fits(
 
 
 def compiled_figures(found: Verification) -> CompiledFigures:
-    """What a plan keeps of its compilation."""
+    """The figures of a compilation that a plan keeps."""
     worst = max(found.stages, key=lambda stage: stage.compiled_bytes)
     c = worst.compiled
     return CompiledFigures(

@@ -24,7 +24,7 @@ _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledProgram:
-    """What a compiler says about a program, in bytes on each device.
+    """A compiler's account of a program, in bytes on each device.
 
     Attributes:
         target: what it was compiled for.
@@ -59,7 +59,7 @@ class CompiledProgram:
 
     @property
     def peak_bytes(self) -> float:
-        """What must be free on a device: arguments, outputs that take nobody's place, and temporaries."""
+        """Memory that must be free on a device: arguments, outputs that reuse no argument's memory, and temporaries."""
         if self.needed_bytes is not None:
             return self.needed_bytes
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes

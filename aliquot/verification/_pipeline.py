@@ -126,7 +126,7 @@ def _with_splits(
 
 
 def _devices_per_host(stage: StagePlan, per_host: int) -> int:
-    """How many devices of a stage a host has; hosts of which it has different numbers are taken in equal pieces.
+    """Number of a stage's devices in each host; hosts with unequal numbers of them are taken in equal pieces.
 
     >>> from types import SimpleNamespace as Stage
     >>> [_devices_per_host(Stage(first_device=f, mesh_shape=(n,)), 8) for f, n in ((0, 16), (4, 4), (4, 8), (6, 4))]

@@ -1,4 +1,4 @@
-"""What a program can be compiled for: GPUs by their descriptions, TPUs by their slices, virtual CPU devices.
+"""Targets of compilation: GPUs by their descriptions, TPUs by their slices, virtual CPU devices.
 
 A GPU's description is the text from which XLA builds its model of the device: limits of its kernels, memory, caches.
 """
@@ -147,11 +147,11 @@ class CompileTarget:
 
     @property
     def platform(self) -> str:
-        """What JAX calls the kind."""
+        """JAX's name for the kind of device."""
         return "cuda" if self.kind == "gpu" else self.kind
 
     def topology(self, num_devices: int, devices_per_host: int) -> str:
-        """How the devices are arranged, as the compiler is told."""
+        """The arrangement of the devices, as the compiler is told."""
         if self.kind == "gpu":
             inside = min(devices_per_host, num_devices)
             hosts, rest = divmod(num_devices, inside)
@@ -162,7 +162,7 @@ class CompileTarget:
 
 
 def resolve_target(name: str | None, cluster: Cluster, *, limit_bytes: float | None = None) -> CompileTarget:
-    """What to compile for.
+    """The target to compile for.
 
     Args:
         name: a described GPU, a TPU, `"cpu"`, or the path of a file with a GPU's description; by default the cluster's

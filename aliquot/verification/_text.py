@@ -1,4 +1,4 @@
-"""What a compiled program's text says beyond the runtime's reader: where collectives come from, and a TPU's cycles.
+"""Reader of compiled programs' texts beyond that of the runtime: causes of collectives, and a TPU's cycles.
 
 A collective that splits or gathers an array on its way to another split carries the runtime's own mark. Its cause is the
 operator that made the array: the nearest instruction up the chain of operands that carries a mark of the user's code.
@@ -99,7 +99,7 @@ class _Causes:
         )
 
     def of(self, line: str) -> str:
-        """Where a collective comes from: `operator at file:line (function)`, `input N`, or empty."""
+        """The cause of a collective: `operator at file:line (function)`, `input N`, or empty."""
         waiting, position, vague = [line], 0, ""
         operands = len(self._operands(line))
         while position < min(len(waiting), _STEPS):
@@ -172,7 +172,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
 def reported_bytes(report: str) -> int | None:
-    """What a memory usage report of XLA says of a device's main memory, which comes first; None if it says nothing."""
+    """Bytes of a device's main memory, which comes first in XLA's memory usage report; None if it is not in there."""
     found = _TOTAL.search(report)
     return int(found[1]) if found else None
 

@@ -1,4 +1,4 @@
-"""What was predicted beside what the compiler made of it."""
+"""Predictions of a plan beside the compiler's account."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
 
 
 def remarks_on(cluster: Cluster, target: CompileTarget, compiled: Sequence[CompiledProgram]) -> tuple[str, ...]:
-    """What the reader should know about a plan for a cluster and its programs as a target's compiler left them."""
+    """Remarks on a target that is not the plan's device, and those of the compiler on its programs."""
     remarks = []
     if target.name != cluster.device.name:
         remarks.append(f"The plan was made for {cluster.device.name}, and its predictions are for that.")

@@ -1,4 +1,4 @@
-"""Whether the compiler of a target is installed, and fits the JAX that is."""
+"""Detection of installed compilers, and whether they fit the installed JAX."""
 
 from __future__ import annotations
 
