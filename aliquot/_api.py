@@ -188,7 +188,7 @@ def _warn_of_inferred(graph: Graph) -> None:
 
 
 def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
-    """What a compiler tells, as steps of a search."""
+    """A compiler's messages, as steps of a search."""
     return (lambda line: progress(line, 0, 0)) if progress else None
 
 
@@ -247,7 +247,7 @@ def parallelize(
 def estimate(
     plan: Plan, step: Callable[..., Any], *args: Any, on_missing_rule: str = "infer", **kwargs: Any
 ) -> Prediction:
-    """What a plan costs: of one program or a pipeline, whoever made or edited it. Touches no device.
+    """Price a plan: one program or a pipeline, whoever made or edited it. Touches no device.
 
     Args:
         step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
@@ -261,7 +261,7 @@ def estimate(
 def explain(
     plan: Plan, step: Callable[..., Any], *args: Any, most: int = 5, on_missing_rule: str = "infer", **kwargs: Any
 ) -> list[Alternative]:
-    """What the best plan would cost that splits one of the largest arrays another way, everything else free to follow.
+    """Price alternatives: for each of the largest arrays the best plan that splits it another way.
 
     Args:
         step, *args, **kwargs: what the plan was made for.

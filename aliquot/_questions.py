@@ -79,7 +79,7 @@ def compare(
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:
-    """What is worth comparing: the automatic method alone for several clusters, else also those that people know."""
+    """Methods worth comparing: the automatic one alone for several clusters, else also those that people know."""
     if len(clusters) > 1:
         return ["auto"]
     hosts = ["hsdp"] if cluster.num_hosts > 1 and cluster.devices_per_host > 1 else []

@@ -1,4 +1,4 @@
-"""What is computed: a training step as plain data."""
+"""Training steps as plain data: values, operators and rules."""
 
 from . import rules as rules
 from ._alone import LoneOperator as LoneOperator

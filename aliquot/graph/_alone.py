@@ -44,7 +44,7 @@ class LoneOperator:
         return hash(self._key)
 
     def _comparable(self) -> tuple[Any, ...] | None:
-        """What it computes, without the shapes of its operands; None if its parameters cannot be compared."""
+        """Key of its computation without the shapes of its operands; None if its parameters cannot be compared."""
         try:
             params = tuple((name, _hashable(value)) for name, value in sorted(self._eqn.params.items()))
             literals = tuple((k, str(value)) for k, value in sorted(self._literals.items()))

@@ -1,4 +1,4 @@
-"""How a user calls the step: arguments to flat arrays, flat results back to what the step returns.
+"""Calls of the user's step: arguments to flat arrays, flat results back to what the step returns.
 
 Arrays are traced, and so are Python numbers; everything else (functions, flags, the settings of an Equinox module, numbers
 whose values the step needs) is static and belongs to the identity of the call. NNX objects that the step changes in
@@ -79,7 +79,7 @@ class FlatCall:
     numbers: tuple[str, ...]
 
     def skeleton(self) -> tuple[Any, ...]:
-        """What two calls must share to run the same program."""
+        """Key that two calls must share to run the same program."""
         return (self.paths, self.statics, self.trees, self.definition)
 
     def differences(self, other: FlatCall) -> tuple[str, ...]:

@@ -21,14 +21,14 @@ from ._types import Block, Call, Graph, Literal, Op, Operand
 
 
 class ReplayHook:
-    """What a replay asks on its way. The methods change nothing; override those that matter."""
+    """Hooks that a replay calls on its way. The methods change nothing; override those that matter."""
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         """The operands that `op` gets, one for each of `op.inputs`."""
         return arrays
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Sequence[Any]:
-        """What `op` makes of its operands; `bind` runs an equation on operands, under the names of `op`."""
+        """Results of `op`; `bind` runs an equation on operands, under the names of `op`."""
         return bind(op.eqn, arrays)
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
@@ -44,7 +44,7 @@ class ReplayHook:
         return nullcontext()
 
     def row(self, index: int, array: Any) -> Any:
-        """What one turn of a scan contributes to the result with that value index, which stacks such rows."""
+        """The row that one turn of a scan contributes to the stacked result with that value index."""
         return array
 
 

@@ -154,7 +154,7 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
 
 
 def _implementation(eqn: Any, traced: Callable[..., Any]) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
-    """What a primitive's implementation traces to, if it does not look at values."""
+    """Trace of a primitive's implementation, if it does not look at values."""
 
     def run(*arrays: Any) -> Sequence[Any]:
         out = traced(*arrays, **eqn.params)
@@ -296,7 +296,7 @@ def host_device() -> Any:
 def detect_processes(
     address: str | None, count: int | None, process: int | None, device_ids: Sequence[int] | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """What `jax.distributed.initialize` would take these arguments for: those that are None from the cluster's launcher."""
+    """Arguments of `jax.distributed.initialize`: those that are None are taken from the cluster's launcher."""
     from jax._src.clusters import ClusterEnv
 
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -308,7 +308,7 @@ def detect_processes(
 
 
 def coordination_client() -> tuple[Any, str, int, int] | None:
-    """What `jax.distributed.initialize` has connected: a client of the service for all processes, the service's address
+    """Connection made by `jax.distributed.initialize`: a client of the service for all processes, the service's address
     `host:port`, which process this is, and how many there are.
 
     None before that. The service keeps small values for all processes and has barriers. Private to

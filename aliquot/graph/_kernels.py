@@ -24,7 +24,7 @@ _NO_ARITHMETIC = frozenset("get masked_load masked_swap program_id num_programs 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """How blocks lie along one dim of an array: `grid_dim` (-1 for none that may be cut) times `block` elements."""
+    """Blocks along one dim of an array: `grid_dim` (-1 for none that may be cut) times `block` elements."""
 
     grid_dim: int
     block: int
@@ -113,7 +113,7 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 
 
 def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
-    """How one array is walked along: the dims of the grid that give the number of a block as they are."""
+    """Walk along each dim of one array: the dim of the grid that gives the number of a block as it is."""
     body, _ = compat.open_body(block.index_map_jaxpr)
     places = {var: g for g, var in enumerate(body.invars[: len(grid)])}
     found = []

@@ -1,4 +1,4 @@
-"""Where a step can be cut into layers: places in its forward pass where few bytes cross and work divides well.
+"""Cuts of a step into layers: places in its forward pass where few bytes cross and work divides well.
 
 Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie where the bytes that cross are fewest for some
 way around. A wanted number of layers is then chosen among these places by a dynamic program.

@@ -1,4 +1,4 @@
-"""Which result of a step is the successor of which argument: the new parameters of the parameters, and so on."""
+"""Matching of a step's results to the arguments that they succeed: new parameters to parameters, and so on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operators are forward, backward, update or prologue.
+"""Phases of operators: forward, backward, update or prologue.
 
 Dataflow decides; the text of the name stack (`jvp(` in the forward, `transpose(` in the backward pass) only tells where
 differentiation began. The text is no API of JAX: a test pins it.

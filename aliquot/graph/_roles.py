@@ -1,4 +1,4 @@
-"""What each input is to training: parameter, optimizer state, other state, batch. Dataflow alone decides."""
+"""Roles of inputs in training: parameter, optimizer state, other state, batch. Dataflow alone decides."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ._traits import NO_TRAITS, Traits
 
 
 class HasShape(Protocol):
-    """What a rule may know of an operand: its shape and dtype."""
+    """An operand as a rule sees it: shape and dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -29,7 +29,7 @@ Dims: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimRule:
-    """How the dims of an operator's operands meet the dims of its results.
+    """Relation of the dims of an operator's operands to those of its results.
 
     Attributes:
         operands, results: for each array the factors of its dims. A lower-case letter may be split. An upper-case letter

@@ -84,7 +84,7 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repeats:
-    """What repeats in a graph, before its update is looked at more closely.
+    """Repeated runs of a graph, before its update is looked at more closely.
 
     Attributes:
         op_class: class of each operator; those of the update may be too few.
@@ -297,7 +297,7 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
 
 
 def _members(classes: Ints) -> tuple[tuple[int, ...], ...]:
-    """Which things belong to each class, classes numbered 0, 1, ..."""
+    """Members of each class, classes numbered 0, 1, ..."""
     found: list[list[int]] = [[] for _ in range(int(classes.max(initial=-1)) + 1)]
     for thing, mine in enumerate(classes.tolist()):
         found[mine].append(thing)

@@ -1,4 +1,4 @@
-"""Where in the user's code an operator comes from."""
+"""Places of operators in the user's code."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Items: TypeAlias = list["int | Call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where operators are written.
+    """Body into which operators are written.
 
     Attributes:
         items: the list that they join.
@@ -216,7 +216,7 @@ class Emitter:
         self._op(op, place, joint(eqn, "add", [aval, aval.update(shape=())], aval, {}), (local, first), (output,))
 
     def _combine(self, op: Op, name: str, partial: Sequence[int], place: _Place) -> None:
-        """What the ranges' results amount to together."""
+        """Join the ranges' results."""
         aval = op.eqn.outvars[0].aval
         total = partial[0]
         for other in partial[1:]:

@@ -83,7 +83,7 @@ def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
 
 
 def _stacked_operands(call: Call) -> list[Operand]:
-    """What a scan takes a slice of in each step, and what it stacks."""
+    """Arrays that a scan slices in each step, and those that it stacks."""
     num_consts, num_carry = compat.scan_counts(call.eqn.params)
     return [*call.inputs[num_consts + num_carry :], *call.outputs[num_carry:]]
 

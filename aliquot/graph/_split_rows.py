@@ -1,4 +1,4 @@
-"""Which operators can run on a range of rows of stacked arrays, and on what terms: read off their declarations.
+"""Operators on ranges of rows of stacked arrays, as their declarations allow it.
 
 An operator is local in the leading dim when rows `[a, b)` of its results need no other rows of its stacked operands
 than `[a, b)`. A reduction over all rows is local up to one last join of the ranges' results. An operator whose primitive
@@ -17,7 +17,7 @@ from ._types import Literal, Op, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """How an operator runs on a range of rows.
+    """Terms on which an operator runs on a range of rows.
 
     Attributes:
         operands: which operands hold rows; the others are needed whole.
@@ -35,7 +35,7 @@ class Local:
 
 
 def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
-    """How an operator runs on a range of `rows` rows; None if it mixes them, or if nothing in it has that many."""
+    """Terms on which an operator runs on ranges of its `rows` rows; None if it mixes them, or nothing in it has so many."""
     traits, declare = traits_of(op.name), declared_rule(op.name)
     if traits.on_rows is None or declare is None:
         return None
@@ -57,7 +57,7 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
 
 
 def _operands_with_rows(rule: DimRule) -> tuple[bool, ...] | None:
-    """Which operands are led by the factor that leads all results; None if there is no such factor, or it must stay whole."""
+    """Mask of operands led by the factor that leads all results; None if there is no such factor, or it must stay whole."""
     rows = _leading(rule.results[0])
     if not rows.islower() or any(_leading(dims) != rows for dims in rule.results):
         return None

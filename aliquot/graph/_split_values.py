@@ -59,7 +59,7 @@ class Pieces:
         return [self.whole[index_of(old)] for old in formal]
 
     def parts(self, operand: Operand) -> tuple[Operand, ...]:
-        """What stands for an operand outside of loops: itself, or its pieces."""
+        """The operand itself outside of loops, or its pieces."""
         if isinstance(operand, Literal) or operand not in self.stacked:
             return (self.known(operand),)
         if operand not in self._pieces:

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline everything in a step runs on, given the stages of its forward pass.
+"""Assignment of a whole step to the stages of a pipeline, given the stages of its forward pass.
 
 No markers and no names: a backward operator runs where the latest of what it reads is at home, so it meets its forward
 twin's residuals and its weights, and one cotangent crosses each cut. An update runs where its parameters are.

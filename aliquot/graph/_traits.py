@@ -1,4 +1,4 @@
-"""What holds of every operator of a primitive, whatever its shapes: the part of its declaration beside the rule."""
+"""Traits of primitives: the part of a declaration beside the rule, true of every operator whatever its shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rewrite: TypeAlias = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
 
 class Moves(enum.Enum):
-    """How an operator that computes nothing new makes its result from the elements of its first operand."""
+    """Ways in which an operator that computes nothing makes its result from the elements of its first operand."""
 
     COPY = "each element in its place"
     CAST = "each element in its place, in another dtype"
@@ -35,7 +35,7 @@ class Moves(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What is true of a primitive beside its rule.
+    """Properties of a primitive beside its rule.
 
     Each trait allows something. One that is left out costs time or memory, one that is wrong is a wrong result.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 
 class Role(enum.StrEnum):
-    """What an input of the step is to training."""
+    """Role of an input of the step in training."""
 
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer_state"
@@ -25,7 +25,7 @@ class Role(enum.StrEnum):
 
 
 class Phase(enum.IntEnum):
-    """Which part of a training step an operator belongs to.
+    """Part of a training step to which an operator belongs.
 
     The prologue depends on neither forward nor backward operators (masks, position tables, key folding), but may feed
     them.
@@ -165,7 +165,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """How a graph was made from another by cutting its scans over layers into ranges.
+    """Record of how a graph was made from another by cutting its scans over layers into ranges.
 
     Attributes:
         original: the graph as it was.

@@ -1,4 +1,4 @@
-"""What may be split, how a split propagates, and what it costs to change it."""
+"""Possible splits, their propagation, and the communication that changes them."""
 
 from ..graph import DimRule as DimRule
 from ..graph import Moves as Moves

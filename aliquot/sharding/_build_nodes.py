@@ -221,7 +221,7 @@ def _given_port(naming: NodeIndex, operand: object) -> Port:
 
 
 def _sources(naming: NodeIndex, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:
-    """Where the operands that are pinned arise, if all copies read the same."""
+    """Sources of the operands that are pinned, if all copies read the same."""
     found: list[Port | None] = [None] * len(operands)
     for position, value_class, _ in naming.cuts.operands(op_class):
         if operands[position] is not None and len(naming.cuts.sources[op_class][position]) == 1:

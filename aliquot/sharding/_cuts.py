@@ -1,4 +1,4 @@
-"""Where the graph is cut into nodes: which slot an operand reads, and which dims are tied by each operator.
+"""Cuts of the graph into nodes: the slot that each operand reads, and the dims that each operator ties.
 
 Cut, so that an array may change its split there: around products; where something made of parameters alone meets
 activations; and where values of the backward pass enter the update. Arrays made of constants alone are not split by
@@ -36,7 +36,7 @@ class Cuts:
         return self.graph.values[self.folding.value_members[value_class][0]].shape
 
     def times_made(self, value_class: int) -> float:
-        """How often a value is made in a step, or taken in; a loop writes a stack once, row by row."""
+        """Number of times a value is made in a step, or taken in; a loop writes a stack once, row by row."""
         made = self.producer[value_class]
         if made is None:
             return 1.0

@@ -68,7 +68,7 @@ class Inferred:
 
 
 def inferred_rules(graph: Graph) -> tuple[Inferred, ...]:
-    """What was inferred for the operators of a step whose primitives have no rule, in order of first use."""
+    """Inferred rules of a step's operators whose primitives have none declared, in order of first use."""
     found: dict[tuple[str, str], tuple[bool, int]] = {}
     for op in graph.ops:
         if not is_declared(op):

@@ -147,7 +147,7 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> 
 def _trials(
     lone: LoneOperator, shapes: tuple[Shape, ...], small: Sequence[tuple[Shape, ...]], factor: _Factor
 ) -> tuple[_Trial, ...] | None:
-    """How to test a factor at small shapes; None if the operator does not take these, or they are too large."""
+    """Trials of a factor at small shapes; None if the operator does not take these, or they are too large."""
     found = []
     for which, others in enumerate(small):
         size = _stand_in(shapes, _size_at(shapes, factor.operands), which)

@@ -1,4 +1,4 @@
-"""Which arrays reach memory, and for how long.
+"""Arrays that are written to memory, and their live ranges.
 
 A compiler fuses chains of element-wise operators; only what crosses a fusion's border is stored. An array is stored when
 a product makes or reads it, when another phase reads it, when a reduction and something else both read it (a fusion cannot
@@ -201,7 +201,7 @@ def _other_phase(maker: Op, reader: Op) -> bool:
 
 
 def _latest(cuts: Cuts) -> list[int]:
-    """When operators run if products of the backward pass run right before what needs their results, outside of loops.
+    """Positions of operators if backward products run right before what needs their results, outside of loops.
 
     Of two that read the same array, such as those for the values and for the weights of attention, that with the longer way
     to the end runs first.
@@ -222,7 +222,7 @@ def _latest(cuts: Cuts) -> list[int]:
 
 
 def _run_late(cuts: Cuts) -> list[int]:
-    """When operators run if gradients of parameters wait for the update that reads them, outside of loops.
+    """Positions of operators if gradients of parameters wait for the update that reads them, outside of loops.
 
     A sum does not wait where another one over the same dims reads the same array, and is needed before: one kernel makes
     both, as of the sums in the gradient of a normalisation over the batch.
@@ -277,7 +277,7 @@ def _sums_up(op: Op) -> bool:
 
 
 def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
-    """When values are there: stacks from the beginning of their loop, as the loop writes into them."""
+    """Begin of each value's live range: stacks begin with their loop, which writes into them."""
     made_at = [0] * len(cuts.graph.values)
     loop_begin = straight_begin = before_loop = 0
     looping = backward_loop = False

@@ -47,7 +47,7 @@ _TOP, _REMAT, _LOOP = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatchAnalysis:
-    """What is known so far; see `MicroBatchPlan` for the fields that end up there.
+    """State of the analysis of a step on micro-batches; see `MicroBatchPlan` for the fields that end up there.
 
     Attributes:
         own: operators that must see one part alone.

@@ -1,4 +1,4 @@
-"""How an unmodified step runs on micro-batches: which operators run on each, and how their results combine.
+"""Analysis of an unmodified step on micro-batches: which operators run on each, and how their results combine.
 
 The step is traced a second time on a smaller batch. Dims that differ between the two traces are the batch's; the
 rules then decide for every array whether a micro-batch computes it as it is, its own slice of it, or a summand
@@ -295,7 +295,7 @@ def _refusal(graph: Graph, walk: MicroBatchAnalysis) -> CaptureError:
 
 
 def _reached(graph: Graph, op: Op) -> str:
-    """Which outputs depend on an operator."""
+    """Outputs that depend on an operator."""
     reached = {out for out in op.outputs if out >= 0}
     for later in graph.ops[op.index + 1 :]:
         if any(isinstance(i, int) and i in reached for i in later.inputs):

@@ -100,7 +100,7 @@ class NodeIndex:
         self.group_classes[index] = list(classes)
 
     def slot_port(self, slot: int | None) -> Port:
-        """How an array in a slot stands to its group's factors."""
+        """Port of an array in a slot: the factors of its group, by dim."""
         if slot is None:
             return Port(node=-1, projection=())
         known = self._slot_ports.get(slot)
@@ -119,7 +119,7 @@ class NodeIndex:
         return Port(node=node, projection=tuple(projection))
 
     def product_port(self, op_class: int, dims: tuple[str, ...], *, result: bool = False) -> Port:
-        """How an operand or result of a product stands to its factors."""
+        """Port of an operand or result of a product: the product's factors, by dim."""
         rule = self.cuts.rules[op_class]
         projection = []
         sums = 0

@@ -1,4 +1,4 @@
-"""What each node computes, moves and communicates by itself."""
+"""Computation, memory traffic and communication of each node by itself."""
 
 from __future__ import annotations
 

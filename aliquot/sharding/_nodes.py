@@ -1,4 +1,4 @@
-"""What a planner decides about: nodes with factors, and edges along which arrays change their split.
+"""Decisions of a planner: nodes with factors, and edges along which arrays change their split.
 
 A *product* node is an operator that chooses its own split (`DimRule.contracts`). A *group* node is a set of arrays joined
 by operators that pass splits through; it has one factor for each class of dims that must be split together. A choice of a
@@ -40,7 +40,7 @@ SplitBy: TypeAlias = tuple[bool, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a node computes and moves through memory in one step, all copies together.
+    """Arithmetic and memory traffic of a node in one step, all copies together.
 
     `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is how many separate programs
     a device launches, however the work is split. For `deferrable` see `Op`.
@@ -161,7 +161,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """Where an array meets a node: the node, or -1 if nothing depends on it (scalars and constants)."""
+    """Relation of an array to a node: the node, or -1 if nothing depends on it (scalars and constants)."""
 
     node: int
     projection: Projection
@@ -169,7 +169,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Site:
-    """Where the runtime pins a split: an operator class, with the ports of its operands and results.
+    """Place at which the runtime pins a split: an operator class, with the ports of its operands and results.
 
     `sources` are the ports at which the operands arise.
 

@@ -48,7 +48,7 @@ def only_multiplied(cuts: Cuts) -> list[bool]:
 
 
 def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> Casts:
-    """What is cast once for all turns of loops.
+    """Find the parameters that are cast once for all turns of loops.
 
     Args:
         product_itemsize: bytes of an element of float32 as products at default precision read it.

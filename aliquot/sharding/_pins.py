@@ -220,6 +220,6 @@ def _result_chain(
 
 
 def _between(source: Spec, target: Spec, shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
-    """What to ask an array for between two splits; see `way`."""
+    """Splits to pin an array to between two others; see `way`."""
     *between, _ = way(source, target, tuple(axis_sizes))
     return tuple(between) if all(divides(shape, spec, axis_sizes) for spec in between) else ()

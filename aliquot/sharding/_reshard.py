@@ -125,7 +125,7 @@ def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, 
 
 
 def _leaves(step: Step) -> float:
-    """What a collective leaves on each device, as a fraction of the array."""
+    """Fraction of the array that a collective leaves on each device."""
     return (step.group if step.kind == "all-gather" else 1) / step.tiles
 
 

@@ -1,4 +1,4 @@
-"""What takes memory: inputs for the whole step, and every stored array from its making to its last use."""
+"""Residents of memory: inputs for the whole step, and every stored array from its making to its last use."""
 
 from __future__ import annotations
 

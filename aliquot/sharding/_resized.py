@@ -65,12 +65,12 @@ def calls_of(block: Block) -> Iterator[Call]:
 
 
 class _Irregular(Exception):
-    """What does not follow the size of the batch."""
+    """Raised where something does not follow the size of the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """What a figure is at `size`, given what it is at two other sizes."""
+    """Extrapolation of figures to `size` from their values at two other sizes."""
 
     small: int
     large: int

@@ -1,4 +1,4 @@
-"""Which dims must be split together: union-find over the dims of arrays, through every operator that passes splits on.
+"""Dims that must be split together: union-find over the dims of arrays, through every operator that passes splits on.
 
 A *slot* is an array as one group of operators sees it. Most arrays have one slot. An array gets another where its split may
 change: behind a product, where a parameter meets activations, and where gradients enter the update.

@@ -1,4 +1,4 @@
-"""How one array is split over a mesh: one placement for each mesh axis.
+"""Split of one array over a mesh: one placement for each mesh axis.
 
 A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the same), or `PARTIAL`
 (each device holds a summand of the array). Numbers below `PARTIAL` are partial sums too: a product that sums over several

@@ -1,4 +1,4 @@
-"""How XLA's SPMD partitioner gets from one tiling of an array to another.
+"""Steps of XLA's SPMD partitioner from one tiling of an array to another.
 
 It looks at tilings, not at mesh axes: how many tiles each dim has, and which device holds which. An axis may so be cut
 in two, and axes of equal sizes may change places. Here an axis is a row of *atoms*, one for each prime factor, major

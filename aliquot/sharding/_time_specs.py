@@ -15,7 +15,7 @@ from ..graph import DimRule, Moves, Op, raises, traits_of
 
 
 class TimeKind(enum.StrEnum):
-    """How the values that all parts of a batch compute for one array make up the array.
+    """Relation of the values that the parts of a batch compute for one array to the array.
 
     `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM` and the other reductions:
     the array is the sum (...) over the parts. `OWN`: each part has a value of its own that stands for the array (only
@@ -60,7 +60,7 @@ def split_at(dim: int) -> TimeSpec:
 
 
 class Conversion(enum.StrEnum):
-    """What happens to an operand on its way into an operator.
+    """Conversion of an operand on its way into an operator.
 
     `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so that it counts once in
     a sum. `OWN`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value,
@@ -74,7 +74,7 @@ class Conversion(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """How an operator runs: on a part; for the whole batch and then sliced (what it makes depends on the position, as
+    """Way in which an operator runs: on a part; for the whole batch and then sliced (what it makes depends on the position, as
     random bits do); on a part and then shifted by the part's position (an iota); before or after all parts.
     """
 
@@ -90,7 +90,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """What becomes of an operator on a part: specs of its results, conversions by operand position, and its action."""
+    """An operator on one part: specs of its results, conversions by operand position, and its action."""
 
     results: tuple[TimeSpec, ...]
     conversions: tuple[tuple[int, Conversion], ...] = ()
@@ -158,7 +158,7 @@ def follow(
 
 
 def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
-    """How the results of an operator on each part's maximum (any truth, ...) make up its result on the whole batch's.
+    """Relation of an operator's results on each part's maximum (any truth, ...) to its result on that of the whole batch.
 
     None where they do not, as for whatever does not grow with its operand.
     """

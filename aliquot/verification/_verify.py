@@ -70,7 +70,7 @@ class StageVerification:
 
     @property
     def compiled_bytes(self) -> float:
-        """What must be free on a device."""
+        """Memory that must be free on a device."""
         return self.compiled.peak_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Verification:
 
     @property
     def compiled_bytes(self) -> float:
-        """What must be free on the device that needs most."""
+        """Memory that must be free on the fullest device."""
         return max([stage.compiled_bytes for stage in self.stages] + list(self.submesh_bytes))
 
     @property

@@ -1,4 +1,4 @@
-"""How values inside a loop's body meet those outside."""
+"""Links between values inside a loop's body and those outside."""
 
 from __future__ import annotations
 

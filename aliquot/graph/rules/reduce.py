@@ -37,7 +37,7 @@ for _name, (_kind, _join) in _REDUCTIONS.items():
 
 
 def _collective(kind: str) -> DimRuleFn:
-    """What `vmap` makes of a collective over its own axis: a reduction of each operand along dims."""
+    """A collective over `vmap`'s own axis: a reduction of each operand along dims."""
 
     def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
         if params.get("axis_index_groups") is not None:
