@@ -33,7 +33,7 @@ def show(
     from ..report import columns
 
     with session(as_json) as say:
-        found = [load_database(database, model) for model in models_in(database)]
+        databases = [load_database(database, model) for model in models_in(database)]
         rows = [
             (
                 each.model,
@@ -44,14 +44,14 @@ def show(
                 str(sum(map(len, each.collectives.values()))),
                 str(len(each.missing)),
             )
-            for each in found
+            for each in databases
         ]
         header = ("model", "operators", "micro-batches", "tensor degrees", "algorithms", "collectives", "missing")
         say.show(columns(f"Measurements in {database}", header, rows, right=(1, 5, 6)))
-        for each in found:
+        for each in databases:
             for line in each.missing[:5]:
                 say.note(f"missing in {each.model}: {line}")
-        say.finish({each.model: _facts(each) for each in found})
+        say.finish({each.model: _facts(each) for each in databases})
 
 
 @aceso.command()
@@ -98,7 +98,7 @@ def evaluate(
         def judge(faults: Faults) -> Any:
             return evaluate_configuration(read, operators, measured, gpus_per_node=gpus_per_node, faults=faults)
 
-        found = judge(Faults())
+        performance = judge(Faults())
         mended = {f.name: judge(replace(Faults(), **{f.name: False})) for f in fields(Faults)}
         rows = [
             (
@@ -111,7 +111,7 @@ def evaluate(
                 f"{e.memory_mb:,.0f}",
                 f"{e.reserved_mb:,.0f}",
             )
-            for k, (stage, e) in enumerate(zip(read.stages, found.stages, strict=True))
+            for k, (stage, e) in enumerate(zip(read.stages, performance.stages, strict=True))
         ]
         header = (
             "stage",
@@ -123,10 +123,10 @@ def evaluate(
             "memory MiB",
             "of it reserved",
         )
-        seconds = found.iteration_time_ms / 1000
-        peak = max(stage.memory_mb for stage in found.stages)
+        seconds = performance.iteration_time_ms / 1000
+        peak = max(stage.memory_mb for stage in performance.stages)
         lines = [
-            f"iteration time  {found.iteration_time_ms:,.2f} ms (Aceso's performance model), "
+            f"iteration time  {performance.iteration_time_ms:,.2f} ms (Aceso's performance model), "
             f"{read.global_batch / seconds:,.2f} samples/s"
         ]
         if memory_limit_mb is not None:
@@ -141,17 +141,17 @@ def evaluate(
         say.show(
             columns("With one fault of the model mended", ("fault", "iteration ms", "most MiB"), changes, right=(1, 2))
         )
-        if found.missing:
+        if performance.missing:
             say.note(
-                f"{len(found.missing)} collectives were never measured and count 100 s each: {found.missing[0]}, ..."
+                f"{len(performance.missing)} collectives were never measured and count 100 s each: {performance.missing[0]}, ..."
             )
         say.finish(
             {
-                "iteration_time_ms": found.iteration_time_ms,
-                "stage_time_ms": [stage.busy_ms for stage in found.stages],
-                "stage_memory_mb": [stage.memory_mb for stage in found.stages],
+                "iteration_time_ms": performance.iteration_time_ms,
+                "stage_time_ms": [stage.busy_ms for stage in performance.stages],
+                "stage_memory_mb": [stage.memory_mb for stage in performance.stages],
                 "mended_iteration_time_ms": {name: each.iteration_time_ms for name, each in mended.items()},
-                "missing": list(found.missing),
+                "missing": list(performance.missing),
                 "judge": "aceso",
             }
         )
@@ -163,12 +163,12 @@ def _numbers(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
 
 
-def _facts(found: Any) -> dict[str, Any]:
+def _facts(performance: Any) -> dict[str, Any]:
     return {
-        "operators": list(found.operators),
-        "micro_batches": list(found.micro_batches),
-        "tensor_degrees": list(found.tensor_degrees),
-        "algorithms": list(found.algorithms),
-        "collectives": {f"{kind}_{n}": len(times) for (kind, n), times in found.collectives.items()},
-        "missing": list(found.missing),
+        "operators": list(performance.operators),
+        "micro_batches": list(performance.micro_batches),
+        "tensor_degrees": list(performance.tensor_degrees),
+        "algorithms": list(performance.algorithms),
+        "collectives": {f"{kind}_{n}": len(times) for (kind, n), times in performance.collectives.items()},
+        "missing": list(performance.missing),
     }

@@ -18,7 +18,7 @@ def models(as_json: Json = False) -> None:
         from ..report import columns
         from ..zoo import MODELS
 
-        found = [_model(name) for name in MODELS]
+        entries = [_model(name) for name in MODELS]
         rows = [
             (
                 row["name"],
@@ -28,13 +28,13 @@ def models(as_json: Json = False) -> None:
                 format_flops(row["flops_per_example"]),
                 row["examples"],
             )
-            for row in found
+            for row in entries
         ]
         header = ("model", "layers", "width", "experts", "tokens", "vocab", "for one", "of its")
         say.show(columns("Models of the zoo, by family and size", header, rows, right=(1, 2, 3, 4, 5, 6), narrow=True))
         say.show("for one: operations to train on one example, forward and backward. Change a")
         say.show("size with --set NAME=VALUE. Your own model: package.module:factory.")
-        say.finish({"models": found})
+        say.finish({"models": entries})
 
 
 def clusters(as_json: Json = False) -> None:
@@ -42,7 +42,7 @@ def clusters(as_json: Json = False) -> None:
     with session(as_json) as say:
         from ..report import columns
 
-        found = [_device(name) for name in DEVICES]
+        entries = [_device(name) for name in DEVICES]
         rows = [
             (
                 row["device"],
@@ -52,13 +52,13 @@ def clusters(as_json: Json = False) -> None:
                 format_bytes_per_s(row["intra_bytes_per_s"]),
                 format_bytes_per_s(row["inter_bytes_per_s"]),
             )
-            for row in found
+            for row in entries
         ]
         header = ("device", "such as", "memory", "peak", "in a host", "between hosts")
         say.show(columns("Devices; a cluster is HOSTSxDEVICESxNAME", header, rows, right=(2, 3, 4, 5), narrow=True))
         say.show("peak: the fastest dtype for training, dense; links: one way, of each device in a host,")
         say.show("of a host of 8 between hosts. Sources: aliquot cluster NAME. Others: a TOML file, or detect.")
-        say.finish({"devices": found})
+        say.finish({"devices": entries})
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -21,24 +21,24 @@ def cluster(
 ) -> None:
     """Say what a cluster description means: devices, links, and the sources of their figures."""
     with session(as_json) as say:
-        found = read_cluster(spec)
-        target = target_for(found.device)
-        usable_bytes = target.usable_memory_fraction * found.device.memory_bytes
-        meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(found.num_devices)]
+        described = read_cluster(spec)
+        target = target_for(described.device)
+        usable_bytes = target.usable_memory_fraction * described.device.memory_bytes
+        meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(described.num_devices)]
         lines = [
-            found.describe(),
+            described.describe(),
             f"  usable   {format_bytes(usable_bytes)} of each device's memory for a plan"
             + (f" ({target.memory_advice})" if target.memory_advice else ""),
             f"  meshes   {', '.join(meshes)}",
         ]
         say.show("\n".join(lines))
-        say.finish(_data(found, usable_bytes, meshes))
+        say.finish(_data(described, usable_bytes, meshes))
 
 
-def _data(found: Cluster, usable_bytes: float, meshes: list[str]) -> dict[str, Any]:
+def _data(cluster: Cluster, usable_bytes: float, meshes: list[str]) -> dict[str, Any]:
     return {
-        **found.to_dict(),
-        "num_devices": found.num_devices,
+        **cluster.to_dict(),
+        "num_devices": cluster.num_devices,
         "usable_memory_bytes_per_device": usable_bytes,
         "mesh_shapes": meshes,
     }

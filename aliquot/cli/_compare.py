@@ -50,7 +50,7 @@ def compare(
         options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
         built = resolve(model, options, where[0])
         with user_code(built.name), search_progress(say) as report:
-            found = find(
+            comparison = find(
                 built.step,
                 built.state,
                 built.batch,
@@ -61,9 +61,9 @@ def compare(
                 model=built.reference,
                 progress=report,
             )
-        say.show(comparison_table(found))
-        say.finish(found.to_dict())
-        if found.best is None:
+        say.show(comparison_table(comparison))
+        say.finish(comparison.to_dict())
+        if comparison.best is None:
             raise typer.Exit(1)
 
 

@@ -29,9 +29,9 @@ def use_virtual_devices(count: int) -> None:
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT}={count}"])
     use_host_only()
-    found = len(use_seen_devices())
-    if found < count:
-        raise InputError(f"JAX has started with {found} devices, {count} were asked for. Start a new process.")
+    num_seen = len(use_seen_devices())
+    if num_seen < count:
+        raise InputError(f"JAX has started with {num_seen} devices, {count} were asked for. Start a new process.")
 
 
 def use_host_only() -> None:

@@ -15,6 +15,6 @@ def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
         use_host_only()
         from ..report import difference
 
-        found = compare(Plan.load(before), Plan.load(after))
-        say.show(difference(found, before.name, after.name if after.name != before.name else str(after)))
-        say.finish({"before": str(before), "after": str(after), **found.to_dict()})
+        changes = compare(Plan.load(before), Plan.load(after))
+        say.show(difference(changes, before.name, after.name if after.name != before.name else str(after)))
+        say.finish({"before": str(before), "after": str(after), **changes.to_dict()})

@@ -39,18 +39,18 @@ def explain(
 
         check_destination(trace, "--trace")
         check_destination(html, "--html")
-        found = Plan.load(plan_file)
+        plan = Plan.load(plan_file)
         if trace is not None:
-            planned_trace(found).save(trace)
+            planned_trace(plan).save(trace)
         if html is not None:
-            write_atomic(html, page(found))
-        others, remark = priced_alternatives(found, say, model, trust_plan) if alternatives else ((), "")
-        say.show(explanation(found, others, remark=remark))
+            write_atomic(html, page(plan))
+        others, remark = priced_alternatives(plan, say, model, trust_plan) if alternatives else ((), "")
+        say.show(explanation(plan, others, remark=remark))
         if trace is not None:
             say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
         if html is not None:
             say.show(f"\nThe page is in {html}.")
-        answer = {**explained(found, others), "alternatives_remark": remark or None}
+        answer = {**explained(plan, others), "alternatives_remark": remark or None}
         say.finish({**answer, "trace_file": str(trace) if trace else None, "html_file": str(html) if html else None})
 
 
@@ -76,9 +76,9 @@ def priced_alternatives(
     from .._api import explain as price_alternatives
 
     try:
-        made = rebuild(plan.model, named=model, trusted=trusted)
-        with user_code(made.name):
-            return price_alternatives(plan, made.step, made.state, made.batch), ""
+        workload = rebuild(plan.model, named=model, trusted=trusted)
+        with user_code(workload.name):
+            return price_alternatives(plan, workload.step, workload.state, workload.batch), ""
     except PlanMismatchError as error:
         # The plan is not what it says it is, or not for what the user says.
         advice = f"{error.advice} To read the plan as it is, add --no-alternatives."

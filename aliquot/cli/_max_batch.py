@@ -55,7 +55,7 @@ def find_max_batch(
 
     unit = math.lcm(where.num_devices, micro_batches)
     with search_progress(say) as report:
-        found = largest_batch(
+        batches = largest_batch(
             make,
             cluster=where,
             method=how,
@@ -66,10 +66,10 @@ def find_max_batch(
             model=reference,
             progress=report,
         )
-    say.show(batch_table(found))
-    if out is not None and found.fastest and found.fastest.plan:
-        found.fastest.plan.save(out)
-        say.show(f"The plan for batch {found.fastest.global_batch} is in {out}.")
-    say.finish({**found.to_dict(), "plan_file": str(out) if out and found.fastest else None})
-    if found.largest is None:
+    say.show(batch_table(batches))
+    if out is not None and batches.fastest and batches.fastest.plan:
+        batches.fastest.plan.save(out)
+        say.show(f"The plan for batch {batches.fastest.global_batch} is in {out}.")
+    say.finish({**batches.to_dict(), "plan_file": str(out) if out and batches.fastest else None})
+    if batches.largest is None:
         raise typer.Exit(1)

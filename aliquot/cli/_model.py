@@ -121,9 +121,9 @@ def workload_of(reference: ModelReference) -> Workload:
     """
     faults = settings_faults(reference.settings)
     named = reference.settings.get("model")
-    own = named.get("name") if isinstance(named, Mapping) else named
-    if own != reference.name and not faults:
-        faults.append(f"they are of {shortened(repr(own), 60)}")
+    wanted_name = named.get("name") if isinstance(named, Mapping) else named
+    if wanted_name != reference.name and not faults:
+        faults.append(f"they are of {shortened(repr(wanted_name), 60)}")
     if faults:
         advice = "Make the plan again, or read it as it is with `aliquot explain PLAN --no-alternatives`."
         raise InputError(
@@ -177,13 +177,13 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     settings = dict(options.overrides)
     _check_call(name, factory, settings)
     with user_code(name, "fails", everywhere=True):
-        made = factory(**settings)
-    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0])):
+        returned = factory(**settings)
+    if not (isinstance(returned, tuple) and len(returned) == 3 and callable(returned[0])):
         raise InputError(
-            f"{name} must return (train_step, state, batch) with a function first, got {_kind(made)}. "
+            f"{name} must return (train_step, state, batch) with a function first, got {_kind(returned)}. "
             "State and batch may be arrays or jax.ShapeDtypeStructs."
         )
-    step, state, batch = made
+    step, state, batch = returned
     try:
         inspect.signature(step).bind(state, batch)
     except TypeError as error:
@@ -225,10 +225,10 @@ def _find(name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     with user_code(name, "cannot be imported", everywhere=True):
         try:
-            found = importlib.util.find_spec(module_name) if module_name else None
+            module_spec = importlib.util.find_spec(module_name) if module_name else None
         except (ImportError, ValueError, AttributeError):
-            found = None
-    if found is None:
+            module_spec = None
+    if module_spec is None:
         raise InputError(
             f"there is no module {module_name!r} for {name!r}. Write package.module:function, and start from the "
             "folder that holds it."
@@ -294,8 +294,8 @@ def _own_place(error: BaseException, root: str) -> str | None:
     """The innermost line of the user's package that the error went through."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
-    found = None
+    place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] == root:
-            found = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
-    return found
+            place = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
+    return place

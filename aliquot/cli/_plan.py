@@ -98,7 +98,7 @@ def plan(
         built = resolve(model, options, where)
         started = time.perf_counter()
         try:
-            found = make_plan(
+            result = make_plan(
                 built,
                 where,
                 how,
@@ -114,7 +114,7 @@ def plan(
         except KeyboardInterrupt as stopped:
             _interrupted(getattr(stopped, "plan", None), time.perf_counter() - started, out, say)
             raise typer.Exit(INTERRUPTED) from None
-        _deliver(found, time.perf_counter() - started, out, say)
+        _deliver(result, time.perf_counter() - started, out, say)
 
 
 def make_plan(
@@ -148,27 +148,27 @@ def make_plan(
         )
 
 
-def summary(found: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
+def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
     """A plan's figures as `plan --json` prints them, all predicted but those below `compiled`.
 
     Args:
         plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling where that was asked for.
     """
-    p, provenance = found.prediction, found.provenance
+    p, provenance = plan.prediction, plan.provenance
     return {
         "feasible": True,
-        "method": found.method,
-        "model": found.model.name,
-        "cluster": found.cluster.get("name"),
-        "mesh": list(found.stages[0].mesh_shape),
+        "method": plan.method,
+        "model": plan.model.name,
+        "cluster": plan.cluster.get("name"),
+        "mesh": list(plan.stages[0].mesh_shape),
         "step_time_s": p.step_time_s,
         "compute_s": p.compute_s,
         "communication_s": p.communication_s,
         "gradient_s": p.gradient_s,
         "hidden_s": p.hidden_s,
         "bubble_s": p.bubble_s,
-        "mfu": mfu(found),
-        "tokens_per_s": tokens_per_step(found) / p.step_time_s if p.step_time_s else None,
+        "mfu": mfu(plan),
+        "tokens_per_s": tokens_per_step(plan) / p.step_time_s if p.step_time_s else None,
         "memory_bytes_per_device": p.peak_memory_bytes,
         "memory_limit_bytes": p.memory_limit_bytes,
         "memory_bytes": dict(p.memory_bytes),
@@ -179,11 +179,11 @@ def summary(found: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "search_s": provenance.search_s,
         "trace_s": provenance.trace_s,
         "plan_s": plan_s,
-        "num_stages": len(found.stages),
-        "num_micro_batches": found.num_micro_batches,
-        "micro_batch_semantics": found.micro_batch_semantics,
-        "schedule": found.schedule,
-        "num_submeshes": found.num_submeshes,
+        "num_stages": len(plan.stages),
+        "num_micro_batches": plan.num_micro_batches,
+        "micro_batch_semantics": plan.micro_batch_semantics,
+        "schedule": plan.schedule,
+        "num_submeshes": plan.num_submeshes,
         "stages": [
             {
                 "mesh": list(stage.mesh_shape),
@@ -195,10 +195,10 @@ def summary(found: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
                 "predicted": msgspec.to_builtins(stage.prediction),
                 "num_operators": sum(op.copies for op in stage.interior),
             }
-            for stage in found.stages
+            for stage in plan.stages
         ],
-        "compiled": msgspec.to_builtins(found.compiled),
-        "notes": list(found.notes),
+        "compiled": msgspec.to_builtins(plan.compiled),
+        "notes": list(plan.notes),
         "plan_file": str(out) if out else None,
     }
 
@@ -213,13 +213,13 @@ def _check_batches(global_batch: int | None, micro_batches: int | None) -> None:
         )
 
 
-def _deliver(found: Plan, plan_s: float, out: Path | None, say: Session) -> None:
+def _deliver(plan: Plan, plan_s: float, out: Path | None, say: Session) -> None:
     if out is not None:
-        found.save(out)
-    say.show(str(found))
+        plan.save(out)
+    say.show(str(plan))
     if out is not None:
         say.show(f"\nWritten to {out}. Read on with: aliquot explain {out}")
-    say.finish(summary(found, plan_s, out))
+    say.finish(summary(plan, plan_s, out))
 
 
 def _interrupted(best: Plan | None, plan_s: float, out: Path | None, say: Session) -> None:

@@ -66,21 +66,21 @@ def session(as_json: bool = False) -> Iterator[Session]:
     Raises:
         typer.Exit: With the code that the process should leave with, if that is not 0.
     """
-    own = Session(as_json)
+    say = Session(as_json)
     raise_at_interrupts()
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             try:
-                yield own
+                yield say
             except AliquotError as error:
-                own.note(f"error: {error}")
+                say.note(f"error: {error}")
                 raise typer.Exit(error.exit_code) from None
             except KeyboardInterrupt:
-                own.note("interrupted; nothing was written.")
+                say.note("interrupted; nothing was written.")
                 raise typer.Exit(INTERRUPTED) from None
     finally:
-        if as_json and own.answer is not None:
-            _write(json.dumps(own.answer, default=_plain))
+        if as_json and say.answer is not None:
+            _write(json.dumps(say.answer, default=_plain))
 
 
 def _write(text: str) -> None:

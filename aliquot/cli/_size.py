@@ -60,7 +60,7 @@ def size(
         )
         priced = isinstance(kinds[0], HostPrice)
         with user_code(built.name), search_progress(say) as report:
-            found = find(
+            sizing = find(
                 built.step,
                 built.state,
                 built.batch,
@@ -73,9 +73,9 @@ def size(
                 model=built.reference,
                 progress=report,
             )
-        say.show(sizing_table(found))
-        say.finish(found.to_dict())
-        if found.choice() is None:
+        say.show(sizing_table(sizing))
+        say.finish(sizing.to_dict())
+        if sizing.choice() is None:
             raise typer.Exit(1)
 
 

@@ -54,11 +54,11 @@ def train(
             raise typer.Exit(INTERRUPTED)
 
 
-def _check_devices(plan: Plan, found: int) -> None:
+def _check_devices(plan: Plan, num_devices: int) -> None:
     needed = plan_devices(plan)
-    if needed != found:
+    if needed != num_devices:
         raise PlanMismatchError(
-            f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {found}",
+            f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {num_devices}",
             asked="the plan does not fit these devices",
             advice=f"Add --devices {needed} for virtual CPU devices, or make a plan with --cluster detect.",
         )

@@ -27,17 +27,17 @@ def verify(
     """Compile a plan with the compiler that will run it, without the devices, and compare with the prediction."""
     with session(as_json) as say:
         use_host_only()
-        found = Plan.load(plan_file)
-        _check_target(found, target)
+        plan = Plan.load(plan_file)
+        _check_target(plan, target)
         from .._api import verify as compile_plan
         from ..report import verification
         from ._model import rebuild, unnamed, user_code
 
-        if model is None and (reason := unnamed(found.model, trusted=trust_plan)):
+        if model is None and (reason := unnamed(plan.model, trusted=trust_plan)):
             raise InputError(f"{reason} Or call aliquot.verify(plan, train_step, state, batch) where the function is.")
-        made = rebuild(found.model, named=model, trusted=trust_plan)
-        with compiling_progress() as report, user_code(made.name):
-            result = compile_plan(found, made.step, made.state, made.batch, target=target, progress=report)
+        workload = rebuild(plan.model, named=model, trusted=trust_plan)
+        with compiling_progress() as report, user_code(workload.name):
+            result = compile_plan(plan, workload.step, workload.state, workload.batch, target=target, progress=report)
         answer = result.to_dict()
         say.show(verification(answer))
         say.finish(answer)

@@ -60,11 +60,11 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
     """
     if devices is None:
         devices = visible_devices()
-    found = list(devices)
-    if not found:
+    seen = list(devices)
+    if not seen:
         raise ClusterError("there are no devices", asked="the devices of this process")
-    sizes = Counter(_host_key(device) for device in found)
-    kinds = Counter(str(device.device_kind) for device in found)
+    sizes = Counter(_host_key(device) for device in seen)
+    kinds = Counter(str(device.device_kind) for device in seen)
     problems = []
     if len(kinds) > 1:
         listing = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
@@ -76,7 +76,7 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
     if problems:
         raise ClusterError(problems, asked="the devices of this process")
     hosts, per_host = len(sizes), next(iter(sizes.values()))
-    name = _catalogue_name(str(found[0].device_kind))
+    name = _catalogue_name(str(seen[0].device_kind))
     label = f"{hosts}x{per_host}x{name}" if hosts > 1 else f"{per_host}x{name}"
     return _MAKERS.get(name, wire)(label, name, hosts, per_host)
 

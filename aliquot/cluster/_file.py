@@ -283,8 +283,8 @@ def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:
     if not isinstance(intra, Mapping):
         return ()
     # What else the table may hold was read, and reported, with its link.
-    found = _Table("[intra]", intra, tuple(intra), problems).take("wires", _rows(_quantity(parse_rate)), ())
-    return found or ()
+    wires = _Table("[intra]", intra, tuple(intra), problems).take("wires", _rows(_quantity(parse_rate)), ())
+    return wires or ()
 
 
 def _plain_device(data: Any, problems: list[str]) -> Device | None:

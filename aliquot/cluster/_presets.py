@@ -160,12 +160,12 @@ def wire(name: str, device_name: str, num_hosts: int, devices_per_host: int) -> 
 def _slice_preset(text: str, generation: str, cores: int, asked: str) -> Cluster:
     chips, left = divmod(cores, _TENSOR_CORES_PER_CHIP[generation])
     if chips < 1 or left:
-        found = (
+        problem = (
             f"{generation} slices count TensorCores, two to a chip, so the number must be even"
             if left
             else "it is empty"
         )
-        raise ClusterError(found, asked=asked, advice=_FORMS)
+        raise ClusterError(problem, asked=asked, advice=_FORMS)
     per_host = _chips_per_host(chips) if generation in ("v5e", "v6e") else min(4, chips)
     if chips % per_host:
         raise ClusterError(f"{chips} chips do not fill hosts of {per_host}", asked=asked, advice=_FORMS)

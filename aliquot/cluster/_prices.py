@@ -55,12 +55,12 @@ def _read(text: str, name: str) -> tuple[HostPrice, ...]:
     if not rows or [cell.lower().replace("_", " ") for cell in rows[0]] != list(_COLUMNS):
         raise InputError(f"prices {name!r} do not begin with a line that names the columns. {advice}")
     faults: list[str] = []
-    found = [_price(row, number, faults) for number, row in enumerate(rows[1:], 1)]
-    if not found:
+    prices = [_price(row, number, faults) for number, row in enumerate(rows[1:], 1)]
+    if not prices:
         faults.append("there is no price")
     if faults:
         raise InputError(listing(f"prices {name!r} cannot be used", faults, advice))
-    return tuple(price for price in found if price is not None)
+    return tuple(price for price in prices if price is not None)
 
 
 def _price(row: Sequence[str], number: int, faults: list[str]) -> HostPrice | None:

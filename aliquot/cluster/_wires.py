@@ -60,16 +60,16 @@ def _links(wires: Wires, members: Sequence[int]) -> tuple[float, _Links]:
 def _disjoint_tours(links: _Links) -> int:
     """Largest number of closed tours through all devices of which no two share a link."""
     most = min(map(sum, links)) // 2
-    found = 0
+    num_tours = 0
     for tour in _tours(links) if most else ():
         left = [list(row) for row in links]
         for i, j in zip(tour, (*tour[1:], tour[0])):
             left[i][j] -= 1
             left[j][i] -= 1
-        found = max(found, 1 + _disjoint_tours(tuple(map(tuple, left))))
-        if found == most:
+        num_tours = max(num_tours, 1 + _disjoint_tours(tuple(map(tuple, left))))
+        if num_tours == most:
             break
-    return found
+    return num_tours
 
 
 def _tours(links: _Links, tour: tuple[int, ...] = (0,)) -> Iterator[tuple[int, ...]]:

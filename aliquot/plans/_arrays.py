@@ -48,8 +48,8 @@ def item_bytes(dtype: str) -> float:
     """
     if dtype in _ODD_SIZES_BYTES:
         return _ODD_SIZES_BYTES[dtype]
-    found = _BITS.match(dtype)
-    return int(found[1]) / 8 if found else _KEY_BYTES
+    match = _BITS.match(dtype)
+    return int(match[1]) / 8 if match else _KEY_BYTES
 
 
 def num_pieces(dims: Dims, axis_sizes: Mapping[str, int]) -> int:
@@ -79,12 +79,12 @@ def grouped_arrays(
             key = (_INDEX.sub("*", array.path), array.shape, array.dtype, array.role, shardings[array.path])
             members.setdefault(key, []).append(array)
     groups = []
-    for (_, shape, dtype, role, dims), found in members.items():
-        total_bytes = len(found) * math.prod(shape) * item_bytes(dtype)
+    for (_, shape, dtype, role, dims), paths in members.items():
+        total_bytes = len(paths) * math.prod(shape) * item_bytes(dtype)
         groups.append(
             ArrayGroup(
-                pattern=_pattern([array.path for array in found]),
-                count=len(found),
+                pattern=_pattern([array.path for array in paths]),
+                count=len(paths),
                 shape=shape,
                 dtype=dtype,
                 role=role,
@@ -120,7 +120,7 @@ def _endings(pattern: str) -> list[str]:
 
 def _pattern(paths: Sequence[str]) -> str:
     """The common pattern of several paths, with `*` for each index in which they differ."""
-    indices = zip(*([found[0] for found in _INDEX.finditer(path)] for path in paths))
+    indices = zip(*([match[0] for match in _INDEX.finditer(path)] for path in paths))
     shown = iter([one[0] if len(set(one)) == 1 else "[*]" if one[0].startswith("[") else "*" for one in indices])
     return _INDEX.sub(lambda _: next(shown), paths[0])
 

@@ -44,10 +44,10 @@ def _cells(use: CollectiveUse) -> tuple[str, ...]:
 
 
 def _stage_collectives(plan: Plan) -> list[tuple[tuple[int, ...], CollectiveUse]]:
-    found: dict[object, tuple[list[int], CollectiveUse]] = {}
+    by_kind: dict[object, tuple[list[int], CollectiveUse]] = {}
     for index, stage in enumerate(plan.stages):
         for use in stage.prediction.collectives if stage.prediction else ():
             key = (use.kind, use.axes, stage.mesh_shape, use.count, use.num_bytes, _DIGITS.sub("*", use.label))
-            found.setdefault(key, ([], use))[0].append(index)
-    entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in found.values()]
+            by_kind.setdefault(key, ([], use))[0].append(index)
+    entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in by_kind.values()]
     return sorted(entries, key=lambda entry: -entry[1].seconds)

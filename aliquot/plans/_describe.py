@@ -190,10 +190,10 @@ def _fact(name: str, text: str) -> list[str]:
 
 
 def _stages(plan: Plan) -> list[str]:
-    found = stage_table(plan)
+    stages = stage_table(plan)
     return [
         "Stages (predicted)",
-        *table(found.header, found.rows, right=found.right),
+        *table(stages.header, stages.rows, right=stages.right),
         *(f"  {line}" for line in stage_remarks(plan)),
     ]
 
@@ -232,16 +232,16 @@ def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[s
 
 
 def _collectives_of_stages(plan: Plan) -> list[str]:
-    found = stage_collective_table(plan)
-    if not found.rows:
+    collectives = stage_collective_table(plan)
+    if not collectives.rows:
         return ["No communication is predicted within stages."]
-    title = f"The most expensive of {len(found.rows)} kinds of communication within a stage in a step (predicted)"
-    return [title, *table(found.header, found.rows[:_COLLECTIVES], right=found.right)]
+    title = f"The most expensive of {len(collectives.rows)} kinds of communication within a stage in a step (predicted)"
+    return [title, *table(collectives.header, collectives.rows[:_COLLECTIVES], right=collectives.right)]
 
 
 def _collectives(plan: Plan) -> list[str]:
-    found = collective_table(plan)
-    if not found.rows:
+    collectives = collective_table(plan)
+    if not collectives.rows:
         return ["No communication is predicted."]
-    title = f"The most expensive of {len(found.rows)} kinds of communication in a step (predicted)"
-    return [title, *table(found.header, found.rows[:_COLLECTIVES], right=found.right)]
+    title = f"The most expensive of {len(collectives.rows)} kinds of communication in a step (predicted)"
+    return [title, *table(collectives.header, collectives.rows[:_COLLECTIVES], right=collectives.right)]

@@ -129,12 +129,12 @@ def _splits(plan: Plan) -> dict[str, Term]:
 
     An array of several stages that split it differently has all its splits.
     """
-    found: dict[str, dict[str, None]] = {}
+    by_path: dict[str, dict[str, None]] = {}
     for stage in plan.stages:
         for what, splits in (("input", stage.shardings), ("output", stage.outputs)):
             for path, dims in splits.items():
-                found.setdefault(f"{what} {path}", {})[format_dims(dims)] = None
-    return {subject: " or ".join(sorted(splits)) for subject, splits in found.items()}
+                by_path.setdefault(f"{what} {path}", {})[format_dims(dims)] = None
+    return {subject: " or ".join(sorted(splits)) for subject, splits in by_path.items()}
 
 
 def _predictions(plan: Plan) -> dict[str, Term]:
@@ -152,9 +152,9 @@ def _predictions(plan: Plan) -> dict[str, Term]:
         **{f"{part} memory_bytes": value for part, value in p.memory_bytes.items()},
     }
     for index, stage in enumerate(plan.stages):
-        if found := stage.prediction:
+        if prediction := stage.prediction:
             prefix = f"stage {index}"
-            terms |= {f"{prefix} {name}": getattr(found, name) for name in _OF_STAGES}
+            terms |= {f"{prefix} {name}": getattr(prediction, name) for name in _OF_STAGES}
     for name, uses in _collectives(plan).items():
         terms[f"{name} count"] = sum(use.count for use in uses)
         terms[f"{name} num_bytes"] = sum(use.num_bytes for use in uses)
@@ -163,10 +163,10 @@ def _predictions(plan: Plan) -> dict[str, Term]:
 
 
 def _collectives(plan: Plan) -> dict[str, list[CollectiveUse]]:
-    found: dict[str, list[CollectiveUse]] = {}
+    by_kind: dict[str, list[CollectiveUse]] = {}
     for use in plan.prediction.collectives:
-        found.setdefault(f"{use.kind} over {'.'.join(use.axes)}", []).append(use)
-    return found
+        by_kind.setdefault(f"{use.kind} over {'.'.join(use.axes)}", []).append(use)
+    return by_kind
 
 
 def _flat(name: str, value: Any) -> dict[str, Term]:

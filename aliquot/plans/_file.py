@@ -169,15 +169,15 @@ def _extremes(value: Any, path: str) -> Iterator[str]:
 
 def _repeated_names(text: str) -> list[tuple[str, int]]:
     """Names that an object has more than once, of which readers of JSON take the first, the last, or any."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def look(pairs: list[tuple[str, Any]]) -> None:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            found.update({name: count for name, count in Counter(names).items() if count > 1})
+            counts.update({name: count for name, count in Counter(names).items() if count > 1})
 
     json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
-    return list(found.items())
+    return list(counts.items())
 
 
 def _place(text: str, offset: int) -> str:
@@ -187,20 +187,20 @@ def _place(text: str, offset: int) -> str:
 
 def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
     """The data in today's version."""
-    found = data["version"]
+    given = data["version"]
     readable = ", ".join(map(str, [*sorted(_MIGRATIONS), PLAN_VERSION]))
-    if type(found) is not int or found < 1:
+    if type(given) is not int or given < 1:
         raise PlanFileError(
-            f"{source} has version {shortened(repr(found), 40)}, which is no version; this aliquot reads {readable}. {_AGAIN}"
+            f"{source} has version {shortened(repr(given), 40)}, which is no version; this aliquot reads {readable}. {_AGAIN}"
         )
-    if found > PLAN_VERSION:
+    if given > PLAN_VERSION:
         raise PlanFileError(
-            f"{source} has version {shortened(str(found), 40)}, and this aliquot reads {readable}. "
+            f"{source} has version {shortened(str(given), 40)}, and this aliquot reads {readable}. "
             "Update it with `pip install --upgrade aliquot`, or make the plan again."
         )
-    for version in range(found, PLAN_VERSION):
+    for version in range(given, PLAN_VERSION):
         if version not in _MIGRATIONS:
-            raise PlanFileError(f"{source} has version {found}, and this aliquot reads {readable}. {_AGAIN}")
+            raise PlanFileError(f"{source} has version {given}, and this aliquot reads {readable}. {_AGAIN}")
         data = {**_MIGRATIONS[version](data), "version": version + 1}
     return data
 

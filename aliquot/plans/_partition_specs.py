@@ -110,7 +110,7 @@ def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -
         return [None] * len(leaves)
     prefixes = _prefixes(arrays, suffixes[known[0]]) if path is None else [path]
     faults = {prefix: _faults(arrays, prefix, [(suffixes[k], shapes[k]) for k in known]) for prefix in prefixes}
-    good = [prefix for prefix, found in faults.items() if not found]
+    good = [prefix for prefix, reasons in faults.items() if not reasons]
     if len(good) > 1:
         # A whole argument is meant before a part of one, such as the moments of an optimizer.
         whole = [prefix for prefix in good if prefix.isidentifier()]

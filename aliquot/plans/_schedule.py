@@ -68,8 +68,8 @@ def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
         return (Task(stage - 1, micro_batch, kind),) if stage else ()
     if kind is TaskKind.BACKWARD_WEIGHT:
         return (Task(stage, micro_batch, TaskKind.BACKWARD_INPUT),)
-    own = Task(stage, micro_batch, TaskKind.FORWARD)
-    return (own,) if stage == num_stages - 1 else (own, Task(stage + 1, micro_batch, kind))
+    forward = Task(stage, micro_batch, TaskKind.FORWARD)
+    return (forward,) if stage == num_stages - 1 else (forward, Task(stage + 1, micro_batch, kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +111,19 @@ class Schedule:
         if kinds not in (_TRAINING, _SPLIT, _INFERENCE):
             yield f"its tasks are {', '.join(sorted(kinds)) or 'none'}: neither forward alone nor forward and backward"
             return
-        found: dict[int, Task] = {}
+        first_at: dict[int, Task] = {}
         for submesh, tasks in enumerate(self.lists):
             for task in tasks:
                 if not (0 <= task.stage < self.num_stages and 0 <= task.micro_batch < self.num_micro_batches):
                     yield f"there can be no {task}"
                     continue
-                if found.setdefault(self._slot(task), task) is not task:
+                if first_at.setdefault(self._slot(task), task) is not task:
                     yield f"it has the {task} twice"
                 if self.submesh_of(task.stage) != submesh:
                     yield f"the {task} is on submesh {submesh}"
         wanted = self.num_stages * self.num_micro_batches * len(kinds)
-        if len(found) < wanted:
-            yield f"it lacks {wanted - len(found)} of {wanted} tasks"
+        if len(first_at) < wanted:
+            yield f"it lacks {wanted - len(first_at)} of {wanted} tasks"
 
     def _slot(self, task: Task) -> int:
         """A number of its own for each task: a row for forward, one for backward or its first half, one for weights."""

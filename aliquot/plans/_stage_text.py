@@ -77,18 +77,18 @@ def short_layers(names: Sequence[str]) -> str:
     stretches: list[tuple[str, int, int, str, bool]] = []
     shown: list[str] = []
     for name in names:
-        found = _NUMBERED.match(name.rpartition(".")[2])
-        if found is None:
+        match = _NUMBERED.match(name.rpartition(".")[2])
+        if match is None:
             stretches.append((name, -1, -1, "", False))
             continue
-        start = int(found["first"])
-        stop = int(found["stop"]) if found["stop"] else start + 1
-        own = (found["stem"], start, stop, found["rest"], bool(found["stop"]))
+        start = int(match["first"])
+        stop = int(match["stop"]) if match["stop"] else start + 1
+        parts = (match["stem"], start, stop, match["rest"], bool(match["stop"]))
         last = stretches[-1] if stretches else None
-        if last and (last[0], last[2], last[3], last[4]) == (own[0], own[1], own[3], own[4]):
+        if last and (last[0], last[2], last[3], last[4]) == (parts[0], parts[1], parts[3], parts[4]):
             stretches[-1] = (last[0], last[1], stop, last[3], last[4])
         else:
-            stretches.append(own)
+            stretches.append(parts)
     for stem, start, stop, rest, rows in stretches:
         if start < 0:
             shown.append(stem)

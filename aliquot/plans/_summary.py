@@ -89,8 +89,8 @@ def _basis(plan: Plan) -> str:
     device = plan.cluster.get("device")
     source = str(device.get("source", "")) if isinstance(device, dict) else ""
     short = source.partition(";")[0].partition("(")[0].strip()
-    found = f"predicted from {short}" if short else "predicted"
-    return f"{found}; compiled for {plan.compiled.target}" if plan.compiled else found
+    origin = f"predicted from {short}" if short else "predicted"
+    return f"{origin}; compiled for {plan.compiled.target}" if plan.compiled else origin
 
 
 def _largest_costs(plan: Plan) -> str:
@@ -124,13 +124,13 @@ def runner_up(plan: Plan) -> str:
     """The best other candidate of the search, and by how much it lost; empty if nothing else was priced."""
     chosen_s = plan.prediction.step_time_s
     others: list[tuple[float, str]] = []
-    own = 0
+    skipped = 0
     for candidate in plan.provenance.candidates:
         seconds = candidate.get("step_time_s")
         if not isinstance(seconds, int | float):
             continue
-        if not own and abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s:
-            own = 1
+        if not skipped and abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s:
+            skipped = 1
             continue
         others.append((float(seconds), _named(candidate)))
     if not others or not chosen_s:
@@ -145,11 +145,11 @@ def runner_up(plan: Plan) -> str:
 
 def tried(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Candidates of the search, fastest first: method, mesh, step time and outcome."""
-    found = [c for c in plan.provenance.candidates if isinstance(c.get("step_time_s"), int | float)]
-    found = sorted(found, key=lambda c: float(c["step_time_s"]))[:_MOST_TRIED]
+    candidates = [c for c in plan.provenance.candidates if isinstance(c.get("step_time_s"), int | float)]
+    candidates = sorted(candidates, key=lambda c: float(c["step_time_s"]))[:_MOST_TRIED]
     return [
         (str(c.get("name", "")), _mesh(c), format_seconds(float(c["step_time_s"])), str(c.get("outcome", "")))
-        for c in found
+        for c in candidates
     ]
 
 

@@ -105,20 +105,20 @@ def in_flight_events(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int,
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """The trace as the object that trace viewers read; times in microseconds."""
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for submesh, name in enumerate(trace.submeshes):
-        found.append(_named("process_name", submesh, 0, name))
-        found.append(
+        records.append(_named("process_name", submesh, 0, name))
+        records.append(
             {"name": "process_sort_index", "ph": "M", "pid": submesh, "tid": 0, "args": {"sort_index": submesh}}
         )
         used = {event.lane for event in trace.events if event.submesh == submesh}
-        found += [_named("thread_name", submesh, tid, lane) for tid, lane in enumerate(_LANES) if lane in used]
+        records += [_named("thread_name", submesh, tid, lane) for tid, lane in enumerate(_LANES) if lane in used]
     for event in sorted(trace.events, key=lambda event: (event.start_s, event.submesh, event.end_s)):
         start, end = _us(event.start_s), _us(event.end_s)
         args: dict[str, Any] = {"stage": event.stage}
         if event.micro_batch >= 0:
             args["micro-batch"] = event.micro_batch
-        found.append(
+        records.append(
             {
                 "name": event.name,
                 "cat": event.kind,
@@ -134,7 +134,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     held: dict[int, dict[str, int]] = {submesh: {} for submesh in range(len(trace.submeshes))}
     for second, submesh, stage, count in in_flight_events(trace.events):
         held[submesh][f"stage {stage}"] = count
-        found.append(
+        records.append(
             {
                 "name": "micro-batches in flight",
                 "ph": "C",
@@ -144,7 +144,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
             }
         )
     return {
-        "traceEvents": found,
+        "traceEvents": records,
         "displayTimeUnit": "ms",
         "otherData": {"title": trace.title, "source": trace.source, "step_time_s": trace.step_time_s},
     }

@@ -37,22 +37,22 @@ def violations(
         num_devices: How many devices there are.
         num_processes: How many processes run it.
     """
-    found: list[str] = []
+    faults: list[str] = []
     if inputs is not None:
-        found += _interface("input", plan.inputs, inputs)
+        faults += _interface("input", plan.inputs, inputs)
     if outputs is not None:
-        found += _interface("output", plan.outputs, outputs)
+        faults += _interface("output", plan.outputs, outputs)
     if num_devices is not None:
-        found += _device_count(plan, num_devices)
+        faults += _device_count(plan, num_devices)
     if num_processes is not None:
-        found += process_violations(plan, num_processes)
-    found += _own_interface(plan)
-    found += _cluster(plan)
-    found += _stages(plan)
-    found += pipeline_violations(plan)
-    found += _micro_batches(plan)
-    found += _sums(plan)
-    return found
+        faults += process_violations(plan, num_processes)
+    faults += _own_interface(plan)
+    faults += _cluster(plan)
+    faults += _stages(plan)
+    faults += pipeline_violations(plan)
+    faults += _micro_batches(plan)
+    faults += _sums(plan)
+    return faults
 
 
 def require_match(
@@ -69,11 +69,11 @@ def require_match(
     Raises:
         PlanMismatchError: There is any violation. `asked` opens the message.
     """
-    found = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices, num_processes=num_processes)
-    if found:
-        shown = found
-        if len(found) > _LISTED:
-            shown = [f"{'; '.join(found[:_FIRST])}; and {len(found) - _FIRST} more problems"]
+    faults = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices, num_processes=num_processes)
+    if faults:
+        shown = faults
+        if len(faults) > _LISTED:
+            shown = [f"{'; '.join(faults[:_FIRST])}; and {len(faults) - _FIRST} more problems"]
         raise PlanMismatchError(shown, asked=asked, advice=_advice(plan, num_devices, num_processes))
 
 

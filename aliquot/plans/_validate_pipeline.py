@@ -92,9 +92,9 @@ def _devices(plan: Plan) -> Iterator[str]:
     for device, stages in sorted(users.items()):
         if len(stages) > 1:
             shared.setdefault(tuple(stages), []).append(device)
-    for found, devices in shared.items():
+    for owners, devices in shared.items():
         what = f"device {devices[0]} is" if len(devices) == 1 else f"devices {stage_numbers(devices)} are"
-        yield f"{what} in the submeshes of stages {stage_numbers(found)} at once"
+        yield f"{what} in the submeshes of stages {stage_numbers(owners)} at once"
 
 
 def _cluster_size(plan: Plan) -> tuple[int, int]:

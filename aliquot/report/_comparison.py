@@ -99,22 +99,24 @@ class Comparison:
         return as_text(comparison_table(self), width=100)
 
 
-def comparison_table(found: Comparison) -> Group:
+def comparison_table(comparison: Comparison) -> Group:
     """A table of the candidates, and below it a line on each that is not the fastest."""
-    clusters = list(dict.fromkeys(candidate.cluster for candidate in found.candidates))
-    several, methods = len(clusters) > 1, len({c.method for c in found.candidates}) > 1
+    clusters = list(dict.fromkeys(candidate.cluster for candidate in comparison.candidates))
+    several, methods = len(clusters) > 1, len({c.method for c in comparison.candidates}) > 1
     first = [*(["cluster"] if several else []), *(["method"] if methods or not several else [])]
-    counted = any(c.plan and mfu(c.plan) is not None for c in found.candidates)
-    tokens = any(c.plan and tokens_per_step(c.plan) for c in found.candidates)
+    counted = any(c.plan and mfu(c.plan) is not None for c in comparison.candidates)
+    tokens = any(c.plan and tokens_per_step(c.plan) for c in comparison.candidates)
     header = [*first, "mesh", "step", *(["MFU"] if counted else []), "tokens/s" if tokens else "examples/s", "memory"]
     rows: list[list[str]] = []
     lines: list[RenderableType] = []
-    for candidate in found.candidates:
+    for candidate in comparison.candidates:
         names = [*([candidate.cluster] if several else []), *([candidate.method] if methods or not several else [])]
         rows.append([*names, *_cells(candidate, counted=counted, tokens=tokens)])
-        if why := found.why_not(candidate):
+        if why := comparison.why_not(candidate):
             lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))
-    title = f"{found.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest first (predicted)"
+    title = (
+        f"{comparison.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest first (predicted)"
+    )
     right = range(len(first) + 1, len(header))
     table = columns(title, header, rows, right=right, narrow=True)
     return Group(table, Text("Why not", style="bold"), *lines) if lines else table

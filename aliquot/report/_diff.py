@@ -16,18 +16,18 @@ _INDEX = re.compile(r"(?<=layers\[)\d+(?=\])")
 _STAGE = re.compile(r"^stage (\d+) ")
 
 
-def difference(found: PlanDiff, before: str, after: str) -> RenderableType:
+def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
     """Changes from the plan called `before` to the plan called `after`.
 
     Equal changes in several layers or stages are one row.
     """
-    if found.identical:
+    if changes.identical:
         return Text(f"{before} and {after} decide and predict the same.")
     parts: list[RenderableType] = []
-    if found.decisions:
-        parts.append(_table("What they decide", found.decisions, before, after))
-    if found.predictions:
-        parts.append(_table("What they are predicted to cost on each device", found.predictions, before, after))
+    if changes.decisions:
+        parts.append(_table("What they decide", changes.decisions, before, after))
+    if changes.predictions:
+        parts.append(_table("What they are predicted to cost on each device", changes.predictions, before, after))
     return Group(*parts)
 
 
@@ -49,8 +49,8 @@ def _together(what: str, subjects: Sequence[str]) -> str:
     """One name for equal changes of several subjects, which `what` is with `*` for what differs."""
     if len(subjects) == 1:
         return subjects[0]
-    found = [_STAGE.match(subject) for subject in subjects]
-    numbers = sorted({int(match[1]) for match in found if match})
+    matches = [_STAGE.match(subject) for subject in subjects]
+    numbers = sorted({int(match[1]) for match in matches if match})
     if len(numbers) == len(subjects):
         return f"stages {stage_numbers(numbers)} {what.removeprefix('stage * ')}"
     return f"{what} ({len(subjects)} of them)"

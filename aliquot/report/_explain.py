@@ -60,7 +60,7 @@ class Alternative:
 
 def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str, Any]:
     """Everything that `explanation` shows, as plain values ready for JSON. Times in seconds, sizes in bytes."""
-    p, found = plan.prediction, plan.provenance
+    p, provenance = plan.prediction, plan.provenance
     return {
         "model": plan.model.name,
         "rebuild": rebuild(plan),
@@ -112,13 +112,13 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
                 for use in sorted(p.collectives, key=lambda use: -use.seconds)
             ],
         },
-        "lower_bound_s": found.lower_bound_s,
-        "gap": found.gap,
-        "bound_holds_for": found.bound_holds_for,
-        "status": found.status,
-        "search_s": found.search_s,
-        "trace_s": found.trace_s,
-        "candidates": [dict(candidate) for candidate in found.candidates],
+        "lower_bound_s": provenance.lower_bound_s,
+        "gap": provenance.gap,
+        "bound_holds_for": provenance.bound_holds_for,
+        "status": provenance.status,
+        "search_s": provenance.search_s,
+        "trace_s": provenance.trace_s,
+        "candidates": [dict(candidate) for candidate in provenance.candidates],
         "alternatives": [asdict(alternative) for alternative in alternatives],
         "inferred_rules": msgspec.to_builtins(plan.inferred_rules),
         "notes": list(plan.notes),
@@ -164,7 +164,7 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
 
 def _facts(plan: Plan) -> Table:
-    found = plan.provenance
+    provenance = plan.provenance
     return facts(
         [
             *(row for row in summary_rows(plan) if row[0] in _WHAT_TO_DO),
@@ -172,7 +172,10 @@ def _facts(plan: Plan) -> Table:
             ("step time (predicted)", time_parts(plan)),
             *(row for row in summary_rows(plan) if row[0] not in _WHAT_TO_DO),
             ("bound", bound(plan)),
-            ("found by", f"{found.planner} of aliquot {found.version}, in {format_seconds(found.search_s)}"),
+            (
+                "found by",
+                f"{provenance.planner} of aliquot {provenance.version}, in {format_seconds(provenance.search_s)}",
+            ),
             ("to rebuild the step", rebuild(plan)),
         ]
     )
@@ -217,16 +220,16 @@ def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> 
 
 
 def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
-    found = collective_table(plan)
-    rows = [(*row, _best_other(others.get(row[-1]))) for row in found.rows[:_COLLECTIVES]]
-    title = _of_kinds("Most expensive communication of a step (predicted)", found.rows)
-    return columns(title, *_with_others(found.header, rows), right=found.right)
+    table = collective_table(plan)
+    rows = [(*row, _best_other(others.get(row[-1]))) for row in table.rows[:_COLLECTIVES]]
+    title = _of_kinds("Most expensive communication of a step (predicted)", table.rows)
+    return columns(title, *_with_others(table.header, rows), right=table.right)
 
 
 def _collectives_of_stages(plan: Plan) -> Group:
-    found = stage_collective_table(plan)
-    title = _of_kinds("Most expensive communication within a stage in a step (predicted)", found.rows)
-    return columns(title, found.header, found.rows[:_COLLECTIVES], right=found.right)
+    table = stage_collective_table(plan)
+    title = _of_kinds("Most expensive communication within a stage in a step (predicted)", table.rows)
+    return columns(title, table.header, table.rows[:_COLLECTIVES], right=table.right)
 
 
 def _of_kinds(title: str, rows: Sequence[Sequence[str]]) -> str:
@@ -256,7 +259,7 @@ def _alternatives(others: Sequence[Alternative]) -> Group:
 
 
 def _candidates(plan: Plan) -> Group:
-    found = plan.provenance.candidates
+    candidates = plan.provenance.candidates
     rows = [
         (
             str(candidate.get("name", "")),
@@ -265,11 +268,11 @@ def _candidates(plan: Plan) -> Group:
             _seconds(candidate.get("lower_bound_s")),
             str(candidate.get("outcome", "")),
         )
-        for candidate in found[:_CANDIDATES]
+        for candidate in candidates[:_CANDIDATES]
     ]
     title = "Tried in the search (predicted)"
-    if len(found) > _CANDIDATES:
-        title += f", {_CANDIDATES} of {len(found)}"
+    if len(candidates) > _CANDIDATES:
+        title += f", {_CANDIDATES} of {len(candidates)}"
     return columns(title, ("method", "mesh", "step time", "lower bound", "outcome"), rows, right=(2, 3))
 
 

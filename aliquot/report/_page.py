@@ -57,8 +57,8 @@ def page(plan: Plan) -> str:
         ),
     ]
     if is_pipeline(plan):
-        found = stage_table(plan)
-        sections.insert(2, _section("Stages (predicted)", _table(found.header, found.rows)))
+        stages = stage_table(plan)
+        sections.insert(2, _section("Stages (predicted)", _table(stages.header, stages.rows)))
     if plan.notes:
         sections.append(_section("Notes", _table((), [(note,) for note in plan.notes])))
     title = escape(headline(plan))

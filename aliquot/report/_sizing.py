@@ -90,16 +90,16 @@ class BatchSearch:
         return as_text(batch_table(self), width=100)
 
 
-def batch_table(found: BatchSearch) -> Group:
+def batch_table(search: BatchSearch) -> Group:
     """Table of the batches that were tried, headed by the largest and the fastest."""
-    largest, fastest = found.largest, found.fastest
-    lines: list[RenderableType] = [Text(f"{found.model} on {found.cluster} (predicted)", style="bold")]
+    largest, fastest = search.largest, search.fastest
+    lines: list[RenderableType] = [Text(f"{search.model} on {search.cluster} (predicted)", style="bold")]
     if largest is None or fastest is None:
-        lines.append(Text("  No batch fits: " + (found.trials[0].refusal if found.trials else "none was tried")))
+        lines.append(Text("  No batch fits: " + (search.trials[0].refusal if search.trials else "none was tried")))
         return Group(*lines)
     end = (
-        f"; {largest.global_batch + found.unit} does not fit"
-        if found.is_limited
+        f"; {largest.global_batch + search.unit} does not fit"
+        if search.is_limited
         else "; larger ones were not tried and may fit"
     )
     lines.append(Text(f"  largest batch that fits     {largest.global_batch}{end}"))
@@ -115,7 +115,7 @@ def batch_table(found: BatchSearch) -> Group:
             format_bytes(t.plan.prediction.peak_memory_bytes) if t.plan else "",
             str(t.plan.num_micro_batches) if t.plan else "",
         )
-        for t in found.trials
+        for t in search.trials
     ]
     header = ("batch", "step", "MFU", f"{_what(fastest)}/s", "memory", "micro-batches")
     return Group(*lines, columns("Tried", header, rows, right=range(len(header)), narrow=True))
@@ -244,34 +244,34 @@ SLOWER = (0.8, 1.0, 1.25, 1.5)
 """Step times as multiples of the predicted ones for which the choice is worked out again."""
 
 
-def sizing_table(found: Sizing) -> Group:
+def sizing_table(sizing: Sizing) -> Group:
     """The choice, what it becomes if predictions are off, and all that was planned."""
-    goal = f"{found.model}: {format_count(found.tokens)} tokens in {found.by_s / _DAY_S:g} days, batch {found.global_batch}"
+    goal = f"{sizing.model}: {format_count(sizing.tokens)} tokens in {sizing.by_s / _DAY_S:g} days, batch {sizing.global_batch}"
     lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
-    fewest, choice = found.fewest, found.choice()
+    fewest, choice = sizing.fewest, sizing.choice()
     lines.append(Text(f"  fewest hosts that fit  {_named(fewest) if fewest else 'none that was tried'}"))
-    best = "cheapest in time" if found.prices else "fewest hosts in time"
+    best = "cheapest in time" if sizing.prices else "fewest hosts in time"
     lines.append(Text(f"  {best.ljust(22)} {_named(choice) if choice else 'none that was tried'}"))
     lines += [Text(""), Text("If steps take more or less than predicted", style="bold")]
     for slower in SLOWER:
         if slower != 1.0:
-            option = found.choice(slower)
+            option = sizing.choice(slower)
             text = _named(option, slower) if option else "none that was tried is in time"
             lines.append(Padding(Text(f"{slower:g}x: {text}"), (0, 0, 0, 2)))
     lines.append(Text(""))
-    priced = any(o.cost is not None for o in found.options)
+    priced = any(o.cost is not None for o in sizing.options)
     header = ["cluster", "step", "MFU", "days", "in time", *(["per hour", "cost"] if priced else [])]
     rows = []
-    for o in found.options:
+    for o in sizing.options:
         row = [o.cluster, "does not fit", "", "", ""]
         if o.plan and o.training_s is not None:
-            in_time = "yes" if o.training_s <= found.by_s else "no"
+            in_time = "yes" if o.training_s <= sizing.by_s else "no"
             step = format_seconds(o.plan.prediction.step_time_s)
             row = [o.cluster, step, _percent(mfu(o.plan)), f"{o.training_s / _DAY_S:.1f}", in_time]
         money = [_money(o.price_per_hour), _money(o.cost)] if priced else []
         rows.append([*row, *money])
     right = [1, 2, 3, *([5, 6] if priced else [])]
-    rest = [Text(f"Prices: {found.prices}")] if found.prices else []
+    rest = [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
 
 

@@ -30,15 +30,15 @@ def planned_trace(plan: Plan) -> Trace:
 
 
 def _costs(plan: Plan) -> StageCosts:
-    found = [stage.prediction for stage in plan.stages if stage.prediction]
-    weights = np.array([p.weight_gradient_s for p in found])
-    nothing = np.zeros(len(found))
+    predictions = [stage.prediction for stage in plan.stages if stage.prediction]
+    weights = np.array([p.weight_gradient_s for p in predictions])
+    nothing = np.zeros(len(predictions))
     return StageCosts(
-        forward_s=np.array([p.forward_s for p in found]),
-        backward_input_s=np.maximum(np.array([p.backward_s for p in found]) - weights, 0.0),
+        forward_s=np.array([p.forward_s for p in predictions]),
+        backward_input_s=np.maximum(np.array([p.backward_s for p in predictions]) - weights, 0.0),
         backward_weight_s=weights,
-        update_s=np.array([p.update_s for p in found]),
-        transfer_s=np.array([p.transfer_s for p in found[:-1]]),
+        update_s=np.array([p.update_s for p in predictions]),
+        transfer_s=np.array([p.transfer_s for p in predictions[:-1]]),
         state_bytes=nothing,
         in_flight_bytes=nothing,
         working_bytes=nothing,
@@ -79,14 +79,14 @@ def _transfers(times: PipelineTimes) -> list[TraceEvent]:
 
 def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) -> list[TraceEvent]:
     """Stage by stage behind everything that keeps a submesh busy."""
-    found = []
+    updates = []
     for submesh in range(schedule.num_submeshes):
         now = max((e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0)
         if not costs.overlaps_transfers:
             now = max([now, *(e.end_s for e in events if e.lane != "compute" and _touches(schedule, e, submesh))])
         for stage in schedule.stages_of(submesh):
             end = now + float(costs.update_s[stage])
-            found.append(
+            updates.append(
                 TraceEvent(
                     kind="update",
                     lane="compute",
@@ -98,7 +98,7 @@ def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) ->
                 )
             )
             now = end
-    return found
+    return updates
 
 
 def _touches(schedule: Schedule, event: TraceEvent, submesh: int) -> bool:

@@ -22,10 +22,10 @@ def default_cache() -> Path:
 def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
     """The answer cached under a key; None if there is none that can be read."""
     try:
-        found: dict[str, Any] = json.loads((folder / f"{key}.json").read_text())
+        answer: dict[str, Any] = json.loads((folder / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return answer
 
 
 def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> str:

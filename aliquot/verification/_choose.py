@@ -40,38 +40,38 @@ def first_that_fits(
             raise _none(
                 failed, f"With a limit corrected by that, none is left: {str(error).partition(chr(10))[0]}"
             ) from None
-        found = check(plan)
-        if found.fits:
-            return _noted(plan, found, failed)
-        failed.append((plan, found))
-        compiled = found.compiled_bytes
-        available = found.limit_bytes or plan.prediction.memory_limit_bytes
+        verified = check(plan)
+        if verified.fits:
+            return _noted(plan, verified, failed)
+        failed.append((plan, verified))
+        compiled = verified.compiled_bytes
+        available = verified.limit_bytes or plan.prediction.memory_limit_bytes
         # Below this plan's own prediction, so that it is not proposed again.
         limit = plan.prediction.peak_memory_bytes * min(available / compiled, 0.99)
     raise _none(failed, f"No more than {tries} were compiled.")
 
 
-def compiled_figures(found: Verification) -> CompiledFigures:
+def compiled_figures(verified: Verification) -> CompiledFigures:
     """The figures of a compilation that a plan keeps."""
-    worst = max(found.stages, key=lambda stage: stage.compiled_bytes)
+    worst = max(verified.stages, key=lambda stage: stage.compiled_bytes)
     c = worst.compiled
     return CompiledFigures(
-        target=found.target.name,
-        fits=found.fits,
-        peak_memory_bytes=found.compiled_bytes,
+        target=verified.target.name,
+        fits=verified.fits,
+        peak_memory_bytes=verified.compiled_bytes,
         memory_bytes={
             "arguments": float(c.argument_bytes),
             "outputs": float(c.output_bytes),
             "temporaries": float(c.temp_bytes),
             "aliases": float(c.alias_bytes),
         },
-        unintended=tuple(str(each) for stage in found.stages for each in stage.unintended),
-        compile_s=sum(stage.compiled.compile_s for stage in found.stages),
+        unintended=tuple(str(each) for stage in verified.stages for each in stage.unintended),
+        compile_s=sum(stage.compiled.compile_s for stage in verified.stages),
     )
 
 
-def _noted(plan: Plan, found: Verification, failed: Sequence[tuple[Plan, Verification]]) -> Plan:
-    figures = compiled_figures(found)
+def _noted(plan: Plan, verified: Verification, failed: Sequence[tuple[Plan, Verification]]) -> Plan:
+    figures = compiled_figures(verified)
     notes = [
         f"Compiled for {figures.target}: {format_bytes(figures.peak_memory_bytes)} on each device, "
         f"{format_bytes(plan.prediction.peak_memory_bytes)} were predicted."
@@ -92,11 +92,11 @@ def _none(failed: Sequence[tuple[Plan, Verification]], why: str) -> InfeasibleEr
     )
 
 
-def _line(plan: Plan, found: Verification) -> str:
+def _line(plan: Plan, verified: Verification) -> str:
     mesh = "x".join(map(str, plan.stages[0].mesh_shape))
     where = f"on a mesh {mesh}" if len(plan.stages) == 1 else f"in {len(plan.stages)} stages"
-    compiled = found.compiled_bytes
-    limit = f" of {format_bytes(found.limit_bytes)}" if found.limit_bytes is not None else ""
+    compiled = verified.compiled_bytes
+    limit = f" of {format_bytes(verified.limit_bytes)}" if verified.limit_bytes is not None else ""
     return (
         f"{plan.method} {where} needs {format_bytes(compiled)}{limit}, "
         f"{format_bytes(plan.prediction.peak_memory_bytes)} were predicted"

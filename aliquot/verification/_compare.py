@@ -81,7 +81,7 @@ def compare_collectives(
             row = rows.setdefault((use.kind, tuple(use.axes)), [0.0] * 4)
             row[side] += use.count
             row[2 + side] += use.num_bytes
-    found = [
+    comparisons = [
         CollectiveComparison(
             kind=kind,
             axes=axes,
@@ -92,7 +92,7 @@ def compare_collectives(
         )
         for (kind, axes), row in rows.items()
     ]
-    return tuple(sorted(found, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)))
+    return tuple(sorted(comparisons, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)))
 
 
 def unintended_collectives(
@@ -132,7 +132,7 @@ def unintended_collectives(
             spared = max(0.0, num_bytes - sum(each.num_bytes for each in groups.get((kind, axes), ())))
             half = "reduce-scatter", axes
             budget[half] = budget.get(half, 0.0) + spared / math.prod(axis_sizes[a] for a in axes)
-    found: dict[tuple[str, tuple[str, ...], str], list[CompiledCollective]] = {}
+    by_cause: dict[tuple[str, tuple[str, ...], str], list[CompiledCollective]] = {}
     for key, members in groups.items():
         allowed = budget.get(key, 0.0)
         excess = sum(each.num_bytes for each in members) - allowed
@@ -143,7 +143,7 @@ def unintended_collectives(
         for each in order:
             if excess <= least:
                 break
-            found.setdefault((*key, _cause(each.label, paths)), []).append(each)
+            by_cause.setdefault((*key, _cause(each.label, paths)), []).append(each)
             excess -= each.num_bytes
     summed = [
         UnintendedCollective(
@@ -154,7 +154,7 @@ def unintended_collectives(
             dtype=members[0].dtype,
             cause=cause,
         )
-        for (kind, axes, cause), members in found.items()
+        for (kind, axes, cause), members in by_cause.items()
     ]
     return tuple(sorted(summed, key=lambda each: (-each.num_bytes, each.kind, each.axes, each.cause)))
 

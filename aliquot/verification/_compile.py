@@ -143,15 +143,15 @@ class Compiler:
 
 def _environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
     """The compiling process's environment: the user's own flags for the compiler stay, as they would on the cluster."""
-    own = require_compiler(target)
+    variables = require_compiler(target)
     # Of a flag that is given twice the last counts.
-    flags = own.get("XLA_FLAGS", "").split()
+    flags = variables.get("XLA_FLAGS", "").split()
     flags += [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _DEVICE_COUNT]
     if target.kind == "cpu":
         flags.append(f"{_DEVICE_COUNT}={num_devices}")
     # Where this package and the compiler were found, they must be found again.
     paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
-    return {**os.environ, **own, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    return {**os.environ, **variables, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
 
 
 def _key(program: PortableProgram, target: CompileTarget, topology: str, environment: Mapping[str, str]) -> str:

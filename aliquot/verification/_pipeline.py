@@ -61,11 +61,18 @@ def verify_pipeline(
         for value in [step.graph.values[item.value]]
     ]
     every = range(len(plan.stages))
-    found = []
+    verified = []
     for number in every:
-        own = [k for k, export in enumerate(exports) if export.stage == number and export.runs]
-        found.append(
-            _stage(plan, number, inputs, [exports[k] for k in own], [programs[k] for k in own], memory([number]))
+        positions = [k for k, export in enumerate(exports) if export.stage == number and export.runs]
+        verified.append(
+            _stage(
+                plan,
+                number,
+                inputs,
+                [exports[k] for k in positions],
+                [programs[k] for k in positions],
+                memory([number]),
+            )
         )
     together = [[k for k in every if pipeline.schedule.submesh_of(k) == s] for s in range(plan.num_submeshes)]
     return Verification(
@@ -74,9 +81,10 @@ def verify_pipeline(
         limit_bytes=chosen.limit_bytes,
         predicted_step_time_s=plan.prediction.step_time_s,
         predicted_compute_s=plan.prediction.compute_s,
-        stages=tuple(found),
+        stages=tuple(verified),
         submesh_bytes=tuple(
-            max([float(memory(stages).peak_bytes), *(found[k].compiled_bytes for k in stages)]) for stages in together
+            max([float(memory(stages).peak_bytes), *(verified[k].compiled_bytes for k in stages)])
+            for stages in together
         ),
         remarks=remarks_on(cluster, chosen, [p.compiled for p in programs]),
     )
@@ -93,23 +101,23 @@ def _compile_all(
     plan: Plan, exports: Sequence[StageExport], cluster: Cluster, target: CompileTarget, compiler: Compiler
 ) -> list[ProgramVerification]:
     """Every program, in order: what one leaves, split as its compiler chose, is what the next one takes."""
-    found: list[ProgramVerification] = []
+    verified: list[ProgramVerification] = []
     known: dict[tuple[str, int], ProgramVerification] = {}
     for export in exports:
         if not export.runs:
-            found.append(ProgramVerification(name=export.name, runs=0, compiled=CompiledProgram(target=target)))
+            verified.append(ProgramVerification(name=export.name, runs=0, compiled=CompiledProgram(target=target)))
             continue
         stage = plan.stages[export.stage]
         per_host = _devices_per_host(stage, cluster.devices_per_host)
-        program = _with_splits(portable_stage(export, stage, target.platform), export, found)
+        program = _with_splits(portable_stage(export, stage, target.platform), export, verified)
         same = known.get((program.fingerprint, per_host))
         if same is None:
             compiled = compiler.compile(program, devices_per_host=per_host, name=export.name)
-            found.append(ProgramVerification(name=export.name, runs=export.runs, compiled=compiled))
-            known[program.fingerprint, per_host] = found[-1]
+            verified.append(ProgramVerification(name=export.name, runs=export.runs, compiled=compiled))
+            known[program.fingerprint, per_host] = verified[-1]
         else:
-            found.append(replace(same, name=export.name, runs=export.runs, same_as=same.name))
-    return found
+            verified.append(replace(same, name=export.name, runs=export.runs, same_as=same.name))
+    return verified
 
 
 def _with_splits(
@@ -118,9 +126,9 @@ def _with_splits(
     dims = list(program.in_dims)
     for position, source in enumerate(export.sources):
         if source is not None:
-            made, output = source
+            producer, output = source
             # What was refused says nothing about its results: their split stays open.
-            chosen = earlier[made].compiled.out_dims
+            chosen = earlier[producer].compiled.out_dims
             dims[position] = chosen[output] if chosen else None
     return replace(program, in_dims=tuple(dims))
 
@@ -174,7 +182,7 @@ def _together(
 ) -> CompiledProgram:
     """The programs of a stage as one account, at the moment when its devices hold most."""
     arguments, temporaries = memory.parts["arguments"], memory.parts["temporaries"]
-    own = [p.compiled for p in programs if not p.same_as]
+    compiled_programs = [p.compiled for p in programs if not p.same_as]
     return CompiledProgram(
         target=programs[0].compiled.target,
         argument_bytes=arguments,
@@ -183,9 +191,9 @@ def _together(
         needed_bytes=max((c.needed_bytes or 0.0 for c in refused), default=None),
         collectives=tuple(used),
         cycles=sum(p.runs * p.compiled.cycles for p in programs),
-        compile_s=sum(c.compile_s for c in own),
+        compile_s=sum(c.compile_s for c in compiled_programs),
         refusal=refused[0].refusal if refused else "",
-        cached=all(c.cached for c in own),
+        cached=all(c.cached for c in compiled_programs),
     )
 
 

@@ -159,10 +159,10 @@ def _died(
 
 def _refused(error: str, message: str, words: str, target: CompileTarget, report: Path) -> dict[str, Any]:
     """The answer if the program is too big for the device; otherwise an error."""
-    found = _OUT_OF_MEMORY.search(message)
-    if "RESOURCE_EXHAUSTED" in message and found:
-        scale = 1024 ** ("KMGT".index(found.group(2).upper()) + 1)
-        return {"refusal": message.strip().partition("\n")[0][:300], "needed_bytes": float(found.group(1)) * scale}
+    match = _OUT_OF_MEMORY.search(message)
+    if "RESOURCE_EXHAUSTED" in message and match:
+        scale = 1024 ** ("KMGT".index(match.group(2).upper()) + 1)
+        return {"refusal": message.strip().partition("\n")[0][:300], "needed_bytes": float(match.group(1)) * scale}
     first = message.strip().partition("\n")[0]
     if target.description and ("target_config" in message or "TextFormat" in words or "GpuTargetConfig" in message):
         raise InputError(
@@ -190,5 +190,5 @@ def _memory_bytes(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found.group(1)) * 1024 if found else 0
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(match.group(1)) * 1024 if match else 0

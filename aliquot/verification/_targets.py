@@ -50,7 +50,7 @@ class GPUDescription:
 
     def text(self) -> str:
         """The description as XLA reads it (a text proto)."""
-        own = {
+        figures = {
             name: getattr(self, name)
             for name in (
                 "core_count",
@@ -63,7 +63,7 @@ class GPUDescription:
                 "clock_rate_ghz",
             )
         }
-        fields = " ".join(f"{name}: {value}" for name, value in {**_LIMITS, **own}.items())
+        fields = " ".join(f"{name}: {value}" for name, value in {**_LIMITS, **figures}.items())
         extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
         major, minor = self.capability
         capability = f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}"
@@ -226,8 +226,8 @@ def _torus(num_devices: int, dims: int) -> tuple[int, ...]:
 def _factorisations(number: int, parts: int, least: int = 1) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(number,)] if number >= least else []
-    found = []
+    factorisations = []
     for side in range(least, math.isqrt(number) + 1):
         if number % side == 0:
-            found += [(side, *rest) for rest in _factorisations(number // side, parts - 1, side)]
-    return found
+            factorisations += [(side, *rest) for rest in _factorisations(number // side, parts - 1, side)]
+    return factorisations

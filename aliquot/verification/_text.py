@@ -73,7 +73,7 @@ class _Causes:
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> _Causes:
-        by_name = {found.group(1): line for line in lines if (found := _NAME.match(line))}
+        by_name = {match.group(1): line for line in lines if (match := _NAME.match(line))}
         tables: dict[str, list[str]] = {}
         current: list[str] | None = None
         for line in lines:
@@ -129,7 +129,7 @@ class _Causes:
     def _place(self, frame: int) -> str:
         """The innermost line of code that belongs to no library."""
         if frame not in self.places:
-            found, current = "", frame
+            place, current = "", frame
             while current in self.frames:
                 location, parent = self.frames[current]
                 file, function, line = self.locations.get(location, (0, 0, 0))
@@ -138,10 +138,10 @@ class _Causes:
                     # Whatever called us did not write the operator.
                     break
                 if path and not _LIBRARIES.search(path):
-                    found = f"{path.rsplit('/', 1)[-1]}:{line} ({self.functions.get(function, '')})"
+                    place = f"{path.rsplit('/', 1)[-1]}:{line} ({self.functions.get(function, '')})"
                     break
                 current = parent
-            self.places[frame] = found
+            self.places[frame] = place
         return self.places[frame]
 
 
@@ -173,13 +173,13 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 def reported_bytes(report: str) -> int | None:
     """Bytes of a device's main memory, which comes first in XLA's memory usage report; None if it is not in there."""
-    found = _TOTAL.search(report)
-    return int(found[1]) if found else None
+    match = _TOTAL.search(report)
+    return int(match[1]) if match else None
 
 
 def estimated_cycles(text: str) -> float:
     """Cycles that a TPU's compiler expects all instructions of a step to take, loops by their trips; 0 for others."""
-    own: dict[str, float] = {}
+    cycles: dict[str, float] = {}
     bodies: dict[str, list[tuple[str, int]]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -189,13 +189,13 @@ def estimated_cycles(text: str) -> float:
             entry = current if header.group(1) else entry
         elif current:
             if '"estimated_cycles"' in line:
-                own[current] = own.get(current, 0.0) + sum(map(int, _CYCLES.findall(line)))
+                cycles[current] = cycles.get(current, 0.0) + sum(map(int, _CYCLES.findall(line)))
             body = _BODY.search(line) if " while(" in line else None
             if body:
                 trips = _TRIPS.search(line)
                 bodies.setdefault(current, []).append((body.group(1), int(trips.group(1)) if trips else 1))
 
     def total(name: str) -> float:
-        return own.get(name, 0.0) + sum(trips * total(body) for body, trips in bodies.get(name, ()))
+        return cycles.get(name, 0.0) + sum(trips * total(body) for body, trips in bodies.get(name, ()))
 
     return total(entry)

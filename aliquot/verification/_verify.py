@@ -155,16 +155,16 @@ class Verification:
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does NOT fit"
         limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes is not None else ""
-        found = []
+        statements = []
         for number, stage in enumerate(self.stages):
             which = f"stage {number}: " if len(self.stages) > 1 else ""
-            found.append(
+            statements.append(
                 f"{which}{format_bytes(stage.compiled_bytes)}{limit} on each device (predicted "
                 f"{format_bytes(stage.predicted_bytes)}), compiled in {format_seconds(stage.compiled.compile_s)}"
             )
-            found += [f"not in the plan: {each}" for each in stage.unintended]
+            statements += [f"not in the plan: {each}" for each in stage.unintended]
         head = f"{verdict} {self.num_devices} x {self.target.name}"
-        lines = [f"{head}: {found[0]}", *found[1:]] if len(self.stages) == 1 else [head, *found]
+        lines = [f"{head}: {statements[0]}", *statements[1:]] if len(self.stages) == 1 else [head, *statements]
         return "\n".join([*lines, *self.remarks])
 
 
@@ -201,15 +201,15 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
     uses = plan.prediction.collectives
     paths = [each.path for each in plan.inputs]
     # A program that was refused has no text.
-    found = () if compiled.refusal else compiled.collectives
+    collectives = () if compiled.refusal else compiled.collectives
     return StageVerification(
         predicted_bytes=plan.prediction.peak_memory_bytes,
         predicted_parts=dict(plan.prediction.memory_bytes),
         argument_bytes=sum(group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)),
         compiled=compiled,
-        collectives=compare_collectives(uses, found) if not compiled.refusal else (),
+        collectives=compare_collectives(uses, collectives) if not compiled.refusal else (),
         unintended=unintended_collectives(
-            uses, found, paths, dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+            uses, collectives, paths, dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
         ),
     )
 

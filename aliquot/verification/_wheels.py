@@ -42,11 +42,11 @@ _UNTUNED = {"--xla_gpu_enable_triton_gemm": "false"}
 def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
     jax_version = version("jax")
     fitting = f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
-    found = {name: _version(name) for name in _GPU_PACKAGES}
-    missing = [name for name, number in found.items() if number is None]
+    versions = {name: _version(name) for name in _GPU_PACKAGES}
+    missing = [name for name, number in versions.items() if number is None]
     if missing:
         raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
-    wrong = [f"{name} {found[name]}" for name in _GPU_PACKAGES[:2] if found[name] != jax_version]
+    wrong = [f"{name} {versions[name]}" for name in _GPU_PACKAGES[:2] if versions[name] != jax_version]
     if wrong:
         raise CompilerMissingError(
             f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is {jax_version}: they must be the same "
@@ -74,8 +74,8 @@ def _version(package: str) -> str | None:
 
 def _cuda_folder() -> Path | None:
     try:
-        found = importlib.util.find_spec("nvidia.cuda_nvcc")
+        module_spec = importlib.util.find_spec("nvidia.cuda_nvcc")
     except ModuleNotFoundError:
         return None
-    places = list(found.submodule_search_locations or ()) if found else []
+    places = list(module_spec.submodule_search_locations or ()) if module_spec else []
     return next((Path(place) for place in places if Path(place, "bin", "ptxas").is_file()), None)

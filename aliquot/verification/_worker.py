@@ -90,17 +90,17 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
     middle = time.perf_counter()
     compiled: Any = lowered.compile()
     compile_s = time.perf_counter() - middle
-    found = compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     text = compiled.as_text()
     names, sizes = request["axis_names"], request["mesh_shape"]
     return {
         "memory": {
-            "argument_bytes": int(found.argument_size_in_bytes),
-            "output_bytes": int(found.output_size_in_bytes),
-            "temp_bytes": int(found.temp_size_in_bytes),
-            "alias_bytes": int(found.alias_size_in_bytes),
-            "live_bytes": int(getattr(found, "peak_memory_in_bytes", 0)),
-            "code_bytes": int(found.generated_code_size_in_bytes),
+            "argument_bytes": int(memory.argument_size_in_bytes),
+            "output_bytes": int(memory.output_size_in_bytes),
+            "temp_bytes": int(memory.temp_size_in_bytes),
+            "alias_bytes": int(memory.alias_size_in_bytes),
+            "live_bytes": int(getattr(memory, "peak_memory_in_bytes", 0)),
+            "code_bytes": int(memory.generated_code_size_in_bytes),
         },
         "collectives": [
             {

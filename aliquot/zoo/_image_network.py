@@ -27,12 +27,12 @@ class ImageNetwork(AbstractNetwork):
 
     def __init__(self, config: WideResNetConfig, precision: Precision, *, recompute: str) -> None:
         shapes = list(config.bottlenecks())
-        made = {
+        networks = {
             shape: _Part(functools.partial(Bottleneck, shape, precision), recompute=recompute)
             for shape in dict.fromkeys(shapes)
         }
         self._stem = _Part(functools.partial(Stem, config, precision), recompute="none")
-        self._layers = [made[shape] for shape in shapes]
+        self._layers = [networks[shape] for shape in shapes]
         self._head = _Part(functools.partial(Head, shapes[-1].channels_out, config, precision), recompute="none")
 
     def shapes(self) -> dict[str, Tree]:
@@ -52,8 +52,8 @@ class ImageNetwork(AbstractNetwork):
         averages = state["batch_stats"]
         x, stem = self._stem.apply(params["stem"], averages["stem"], batch["images"])
         layers = []
-        for part, own, average in zip(self._layers, params["layers"], averages["layers"], strict=True):
-            x, moved = part.apply(own, average, x)
+        for part, layer_params, average in zip(self._layers, params["layers"], averages["layers"], strict=True):
+            x, moved = part.apply(layer_params, average, x)
             layers.append(moved)
         logits, _ = self._head.apply(params["head"], {}, x)
         return cross_entropy(logits, batch["labels"]), {}, {"batch_stats": {"stem": stem, "layers": layers}}
@@ -61,7 +61,7 @@ class ImageNetwork(AbstractNetwork):
     @staticmethod
     def _trees(stem: tuple[Tree, Tree], layers: list[tuple[Tree, Tree]], head: tuple[Tree, Tree]) -> dict[str, Tree]:
         return {
-            "params": {"stem": stem[0], "layers": [own for own, _ in layers], "head": head[0]},
+            "params": {"stem": stem[0], "layers": [layer_params for layer_params, _ in layers], "head": head[0]},
             "batch_stats": {"stem": stem[1], "layers": [average for _, average in layers]},
         }
 

@@ -145,8 +145,8 @@ class _Kind:
         self.apply = _once(self._block, recompute=recompute, scan=scan)
 
     def _block(self, layer: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        made = nnx.merge(self._definition, layer)(x)
-        return (made[0], [made[1]]) if isinstance(made, tuple) else (made, [])
+        outputs = nnx.merge(self._definition, layer)(x)
+        return (outputs[0], [outputs[1]]) if isinstance(outputs, tuple) else (outputs, [])
 
 
 def _make(cls: Any, config: Any, precision: Precision, key: jax.Array) -> nnx.Module:

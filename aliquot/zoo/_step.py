@@ -158,13 +158,13 @@ def _network(config: AbstractConfig, dtypes: Precision, *, recompute: str, scan:
 
 def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
     """The `model` and `overrides` from which `configuration` makes this configuration again, as short as they can be."""
-    own = as_fields(config)
+    fields = as_fields(config)
     base = MODELS.get(config.name)
     if base is None or base.family != config.family:
-        return own, {}
-    overrides = {key: value for key, value in own.items() if value != getattr(base, key)}
+        return fields, {}
+    overrides = {key: value for key, value in fields.items() if value != getattr(base, key)}
     if overrides and configure(config.name, **overrides) != config:
-        overrides = {key: value for key, value in own.items() if key not in ("name", "family")}
+        overrides = {key: value for key, value in fields.items() if key not in ("name", "family")}
     return config.name, overrides
 
 

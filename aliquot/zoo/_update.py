@@ -88,8 +88,10 @@ class Update:
         nodes, outer = jax.tree.flatten(state["opt_state"], is_leaf=like_params)
         is_cut = [like_params(node) for node in nodes]
         params = _cut(state["params"])
-        own = zip(*(_cut(n) if c else [n] * len(params) for n, c in zip(nodes, is_cut, strict=True)), strict=True)
-        opt_states = [outer.unflatten(part) for part in own] if nodes else [state["opt_state"]] * len(params)
+        node_parts = zip(
+            *(_cut(n) if c else [n] * len(params) for n, c in zip(nodes, is_cut, strict=True)), strict=True
+        )
+        opt_states = [outer.unflatten(part) for part in node_parts] if nodes else [state["opt_state"]] * len(params)
         new = [update_part(*part) for part in zip(_cut(grads), opt_states, params, strict=True)]
         new_nodes = zip(*(outer.flatten_up_to(opt_state) for _, opt_state in new), strict=True)
         joined = [_join(list(parts)) if c else parts[0] for parts, c in zip(new_nodes, is_cut, strict=True)]
