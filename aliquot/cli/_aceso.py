@@ -12,8 +12,6 @@ from ..core import InputError
 from ._options import Json
 from ._session import session
 
-aceso = typer.Typer(help="Read Aceso's measured databases and judge its configurations.", no_args_is_help=True)
-
 _Database = Annotated[
     Path, typer.Option("--database", metavar="DIR", help="A folder that Aceso's profiler wrote.", show_default=False)
 ]
@@ -23,7 +21,6 @@ _Chain = Annotated[
 ]
 
 
-@aceso.command()
 def show(
     database: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that Aceso's profiler wrote.")],
     as_json: Json = False,
@@ -54,7 +51,6 @@ def show(
         say.finish({each.model: _facts(each) for each in databases})
 
 
-@aceso.command()
 def evaluate(
     configuration: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")],
     database: _Database,
@@ -69,6 +65,7 @@ def evaluate(
     """Predict iteration time and memory of a configuration with Aceso's performance model, and what its faults change."""
     from ..interop.aceso import (
         Faults,
+        Judge,
         built_in_chains,
         evaluate_configuration,
         load_database,
@@ -96,7 +93,9 @@ def evaluate(
         measured = load_database(database, f"{read.model_name}_{read.model_size}")
 
         def judge(faults: Faults) -> Any:
-            return evaluate_configuration(read, operators, measured, gpus_per_node=gpus_per_node, faults=faults)
+            return evaluate_configuration(
+                read, operators, measured, gpus_per_node=gpus_per_node, judge=Judge(name="aceso", faults=faults)
+            )
 
         performance = judge(Faults())
         mended = {f.name: judge(replace(Faults(), **{f.name: False})) for f in fields(Faults)}

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ._aceso import aceso
+from ._aceso import evaluate, show
+from ._aceso_search import faults, search
 from ._catalog import clusters, models
 from ._cluster import cluster
 from ._compare import compare
@@ -30,7 +31,10 @@ app = typer.Typer(
 )
 for _verb in (demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
-app.add_typer(aceso, name="aceso")
+_aceso = typer.Typer(help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True)
+for _aceso_verb in (show, evaluate, search, faults):
+    _aceso.command(_aceso_verb.__name__)(_aceso_verb)
+app.add_typer(_aceso, name="aceso")
 
 
 def _print_version(asked: bool) -> None:

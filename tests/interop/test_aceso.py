@@ -12,6 +12,7 @@ from interop.aceso_files import write_chain, write_database, write_toy_configura
 from aliquot.core import InputError
 from aliquot.interop.aceso import (
     Faults,
+    Judge,
     built_in_chains,
     configuration_to_dict,
     evaluate_configuration,
@@ -41,7 +42,7 @@ def judged(files, **mended):
         make_chain(read_chain(chain), read.settings),
         load_database(database, "toy_1B"),
         gpus_per_node=4,
-        faults=Faults(**mended),
+        judge=Judge(name="aceso", faults=Faults(**mended)),
     )
 
 

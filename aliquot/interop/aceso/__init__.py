@@ -13,7 +13,11 @@ from ._configuration import write_configuration as write_configuration
 from ._database import Database as Database
 from ._database import load_database as load_database
 from ._database import models_in as models_in
+from ._judge import ACESO as ACESO
+from ._judge import JUDGES as JUDGES
+from ._judge import Faults as Faults
+from ._judge import Judge as Judge
+from ._judge import find_judge as find_judge
 from ._performance import Estimate as Estimate
-from ._performance import Faults as Faults
 from ._performance import StageEstimate as StageEstimate
 from ._performance import evaluate_configuration as evaluate_configuration

@@ -26,6 +26,7 @@ class Operator:
         never_recomputed: whether Aceso's greedy choice leaves it alone.
         kept_share: of its measured activations, what is kept: buffers that neighbours share are counted once.
         layouts: for each algorithm, what it takes and what it gives.
+        chooses_algorithm: whether algorithms but the first are its own choice; the database has rows for all of them.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Operator:
     never_recomputed: bool
     kept_share: float
     layouts: tuple[tuple[Layout, Layout], ...]
+    chooses_algorithm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
                 never_recomputed=matches(name, description.get("never_recomputed", ())),
                 kept_share=share(name),
                 layouts=tuple((tuple(a), tuple(b)) for a, b in layouts.get(name, [[usual, usual]])),
+                chooses_algorithm=len(layouts.get(name, ())) > 1
+                or matches(name, description.get("chooses_algorithm", ())),
             )
             for name in names
         ),

@@ -83,7 +83,7 @@ def read_configuration(path: Path) -> Configuration:
         for k in range(content["num_stages"])
     )
     own = {"model_name", "model_size", "global_batch_size", "micro_batch_size", "num_stages", "num_gpus"}
-    own |= {"num_ops_in_each_stage", "checkpoint_activations", *_LISTS.values()}
+    own |= {"num_ops_in_each_stage", "checkpoint_activations", "resharding_stages", *_LISTS.values()}
     return Configuration(
         model_name=str(content["model_name"]),
         model_size=str(content["model_size"]),

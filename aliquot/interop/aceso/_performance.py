@@ -1,7 +1,6 @@
 """Aceso's performance model: iteration time and memory of each stage, from the database alone.
 
-Every formula is Aceso's own, faults included; each fault is a flag, so that what it costs can be seen. The model knows no
-synchronisation of gradients between data-parallel ranks and no optimizer step.
+Every formula is Aceso's own, faults included; each fault is a flag of the judge, so that what it costs can be seen.
 
 Reference: G. Liu, Y. Miao, Z. Lin, X. Shi, S. Maleki, F. Yang, Y. Bao, S. Wang, "Aceso: Efficient Parallel DNN Training through
 Iterative Bottleneck Alleviation", EuroSys 2024, and the performance model of its artifact.
@@ -20,31 +19,10 @@ from ...core import InputError
 from ._chain import Layout, OperatorChain
 from ._configuration import Configuration, StageConfiguration
 from ._database import COLUMNS, Database, Transfers
+from ._judge import ACESO, Faults, Judge
 
 _COLUMN = {name: k for k, name in enumerate(COLUMNS)}
 _NO_COLLECTIVE_MS = 100_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """What Aceso's performance model gets wrong. All are on by default; each can be mended alone.
-
-    Attributes:
-        exit_by_first_degree: what leaves a stage has the tensor degree of the stage's first operator, not of its last.
-        coarse_bandwidths: transfers run at the bandwidth of the next smaller measured size, and those below 1 MiB at one
-            from the other end of the table; mended, bandwidths are interpolated and small messages take the smallest's.
-        exact_collectives: a collective of a size that was not measured takes 100 s; mended, times are interpolated.
-        uncapped_in_flight: a stage holds a micro-batch for each stage behind it, even if there are not so many.
-        last_reserved_ignored: what the last operator of a stage reserves does not count.
-        partial_batch_dropped: micro-batches that do not divide the batch drop the rest; mended, the last one counts whole.
-    """
-
-    exit_by_first_degree: bool = True
-    coarse_bandwidths: bool = True
-    exact_collectives: bool = True
-    uncapped_in_flight: bool = True
-    last_reserved_ignored: bool = True
-    partial_batch_dropped: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,23 +72,27 @@ def evaluate_configuration(
     database: Database,
     *,
     gpus_per_node: int,
-    faults: Faults | None = None,
+    judge: Judge = ACESO,
 ) -> Estimate:
-    """Iteration time and memory as Aceso predicts them.
+    """Iteration time and memory as the judge predicts them.
 
     Raises:
         InputError: the configuration does not fit the chain, or needs a micro-batch, degree or algorithm that was never
             measured; lists what was.
     """
-    faults = faults or Faults()
+    faults = judge.faults
     if configuration.num_operators != len(chain.operators):
         raise InputError(
             f"The configuration has {configuration.num_operators} operators in its stages, and the chain has "
             f"{len(chain.operators)}."
         )
     _require_measured(configuration, chain, database)
-    batches = configuration.global_batch / configuration.micro_batch
-    count = math.floor(batches) if faults.partial_batch_dropped else math.ceil(batches)
+    count = judge.num_micro_batches(configuration.global_batch, configuration.micro_batch)
+    if count < 1:
+        raise InputError(
+            f"The micro-batch of {configuration.micro_batch} samples is larger than the global batch of "
+            f"{configuration.global_batch}."
+        )
     missing: list[str] = []
     figures: list[tuple[float, float, StageEstimate]] = []
     first = device = 0
@@ -122,10 +104,10 @@ def evaluate_configuration(
         device += stage.num_devices
         leaves = database.between_nodes if device % gpus_per_node == 0 else database.within_nodes
         compute, transfer = view.compute_ms(), view.transfer_ms(enters, leaves, faults, missing)
-        behind = len(configuration.stages) - 1 - k
-        if not faults.uncapped_in_flight:
-            behind = min(behind, count - 1)
-        figures.append((compute, transfer, view.memory(behind, faults)))
+        if judge.counts_update:
+            compute += view.update_ms(judge) / count
+        held = judge.in_flight(len(configuration.stages) - 1 - k, count)
+        figures.append((compute, transfer, view.memory(held, faults)))
         first += len(stage.tensor)
     total = sum(compute + transfer for compute, transfer, _ in figures)
     stages = tuple(
@@ -212,9 +194,7 @@ class _StageView:
             operator, batch, _, algorithm = (axis[-1] for axis in self._index)
             first = self._index[2][0]
             given = float(self._database.table[operator, batch, first, algorithm, _COLUMN["output_size"]])
-        seconds = _transfer_us(float(self.column("input_size")[0]), enters, faults) + _transfer_us(
-            given, leaves, faults
-        )
+        seconds = transfer_us(float(self.column("input_size")[0]), enters, faults) + transfer_us(given, leaves, faults)
         inside = self._resharding_ms(faults, missing) if self._chain.resharding else 0.0
         return seconds / 1000 + inside
 
@@ -225,8 +205,8 @@ class _StageView:
             given, taken = self._layout(k - 1, 1), self._layout(k, 0)
             if given == taken:
                 continue
-            for kind, devices in _collectives_between(given, taken):
-                total += _collective_ms(self._database, kind, devices, float(sizes[k]), faults, missing)
+            for kind, devices in collectives_between(given, taken):
+                total += collective_ms(self._database, kind, devices, float(sizes[k]), faults, missing)
         return total
 
     def _layout(self, k: int, side: int) -> tuple[int, ...]:
@@ -235,8 +215,15 @@ class _StageView:
         degrees = {"1": 1, "tp": self._stage.tensor[k], "dp": self._stage.data[k]}
         return tuple(degrees[part] for part in layout)
 
-    def memory(self, behind: int, faults: Faults) -> StageEstimate:
-        """Bytes of one device, in MiB, with so many stages behind this one."""
+    def update_ms(self, judge: Judge) -> float:
+        """Synchronisation of gradients between data-parallel ranks, and the optimizer step: once in a step."""
+        per_mb = [
+            judge.update_us_per_mb(self._database, degree, self._chain.copies_of_weights) for degree in self._stage.data
+        ]
+        return float((self.column("weights") * np.array(per_mb)).sum()) / 1000
+
+    def memory(self, in_flight: int, faults: Faults) -> StageEstimate:
+        """Memory of one device, in MiB, that holds so many micro-batches."""
         weights = float(self.column("weights").sum())
         kept = self.column("activations") * np.array([o.kept_share for o in self._operators])
         saved, peak = self._recomputed(kept)
@@ -248,7 +235,7 @@ class _StageView:
             transfer_ms=0.0,
             busy_ms=0.0,
             state_mb=self._chain.copies_of_weights * weights,
-            activations_mb=held * (behind + 1) + peak,
+            activations_mb=held * in_flight + peak,
             reserved_mb=max(reserved, weights),
         )
 
@@ -267,7 +254,7 @@ class _StageView:
         return saved, peak
 
 
-def _transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:
+def transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:
     """Microseconds of a message between stages."""
     if size_mb <= 0:
         return 0.0
@@ -281,7 +268,7 @@ def _transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:
     return size_mb / (bandwidth * 0.001)
 
 
-def _collectives_between(given: Sequence[int], taken: Sequence[int]) -> list[tuple[str, int]]:
+def collectives_between(given: Sequence[int], taken: Sequence[int]) -> list[tuple[str, int]]:
     """Collectives of the forward and of the backward pass where an array is laid out anew; slicing costs nothing.
 
     Layouts are the number of replicas, then into how many parts each dim is cut.
@@ -299,7 +286,7 @@ def _collectives_between(given: Sequence[int], taken: Sequence[int]) -> list[tup
     return found
 
 
-def _collective_ms(
+def collective_ms(
     database: Database, kind: str, devices: int, size_mb: float, faults: Faults, missing: list[str]
 ) -> float:
     times: Mapping[int, float] = database.collectives.get((kind, devices), {})

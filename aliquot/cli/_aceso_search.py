@@ -1,0 +1,351 @@
+"""`aliquot aceso search` and `faults`: the best configuration over a measured database."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..core import InfeasibleError, InputError
+from ._interrupts import INTERRUPTED as INTERRUPTED_CODE
+from ._options import Json
+from ._session import Session, session
+
+if TYPE_CHECKING:
+    from ..interop.aceso import Configuration, Estimate
+    from ..interop.aceso.search import OnProgress, SearchProblem, SearchResult
+
+_Database = Annotated[
+    Path, typer.Option("--database", metavar="DIR", help="A folder that Aceso's profiler wrote.", show_default=False)
+]
+_Model = Annotated[str, typer.Option("--model", help="Family: gpt, t5, resnet, or as the files of the database say.")]
+_Size = Annotated[str, typer.Option("--size", help="Size, as in the names of the database's files.")]
+_Nodes = Annotated[int, typer.Option("--nodes", help="Number of nodes.")]
+_PerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.")]
+_Batch = Annotated[int, typer.Option("--global-batch", help="Samples in a step.")]
+_Limit = Annotated[float, typer.Option("--memory-limit-mb", help="MiB that a device may use.")]
+_MicroBatches = Annotated[
+    str, typer.Option("--micro-batch-sizes", metavar="LIST", help="Samples of a micro-batch, such as 1,2,4,8.")
+]
+_Chain = Annotated[
+    Path | None,
+    typer.Option("--chain", metavar="FILE", help="A TOML file that says which operators follow one another."),
+]
+_Layers = Annotated[int | None, typer.Option("--num-layers", help="Layers, instead of what the size says.")]
+
+
+def search(
+    database: _Database,
+    model: _Model,
+    size: _Size,
+    global_batch: _Batch,
+    memory_limit_mb: _Limit,
+    micro_batch_sizes: _MicroBatches,
+    nodes: _Nodes = 1,
+    gpus_per_node: _PerNode = 8,
+    planner: Annotated[
+        str, typer.Option("--planner", help="auto, exact, bottleneck or grid; auto runs all of them.")
+    ] = "auto",
+    judge: Annotated[
+        str,
+        typer.Option("--judge", help="aceso: its performance model. aliquot: its faults mended, the update counted."),
+    ] = "aceso",
+    max_hops: Annotated[int, typer.Option("--max-hops", min=1, help="Moves in a row of the bottleneck planner.")] = 7,
+    budget_s: Annotated[
+        float | None, typer.Option("--budget-s", min=0.1, help="Seconds after which the best so far is the answer.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many distinct configurations to return.")] = 1,
+    chain: _Chain = None,
+    num_layers: _Layers = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write the configuration, in Aceso's JSON; with --top also FILE.2, ..."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Search for the fastest configuration that fits, and say how far from the optimum it can be."""
+    from ..interop.aceso import configuration_to_dict, find_judge, write_configuration
+    from ..interop.aceso.search import INTERRUPTED, read_problem
+
+    with session(as_json) as say:
+        problem, left_out = read_problem(
+            database,
+            model=model,
+            size=size,
+            num_nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            global_batch=global_batch,
+            memory_limit_mb=memory_limit_mb,
+            micro_batches=_numbers(micro_batch_sizes),
+            judge=find_judge(judge),
+            chain=chain,
+            num_layers=num_layers,
+        )
+        chosen = _planner(planner, max_hops=max_hops, budget_s=budget_s, keep=top)
+        with _progress(say) as report:
+            result = chosen.search(problem, on_progress=report)
+        if not result.best:
+            if result.ended == INTERRUPTED:
+                say.note("interrupted before anything was found; nothing was written.")
+                raise typer.Exit(INTERRUPTED_CODE)
+            raise _nothing_fits(problem)
+        for rank, (configuration, _) in enumerate(result.best, start=1):
+            if out is not None:
+                path = out if rank == 1 else out.with_name(f"{out.stem}.{rank}{out.suffix}")
+                write_configuration(configuration, path)
+        best, estimate = result.best[0]
+        missing = [*left_out, *problem.database.missing, *estimate.missing]
+        _show(say, problem, result, missing)
+        if out is not None:
+            say.show(f"written to {out}")
+        say.finish(
+            {
+                **_figures(result),
+                "stage_time_ms": [stage.busy_ms for stage in estimate.stages],
+                "stage_memory_mb": [stage.memory_mb for stage in estimate.stages],
+                "config": configuration_to_dict(best),
+                "top": [
+                    {"iteration_time_ms": each.iteration_time_ms, "config": configuration_to_dict(configuration)}
+                    for configuration, each in result.best
+                ],
+                "missing": missing,
+                "judge": judge,
+            }
+        )
+        if result.ended == INTERRUPTED:
+            say.note("interrupted; this is the best so far.")
+            raise typer.Exit(INTERRUPTED_CODE)
+
+
+def faults(
+    database: _Database,
+    model: _Model,
+    size: _Size,
+    global_batch: _Batch,
+    memory_limit_mb: _Limit,
+    micro_batch_sizes: _MicroBatches,
+    nodes: _Nodes = 1,
+    gpus_per_node: _PerNode = 8,
+    chain: _Chain = None,
+    num_layers: _Layers = None,
+    as_json: Json = False,
+) -> None:
+    """Show what each fault of Aceso's performance model costs.
+
+    The configuration that wins with all faults is judged with one of them mended, beside the one that wins then.
+    """
+    from ..interop.aceso import ACESO, Faults
+    from ..interop.aceso.search import Auto, read_problem
+    from ..report import columns
+
+    with session(as_json) as say:
+        problem, _ = read_problem(
+            database,
+            model=model,
+            size=size,
+            num_nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            global_batch=global_batch,
+            memory_limit_mb=memory_limit_mb,
+            micro_batches=_numbers(micro_batch_sizes),
+            judge=ACESO,
+            chain=chain,
+            num_layers=num_layers,
+        )
+        with _progress(say) as report:
+            base = Auto().search(problem, on_progress=report)
+            if not base.best:
+                raise _nothing_fits(problem)
+            winner, with_faults = base.best[0]
+            answer: dict[str, Any] = {}
+            rows = []
+            for fault in fields(Faults):
+                judge = replace(ACESO, faults=replace(Faults(), **{fault.name: False}))
+                mended = replace(problem, judge=judge)
+                judged = mended.evaluate(winner)
+                fullest = max(stage.memory_mb for stage in judged.stages)
+                other = Auto().search(mended, start=[winner], on_progress=report)
+                best_ms = other.best[0][1].iteration_time_ms if other.best else float("nan")
+                fits = fullest <= memory_limit_mb + 1e-6
+                cost = judged.iteration_time_ms / best_ms - 1
+                answer[fault.name] = {
+                    "winner_ms": judged.iteration_time_ms,
+                    "winner_fits": fits,
+                    "best_ms": best_ms,
+                    "cost": cost,
+                }
+                rows.append(
+                    (
+                        fault.name,
+                        f"{judged.iteration_time_ms:,.2f}",
+                        "" if fits else f"no: {fullest:,.0f} MiB",
+                        f"{best_ms:,.2f}",
+                        f"{cost:+.2%}",
+                    )
+                )
+        say.show(
+            f"with all faults  {with_faults.iteration_time_ms:,.2f} ms is the best; what it is worth with one fault mended:"
+        )
+        header = ("fault mended", "that configuration, ms", "fits", "the best then, ms", "the fault costs")
+        say.show(columns("What each fault of the performance model costs", header, rows, right=(1, 3, 4)))
+        say.finish({"iteration_time_ms": with_faults.iteration_time_ms, "faults": answer})
+
+
+def _planner(name: str, *, max_hops: int, budget_s: float | None, keep: int) -> Any:
+    from ..interop.aceso.search import PLANNERS, Auto, Bottleneck, Exact, Grid
+
+    makers: dict[str, Callable[[], Any]] = {
+        "auto": lambda: Auto(
+            bottleneck=replace(Auto().bottleneck, max_hops=max_hops, keep=max(3, keep)),
+            exact=Exact(budget_s=budget_s, keep=keep),
+        ),
+        "exact": lambda: Exact(budget_s=budget_s, keep=keep),
+        "bottleneck": lambda: Bottleneck(max_hops=max_hops, keep=keep),
+        "grid": lambda: Grid(keep=keep),
+    }
+    if name not in makers:
+        raise InputError(f"There is no planner {name!r}. Planners are {', '.join(PLANNERS)}.")
+    return makers[name]()
+
+
+@contextlib.contextmanager
+def _progress(say: Session) -> Iterator[OnProgress]:
+    """One changing line in a terminal: best, bound and gap."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with console.status("reading the database") as status:
+
+        def show(progress: Any) -> None:
+            parts = [f"best {progress.best_ms:,.1f} ms", f"{progress.scored:,} scored"]
+            if progress.bound_ms:
+                gap = max(1 - progress.bound_ms / progress.best_ms, 0.0)
+                parts[1:1] = [f"bound {progress.bound_ms:,.1f} ms", f"gap {gap:.2%}"]
+            status.update("searching: " + ", ".join(parts))
+
+        yield show
+
+
+def _nothing_fits(problem: SearchProblem) -> InfeasibleError:
+    from ..interop.aceso.search import smallest_need
+
+    need = smallest_need(problem)
+    asked = f"No configuration was found that fits {problem.memory_limit_mb:,.0f} MiB on each of {problem.num_devices} GPUs."
+    if need is None:
+        return InfeasibleError(f"{asked} None fits 64 times as much either; check the micro-batch sizes.")
+    parts = {
+        "parameters, gradients and optimizer state": need.fullest.state_mb,
+        "activations": need.fullest.activations_mb,
+        "reserved by the allocator": need.fullest.reserved_mb,
+    }
+    lines = [asked, f"The smallest that was found needs {need.limit_mb:,.0f} MiB on its fullest GPU:"]
+    lines += [f"  {name:42}{value:12,.0f} MiB" for name, value in parts.items()]
+    lines.append("What would make it fit:")
+    lines.append(f"  - --memory-limit-mb {-(-need.limit_mb // 1):.0f}")
+    if need.num_nodes is not None:
+        lines.append(f"  - --nodes {need.num_nodes}, which was tried and fits")
+    return InfeasibleError(
+        "\n".join(lines),
+        required_bytes=need.limit_mb * 2**20,
+        available_bytes=problem.memory_limit_mb * 2**20,
+        parts={name: value * 2**20 for name, value in parts.items()},
+    )
+
+
+def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: list[str]) -> None:
+    from ..report import columns
+
+    best, estimate = result.best[0]
+    seconds = estimate.iteration_time_ms / 1000
+    lines = [
+        f"iteration time  {estimate.iteration_time_ms:,.2f} ms, {best.global_batch / seconds:,.2f} samples/s "
+        f"(judge: {problem.judge.name})",
+        f"micro-batch     {best.micro_batch} samples over all ranks, {problem.num_micro_batches(best.micro_batch)} in a step",
+    ]
+    if result.lower_bound_ms:
+        lines.append(
+            f"lower bound     {result.lower_bound_ms:,.2f} ms: at most {result.gap:.2%} can be won within the space searched"
+        )
+        lines += textwrap.wrap(f"({result.space})", 100, initial_indent=" " * 16, subsequent_indent=" " * 16)
+    lines.append(
+        f"search          {result.search_s:.2f} s, best found after {result.best_found_at_s:.2f} s, "
+        f"{result.scored:,} configurations and stages scored; ended: {result.ended}"
+    )
+    say.show("\n".join(lines))
+    header = ("stage", "operators", "GPUs", "degrees (tensor x data)", "recomputed", "iteration ms", "memory MiB")
+    rows = [
+        (
+            str(k),
+            str(len(stage.tensor)),
+            str(stage.num_devices),
+            _degrees(stage.tensor, stage.data, stage.algorithm),
+            str(sum(stage.recompute)),
+            f"{own.busy_ms:,.2f}",
+            f"{own.memory_mb:,.0f}",
+        )
+        for k, (stage, own) in enumerate(zip(best.stages, estimate.stages, strict=True))
+    ]
+    say.show(columns(f"Stages, {problem.memory_limit_mb:,.0f} MiB allowed", header, rows, right=(0, 1, 2, 4, 5, 6)))
+    if len(result.best) > 1:
+        _show_others(say, result.best)
+    if missing:
+        say.note(f"{len(missing)} measurements are missing, and what needs them was left out: {missing[0]}, ...")
+
+
+def _show_others(say: Session, best: tuple[tuple[Configuration, Estimate], ...]) -> None:
+    from ..report import columns
+
+    rows = [
+        (
+            str(rank),
+            f"{estimate.iteration_time_ms:,.2f}",
+            str(configuration.micro_batch),
+            " ".join(str(stage.num_devices) for stage in configuration.stages),
+            " ".join(str(len(stage.tensor)) for stage in configuration.stages),
+        )
+        for rank, (configuration, estimate) in enumerate(best, start=1)
+    ]
+    header = ("rank", "iteration ms", "micro-batch", "GPUs of each stage", "operators of each stage")
+    say.show(columns("The best distinct configurations", header, rows, right=(0, 1, 2)))
+
+
+def _degrees(tensor: tuple[int, ...], data: tuple[int, ...], algorithm: tuple[int, ...]) -> str:
+    """Tensor and data degrees of a stage with how many operators have them, most first."""
+    counts: dict[str, int] = {}
+    for t, d, a in zip(tensor, data, algorithm, strict=True):
+        name = f"{t} x {d}" + (f" algorithm {a}" if a else "")
+        counts[name] = counts.get(name, 0) + 1
+    ranked = sorted(counts.items(), key=lambda entry: -entry[1])
+    return ranked[0][0] if len(ranked) == 1 else ", ".join(f"{name}: {count}" for name, count in ranked)
+
+
+def _figures(result: SearchResult) -> dict[str, Any]:
+    return {
+        "iteration_time_ms": result.best[0][1].iteration_time_ms,
+        "lower_bound_ms": result.lower_bound_ms,
+        "gap": result.gap if result.lower_bound_ms else None,
+        "space": result.space,
+        "search_s": result.search_s,
+        "configurations_scored": result.scored,
+        "best_found_at_s": result.best_found_at_s,
+        "ended": result.ended,
+    }
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--micro-batch-sizes must be numbers with commas between, such as 1,2,4,8; got {text!r}."
+        ) from None

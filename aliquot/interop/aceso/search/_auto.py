@@ -1,0 +1,49 @@
+"""Grid and bottleneck relief first; the exact search goes on from the best that they found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .._configuration import Configuration
+from ._bottleneck import Bottleneck
+from ._exact import Exact
+from ._grid import Grid
+from ._problem import INTERRUPTED, OnProgress, SearchProblem, SearchResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """All planners in turn.
+
+    Attributes:
+        grid, bottleneck: solved first.
+        exact: begins with what they found.
+    """
+
+    grid: Grid = Grid(keep=2)
+    bottleneck: Bottleneck = Bottleneck(keep=3, max_steps=100, polished=4, relieved=1)
+    exact: Exact = Exact()
+
+    def search(
+        self,
+        problem: SearchProblem,
+        *,
+        start: Sequence[Configuration] = (),
+        on_progress: OnProgress | None = None,
+    ) -> SearchResult:
+        """Search; times and counts are of all planners together."""
+        known, seconds, scored = list(start), 0.0, 0
+        for planner in (self.grid, self.bottleneck):
+            result = planner.search(problem, on_progress=on_progress)
+            known += [configuration for configuration, _ in result.best]
+            seconds, scored = seconds + result.search_s, scored + result.scored
+            if result.ended == INTERRUPTED:
+                return replace(result, search_s=seconds, scored=scored)
+        result = self.exact.search(problem, start=known, on_progress=on_progress)
+        return replace(
+            result,
+            search_s=seconds + result.search_s,
+            scored=scored + result.scored,
+            best_found_at_s=seconds + result.best_found_at_s,
+        )

@@ -1,0 +1,364 @@
+"""The exact search: lower bounds for every stage that could be, the best cuts under them, and those stages solved; repeated until
+the best cuts consist of solved stages or the bound is close enough.
+
+A table of bounds for each micro-batch says what every stretch of operators takes at least. The dynamic program over cuts gives
+stages whose sum no configuration beats. Solving one of them exactly raises its entry of the table, and that of the same stretch
+in other layers; whatever feasible stages come out are a configuration.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._configuration import Configuration, StageConfiguration
+from ._cuts import Cut, Cuts, CutSearch
+from ._problem import INTERRUPTED, Incumbents, OnProgress, Progress, SearchProblem, SearchResult, space_name
+from ._space import Floats, StageSpace
+from ._stage import StageAnswer, solve_stage
+from ._tables import Period, bound_stretches, find_period
+
+_COARSE_RATES = 4
+_FINE_RATES = 9
+_MOST_SPLITS = 60
+# Shares of the most labels with which a stage is solved, one after the other; without labels, by shortest paths alone.
+_EFFORTS = (0.0, 0.1, 0.4, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """Search over cuts, devices, degrees, algorithms, recomputed operators and micro-batches with a certified bound.
+
+    Attributes:
+        max_rounds: dynamic programs over cuts, of all micro-batches together.
+        max_entries: entries of tables that these go through; long chains get fewer rounds.
+        max_labels: partial stages that are kept at each operator where the gap of a stage is closed by enumeration.
+        gap: share of the best time at which the bound is close enough.
+        budget_s: seconds after which the best so far is the answer; without one, the answer depends on nothing but the question.
+        keep: how many distinct configurations to return.
+    """
+
+    max_rounds: int = 60
+    max_entries: float = 5e7
+    max_labels: int = 500
+    gap: float = 0.002
+    budget_s: float | None = None
+    keep: int = 1
+
+    def search(
+        self,
+        problem: SearchProblem,
+        *,
+        start: Sequence[Configuration] = (),
+        on_progress: OnProgress | None = None,
+    ) -> SearchResult:
+        """Search, beginning with configurations that are known."""
+        return _Search(self, problem, on_progress).run(start)
+
+
+class _Search:
+    def __init__(self, planner: Exact, problem: SearchProblem, on_progress: OnProgress | None) -> None:
+        self._planner, self._problem, self._on_progress = planner, problem, on_progress
+        self._began = time.perf_counter()
+        self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
+        # Bounds of micro-batches that further rounds would not raise.
+        self._exhausted: list[float] = []
+        self._batches: list[_MicroBatch] = []
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def run(self, start: Sequence[Configuration]) -> SearchResult:
+        for configuration in start:
+            self._best.offer(configuration)
+        self._batches = [_MicroBatch.make(self._problem, size) for size in self._problem.micro_batches]
+        queue = [(batch.bound_us, batch.size, batch) for batch in self._batches]
+        heapq.heapify(queue)
+        try:
+            ended = self._search(queue)
+        except KeyboardInterrupt:
+            ended = INTERRUPTED
+        bound = self._bound(queue)
+        return SearchResult(
+            best=self._best.results(),
+            lower_bound_ms=bound / 1000 if np.isfinite(bound) else 0.0,
+            space=space_name(self._problem),
+            scored=self._best.scored,
+            search_s=self._elapsed(),
+            best_found_at_s=self._best.found_at_s,
+            ended=ended,
+        )
+
+    def _search(self, queue: list[tuple[float, int, _MicroBatch]]) -> str:
+        """Rounds until the bound is close enough; returns why they ended."""
+        rounds = entries = 0
+        while queue:
+            bound, _, batch = queue[0]
+            if bound >= self._best.best_us * (1 - self._planner.gap):
+                return "the bound is close enough" if not self._exhausted else "what is left costs too much to search"
+            if entries >= self._planner.max_entries:
+                return f"the limit of {self._planner.max_entries:,.0f} table entries"
+            if rounds >= self._planner.max_rounds:
+                return f"the limit of {self._planner.max_rounds} rounds"
+            if self._planner.budget_s is not None and self._elapsed() > self._planner.budget_s:
+                return f"the budget of {self._planner.budget_s:g} s"
+            rounds += 1
+            if self._improve(batch):
+                heapq.heapreplace(queue, (batch.bound_us, batch.size, batch))
+            else:
+                heapq.heappop(queue)
+                self._exhausted.append(batch.bound_us)
+            entries += sum(table.size for table in batch.tables.values())
+            self._tell(queue)
+        return "nothing was left to search"
+
+    def _bound(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> float:
+        return min([*(entry[0] for entry in queue), *self._exhausted, self._best.best_us])
+
+    def _tell(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> None:
+        if self._on_progress is not None:
+            self._on_progress(
+                Progress(
+                    best_ms=self._best.best_us / 1000,
+                    bound_ms=self._bound(queue) / 1000,
+                    scored=self._best.scored,
+                    elapsed_s=self._elapsed(),
+                )
+            )
+
+    def _improve(self, batch: _MicroBatch) -> bool:
+        """One round: the best cuts, and their stages solved. False if all of them were solved before."""
+        if not batch.tables:
+            batch.bound_coarsely(self._problem, self._best.best_us)
+        assert batch.search is not None
+        cuts, bound = batch.search.solve(batch.count, tolerance=self._planner.gap / 4, max_splits=batch.max_splits)
+        batch.bound_us = max(batch.bound_us, bound)
+        if cuts is None:
+            batch.bound_us = np.inf
+            return True
+        values = [batch.entry(cut) for cut in cuts.stages]
+        # Shortest paths first; where all of these stages have theirs, those that leave a gap are enumerated.
+        unsolved = [cut for cut in cuts.stages if batch.key(cut) not in batch.answers]
+        if not unsolved:
+            unsolved = [cut for cut in cuts.stages if batch.can_improve(cut)]
+        for cut, value in zip(cuts.stages, values, strict=True):
+            if cut in unsolved:
+                ceiling = (self._best.best_us - (cuts.total_us - value)) / batch.count
+                batch.solve(self._problem, cut, ceiling, self._planner.max_labels)
+                self._best.scored += 1
+        answers = [batch.answers[batch.key(cut)] for cut in cuts.stages]
+        if all(np.isfinite(answer.time_us) for answer in answers):
+            stages = tuple(
+                as_stage(batch.spaces[cut.num_devices], answer)
+                for cut, answer in zip(cuts.stages, answers, strict=True)
+            )
+            if self._best.offer(self._problem.configuration(batch.size, stages)):
+                for each in self._batches:
+                    each.shorten(self._best.best_us)
+        if not batch.refined:
+            batch.refine(self._problem, cuts, self._best.best_us)
+            return True
+        if not unsolved and batch.max_splits < _MOST_SPLITS:
+            batch.max_splits = _MOST_SPLITS
+            return True
+        return bool(unsolved)
+
+
+def as_stage(space: StageSpace, answer: StageAnswer) -> StageConfiguration:
+    """A solved stage as configurations hold it."""
+    states = [space.states[k] for k in answer.states]
+    tensor, data, algorithm = (tuple(column) for column in zip(*states, strict=True))
+    return StageConfiguration(
+        num_devices=space.num_devices, tensor=tensor, data=data, algorithm=algorithm, recompute=answer.recompute
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _MicroBatch:
+    """One micro-batch size: its tables of bounds, the stages that were solved, and its own bound.
+
+    Tables are by number of devices; stages by devices, stages behind, links, first and last operator.
+    """
+
+    size: int
+    count: int
+    spaces: dict[int, StageSpace]
+    period: Period
+    links: dict[int, tuple[tuple[int, int], ...]]
+    tables: dict[int, Floats] = field(default_factory=dict)
+    rates: dict[int, Floats] = field(default_factory=dict)
+    chosen_rates: dict[int, NDArray[np.int8]] = field(default_factory=dict)
+    search: CutSearch | None = None
+    rate_step: float = 1.0
+    answers: dict[tuple[int, int, int, int, int], StageAnswer] = field(default_factory=dict)
+    bound_us: float = 0.0
+    refined: bool = False
+    max_splits: int = 6
+    efforts: dict[tuple[int, int, int, int, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, problem: SearchProblem, size: int) -> _MicroBatch:
+        """Nothing but what can be chosen, and a bound that spreads the least work evenly over all devices."""
+        spaces = problem.spaces(size)
+        count = problem.num_micro_batches(size)
+        least = np.min([n * space.busy_us.min(axis=1) for n, space in spaces.items()], axis=0)
+        kinds = next(iter(spaces.values())).kinds
+        return cls(
+            size=size,
+            count=count,
+            spaces=spaces,
+            period=find_period(kinds),
+            links={n: tuple(_links(problem, n)) for n in spaces},
+            bound_us=count * float(least[kinds].sum()) / problem.num_devices,
+        )
+
+    def bound_coarsely(self, problem: SearchProblem, ceiling_us: float) -> None:
+        """Tables under rates that are far apart."""
+        low, high = _rate_range(self.spaces)
+        rates = np.concatenate([[0.0], np.geomspace(low, high, _COARSE_RATES)])
+        self.rate_step = (high / low) ** (1 / (_COARSE_RATES - 1))
+        self._bound_stretches(problem, rates, ceiling_us)
+        self.search = CutSearch(
+            self.tables,
+            self.links,
+            num_operators=len(problem.chain.operators),
+            num_devices=problem.num_devices,
+            gpus_per_node=problem.gpus_per_node,
+            max_stages=problem.max_stages,
+        )
+
+    def _bound_stretches(self, problem: SearchProblem, rates: Floats, ceiling_us: float) -> None:
+        for n, space in self.spaces.items():
+            behind = range(min(problem.max_stages, problem.num_devices - n + 1))
+            in_flight = [problem.in_flight(self.size, k) for k in behind]
+            bounds = bound_stretches(
+                space,
+                self.period,
+                in_flight=in_flight,
+                rates_us_per_mb=rates / np.array(in_flight)[:, None],
+                memory_limit_mb=problem.memory_limit_mb,
+                links=self.links[n],
+                longest=_longest(space, ceiling_us / self.count),
+            )
+            if n in self.tables:
+                # A better ceiling since then allows fewer operators.
+                width = bounds.bound_us.shape[-1]
+                self.tables[n][..., width:] = np.inf
+                np.maximum(self.tables[n][..., :width], bounds.bound_us, out=self.tables[n][..., :width])
+            else:
+                self.tables[n] = bounds.bound_us
+                self.rates[n], self.chosen_rates[n] = bounds.rates_us_per_mb, bounds.rate
+
+    def shorten(self, ceiling_us: float) -> None:
+        """Forget stages of more operators than fit below the ceiling."""
+        for n, table in self.tables.items():
+            self.tables[n] = table[..., : _longest(self.spaces[n], ceiling_us / self.count)]
+
+    def refine(self, problem: SearchProblem, cuts: Cuts, ceiling_us: float) -> None:
+        """Tables under rates close to those that matter for these cuts."""
+        self.refined = True
+        worth = []
+        for cut in cuts.stages:
+            k = self.chosen_rates[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1]
+            rate = self.rates[cut.num_devices][cut.behind, k]
+            worth.append(rate * problem.in_flight(self.size, cut.behind))
+        known = [rate for rate in worth if rate > 0]
+        if known:
+            spread = self.rate_step**0.75
+            self._bound_stretches(
+                problem, np.geomspace(min(known) / spread, max(known) * spread, _FINE_RATES), ceiling_us
+            )
+        self.chosen_rates.clear()
+
+    def key(self, cut: Cut) -> tuple[int, int, int, int, int]:
+        """What tells stages apart."""
+        return cut.num_devices, cut.behind, cut.links, cut.first, cut.last
+
+    def entry(self, cut: Cut) -> float:
+        """What the table says of a stage."""
+        return float(self.tables[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1])
+
+    def can_improve(self, cut: Cut) -> bool:
+        """Whether more effort can close the gap of a stage that was solved."""
+        key = self.key(cut)
+        return not self.answers[key].is_exact and self.efforts[key] < len(_EFFORTS)
+
+    def solve(self, problem: SearchProblem, cut: Cut, ceiling_us: float, max_labels: int) -> None:
+        """Solve a stage, and raise its entry of the table and those of the same stretch in other layers.
+
+        Every call for the same stage takes more effort than the one before.
+        """
+        effort = self.efforts.get(self.key(cut), 0)
+        entered, left = self.links[cut.num_devices][cut.links]
+        rates = self.rates[cut.num_devices][cut.behind]
+        answer = solve_stage(
+            self.spaces[cut.num_devices],
+            cut.first,
+            cut.last,
+            in_flight=problem.in_flight(self.size, cut.behind),
+            entered=entered,
+            left=left,
+            memory_limit_mb=problem.memory_limit_mb,
+            ceiling_us=ceiling_us,
+            rate_us_per_mb=float(rates[len(rates) // 2]),
+            max_labels=math.ceil(_EFFORTS[effort] * max_labels),
+        )
+        known = self.answers.get(self.key(cut))
+        if known is not None:
+            answer = known.improved(answer)
+        table = self.tables[cut.num_devices]
+        num = table.shape[2]
+        for shift in self._shifts(cut, num):
+            key = cut.num_devices, cut.behind, cut.links, cut.first + shift, cut.last + shift
+            self.answers[key], self.efforts[key] = answer, effort + 1
+            at = cut.behind, cut.links, cut.first + shift, cut.last - cut.first - 1
+            table[at] = max(table[at], answer.bound_us)
+
+    def _shifts(self, cut: Cut, num: int) -> list[int]:
+        """By how many operators the stretch can move and remain the same."""
+        period = self.period
+        inside = period.count and cut.first >= period.first and cut.last <= period.end
+        if not inside or cut.first == 0 or cut.last == num:
+            return [0]
+        back = (cut.first - period.first) // period.length
+        ahead = (period.end - cut.last) // period.length
+        shifts = [k * period.length for k in range(-back, ahead + 1)]
+        return [s for s in shifts if cut.first + s > 0 and cut.last + s < num]
+
+
+def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:
+    """Whether stages of so many devices can be entered and left between nodes."""
+    if problem.num_nodes == 1:
+        return [(0, 0), (0, 1)] if num_devices < problem.gpus_per_node else [(0, 1)]
+    if num_devices == problem.gpus_per_node:
+        return [(0, 1), (1, 1)]
+    return [(0, 0), (0, 1), (1, 0)]
+
+
+def _rate_range(spaces: dict[int, StageSpace]) -> tuple[float, float]:
+    """Microseconds that recomputation pays for a MiB, for the cheapest and for the dearest operators."""
+    ratios = []
+    for space in spaces.values():
+        worth = space.valid & (space.kept_mb > 0) & (space.again_us > 0)
+        ratios.append(space.again_us[worth] / space.kept_mb[worth])
+    together = np.concatenate(ratios)
+    if not len(together):
+        return 1.0, 100.0
+    low, high = np.quantile(together, [0.05, 0.95])
+    return float(low) / 2, float(high) * 2
+
+
+def _longest(space: StageSpace, stage_ceiling_us: float) -> int:
+    """The most operators of a stage that takes less than the ceiling."""
+    num = len(space.kinds)
+    if not np.isfinite(stage_ceiling_us):
+        return num
+    sums = np.concatenate([[0.0], np.cumsum(space.busy_us.min(axis=1)[space.kinds])])
+    ends = np.searchsorted(sums, sums[:-1] + stage_ceiling_us, side="right") - 1
+    return int(max((ends - np.arange(num)).max(), 1))

@@ -1,0 +1,243 @@
+"""The question that a search answers: a chain, its measurements, and the devices and memory that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ....core import InputError
+from .._chain import OperatorChain
+from .._configuration import Configuration, StageConfiguration
+from .._database import Database
+from .._judge import Judge
+from .._performance import Estimate, evaluate_configuration
+from ._space import StageSpace, make_space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchProblem:
+    """What to search for.
+
+    Attributes:
+        chain, database: the operators of the model in order, and their measurements.
+        model_name, model_size, settings: copied into configurations.
+        num_nodes, gpus_per_node: the devices. No stage spans nodes.
+        global_batch: samples in a step.
+        micro_batches: numbers of samples that a micro-batch may have, all data-parallel ranks together.
+        memory_limit_mb: MiB that a device may use.
+        judge: the performance model.
+    """
+
+    chain: OperatorChain
+    database: Database
+    model_name: str
+    model_size: str
+    settings: dict[str, object] = field(default_factory=dict)
+    num_nodes: int
+    gpus_per_node: int
+    global_batch: int
+    micro_batches: tuple[int, ...]
+    memory_limit_mb: float
+    judge: Judge
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def max_stages(self) -> int:
+        """The most stages of a configuration; Aceso tries no more than 16."""
+        return min(self.num_devices, 16, len(self.chain.operators))
+
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Numbers of devices that a stage may have: powers of two within a node."""
+        return tuple(2**k for k in range(10) if 2**k <= self.gpus_per_node)
+
+    def num_micro_batches(self, micro_batch: int) -> int:
+        """How many micro-batches a step has."""
+        return self.judge.num_micro_batches(self.global_batch, micro_batch)
+
+    def in_flight(self, micro_batch: int, behind: int) -> int:
+        """Micro-batches that a stage holds with so many stages behind it."""
+        return self.judge.in_flight(behind, self.num_micro_batches(micro_batch))
+
+    def spaces(self, micro_batch: int) -> dict[int, StageSpace]:
+        """By number of devices, what a stage can choose; sizes that were not measured are left out."""
+        made = {
+            n: make_space(
+                self.chain,
+                self.database,
+                n,
+                micro_batch,
+                gpus_per_node=self.gpus_per_node,
+                judge=self.judge,
+                num_micro_batches=self.num_micro_batches(micro_batch),
+            )
+            for n in self.stage_sizes()
+        }
+        return {n: space for n, space in made.items() if space is not None}
+
+    def evaluate(self, configuration: Configuration) -> Estimate:
+        """The judge's figures for a configuration."""
+        return evaluate_configuration(
+            configuration,
+            self.chain,
+            self.database,
+            gpus_per_node=self.gpus_per_node,
+            judge=self.judge,
+        )
+
+    def configuration(self, micro_batch: int, stages: tuple[StageConfiguration, ...]) -> Configuration:
+        """A configuration with these stages."""
+        return Configuration(
+            model_name=self.model_name,
+            model_size=self.model_size,
+            global_batch=self.global_batch,
+            micro_batch=micro_batch,
+            stages=stages,
+            settings=self.settings,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a search stands.
+
+    Attributes:
+        best_ms, bound_ms: iteration time of the best configuration so far, and what none is faster than.
+        scored: configurations and stages that were judged.
+        elapsed_s: since the search began.
+    """
+
+    best_ms: float
+    bound_ms: float
+    scored: int
+    elapsed_s: float
+
+
+OnProgress = Callable[[Progress], None]
+
+INTERRUPTED = "interrupted"
+"""Why a search ended that the user stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best configurations that a search found.
+
+    Attributes:
+        best: distinct configurations with their estimates, the fastest first.
+        lower_bound_ms: no configuration of `space` is faster; 0 if the planner gives no bound.
+        space: what the bound holds for.
+        scored: configurations and stages that were judged.
+        search_s, best_found_at_s: wall time, and when the best was found.
+        ended: why the search ended.
+    """
+
+    best: tuple[tuple[Configuration, Estimate], ...]
+    lower_bound_ms: float
+    space: str
+    scored: int
+    search_s: float
+    best_found_at_s: float
+    ended: str
+
+    @property
+    def gap(self) -> float:
+        """How much faster the optimum can be at most, as a share of the best time."""
+        if not self.best or not self.lower_bound_ms:
+            return float("nan")
+        return max(1 - self.lower_bound_ms / self.best[0][1].iteration_time_ms, 0.0)
+
+
+class SearchPlanner(Protocol):
+    """Whatever searches."""
+
+    def search(
+        self,
+        problem: SearchProblem,
+        *,
+        start: Sequence[Configuration] = (),
+        on_progress: OnProgress | None = None,
+    ) -> SearchResult:
+        """Search, beginning with configurations that are known."""
+
+
+class Incumbents:
+    """The best configurations found so far. Distinct, judged in full, and within the memory limit."""
+
+    def __init__(self, problem: SearchProblem, clock: Callable[[], float], *, keep: int = 1) -> None:
+        self._problem, self._clock, self._keep = problem, clock, keep
+        self._kept: list[tuple[float, Configuration, Estimate]] = []
+        self.scored = 0
+        self.found_at_s = 0.0
+
+    @property
+    def best_us(self) -> float:
+        """Iteration time of the best; infinite without one."""
+        return self._kept[0][0] * 1000 if self._kept else float("inf")
+
+    def offer(self, configuration: Configuration) -> bool:
+        """Judge a configuration; True if it is the best so far."""
+        self.scored += 1
+        estimate = self._problem.evaluate(configuration)
+        fits = max(s.memory_mb for s in estimate.stages) <= self._problem.memory_limit_mb + 1e-6
+        if not fits or any(configuration == known for _, known, _ in self._kept):
+            return False
+        better = estimate.iteration_time_ms * 1000 < self.best_us * (1 - 1e-12)
+        self._kept.append((estimate.iteration_time_ms, configuration, estimate))
+        self._kept.sort(key=lambda entry: entry[0])
+        del self._kept[self._keep :]
+        if better:
+            self.found_at_s = self._clock()
+        return better
+
+    def results(self) -> tuple[tuple[Configuration, Estimate], ...]:
+        """The configurations, the fastest first."""
+        return tuple((configuration, estimate) for _, configuration, estimate in self._kept)
+
+
+def require_measured(problem: SearchProblem) -> tuple[SearchProblem, tuple[str, ...]]:
+    """The problem without the micro-batches that were never measured, and what was left out.
+
+    Raises:
+        InputError: an operator of the chain was not measured, or no micro-batch can be run.
+    """
+    database = problem.database
+    unknown = sorted({o.name for o in problem.chain.operators} - set(database.operators))
+    if unknown:
+        raise InputError(
+            f"{database.model} has no measurements of {', '.join(unknown[:5])}"
+            f"{f' and {len(unknown) - 5} more operators' if len(unknown) > 5 else ''} of the chain. Profile them, or describe "
+            "another chain with --chain."
+        )
+    left_out = []
+    usable = []
+    for micro_batch in problem.micro_batches:
+        if micro_batch > problem.global_batch:
+            left_out.append(f"micro-batch {micro_batch}: larger than the global batch of {problem.global_batch}")
+        elif not problem.spaces(micro_batch):
+            measured = ", ".join(map(str, database.micro_batches))
+            left_out.append(f"micro-batch {micro_batch}: not measured on any rank; measured per rank are {measured}")
+        else:
+            usable.append(micro_batch)
+    if not usable:
+        raise InputError(
+            "None of the micro-batches can be run with these measurements:\n" + "\n".join(f"  - {x}" for x in left_out)
+        )
+    return replace(problem, micro_batches=tuple(usable)), tuple(left_out)
+
+
+def space_name(problem: SearchProblem) -> str:
+    """What configurations a bound holds for, in words."""
+    sizes = ", ".join(map(str, problem.stage_sizes()))
+    batches = ", ".join(map(str, problem.micro_batches))
+    degrees = "tensor degree, data degree, algorithm and recomputation of each operator"
+    if not problem.chain.resharding:
+        degrees = "one tensor and data degree for each stage; algorithm and recomputation of each operator"
+    return (
+        f"at most {problem.max_stages} stages of {sizes} GPUs within a node, cut at any operator; {degrees}; "
+        f"micro-batches of {batches}"
+    )

@@ -1,0 +1,161 @@
+"""Quotes of uniform stages from prefix sums: time and memory of many stages at once, for every level of recomputation.
+
+A uniform stage has one state for all of its operators. Levels of recomputation add kinds of operators, those that save most memory
+for their time first. A stage takes the fastest level that fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._problem import SearchProblem
+from ._space import Floats, StageSpace
+
+Integers = NDArray[np.int64]
+
+_LEVELS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UniformStages:
+    """Prefix sums over the chain for one micro-batch size and one number of devices.
+
+    Attributes:
+        states: which states of the space are uniform: an index into its states for each row below.
+        work_us: time of one micro-batch by state and level, summed up to each operator.
+        kept_mb: what is kept of one micro-batch, likewise.
+        weights_mb: by state.
+        peak_mb, forward_mb, backward_mb: range maxima (sparse tables) of what is alive while operators are worked out again, and
+            of what the allocator reserves.
+        recompute: by state and level, which operators.
+    """
+
+    space: StageSpace
+    states: tuple[int, ...]
+    work_us: Floats
+    kept_mb: Floats
+    weights_mb: Floats
+    peak_mb: Floats
+    forward_mb: Floats
+    backward_mb: Floats
+    recompute: NDArray[np.bool_]
+
+    @classmethod
+    def make(cls, space: StageSpace) -> UniformStages:
+        """Prefix sums of all uniform states with the first algorithm."""
+        first = min(algorithm for *_, algorithm in space.states)
+        states = tuple(
+            k for k, (*_, algorithm) in enumerate(space.states) if algorithm == first and space.valid[:, k].all()
+        )
+        kinds, columns = space.kinds, list(states)
+        levels = [recompute_levels(space, state, _LEVELS) for state in states]
+        depth = max(len(each) for each in levels) if levels else 1
+        recompute = np.array([[each[min(k, len(each) - 1)] for k in range(depth)] for each in levels], bool)
+        recompute = recompute.reshape(len(states), depth, len(kinds))
+        kept = space.kept_mb[kinds][:, columns].T[:, None]
+        # An operator is dropped if the one behind it is recomputed, too.
+        dropped = recompute[..., :-1] & recompute[..., 1:] & space.fused[1:]
+        saved = kept * np.concatenate([dropped, np.zeros_like(dropped[..., :1])], axis=-1)
+        again = np.where(recompute, space.again_us[kinds][:, columns].T[:, None], 0.0)
+        busy = space.busy_us[kinds][:, columns].T[:, None]
+        return cls(
+            space=space,
+            states=states,
+            work_us=_prefix(busy + again),
+            kept_mb=_prefix(kept - saved),
+            weights_mb=_prefix(space.weights_mb[kinds][:, columns].T),
+            peak_mb=_sparse(_runs(saved)),
+            forward_mb=_sparse(space.forward_reserved_mb[kinds][:, columns].T),
+            backward_mb=_sparse(space.backward_reserved_mb[kinds][:, columns].T),
+            recompute=recompute,
+        )
+
+    def quote(
+        self, state: Integers, first: Integers, last: Integers, in_flight: Integers, links: Integers, limit_mb: float
+    ) -> tuple[Floats, Floats, Integers]:
+        """Time of one micro-batch, memory and level of stages; arrays of equal length.
+
+        Args:
+            state: rows of `states`.
+            links: in columns, whether a stage is entered and left between nodes.
+        """
+        space, kinds = self.space, self.space.kinds
+        column = np.array(self.states)[state]
+        work = self.work_us[state, :, last] - self.work_us[state, :, first]
+        kept = self.kept_mb[state, :, last] - self.kept_mb[state, :, first]
+        weights = self.weights_mb[state, last] - self.weights_mb[state, first]
+        end = np.maximum(last - 1, first + 1) if not space.counts_last_reserved else last
+        reserved = _range_max(self.forward_mb, state, first, end) + _range_max(self.backward_mb, state, first, end)
+        peak = _range_max(self.peak_mb, state, first, last)
+        degree = np.array([space.tensor_degrees.index(space.states[c][0]) for c in column])
+        entered = np.where(first > 0, links[:, 0], 0)
+        left = np.where(last == len(kinds), 1, links[:, 1])
+        transfer = (
+            space.enters_us[entered, kinds[first], column] + space.leaves_us[left, kinds[last - 1], column, degree]
+        )
+        inputs = space.enters_mb[kinds[first], column]
+        memory = (
+            space.state_copies * weights[:, None]
+            + (kept + inputs[:, None]) * in_flight[:, None]
+            + peak
+            + np.maximum(reserved, weights)[:, None]
+        )
+        times = work + transfer[:, None]
+        fits = memory <= limit_mb
+        level = np.where(fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory.argmin(axis=1))
+        rows = np.arange(len(level))
+        return times[rows, level], memory[rows, level], level
+
+
+def quote_all(problem: SearchProblem, micro_batch: int) -> dict[int, UniformStages]:
+    """Uniform stages by number of devices; sizes without a uniform state are left out."""
+    made = {n: UniformStages.make(space) for n, space in problem.spaces(micro_batch).items()}
+    return {n: stages for n, stages in made.items() if stages.states}
+
+
+def recompute_levels(space: StageSpace, state: int, count: int) -> list[NDArray[np.bool_]]:
+    """Sets of operators, from none to all: kinds in the order of the time that they cost for the memory that they save."""
+    kept = space.kept_mb[:, state]
+    ratio = np.where(kept > 0, space.again_us[:, state] / np.maximum(kept, 1e-9), np.inf)
+    order = np.argsort(ratio, kind="stable")
+    useful = order[np.isfinite(ratio[order])]
+    levels = []
+    for chosen in np.unique(np.linspace(0, len(useful), count).astype(int)):
+        own = np.isin(space.kinds, useful[:chosen])
+        # The operator behind is recomputed, too, or nothing is saved.
+        levels.append(own | (np.append(False, own[:-1]) & space.fused))
+    return levels
+
+
+def _prefix(values: Floats) -> Floats:
+    return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
+
+
+def _runs(saved: Floats) -> Floats:
+    """Up to each operator, what the run of recomputed operators that it ends saves."""
+    sums = np.cumsum(saved, axis=-1)
+    ends = np.maximum.accumulate(np.where(saved > 0, 0.0, sums), axis=-1)
+    return np.where(saved > 0, sums - ends, 0.0)
+
+
+def _sparse(values: Floats) -> Floats:
+    """Maxima of all ranges whose length is a power of two, the exponent first."""
+    levels = [values]
+    width = 1
+    while 2 * width <= values.shape[-1]:
+        grown = levels[-1].copy()
+        grown[..., :-width] = np.maximum(grown[..., :-width], levels[-1][..., width:])
+        levels.append(grown)
+        width *= 2
+    return np.stack(levels)
+
+
+def _range_max(table: Floats, state: Integers, first: Integers, last: Integers) -> Floats:
+    exponent = np.log2(np.maximum(last - first, 1)).astype(int)
+    middle = (slice(None),) * (table.ndim - 3)
+    at_first, at_last = (exponent, state, *middle, first), (exponent, state, *middle, last - 2**exponent)
+    maxima: Floats = np.maximum(table[at_first], table[at_last])
+    return maxima

@@ -1,0 +1,99 @@
+"""A search problem from what a user names: a database, a model and its size, and the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ....core import InputError
+from .._chain import built_in_chains, make_chain, read_chain
+from .._database import load_database
+from .._judge import Judge
+from ._problem import SearchProblem, require_measured
+
+
+def read_problem(
+    folder: Path,
+    *,
+    model: str,
+    size: str,
+    num_nodes: int,
+    gpus_per_node: int,
+    global_batch: int,
+    memory_limit_mb: float,
+    micro_batches: Sequence[int],
+    judge: Judge,
+    chain: Path | None = None,
+    num_layers: int | None = None,
+) -> tuple[SearchProblem, tuple[str, ...]]:
+    """The problem, and what of it was left out for want of measurements.
+
+    Args:
+        folder: the database.
+        chain: a description of the operators; without one, `model` is a family of Aceso's.
+        num_layers: replaces what the size says.
+
+    Raises:
+        InputError: a family or size that is not known, a number that cannot be, or measurements that are missing.
+    """
+    faults = [
+        f"{what} must be at least 1, got {value}"
+        for what, value in (
+            ("the number of nodes", num_nodes),
+            ("the number of GPUs of a node", gpus_per_node),
+            ("the global batch", global_batch),
+            ("the memory limit in MiB", memory_limit_mb),
+            *(("a micro-batch", size) for size in micro_batches),
+        )
+        if value < 1
+    ]
+    if not micro_batches:
+        faults.append("at least one micro-batch size is needed")
+    if faults:
+        raise InputError("The search cannot begin:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    description = read_chain(chain) if chain is not None else _family(model)
+    settings = dict(_settings(description, model, size, own=chain is not None))
+    measured_as = settings.pop("measured_as", size)
+    if num_layers is not None:
+        settings["num_layers"] = num_layers
+    elif not _repeats_known(description, settings):
+        raise InputError(f"{model} {size} has no number of layers of its own. Give --num-layers.")
+    problem = SearchProblem(
+        chain=make_chain(description, settings),
+        database=load_database(folder, f"{model}_{measured_as}"),
+        model_name=model,
+        model_size=size,
+        settings=settings,
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        global_batch=global_batch,
+        micro_batches=tuple(sorted(set(micro_batches))),
+        memory_limit_mb=memory_limit_mb,
+        judge=judge,
+    )
+    return require_measured(problem)
+
+
+def _family(model: str) -> Any:
+    known = built_in_chains()
+    if model not in known:
+        raise InputError(
+            f"Nothing is known of the operators of {model!r}; known families are {', '.join(known)}. Describe the operators in "
+            "a TOML file and pass it with --chain."
+        )
+    return known[model]
+
+
+def _settings(description: Any, model: str, size: str, *, own: bool) -> dict[str, Any]:
+    sizes = description.get("sizes", {})
+    if size in sizes:
+        return dict(sizes[size])
+    if own:
+        return {}
+    raise InputError(f"{model} has no size {size!r}. Sizes are {', '.join(sizes)}; others need --chain.")
+
+
+def _repeats_known(description: Any, settings: dict[str, Any]) -> bool:
+    repeats = [group.get("repeat", 1) for group in description.get("groups", ()) if isinstance(group, dict)]
+    return all(not isinstance(repeat, str) or repeat in settings for repeat in repeats)

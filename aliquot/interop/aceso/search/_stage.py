@@ -1,0 +1,397 @@
+"""The fastest way to run one stretch of operators as a stage under a memory limit, by extending labels operator by operator.
+
+A label is the beginning of a stage: its time, its memory so far, and the last operator's state. Labels that another one beats in
+everything are dropped, and so are those that bounds on what follows keep above the ceiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._space import Floats, StageSpace
+
+_TOLERANCE = 1e-9
+# Places at which two paths are joined.
+_MOST_MIXED = 120
+
+Integers = NDArray[np.int64]
+_RISES = (0.0005, 0.002, 0.005, 0.01, 0.03, 0.1, 1.0, np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAnswer:
+    """What a stage can do at best.
+
+    Attributes:
+        time_us: of the fastest way found; infinite if none was.
+        bound_us: no way is faster; the ceiling if all are above it.
+        closed: whether no way was dropped for want of labels where none was found.
+        states: of each operator, an index into the space's states.
+        recompute: of each operator.
+    """
+
+    time_us: float
+    bound_us: float
+    closed: bool = False
+    states: tuple[int, ...] = ()
+    recompute: tuple[bool, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing better is left to be found."""
+        return self.closed or self.bound_us >= self.time_us * (1 - _TOLERANCE)
+
+    def improved(self, other: StageAnswer) -> StageAnswer:
+        """The faster of two answers with the higher of their bounds."""
+        faster = min(self, other, key=lambda answer: answer.time_us)
+        return replace(faster, bound_us=max(self.bound_us, other.bound_us), closed=self.closed or other.closed)
+
+
+def solve_stage(
+    space: StageSpace,
+    first: int,
+    last: int,
+    *,
+    in_flight: int,
+    entered: int,
+    left: int,
+    memory_limit_mb: float,
+    ceiling_us: float,
+    rate_us_per_mb: float,
+    max_labels: int = 4000,
+) -> StageAnswer:
+    """The fastest way to run operators `[first, last)`, if it takes less than the ceiling.
+
+    Args:
+        in_flight: micro-batches held.
+        entered, left: whether what enters and leaves crosses nodes.
+        rate_us_per_mb: a guess of what memory is worth; where the guess is good, few labels remain.
+        max_labels: labels kept for each operator; where there are more, the bound may lie below the time found. With none, the
+            answer is the best of the shortest paths.
+    """
+    if not first:
+        entered = 0
+    if last == len(space.kinds):
+        left = 1
+    best = StageAnswer(time_us=np.inf, bound_us=ceiling_us)
+    for degree, leaves in _exits(space, space.leaves_us[left, space.kinds[last - 1]]):
+        allowed = np.array([degree in (None, tp) for tp, *_ in space.states])
+        ceiling = min(best.time_us, ceiling_us)
+        labels = _Labels(space, first, last, in_flight, entered, leaves, allowed, memory_limit_mb)
+        found = labels.solve(ceiling, rate_us_per_mb, max_labels)
+        bound = min(best.bound_us, found.bound_us)
+        best = found if found.time_us < best.time_us else best
+        best = replace(best, bound_us=bound)
+    return replace(best, closed=best.bound_us >= ceiling_us)
+
+
+def _exits(space: StageSpace, leaves: Floats) -> list[tuple[int | None, Floats]]:
+    """What leaving takes, by the tensor degree of the first operator; one entry if it does not depend on that."""
+    if (leaves == leaves[:, :1]).all():
+        return [(None, leaves[:, 0])]
+    return [(degree, leaves[:, k]) for k, degree in enumerate(space.tensor_degrees)]
+
+
+class _Labels:
+    def __init__(
+        self,
+        space: StageSpace,
+        first: int,
+        last: int,
+        in_flight: int,
+        entered: int,
+        leaves: Floats,
+        allowed: NDArray[np.bool_],
+        limit_mb: float,
+    ) -> None:
+        self._space, self._first, self._last = space, first, last
+        self._in_flight, self._limit = in_flight, limit_mb
+        self._leaves = leaves
+        kinds = space.kinds[first:last]
+        self._kinds = kinds
+        self._busy = space.busy_us[kinds].copy()
+        self._busy[0][~allowed] = np.inf
+        self._busy[0] += space.enters_us[entered, kinds[0]]
+        self._again = space.again_us[kinds]
+        self._kept = space.kept_mb[kinds] * in_flight
+        self._mb = self._kept + space.state_copies * space.weights_mb[kinds]
+        self._mb[0] += in_flight * space.enters_mb[kinds[0]]
+        self._edges = [space.edges_us[e] for e in space.edge_of[first:last]]
+        self._fused = space.fused[first:last]
+
+    def solve(self, ceiling: float, rate: float, max_labels: int) -> StageAnswer:
+        """Bounds on what follows each operator under a handful of rates, then labels below ceilings that rise from the bound."""
+        if not np.isfinite(self._busy[0]).any():
+            return StageAnswer(time_us=np.inf, bound_us=np.inf)
+        memory_to_go = self._to_go(np.ones(1), 0.0)
+        if self._bounds(memory_to_go[0], np.ones(1), 0.0)[0] > self._limit + _TOLERANCE:
+            return StageAnswer(time_us=np.inf, bound_us=np.inf)
+        tried = np.array([0.0, *((rate or 1.0) * np.geomspace(0.1, 8, 14))])
+        bounds = self._bounds(self._to_go(tried, 1.0)[0], tried)
+        at = int(bounds.argmax())
+        if bounds[at] >= ceiling:
+            return StageAnswer(time_us=np.inf, bound_us=ceiling)
+        # Fine where the bound is best; beyond, so that some shortest path fits.
+        low, high = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
+        tried = np.unique(np.concatenate([[0.0], np.linspace(low, high, 17), high * np.geomspace(1.2, 100, 8)]))
+        togo = self._to_go(tried, 1.0)
+        bounds = self._bounds(togo[0], tried)
+        bound = float(bounds.max())
+        rounded = self._rounded(tried, togo)
+        ceiling = min(ceiling, rounded.time_us)
+        if not max_labels or bound >= ceiling * (1 - _TOLERANCE):
+            return replace(rounded, bound_us=min(bound, ceiling))
+        kept = np.unique(np.append(np.argsort(-bounds)[:3], 0))
+        best = rounded
+        for share in _RISES:
+            bar = min(ceiling, bound * (1 + share))
+            answer = self._extend(bar, tried[kept], togo[:, kept], memory_to_go[:, 0], max_labels)
+            best = min(best, answer, key=lambda each: each.time_us)
+            bound = max(bound, min(answer.bound_us, best.time_us))
+            if answer.bound_us < bar or np.isfinite(answer.time_us) or bar >= ceiling:
+                break
+        if not np.isfinite(best.time_us) and bar < ceiling:
+            # Labels were dropped, and with them every way that fits; those far above the bound are kept now.
+            best = self._extend(ceiling, tried[kept], togo[:, kept], memory_to_go[:, 0], max_labels)
+        return replace(best, bound_us=bound)
+
+    def _rounded(self, rates: Floats, togo: Floats) -> StageAnswer:
+        """The fastest that fits among the shortest paths, one for each rate, and among mixtures of two neighbours."""
+        states, again = self._shortest(rates, togo)
+        fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + _TOLERANCE)
+        if len(fits) and fits[0]:
+            # Once more between the last rate that does not fit and the first that does.
+            between = np.linspace(rates[fits[0] - 1], rates[fits[0]], 9)
+            states, again = self._shortest(between, self._to_go(between, 1.0))
+            fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + _TOLERANCE)
+            if len(fits) and fits[0]:
+                states, again = self._mixed(states, again, int(fits[0]) - 1, int(fits[0]))
+        times, memory = self._totals(states, again)
+        times = np.where(memory <= self._limit + _TOLERANCE, times, np.inf)
+        best = int(times.argmin())
+        if not np.isfinite(times[best]):
+            return StageAnswer(time_us=np.inf, bound_us=0.0)
+        return StageAnswer(
+            time_us=float(times[best]),
+            bound_us=0.0,
+            states=tuple(states[:, best].tolist()),
+            recompute=tuple(again[:, best].astype(bool).tolist()),
+        )
+
+    def _shortest(self, rates: Floats, togo: Floats) -> tuple[Integers, Integers]:
+        """States and recomputed operators of the shortest path under each rate, a column for each."""
+        count = len(self._kinds)
+        states = np.zeros((count, len(rates)), np.int64)
+        again = np.zeros((count, len(rates)), np.int64)
+        cost = np.broadcast_to(self._busy[0] + rates[:, None] * self._mb[0], (len(rates), self._busy.shape[1]))
+        both = np.stack([cost, cost + self._again[0]], axis=1) + togo[0]
+        for op in range(count):
+            if op:
+                before, redone = states[op - 1], again[op - 1]
+                own = self._busy[op] + rates[:, None] * self._mb[op] + self._edges[op][before]
+                saved = self._kept[op - 1][before] * redone * rates if self._fused[op] else np.zeros(len(rates))
+                both = np.stack([own, own + self._again[op] - saved[:, None]], axis=1) + togo[op]
+            flat = both.reshape(len(rates), -1).argmin(axis=1)
+            again[op], states[op] = np.divmod(flat, both.shape[-1])
+        return states, again
+
+    @staticmethod
+    def _mixed(states: Integers, again: Integers, faster: int, smaller: int) -> tuple[Integers, Integers]:
+        """Both paths, and every path that begins as one of them and ends as the other.
+
+        Equal layers change all at once from rate to rate; where one of two paths is too large and the other slower than need be,
+        what is best has some layers of each.
+        """
+        count = len(states)
+        ends = np.unique(np.linspace(0, count, min(count, _MOST_MIXED) + 1).astype(int))
+        begins = np.arange(count)[:, None] < ends
+
+        def joined(path: Integers) -> Integers:
+            one, other = path[:, [smaller]], path[:, [faster]]
+            return np.concatenate([np.where(begins, one, other), np.where(begins, other, one)], axis=1)
+
+        return joined(states), joined(again)
+
+    def _totals(self, states: NDArray[np.int64], again: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Times and memory of whole paths, a column for each."""
+        paths = np.arange(states.shape[1])
+        labels = np.zeros((len(paths), 7))
+        for op, (state, redone) in enumerate(zip(states, again, strict=True)):
+            labels[:, 0] += self._busy[op][state] + np.where(redone, self._again[op][state], 0.0)
+            labels[:, 1] += self._mb[op][state]
+            labels[:, 2] += self._space.weights_mb[self._kinds[op]][state]
+            if op:
+                before = states[op - 1]
+                labels[:, 0] += self._edges[op][before, state]
+                saved = self._kept[op - 1][before] * again[op - 1] * redone if self._fused[op] else 0.0
+                labels[:, 1] -= saved
+                run = labels[:, 3] + saved / self._in_flight
+                labels[:, 3] = np.where(redone & again[op - 1] if self._fused[op] else False, run, 0.0)
+                labels[:, 4] = np.maximum(labels[:, 4], labels[:, 3])
+            if op + 1 < len(states) or self._space.counts_last_reserved:
+                self._reserve(labels, state, op)
+        return labels[:, 0] + self._leaves[states[-1]], labels[:, 1] + self._held(labels)
+
+    def _to_go(self, rates: Floats, time: float) -> Floats:
+        """By operator, rate, recomputed or not, and state: the least cost of the operators behind it, exit included."""
+        count, states = self._busy.shape
+        result = np.zeros((count, len(rates), 2, states))
+        result[-1] = time * self._leaves
+        r = rates[:, None]
+        valid = np.isfinite(self._busy)
+        for op in range(count - 1, 0, -1):
+            mb = np.where(valid[op], self._mb[op], np.inf)
+            own = (time * np.where(valid[op], self._busy[op], 0.0) + r * np.where(valid[op], mb, 0.0)) + np.where(
+                valid[op], 0.0, np.inf
+            )
+            plain = result[op][:, 0] + own
+            again = result[op][:, 1] + own + time * self._again[op]
+            edges = self._edges[op]
+            scaled = np.where(np.isfinite(edges), time * np.where(np.isfinite(edges), edges, 0.0), np.inf)
+            to_plain = (plain[:, None, :] + scaled).min(axis=-1)
+            to_again = (again[:, None, :] + scaled).min(axis=-1)
+            result[op - 1][:, 0] = np.minimum(to_plain, to_again)
+            saved = r * self._kept[op - 1] if self._fused[op] else 0.0
+            result[op - 1][:, 1] = np.minimum(to_plain, to_again - saved)
+        return result
+
+    def _bounds(self, togo: Floats, rates: Floats, time: float = 1.0) -> Floats:
+        busy = np.where(np.isfinite(self._busy[0]), time * np.nan_to_num(self._busy[0], posinf=0.0), np.inf)
+        start = busy + rates[:, None] * self._mb[0]
+        whole = np.minimum(start + togo[:, 0], start + time * self._again[0] + togo[:, 1]).min(axis=-1)
+        least: Floats = whole - time * rates * self._limit
+        return least
+
+    def _extend(
+        self, ceiling: float, rates: Floats, togo: Floats, memory_to_go: Floats, max_labels: int
+    ) -> StageAnswer:
+        count = len(self._kinds)
+        begin = np.flatnonzero(np.isfinite(self._busy[0]))
+        states = np.repeat(begin, 2)
+        again = np.tile([0, 1], len(begin))
+        time = self._busy[0][states] + again * self._again[0][states]
+        zero = np.zeros(len(states))
+        # Columns: time, memory, weights, current run, longest run, forward and backward reserved.
+        labels = np.stack(
+            [time, self._mb[0][states], self._space.weights_mb[self._kinds[0]][states], zero, zero, zero, zero], axis=1
+        )
+        history: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+        parents = np.full(len(states), -1)
+        lost = np.inf
+        for op in range(count):
+            if op:
+                labels, states, again, parents = self._step(op, labels, states, again)
+            elif self._space.counts_last_reserved:
+                self._reserve(labels, states, 0)
+            reduced = self._reduced(labels, states, again, op, rates, togo)
+            held = self._held(labels)
+            fits = labels[:, 1] + held + memory_to_go[op][again, states] <= self._limit + _TOLERANCE
+            alive = np.flatnonzero((reduced < ceiling) & fits)
+            if not len(alive):
+                return StageAnswer(time_us=np.inf, bound_us=min(lost, ceiling))
+            order = alive[np.lexsort((labels[alive, 1], labels[alive, 0]))]
+            keep = order[_undominated(labels[order], states[order] * 2 + again[order])]
+            if len(keep) > max_labels:
+                ranked = keep[np.argsort(reduced[keep], kind="stable")]
+                lost = min(lost, float(reduced[ranked[max_labels]]))
+                keep = np.sort(ranked[:max_labels])
+            labels, states, again, parents = labels[keep], states[keep], again[keep], parents[keep]
+            history.append((states, again, parents))
+        time = labels[:, 0] + self._leaves[states]
+        fits = labels[:, 1] + self._held(labels) <= self._limit + _TOLERANCE
+        time = np.where(fits & (time < ceiling), time, np.inf)
+        if not np.isfinite(time).any():
+            return StageAnswer(time_us=np.inf, bound_us=min(lost, ceiling))
+        at = int(time.argmin())
+        found = float(time[at])
+        path, flags = [], []
+        for own_states, own_again, own_parents in reversed(history):
+            path.append(int(own_states[at]))
+            flags.append(bool(own_again[at]))
+            at = int(own_parents[at])
+        return StageAnswer(
+            time_us=found, bound_us=min(found, lost), states=tuple(path[::-1]), recompute=tuple(flags[::-1])
+        )
+
+    def _step(
+        self, op: int, labels: Floats, states: NDArray[np.int64], again: NDArray[np.int64]
+    ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Every label with every next state, recomputed and not."""
+        if not self._space.counts_last_reserved:
+            labels = labels.copy()
+            self._reserve(labels, states, op - 1)
+        edges = self._edges[op][states] + self._busy[op]
+        parent, state = np.nonzero(np.isfinite(edges))
+        grown = labels[parent]
+        grown[:, 0] += edges[parent, state]
+        grown[:, 1] += self._mb[op][state]
+        grown[:, 2] += self._space.weights_mb[self._kinds[op]][state]
+        plain, redone = grown, grown.copy()
+        plain[:, 3] = 0.0
+        redone[:, 0] += self._again[op][state]
+        if self._fused[op]:
+            saved = np.where(again[parent] == 1, self._kept[op - 1][states[parent]], 0.0)
+            redone[:, 1] -= saved
+            redone[:, 3] = np.where(again[parent] == 1, redone[:, 3] + saved / self._in_flight, 0.0)
+            redone[:, 4] = np.maximum(redone[:, 4], redone[:, 3])
+        else:
+            redone[:, 3] = 0.0
+        result = np.concatenate([plain, redone])
+        states, parents = np.tile(state, 2), np.tile(parent, 2)
+        again = np.repeat([0, 1], len(state))
+        if self._space.counts_last_reserved:
+            self._reserve(result, states, op)
+        return result, states, again, parents
+
+    def _reserve(self, labels: Floats, states: NDArray[np.int64], op: int) -> None:
+        kind = self._kinds[op]
+        labels[:, 5] = np.maximum(labels[:, 5], self._space.forward_reserved_mb[kind][states])
+        labels[:, 6] = np.maximum(labels[:, 6], self._space.backward_reserved_mb[kind][states])
+
+    def _held(self, labels: Floats) -> Floats:
+        held: Floats = labels[:, 4] + np.maximum(labels[:, 5] + labels[:, 6], labels[:, 2])
+        return held
+
+    def _reduced(
+        self, labels: Floats, states: NDArray[np.int64], again: NDArray[np.int64], op: int, rates: Floats, togo: Floats
+    ) -> Floats:
+        """What each label's best end takes at least."""
+        over = labels[:, 1] + self._held(labels) - self._limit
+        least: Floats = (togo[op][:, again, states] + rates[:, None] * over).max(axis=0) + labels[:, 0]
+        return least
+
+
+def _undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions of labels, sorted by time, that no other of their group beats in everything."""
+    kept: list[NDArray[np.int64]] = []
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        rest = labels[members, 1:]
+        varies = rest[:, 1:].max(axis=0) - rest[:, 1:].min(axis=0) > _TOLERANCE
+        if not varies.any():
+            memory = rest[:, 0]
+            before = np.minimum.accumulate(memory)
+            kept.append(members[np.append(True, memory[1:] < before[:-1] - _TOLERANCE)])
+            continue
+        columns = [rest[:, 0], *rest[:, 1:].T[varies]]
+        kept.append(members[_undominated_in_all(columns)])
+    return np.sort(np.concatenate(kept))
+
+
+def _undominated_in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
+    """Positions that no earlier one is at most equal to in every column; in blocks, so that few are compared at a time."""
+    points = np.stack(columns, axis=1)
+    survivors: NDArray[np.int64] = np.zeros(0, np.int64)
+    for start in range(0, len(points), block):
+        own = np.arange(start, min(start + block, len(points)))
+        if len(survivors):
+            beaten = (points[survivors][:, None] <= points[own][None] + _TOLERANCE).all(axis=-1).any(axis=0)
+            own = own[~beaten]
+        among = (points[own][:, None] <= points[own][None] + _TOLERANCE).all(axis=-1)
+        own = own[~np.triu(among, 1).any(axis=0)]
+        survivors = np.concatenate([survivors, own])
+    return survivors

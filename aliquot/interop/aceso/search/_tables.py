@@ -1,0 +1,274 @@
+"""Lower bounds on the time of every stretch of operators as one stage.
+
+A stage under a memory limit is relaxed by multipliers: memory costs time at a rate, and the limit is paid back. Under one rate
+the best states and recomputed operators of a stretch are a shortest path over (state, recomputed or not), extended operator by
+operator for all stretches that begin at the same place. Any rate gives a valid bound; the largest counts. Stretches of equal
+layers are worked out once, for each phase of the layer that they begin at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._space import Floats, StageSpace
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Period:
+    """The longest run of equal layers of a chain: where it begins, operators of a layer, and layers.
+
+    Without one, `first` is the number of operators, and `count` is 0.
+    """
+
+    first: int
+    length: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The first operator behind the last layer."""
+        return self.first + self.length * self.count
+
+
+def find_period(kinds: Integers) -> Period:
+    """The run of equal layers that leaves fewest places to begin at.
+
+    >>> find_period(np.array([0, 1, 2, 1, 2, 1, 2, 3]))
+    Period(first=1, length=2, count=3)
+    """
+    num = len(kinds)
+    best, best_rows = Period(first=num, length=1, count=0), num
+    for length in range(1, num // 2 + 1):
+        if length >= best_rows:
+            break
+        same = kinds[:-length] == kinds[length:]
+        ends = np.flatnonzero(~np.append(same, False))
+        begins = np.concatenate([[0], ends[:-1] + 1])
+        longest = int(np.argmax(ends - begins))
+        first, count = int(begins[longest]), int((ends - begins)[longest]) // length + 1
+        rows = num - length * (count - 1)
+        if count > 1 and rows < best_rows:
+            best, best_rows = Period(first=first, length=length, count=count), rows
+    # A run that would save little is not worth its bookkeeping.
+    return best if best_rows <= num // 2 else Period(first=num, length=1, count=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StretchBounds:
+    """Bounds by numbers of stages behind, kinds of links, first operator and length less one; microseconds.
+
+    Attributes:
+        bound_us: infinite where no stretch begins or none fits.
+        rate: which rate gave the bound.
+        links: for each second index, whether it is entered and left between nodes.
+        rates_us_per_mb: by number of stages behind, what a MiB costs.
+    """
+
+    bound_us: Floats
+    rate: NDArray[np.int8]
+    links: tuple[tuple[int, int], ...]
+    rates_us_per_mb: Floats
+
+
+def bound_stretches(
+    space: StageSpace,
+    period: Period,
+    *,
+    in_flight: Sequence[int],
+    rates_us_per_mb: Floats,
+    memory_limit_mb: float,
+    links: Sequence[tuple[int, int]],
+    longest: int,
+) -> StretchBounds:
+    """Bounds for all stretches of at most `longest` operators.
+
+    Args:
+        in_flight: micro-batches that a stage holds, by number of stages behind it.
+        rates_us_per_mb: for each of them, rates to try.
+        links: whether a stage is entered and left between nodes (1) or within one (0). A stage at the beginning is entered
+            within a node.
+    """
+    sweep = _Sweep(space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest)
+    sweep.run(period)
+    return StretchBounds(bound_us=sweep.bound_us, rate=sweep.rate, links=tuple(links), rates_us_per_mb=rates_us_per_mb)
+
+
+class _Sweep:
+    """Shortest paths from all beginnings at once. Paths are indexed [row, entry, behind, rate, state], with and without
+    recomputation of the last operator."""
+
+    def __init__(
+        self,
+        space: StageSpace,
+        in_flight: Floats,
+        rates: Floats,
+        limit_mb: float,
+        links: Sequence[tuple[int, int]],
+        longest: int,
+    ) -> None:
+        self._space, self._rates, self._limit, self._longest = space, rates, limit_mb, longest
+        self._num = num = len(space.kinds)
+        held = rates * in_flight[:, None]
+        rate, held = rates[:, :, None], held[:, :, None]
+        kinds = space.busy_us.shape[0]
+        # By kind, behind, rate and state.
+        self._own = (
+            space.busy_us[:, None, None]
+            + rate * (space.state_copies * space.weights_mb)[:, None, None]
+            + held * space.kept_mb[:, None, None]
+        )
+        self._again = np.broadcast_to(space.again_us[:, None, None], self._own.shape)
+        self._saved = held * space.kept_mb[:, None, None]
+        self._enter_mb = held * space.enters_mb[:, None, None]
+        assert self._own.shape[0] == kinds
+        invalid = ~space.valid
+        least = [
+            np.where(invalid, np.inf, x).min(axis=1) for x in (space.forward_reserved_mb, space.backward_reserved_mb)
+        ]
+        self._least_reserved = least[0][space.kinds], least[1][space.kinds]
+        self._leaves = np.where(invalid, 0.0, space.leaves_us.min(axis=3))
+        self._links = list(links)
+        self._entries = sorted({entered for entered, _ in links})
+        width = min(longest, num)
+        shape = (len(in_flight), len(links), num, width)
+        self.bound_us = np.full(shape, np.inf)
+        self.rate = np.zeros(shape, np.int8)
+
+    def run(self, period: Period) -> None:
+        """All of the chain: once through with a row for each place that stretches differ in, then behind the layers."""
+        num, end = self._num, period.end if period.count else self._num
+        heads = np.arange(min(period.first + period.length, end))
+        rows = _Rows.empty(len(heads), self)
+        snapshots = {period.end - period.length * later: later for later in range(1, period.count)}
+        kept: list[tuple[_Rows, Integers]] = []
+        for op in range(end):
+            if not self._advance(rows, heads, op, period):
+                break
+            later = snapshots.get(op + 1)
+            if later is not None and end < num:
+                phases = slice(period.first, period.first + period.length)
+                kept.append((rows.part(phases), heads[phases] + period.length * later))
+        if end == num:
+            return
+        tails = [(rows, heads), *kept, (_Rows.empty(num - end, self), np.arange(end, num))]
+        joined, starts = _Rows.joined([r for r, _ in tails]), np.concatenate([s for _, s in tails])
+        for op in range(end, num):
+            self._advance(joined, starts, op, None)
+
+    def _advance(self, rows: _Rows, starts: Integers, op: int, period: Period | None) -> bool:
+        """Extend every row by an operator, begin those that start with it, and write bounds; False if none goes on."""
+        going = (starts <= op) & (op - starts < self._longest)
+        if not going.any():
+            return bool((starts > op).any())
+        chosen = slice(int(np.argmax(going)), len(going) - int(np.argmax(going[::-1])))
+        space, kind = self._space, int(self._space.kinds[op])
+        plain, again = rows.plain[chosen], rows.again[chosen]
+        either = np.minimum(plain, again)
+        joint = np.minimum(plain, again - self._saved[self._space.kinds[op - 1]]) if space.fused[op] else either
+        edges = space.edges_us[space.edge_of[op]]
+        own = self._own[kind]
+        rows.plain[chosen] = _shortest(either, edges) + own
+        rows.again[chosen] = (rows.plain[chosen] if joint is either else _shortest(joint, edges) + own) + self._again[
+            kind
+        ]
+        for side in (0, 1):
+            rows.reserved[side][chosen] = np.maximum(
+                rows.reserved[side][chosen],
+                np.where(op - 1 >= starts[chosen], self._least_reserved[side][op - 1], 0.0)
+                if not space.counts_last_reserved
+                else self._least_reserved[side][op],
+            )
+        begun = np.flatnonzero(starts == op)
+        if len(begun):
+            for k, entered in enumerate(self._entries):
+                first = self._own[kind] + self._enter_mb[kind] + space.enters_us[entered if op else 0][kind]
+                rows.plain[begun, k] = first
+                rows.again[begun, k] = first + self._again[kind]
+            if space.counts_last_reserved:
+                for side in (0, 1):
+                    rows.reserved[side][begun] = self._least_reserved[side][op]
+            else:
+                for side in (0, 1):
+                    rows.reserved[side][begun] = 0.0
+        self._write(rows, starts, op, chosen, period)
+        return True
+
+    def _write(self, rows: _Rows, starts: Integers, op: int, chosen: slice, period: Period | None) -> None:
+        least = np.minimum(rows.plain[chosen], rows.again[chosen])
+        refund = self._rates * (self._limit - (rows.reserved[0][chosen] + rows.reserved[1][chosen])[:, None, None])
+        kind = self._space.kinds[op]
+        last = op + 1 == self._num
+        for index, (entered, left) in enumerate(self._links):
+            if last and not left:
+                # What leaves the last stage leaves its node.
+                left = 1
+            bounds = (least[:, self._entries.index(entered)] + self._leaves[left, kind]).min(axis=-1) - refund
+            best = bounds.argmax(axis=-1)
+            value = np.take_along_axis(bounds, best[..., None], axis=-1)[..., 0]
+            begins = starts[chosen]
+            fits = (begins <= op) & (op - begins < self._longest)
+            own, offset = begins[fits], op - begins[fits]
+            self.bound_us[:, index, own, offset] = value[fits].T
+            self.rate[:, index, own, offset] = best[fits].T
+            if period is None or not period.count:
+                continue
+            # The same stretch in later layers.
+            phased = own >= period.first
+            phase_starts, phase_offset = own[phased], offset[phased]
+            count = (period.end - (op + 1)) // period.length
+            if count <= 0 or not len(phase_starts):
+                continue
+            later = period.length * np.arange(1, count + 1)
+            at = phase_starts[:, None] + later
+            self.bound_us[:, index, at, phase_offset[:, None]] = value[fits].T[:, phased, None]
+            self.rate[:, index, at, phase_offset[:, None]] = best[fits].T[:, phased, None]
+
+
+def _shortest(paths: Floats, edges: Floats) -> Floats:
+    """Paths to every state through the best one in front of it. The loop over states beats a reduction over so short an axis."""
+    result = np.full(paths.shape, np.inf)
+    for state, costs in enumerate(edges):
+        reached = np.isfinite(costs)
+        if reached.all():
+            np.minimum(result, paths[..., state, None] + costs, out=result)
+        else:
+            for following in np.flatnonzero(reached):
+                own = result[..., following]
+                np.minimum(own, paths[..., state] + costs[following], out=own)
+    return result
+
+
+class _Rows:
+    """Paths by beginning."""
+
+    def __init__(self, plain: Floats, again: Floats, reserved: tuple[Floats, Floats]) -> None:
+        self.plain, self.again, self.reserved = plain, again, reserved
+
+    @classmethod
+    def empty(cls, count: int, sweep: _Sweep) -> _Rows:
+        """Rows that nothing has begun yet."""
+        shape = (count, len(sweep._entries), *sweep._own.shape[1:])
+        return cls(np.full(shape, np.inf), np.full(shape, np.inf), (np.zeros(count), np.zeros(count)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        """One after the other."""
+        return cls(
+            np.concatenate([p.plain for p in parts]),
+            np.concatenate([p.again for p in parts]),
+            (np.concatenate([p.reserved[0] for p in parts]), np.concatenate([p.reserved[1] for p in parts])),
+        )
+
+    def part(self, rows: slice) -> _Rows:
+        """A copy of some."""
+        return _Rows(
+            self.plain[rows].copy(),
+            self.again[rows].copy(),
+            (self.reserved[0][rows].copy(), self.reserved[1][rows].copy()),
+        )
