@@ -47,9 +47,12 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
         PlanMismatchError: in every process if one differs: which, in which part and in which lines.
     """
     digests = {name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()}
-    found: list[dict[str, str]] = [json.loads(data) for data in exchange(json.dumps(digests).encode())]
-    names = list(dict.fromkeys(name for of in found for name in of))
-    different = {name: [k for k, of in enumerate(found) if of.get(name) != found[0].get(name)] for name in names}
+    digests_of_all: list[dict[str, str]] = [json.loads(data) for data in exchange(json.dumps(digests).encode())]
+    names = list(dict.fromkeys(name for of in digests_of_all for name in of))
+    different = {
+        name: [k for k, of in enumerate(digests_of_all) if of.get(name) != digests_of_all[0].get(name)]
+        for name in names
+    }
     different = {name: others for name, others in different.items() if others}
     if not different:
         return

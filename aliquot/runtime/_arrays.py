@@ -32,8 +32,8 @@ def words_of(look: Any) -> Any:
     """The look of an array, or of the words of random keys: keys cannot cross between processes."""
     if not is_key(look):
         return look
-    found = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(look.shape, look.dtype))
-    return struct(found.shape, found.dtype, NamedSharding(look.sharding.mesh, look.sharding.spec))
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(look.shape, look.dtype))
+    return struct(words.shape, words.dtype, NamedSharding(look.sharding.mesh, look.sharding.spec))
 
 
 def words(array: Any) -> Any:
@@ -46,11 +46,11 @@ def words(array: Any) -> Any:
     return stub(plain.shape, plain.sharding, plain.dtype)
 
 
-def keys_from(found: Any, look: Any) -> Any:
+def keys_from(words: Any, look: Any) -> Any:
     """An array that arrived, as the random keys whose words it is if it shall look like keys."""
     if not is_key(look):
-        return found
+        return words
     names: list[Any] = []
     # Only arrays and tracers tell how keys are made.
     jax.eval_shape(lambda key: names.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(look.shape, look.dtype))
-    return jax.random.wrap_key_data(found, impl=names[0])
+    return jax.random.wrap_key_data(words, impl=names[0])

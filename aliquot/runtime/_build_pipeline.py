@@ -103,7 +103,7 @@ def build_pipeline(
 def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
     """Each stage's programs from the cut for its own number of groups, without those that make nothing."""
     first = by_stage[0]
-    own = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
-    programs = [own[p.stage, p.part, p.round] for p in first.programs]
+    by_key = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
+    programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
     useful = tuple(p for p in programs if p.exports or p.totals or p.stacked)
     return StagePrograms(programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home)

@@ -169,11 +169,11 @@ class _Inbox:
         _start(self._listen, connection)
 
     def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
-        found = self._read.get()
-        if isinstance(found, BaseException):
-            self._read.put(found)
-            raise ConnectionError(f"the connection to process {self._process} has ended") from found
-        number, data = found
+        arrived = self._read.get()
+        if isinstance(arrived, BaseException):
+            self._read.put(arrived)
+            raise ConnectionError(f"the connection to process {self._process} has ended") from arrived
+        number, data = arrived
         if (number, data.nbytes) != (self._taken, num_bytes):
             raise ConnectionError(
                 f"process {self._process} sent {data.nbytes} bytes as its message {number}, where {num_bytes} bytes were to "

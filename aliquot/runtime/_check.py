@@ -74,14 +74,14 @@ def _whole(leaf: Any) -> Any:
     return jax.device_put(gather(leaf))
 
 
-def compare(paths: Sequence[str], found: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:
+def compare(paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:
     """Differences between two flat results. Waits for both."""
-    leaves = [_difference(p, gather(a), gather(b)) for p, a, b in zip(paths, found, wanted, strict=True)]
+    leaves = [_difference(p, gather(a), gather(b)) for p, a, b in zip(paths, results, wanted, strict=True)]
     return StepCheck(leaves=tuple(leaves))
 
 
-def _difference(path: str, found: Any, wanted: Any) -> LeafDifference:
-    a, b = (np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False) for x in (found, wanted))
+def _difference(path: str, result: Any, wanted: Any) -> LeafDifference:
+    a, b = (np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False) for x in (result, wanted))
     if not a.size:
         return LeafDifference(path=path, largest=0.0, magnitude=0.0)
     same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -67,14 +67,14 @@ def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
         if name not in moving:
             parts.append((size, False))
             continue
-        before, own = moving[name]
-        own = own or size
-        parts += [(before, False), (own, True), (size // (before * own), False)]
+        before, extent = moving[name]
+        extent = extent or size
+        parts += [(before, False), (extent, True), (size // (before * extent), False)]
     grid = devices.reshape([size for size, _ in parts])
     last = [axis for axis, (_, moves) in enumerate(parts) if moves]
     groups = np.moveaxis(grid, last, range(grid.ndim - len(last), grid.ndim))
-    found: list[list[int]] = groups.reshape(-1, math.prod(parts[axis][0] for axis in last)).tolist()
-    return found
+    members: list[list[int]] = groups.reshape(-1, math.prod(parts[axis][0] for axis in last)).tolist()
+    return members
 
 
 def _device_order(text: str | None, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

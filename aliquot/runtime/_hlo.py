@@ -72,7 +72,7 @@ def find_collectives(text: str, axis_names: Sequence[str], axis_sizes: Sequence[
     """
     computations = _computations(text)
     times, looped = _times(computations)
-    found = []
+    collectives = []
     for computation in computations.values():
         count = times.get(computation.name, 0.0)
         for line in computation.lines if count else ():
@@ -80,7 +80,7 @@ def find_collectives(text: str, axis_names: Sequence[str], axis_sizes: Sequence[
             if parsed is None:
                 continue
             kind, result = parsed
-            found.append(
+            collectives.append(
                 CompiledCollective(
                     kind=kind,
                     axes=_axes(line, axis_names, axis_sizes),
@@ -91,7 +91,7 @@ def find_collectives(text: str, axis_names: Sequence[str], axis_sizes: Sequence[
                     label=_label(line),
                 )
             )
-    return tuple(found)
+    return tuple(collectives)
 
 
 def add_up(collectives: Sequence[CompiledCollective]) -> tuple[CompiledCollective, ...]:
@@ -138,16 +138,16 @@ def _bits(name: str) -> int:
 
 
 def _computations(text: str) -> dict[str, _Computation]:
-    found: dict[str, _Computation] = {}
+    computations: dict[str, _Computation] = {}
     current: _Computation | None = None
     for line in text.splitlines():
         header = _COMPUTATION.match(line)
         if header and " = " not in line.split("(", 1)[0]:
             name = "ENTRY" if header.group(1) else header.group(2)
-            current = found[name] = _Computation(name)
+            current = computations[name] = _Computation(name)
         elif current is not None:
             current.lines.append(line)
-    return found
+    return computations
 
 
 def _times(computations: Mapping[str, _Computation]) -> tuple[dict[str, float], set[str]]:

@@ -53,7 +53,7 @@ def plan_host_move(
         A function from the arrays, in processes that hold parts of them, to those at the receiver, in processes that are
         to have parts. None where there is nothing to do.
     """
-    own = jax.process_index()
+    this_process = jax.process_index()
     plain = [words_of(look) for look in structs]
     pieces = [
         piece
@@ -61,19 +61,21 @@ def plan_host_move(
         for process, target in sorted(by_process.items())
         for piece in _pieces(k, look, process, target)
     ]
-    receives = any(own in by_process for by_process in targets)
+    receives = any(this_process in by_process for by_process in targets)
     sends = {
-        p.target: [q for q in pieces if (q.source, q.target) == (own, p.target)] for p in pieces if p.source == own
+        p.target: [q for q in pieces if (q.source, q.target) == (this_process, p.target)]
+        for p in pieces
+        if p.source == this_process
     }
-    local = sends.pop(own, [])
+    local = sends.pop(this_process, [])
     if not sends and not receives:
         return None
     arriving: dict[int, list[_Piece]] = {}
     for piece in pieces:
-        if piece.target == own and piece.source != own:
+        if piece.target == this_process and piece.source != this_process:
             arriving.setdefault(piece.source, []).append(piece)
-    needed = sorted({piece.array for piece in pieces if piece.source == own})
-    together = _joiner(structs, plain, [by_process.get(own) for by_process in targets]) if receives else None
+    needed = sorted({piece.array for piece in pieces if piece.source == this_process})
+    together = _joiner(structs, plain, [by_process.get(this_process) for by_process in targets]) if receives else None
 
     def move(*arrays: Any) -> list[Any]:
         shards = {(k, shard.device): shard.data for k in needed for shard in words(arrays[k]).addressable_shards}
@@ -82,7 +84,7 @@ def plan_host_move(
             channels.send(process, functools.partial(_cut, mine))
         if together is None:
             return []
-        found = {
+        received = {
             # A copy: the new shard must not be the old buffer, which may be donated.
             (p.array, p.goal, p.block): np.array(np.asarray(shards[p.array, p.device])[_slices(p.block, p.within)])
             for p in local
@@ -93,9 +95,9 @@ def plan_host_move(
             data, start = channels.receive(process, sum(sizes)), 0
             for p, size in zip(group, sizes, strict=True):
                 part = data[start : start + size].view(plain[p.array].dtype)
-                found[p.array, p.goal, p.block] = part.reshape([b - a for a, b in p.block])
+                received[p.array, p.goal, p.block] = part.reshape([b - a for a, b in p.block])
                 start += size
-        return together(found)
+        return together(received)
 
     return move
 
@@ -106,7 +108,7 @@ def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piec
     for device, block in _blocks(look.sharding, look.shape).items():
         held.setdefault(block, {}).setdefault(device.process_index, device)
     goals = {block for device, block in _blocks(target, look.shape).items() if device.process_index == process}
-    found = []
+    pieces = []
     for goal in sorted(goals):
         for within in sorted(held):
             block = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(goal, within, strict=True))
@@ -114,24 +116,24 @@ def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piec
                 holders = held[within]
                 # Holders of the same block take turns.
                 source = process if process in holders else sorted(holders)[process % len(holders)]
-                found.append(_Piece(array, block, within, goal, holders[source], source, process))
-    return found
+                pieces.append(_Piece(array, block, within, goal, holders[source], source, process))
+    return pieces
 
 
 def _joiner(
     structs: Sequence[Any], plain: Sequence[Any], targets: Sequence[Any]
 ) -> Callable[[Mapping[tuple[int, Block, Block], Any]], list[Any]]:
     """From blocks, by array, where they belong and what they are, to arrays on this process's devices."""
-    own = jax.process_index()
+    process = jax.process_index()
     places = [
-        [(device, block) for device, block in _blocks(target, look.shape).items() if device.process_index == own]
+        [(device, block) for device, block in _blocks(target, look.shape).items() if device.process_index == process]
         for target, look in zip(targets, plain, strict=True)
     ]
     devices = [device for place in places for device, _ in place]
 
-    def together(found: Mapping[tuple[int, Block, Block], Any]) -> list[Any]:
+    def together(received: Mapping[tuple[int, Block, Block], Any]) -> list[Any]:
         parts: dict[tuple[int, Block], dict[Block, Any]] = {}
-        for (k, goal, block), data in found.items():
+        for (k, goal, block), data in received.items():
             parts.setdefault((k, goal), {})[block] = data
         whole = {key: _filled(key[1], blocks, plain[key[0]].dtype) for key, blocks in parts.items()}
         hosts = [
@@ -153,12 +155,12 @@ def _joiner(
 def _filled(goal: Block, parts: Mapping[Block, Any], dtype: Any) -> np.ndarray[Any, Any]:
     """A block made of smaller ones."""
     if goal in parts:
-        made: np.ndarray[Any, Any] = parts[goal]
-        return made
-    made = np.empty([b - a for a, b in goal], dtype)
+        filled: np.ndarray[Any, Any] = parts[goal]
+        return filled
+    filled = np.empty([b - a for a, b in goal], dtype)
     for block, data in parts.items():
-        made[_slices(block, goal)] = data
-    return made
+        filled[_slices(block, goal)] = data
+    return filled
 
 
 def _blocks(sharding: Sharding, shape: Sequence[int]) -> dict[Any, Block]:

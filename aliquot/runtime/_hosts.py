@@ -83,15 +83,15 @@ def initialize(
 
     def service_port() -> int:
         held.append(reserved_port("0.0.0.0", 0, 1))
-        found: int = held[0].getsockname()[1]
-        return found
+        port: int = held[0].getsockname()[1]
+        return port
 
     service = address
     if count > 1:
         # Without it JAX aborts all processes when one dies, before anything can be said. The watch ends them.
         jax.config.update("jax_enable_recoverability", True)
-        own = Hello.own(process, count, default_run_id() if run_id is None else run_id)
-        service = meet(address, own, initialization_timeout_s, service_port)
+        hello = Hello.own(process, count, default_run_id() if run_id is None else run_id)
+        service = meet(address, hello, initialization_timeout_s, service_port)
         end_in_order()
     jax.distributed.initialize(
         service,
@@ -131,8 +131,8 @@ def _spare_threads() -> None:
     flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     asked = jax.config.values["jax_num_cpu_devices"]
     num_devices = asked if asked > 0 else int(flags[-1]) if flags else 1
-    needed, own = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")
-    if needed > (int(own) if own.isdecimal() else _num_cores()):
+    needed, wanted = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")
+    if needed > (int(wanted) if wanted.isdecimal() else _num_cores()):
         os.environ["PJRT_NPROC"] = str(needed)
 
 
@@ -150,13 +150,13 @@ def reserved_port(address: str, process: int, count: int) -> socket.socket:
     ports = list(range(16384 + process, 32768, count))
     random.SystemRandom().shuffle(ports)
     for port in ports:
-        found = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
-            found.bind((address, port))
+            listener.bind((address, port))
         except OSError:
-            found.close()
+            listener.close()
             continue
         # Only from now on: at a port that is shared already it would have found room.
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        return found
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        return listener
     raise OSError(f"no port from 16384 to 32767 is free at {address}")

@@ -57,26 +57,26 @@ def init_state(
     shapes = jax.eval_shape(run, *arrays)
     wanted = _places(fn, inputs, places, kept, shapes)
     stacks = _stacks(run, arrays, wanted)
-    made: dict[tuple[int, Rows], Any] = {}
+    arrays_made: dict[tuple[int, Rows], Any] = {}
     for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
-        own = [(k, rows) for k, place in enumerate(wanted) for rows in place if rows.sharding.mesh == mesh]
+        on_mesh = [(k, rows) for k, place in enumerate(wanted) for rows in place if rows.sharding.mesh == mesh]
         if not mesh.local_devices:
             # Other processes make these.
-            for k, rows in own:
+            for k, rows in on_mesh:
                 struct = jax.eval_shape(rows.of, shapes[k])
-                made[k, rows] = stub(struct.shape, rows.sharding, struct.dtype)
+                arrays_made[k, rows] = stub(struct.shape, rows.sharding, struct.dtype)
             continue
 
-        def part(*dynamic: Any, own: Sequence[tuple[int, Rows]] = own) -> list[Any]:
+        def part(*dynamic: Any, on_mesh: Sequence[tuple[int, Rows]] = on_mesh) -> list[Any]:
             # What none of these needs is left out by the compiler.
             results, pieces = run(*dynamic), _pieces(stacks, dynamic)
-            return [results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in own]
+            return [results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in on_mesh]
 
         whole = NamedSharding(mesh, PartitionSpec())
         replicated = [_replicate(array, whole) for array in arrays]
-        found = jax.jit(part, out_shardings=[rows.sharding for _, rows in own])(*replicated)
-        made |= zip(own, found, strict=True)
-    return _rebuild(kept, [joined([made[k, rows] for rows in place], place) for k, place in enumerate(wanted)])
+        created = jax.jit(part, out_shardings=[rows.sharding for _, rows in on_mesh])(*replicated)
+        arrays_made |= zip(on_mesh, created, strict=True)
+    return _rebuild(kept, [joined([arrays_made[k, rows] for rows in place], place) for k, place in enumerate(wanted)])
 
 
 _Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
@@ -92,7 +92,7 @@ def _stacks(run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequen
         stops = [rows.stop for rows in place if rows.stop is not None]
         if stops:
             alike.setdefault((0, *stops), []).append(k)
-    found = []
+    stacks = []
     for bounds, positions in alike.items():
 
         def stacked(_: Any, *dynamic: Any, positions: Sequence[int] = positions) -> list[Any]:
@@ -101,18 +101,18 @@ def _stacks(run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequen
 
         # A function without arguments is none that can be captured.
         graph = capture(stacked, _NOTHING, *arrays)
-        found.append((positions, split_rows(graph, bounds, range(len(positions)))))
-    return found
+        stacks.append((positions, split_rows(graph, bounds, range(len(positions)))))
+    return stacks
 
 
 def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any]:
     """The pieces of stacked results, by position in the result and first row."""
-    found = {}
+    rows_made = {}
     for positions, split in stacks:
         results = evaluate(split.graph, split.cut([_NOTHING, *arrays]))
         for k, pieces in zip(positions, split.split.outputs, strict=True):
-            found.update({(k, piece.start): results[piece.position] for piece in pieces})
-    return found
+            rows_made.update({(k, piece.start): results[piece.position] for piece in pieces})
+    return rows_made
 
 
 def _replicate(array: Any, whole: NamedSharding) -> Any:
@@ -153,16 +153,16 @@ def _places(
     call = calling_of(fn, (), given).call
     inputs = {i.path: i for i in arrays if argument_of(i.path) in given}
     problems = []
-    found: dict[int, Sequence[Rows]] = {}
+    rows_of: dict[int, Sequence[Rows]] = {}
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if path not in inputs:
             problems.append(f"{path} is made, but the step takes no such array")
             continue
         wanted = inputs.pop(path)
         if (tuple(leaf.shape), str(leaf.dtype)) != (wanted.shape, wanted.dtype):
-            made = f"{leaf.dtype}{list(leaf.shape)}"
-            problems.append(f"{path} is made as {made}, the step takes {wanted.dtype}{list(wanted.shape)}")
-        found[id(leaf)] = places[path]
+            described = f"{leaf.dtype}{list(leaf.shape)}"
+            problems.append(f"{path} is made as {described}, the step takes {wanted.dtype}{list(wanted.shape)}")
+        rows_of[id(leaf)] = places[path]
     problems += [f"{path} is missing" for path in inputs]
     if problems:
         raise PlanMismatchError(
@@ -170,13 +170,13 @@ def _places(
             asked=f"what the function given to init returns is not the step's {', '.join(given)}",
             advice="Return exactly what the step takes there (or a tuple of its state arguments, in order).",
         )
-    missing = [leaf for leaf in shapes if id(leaf) not in found]
+    missing = [leaf for leaf in shapes if id(leaf) not in rows_of]
     if missing:
         raise CaptureError(
             f"{len(missing)} arrays of what the function given to init returns cannot be found again among the step's "
             "arguments. Make the state without init and pass it to the step."
         )
-    return [found[id(leaf)] for leaf in shapes]
+    return [rows_of[id(leaf)] for leaf in shapes]
 
 
 def argument_of(path: str) -> str:

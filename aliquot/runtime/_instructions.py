@@ -95,14 +95,14 @@ def write_instructions(
         writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
     for number in sorted({f.program.round for f in functions if f.program.part is Part.UPDATE}):
         writer.once(Part.UPDATE, number)
-    found = {(stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results}
+    slots_of_results = {(stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results}
     return Instructions(
-        steps=_with_frees(writer.steps, set(found.values()), writer.kept()),
+        steps=_with_frees(writer.steps, set(slots_of_results.values()), writer.kept()),
         slots=tuple(writer.slots),
         given=writer.by_stage(Form.GIVEN),
         zeros=writer.by_stage(Form.TOTAL),
         numbers=writer.numbers(),
-        results=found,
+        results=slots_of_results,
     )
 
 
@@ -190,11 +190,11 @@ class _Writer:
 
     def by_stage(self, form: Form) -> dict[int, dict[int, int]]:
         """Slots that must be filled before the first instruction."""
-        found: dict[int, dict[int, int]] = {}
+        stages: dict[int, dict[int, int]] = {}
         for (stage, key, _), slot in self.slots.items():
             if key.form is form and slot not in self._moved:
-                found.setdefault(stage, {})[key.value] = slot
-        return found
+                stages.setdefault(stage, {})[key.value] = slot
+        return stages
 
     def numbers(self) -> dict[int, tuple[int, ...]]:
         """Slots of micro-batches' numbers, by stage."""
@@ -210,10 +210,10 @@ class _Writer:
 def _with_frees(steps: Sequence[Run | Send], results: set[int], kept: set[int]) -> tuple[Run | Send, ...]:
     """Every slot is dropped behind its last reader, or where it is made if nobody reads it."""
     done = results | kept
-    found = []
+    freed = []
     for step in reversed(steps):
         touched = dict.fromkeys([*step.inputs, *step.outputs])
         last = tuple(slot for slot in touched if slot not in done)
         done.update(last)
-        found.append(replace(step, frees=last))
-    return tuple(found[::-1])
+        freed.append(replace(step, frees=last))
+    return tuple(freed[::-1])

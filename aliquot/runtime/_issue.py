@@ -126,12 +126,12 @@ class Issuer:
 
     def _stubs(self) -> dict[int, Any]:
         """Results that lie on other processes, as this one sees them, by slot."""
-        found = {}
+        stubs = {}
         for result, slot in zip(self._pipeline.results, self._results, strict=True):
             if result is not None and slot is not None and not self._pipeline.local[result[0]]:
                 look = self._known[result[0], Key(Form.LATE, result[1])]
-                found[slot] = stub(look.shape, look.sharding, look.dtype)
-        return found
+                stubs[slot] = stub(look.shape, look.sharding, look.dtype)
+        return stubs
 
     def _plan_shares(self) -> list[tuple[tuple[int, ...], Move]]:
         """Small results that are no state, for all processes to read."""
@@ -228,10 +228,10 @@ class Issuer:
             held = [slots[slot] for slot in places] if places[0] not in self._elsewhere else []
             for slot, array in zip(places, share(*held), strict=True):
                 slots[slot] = array
-        found = [None if slot is None else slots[slot] for slot in self._results]
+        results = [None if slot is None else slots[slot] for slot in self._results]
         for slot in self._pipeline.instructions.results.values():
             slots[slot] = None
-        return found
+        return results
 
     def _loop(self) -> None:
         """All instructions: nothing is decided here, so that little but the calls takes time."""
@@ -247,13 +247,13 @@ class Issuer:
 
     def _describe(self, dead: int) -> str:
         assert self._peers is not None
-        steps, own = self._pipeline.instructions.steps, self._peers.process
-        text = f"Process {own} ({self._stages_of(own)}) had issued {self._named(self._number)} of step {self._step}"
+        steps, process = self._pipeline.instructions.steps, self._peers.process
+        text = f"Process {process} ({self._stages_of(process)}) had issued {self._named(self._number)} of step {self._step}"
         with_dead = [
             number
             for number, step in enumerate(steps)
             if isinstance(step, Send)
-            and {own, dead} <= self._pipeline.processes[step.source] | self._pipeline.processes[step.target]
+            and {process, dead} <= self._pipeline.processes[step.source] | self._pipeline.processes[step.target]
             and self._pipeline.processes[step.source] != self._pipeline.processes[step.target]
         ]
         before = [number for number in with_dead if number <= self._number]
@@ -266,8 +266,8 @@ class Issuer:
         return text + "."
 
     def _stages_of(self, process: int) -> str:
-        own = [stage for stage, group in enumerate(self._pipeline.processes) if process in group]
-        return f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+        stages = [stage for stage, group in enumerate(self._pipeline.processes) if process in group]
+        return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
     def _named(self, number: int) -> str:
         steps = self._pipeline.instructions.steps
@@ -286,9 +286,9 @@ def _timed(action: _Action, record: Callable[[int, float, float], None]) -> Move
     def call(*arrays: Any) -> Any:
         jax.block_until_ready(arrays)
         start = time.perf_counter()
-        made = jax.block_until_ready(action.call(*arrays))
+        results = jax.block_until_ready(action.call(*arrays))
         record(action.number, start, time.perf_counter())
-        return made
+        return results
 
     return call
 

@@ -54,9 +54,9 @@ class Layout:
         shape = array.shape
         rest = shape[dim] // (self.parts * self.shards)
         apart = array.reshape(*shape[:dim], self.groups, self.shards, self.micro_batches, rest, *shape[dim + 1 :])
-        own = jax.lax.dynamic_index_in_dim(apart, micro_batch, dim + 2, keepdims=False)
-        own = jax.lax.dynamic_index_in_dim(own, group, dim, keepdims=False)
-        return own.reshape(*shape[:dim], self.shards * rest, *shape[dim + 1 :])
+        part = jax.lax.dynamic_index_in_dim(apart, micro_batch, dim + 2, keepdims=False)
+        part = jax.lax.dynamic_index_in_dim(part, group, dim, keepdims=False)
+        return part.reshape(*shape[:dim], self.shards * rest, *shape[dim + 1 :])
 
     def offsets(self, shape: Sequence[int], dim: int, group: Any, micro_batch: Any, dtype: Any) -> Any:
         """Offsets from an element's position in its part to its position in the batch, for a part's shape."""

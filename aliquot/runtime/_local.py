@@ -87,8 +87,8 @@ def on_pieces(
     }
 
     def run(*operands: Any) -> list[Any]:
-        made = attention_on_piece(local, operands) if attends else bind(local, operands)
-        return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(made)]
+        results = attention_on_piece(local, operands) if attends else bind(local, operands)
+        return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(results)]
 
     return list(_on_pieces(run, arrays, mesh, groups, ins, outs, everywhere=attends))
 
@@ -119,14 +119,14 @@ def product(
         for a, summed, shared in zip(arrays, contracted, batch, strict=True)
     ]
     shape = [*(arrays[0].shape[d] for d in (*batch[0], *free[0])), *(arrays[1].shape[d] for d in free[1])]
-    made = [*(left[d] for d in (*batch[0], *free[0])), *(right[d] for d in free[1])]
+    result_dims = [*(left[d] for d in (*batch[0], *free[0])), *(right[d] for d in free[1])]
     sums = [left[d] for d in contracted[0]]
     if sums != [right[d] for d in contracted[1]] or [left[d] for d in batch[0]] != [right[d] for d in batch[1]]:
         return None
     result = wanted(shape)
     summed = [axis for axes in sums for axis in axes]
     scattered: dict[int, tuple[str, ...]] = {}
-    for dim, (before, behind) in enumerate(zip(made, map(_axes, result), strict=True)):
+    for dim, (before, behind) in enumerate(zip(result_dims, map(_axes, result), strict=True)):
         more = behind[len(before) :]
         if behind[: len(before)] != before or not set(more) <= set(summed):
             return None
@@ -189,8 +189,8 @@ def _on_pieces(
         local = jax.shard_map(
             function, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), axis_names=axes, check_vma=False
         )
-        made: Sequence[Any] = local(*given)
-        return made
+        results: Sequence[Any] = local(*given)
+        return results
 
     if not groups:
         return mapped(run, operands, results, *arrays)
@@ -208,8 +208,8 @@ def _on_pieces(
         ins = [PartitionSpec(lead, *spec) if b else spec for spec, b in zip(operands, batched, strict=True)]
         return mapped(own, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [True] * len(results)
 
-    made: Sequence[Any] = alone(*arrays)
-    return made
+    outputs: Sequence[Any] = alone(*arrays)
+    return outputs
 
 
 def _with_features_in_place(eqn: Any, arrays: Sequence[Any], bind: Bind) -> Any:

@@ -76,12 +76,12 @@ class ConstraintLowering(AbstractLowering):
         mapped: Collection[int] = (),
     ) -> list[Any]:
         """See `AbstractLowering.replay`."""
-        found = evaluate(graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped)))
+        results = evaluate(graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped)))
         if self.pins.rows:
             given = {item.value: array for item, array in zip(graph.inputs, arrays, strict=True)}
             for position, output in enumerate(graph.outputs):
-                found[position] = self._renewed(output.value, found[position], given)
-        return found
+                results[position] = self._renewed(output.value, results[position], given)
+        return results
 
     def constrain(
         self,
@@ -208,8 +208,8 @@ class _Constrain(ReplayHook):
         def wanted(shape: Sequence[int]) -> PartitionSpec:
             return partition(mesh, chain[0], shape, without, minor)
 
-        found = product(op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums)
-        return bind(op.eqn, arrays) if found is None else found
+        result = product(op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums)
+        return bind(op.eqn, arrays) if result is None else result
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None

@@ -83,21 +83,21 @@ def give_up(text: str) -> NoReturn:
 # ---- process 0 -------------------------------------------------------------------------------------------------------
 
 
-def gather_in(listener: socket.socket, own: Hello, timeout_s: float) -> Met:
+def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Met:
     """The connections of all others. Ends all that have come if one of them dies, or does not fit.
 
     Those that come later are turned away as long as this process lives.
     """
-    found: dict[int, tuple[Hello, socket.socket]] = {}
+    joined: dict[int, tuple[Hello, socket.socket]] = {}
     deadline = time.monotonic() + timeout_s
     listener.settimeout(0.2)
-    while len(found) < own.count - 1:
-        for k, (hello, peer) in found.items():
+    while len(joined) < own_hello.count - 1:
+        for k, (hello, peer) in joined.items():
             if _has_ended(peer):
-                _turn_all_away(found, f"{hello} has ended while the processes met. Look for its error.", but=k)
+                _turn_all_away(joined, f"{hello} has ended while the processes met. Look for its error.", but=k)
         if time.monotonic() > deadline:
-            missing = ", ".join(str(k) for k in range(1, own.count) if k not in found)
-            _turn_all_away(found, f"of {own.count} processes {missing} did not come within {timeout_s:.0f} s.")
+            missing = ", ".join(str(k) for k in range(1, own_hello.count) if k not in joined)
+            _turn_all_away(joined, f"of {own_hello.count} processes {missing} did not come within {timeout_s:.0f} s.")
         try:
             peer, _ = listener.accept()
         except OSError:
@@ -105,15 +105,17 @@ def gather_in(listener: socket.socket, own: Hello, timeout_s: float) -> Met:
         came = _hear_hello(peer)
         if came is None:
             peer.close()
-        elif came.run != own.run:
-            _turn_away(peer, _other_run(own, came))
-        elif problem := _misfit(own, came, {k: h for k, (h, _) in found.items()}):
-            found[-1] = came, peer
-            _turn_all_away(found, problem)
+        elif came.run != own_hello.run:
+            _turn_away(peer, _other_run(own_hello, came))
+        elif problem := _misfit(own_hello, came, {k: h for k, (h, _) in joined.items()}):
+            joined[-1] = came, peer
+            _turn_all_away(joined, problem)
         else:
-            found[came.process] = came, peer
-    threading.Thread(target=_turn_away_all_later, args=(listener, own), name="aliquot-meeting", daemon=True).start()
-    return Met(0, own.count, {k: s for k, (_, s) in found.items()}, {k: h for k, (h, _) in found.items()})
+            joined[came.process] = came, peer
+    threading.Thread(
+        target=_turn_away_all_later, args=(listener, own_hello), name="aliquot-meeting", daemon=True
+    ).start()
+    return Met(0, own_hello.count, {k: s for k, (_, s) in joined.items()}, {k: h for k, (h, _) in joined.items()})
 
 
 def let_in(met: Met, told: Mapping[str, Any]) -> None:
@@ -123,21 +125,19 @@ def let_in(met: Met, told: Mapping[str, Any]) -> None:
             _say(peer, {"told": dict(told)})
 
 
-def _misfit(own: Hello, hello: Hello, found: Mapping[int, Hello]) -> str:
+def _misfit(own_hello: Hello, hello: Hello, joined: Mapping[int, Hello]) -> str:
     """Reason why a process of this run cannot join; empty if it can."""
-    if hello.count != own.count:
-        return (
-            f"{hello} expects {hello.count} processes, process 0 expects {own.count}. Give all the same num_processes."
-        )
-    if hello.process in found or not 0 < hello.process < own.count:
-        other = found.get(hello.process, own)
+    if hello.count != own_hello.count:
+        return f"{hello} expects {hello.count} processes, process 0 expects {own_hello.count}. Give all the same num_processes."
+    if hello.process in joined or not 0 < hello.process < own_hello.count:
+        other = joined.get(hello.process, own_hello)
         return (
             f"two processes have the number {hello.process}: {other} and {hello}. Give each its own process_id; where two "
             "runs use one address, give each a port or a run_id of its own."
         )
     different = [
         f"{name} {hello.versions.get(name)} in process {hello.process}, {version} in process 0"
-        for name, version in own.versions.items()
+        for name, version in own_hello.versions.items()
         if hello.versions.get(name) != version
     ]
     if different:
@@ -145,14 +145,14 @@ def _misfit(own: Hello, hello: Hello, found: Mapping[int, Hello]) -> str:
     return ""
 
 
-def _other_run(own: Hello, hello: Hello) -> str:
+def _other_run(own_hello: Hello, hello: Hello) -> str:
     return (
-        f"at this address process 0 of another run is waiting or running: run {own.run!r} (pid {own.pid} on "
-        f"{own.machine.split()[0]}), and this is {hello} of run {hello.run!r}. Give each run a port of its own."
+        f"at this address process 0 of another run is waiting or running: run {own_hello.run!r} (pid {own_hello.pid} on "
+        f"{own_hello.machine.split()[0]}), and this is {hello} of run {hello.run!r}. Give each run a port of its own."
     )
 
 
-def _turn_away_all_later(listener: socket.socket, own: Hello) -> None:
+def _turn_away_all_later(listener: socket.socket, own_hello: Hello) -> None:
     listener.settimeout(None)
     while True:
         try:
@@ -162,18 +162,18 @@ def _turn_away_all_later(listener: socket.socket, own: Hello) -> None:
         hello = _hear_hello(peer)
         if hello is None:
             peer.close()
-        elif hello.run != own.run:
-            _turn_away(peer, _other_run(own, hello))
+        elif hello.run != own_hello.run:
+            _turn_away(peer, _other_run(own_hello, hello))
         else:
             _turn_away(
                 peer,
-                f"all {own.count} processes of the run at this address had come before {hello}. Give each run a port or a "
+                f"all {own_hello.count} processes of the run at this address had come before {hello}. Give each run a port or a "
                 "run_id of its own.",
             )
 
 
-def _turn_all_away(found: Mapping[int, tuple[Hello, socket.socket]], text: str, but: int | None = None) -> NoReturn:
-    for k, (_, peer) in found.items():
+def _turn_all_away(joined: Mapping[int, tuple[Hello, socket.socket]], text: str, but: int | None = None) -> NoReturn:
+    for k, (_, peer) in joined.items():
         if k != but:
             _turn_away(peer, text)
     give_up(text)
@@ -211,7 +211,7 @@ def _hear_hello(peer: socket.socket) -> Hello | None:
 # ---- the others ------------------------------------------------------------------------------------------------------
 
 
-def join(host: str, port: int, own: Hello, timeout_s: float) -> tuple[Met, dict[str, Any]]:
+def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met, dict[str, Any]]:
     """A connection to process 0, which may come later than this one, and what it tells when all are there."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -220,11 +220,13 @@ def join(host: str, port: int, own: Hello, timeout_s: float) -> tuple[Met, dict[
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                give_up(f"process {own.process} found nobody at {host}:{port} within {timeout_s:.0f} s ({error}).")
+                give_up(
+                    f"process {own_hello.process} found nobody at {host}:{port} within {timeout_s:.0f} s ({error})."
+                )
             time.sleep(0.1)
     try:
         peer.settimeout(None)
-        _say(peer, {"hello": {name: getattr(own, name) for name in Hello.__slots__}})
+        _say(peer, {"hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
         # Process 0 has the clock; this is for one that does not answer at all.
         peer.settimeout(max(deadline - time.monotonic(), 1) + _HELLO_S)
         said = _hear(peer)
@@ -232,10 +234,10 @@ def join(host: str, port: int, own: Hello, timeout_s: float) -> tuple[Met, dict[
     except (OSError, ValueError) as error:
         give_up(f"process 0 at {host}:{port} has ended or cannot be reached ({error}). Look for its error.")
     if "refused" in said:
-        give_up(f"{said['refused']} Process {own.process} ends (exit code {EXIT_CODE}).")
+        give_up(f"{said['refused']} Process {own_hello.process} ends (exit code {EXIT_CODE}).")
     told = dict(said["told"])
     first = Hello(**told.pop("hello"))
-    return Met(own.process, own.count, {0: peer}, {0: first}), told
+    return Met(own_hello.process, own_hello.count, {0: peer}, {0: first}), told
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -251,10 +253,10 @@ def _hear(peer: socket.socket) -> dict[str, Any]:
     size = int.from_bytes(head[7:], "big")
     if head[:7] != b"aliquot" or size > _LONGEST_HELLO_BYTES:
         raise ValueError("something else than aliquot answers there")
-    found = json.loads(receive_exactly(peer, size))
-    if not isinstance(found, dict):
+    message = json.loads(receive_exactly(peer, size))
+    if not isinstance(message, dict):
         raise ValueError("something else than aliquot answers there")
-    return found
+    return message
 
 
 def _machine() -> str:

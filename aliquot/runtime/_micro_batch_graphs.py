@@ -92,8 +92,8 @@ def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
 def _sliced(plan: MicroBatchPlan, early_values: Iterable[int]) -> tuple[tuple[int, int], ...]:
     whole = plan.whole
     candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
-    found = {v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE}
-    return tuple(sorted(found.items()))
+    batch_dims = {v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE}
+    return tuple(sorted(batch_dims.items()))
 
 
 def subgraph(base: Graph, inputs: Sequence[int], items: Sequence[int | Call], outputs: Sequence[Operand]) -> Graph:

@@ -22,7 +22,7 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
     A vector's value number lies behind all others.
     """
     packs: dict[int, dict[Key, list[int]]] = {}
-    found: dict[tuple[int, int], tuple[Key, int]] = {}
+    packed: dict[tuple[int, int], tuple[Key, int]] = {}
     number = 1 + max((key.value for f in functions for key in (*f.takes, *f.gives)), default=0)
     for k, f in enumerate(functions):
         by_dtype: dict[str, list[int]] = {}
@@ -33,9 +33,9 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
                 key, number = Key(Form.PACKED, number), number + 1
                 packs.setdefault(k, {})[key] = values
                 for position, value in enumerate(values):
-                    found[f.program.stage, value] = key, position
-    made_at = {value: stage for stage, value in found}
-    return tuple(_unpacking(_packing(f, packs.get(k, {})), found, made_at) for k, f in enumerate(functions))
+                    packed[f.program.stage, value] = key, position
+    made_at = {value: stage for stage, value in packed}
+    return tuple(_unpacking(_packing(f, packs.get(k, {})), packed, made_at) for k, f in enumerate(functions))
 
 
 def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[int]:
@@ -45,8 +45,8 @@ def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]
     read = {key.value for g in others for key in g.takes if key.form is Form.LATE}
     read -= {key.value for g in others for key in g.gives}
     values = f.program.graph.values
-    found = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
-    return [v for v in found if values[v].shape == () and not values[v].dtype.startswith("key<")]
+    scalars = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
+    return [v for v in scalars if values[v].shape == () and not values[v].dtype.startswith("key<")]
 
 
 def _packing(f: StageFunction, packs: Mapping[Key, Sequence[int]]) -> StageFunction:
@@ -63,12 +63,12 @@ def _packing(f: StageFunction, packs: Mapping[Key, Sequence[int]]) -> StageFunct
 
 
 def _unpacking(
-    f: StageFunction, found: Mapping[tuple[int, int], tuple[Key, int]], made_at: Mapping[int, int]
+    f: StageFunction, packed_at: Mapping[tuple[int, int], tuple[Key, int]], made_at: Mapping[int, int]
 ) -> StageFunction:
     """The function with vectors in place of arguments from other stages."""
     stage = f.program.stage
     packed = {
-        key: found[made_at[key.value], key.value]
+        key: packed_at[made_at[key.value], key.value]
         for key in f.takes
         if key.form is Form.LATE and key.value in made_at and made_at[key.value] != stage
     }

@@ -12,9 +12,9 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
     given = [i.value for i in graph.inputs]
     body = [item for item in items if item.phase is not Phase.UPDATE]
     late = [item for item in items if item.phase is Phase.UPDATE]
-    made = {o for item in body for o in item.outputs}
+    made_in_body = {o for item in body for o in item.outputs}
     wanted = {i for item in late for i in item.inputs} | {o.value for o in graph.outputs if isinstance(o.value, int)}
-    crossing = sorted(made & wanted)
+    crossing = sorted(made_in_body & wanted)
     return MicroBatchGraphs(
         early=subgraph(graph, given, [], []),
         body=subgraph(graph, given, [item.what for item in body], crossing),

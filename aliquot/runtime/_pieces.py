@@ -116,12 +116,12 @@ class Rows(NamedTuple):
 
 def places_of(shardings: Mapping[str, NamedSharding]) -> dict[str, tuple[Rows, ...]]:
     """Places of arrays by path, from those of their pieces by paths such as `params.w[0:4]` and `params.w[4:8]`."""
-    found: dict[str, list[Rows]] = {}
+    places: dict[str, list[Rows]] = {}
     for path, sharding in shardings.items():
         match = _RANGE.fullmatch(path)
         rows = Rows(sharding, int(match[2]), int(match[3])) if match else Rows(sharding)
-        found.setdefault(match[1] if match else path, []).append(rows)
-    return {path: tuple(sorted(rows, key=lambda r: r.start)) for path, rows in found.items()}
+        places.setdefault(match[1] if match else path, []).append(rows)
+    return {path: tuple(sorted(rows, key=lambda r: r.start)) for path, rows in places.items()}
 
 
 def original_of(graph: Graph) -> Graph:
@@ -168,26 +168,26 @@ def cut_leaves(leaves: Sequence[Any], pieces: Sequence[Sequence[Piece]], paths: 
     Raises:
         InputError: an array does not have all rows, as one process's part of it.
     """
-    found: list[Any] = []
-    for leaf, own, path in zip(leaves, pieces, paths, strict=True):
+    cut: list[Any] = []
+    for leaf, leaf_pieces, path in zip(leaves, pieces, paths, strict=True):
         if isinstance(leaf, PiecedArray):
-            if leaf.bounds == (0, *(piece.stop for piece in own)):
-                found += leaf.pieces
+            if leaf.bounds == (0, *(piece.stop for piece in leaf_pieces)):
+                cut += leaf.pieces
                 continue
             leaf = jnp.asarray(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
-        stop = own[-1].stop
+        stop = leaf_pieces[-1].stop
         if stop is not None and leaf.shape[0] != stop:
             raise InputError(
                 f"{path} has {leaf.shape[0]} rows, and its {stop} rows lie on several stages. Pass all of it in every "
                 "process, or make it with `step.init`."
             )
-        found += [leaf if piece.stop is None else leaf[piece.start : piece.stop] for piece in own]
-    return found
+        cut += [leaf if piece.stop is None else leaf[piece.start : piece.stop] for piece in leaf_pieces]
+    return cut
 
 
 def join_results(arrays: Sequence[Any], pieces: Sequence[Sequence[Piece]]) -> list[Any]:
     """Results of a graph in pieces to the user's, one for each entry of `pieces`."""
-    return [joined([arrays[piece.position] for piece in own], own) for own in pieces]
+    return [joined([arrays[piece.position] for piece in leaf_pieces], leaf_pieces) for leaf_pieces in pieces]
 
 
 def joined(arrays: Sequence[Any], pieces: Sequence[Piece | Rows]) -> Any:

@@ -188,8 +188,8 @@ class Pipeline:
         if (stage, plain) in known:
             return known[stage, plain]
         # From another stage: the array that it makes, in this stage's split.
-        made = next(known[s, plain] for s in range(len(self.contexts)) if (s, plain) in known)
-        return _shape(made.shape, made.dtype, self.target(stage, plain, made.shape))
+        struct = next(known[s, plain] for s in range(len(self.contexts)) if (s, plain) in known)
+        return _shape(struct.shape, struct.dtype, self.target(stage, plain, struct.shape))
 
     def leaf_dtype(self, value: int) -> Any:
         constants = self.graph.constants
@@ -245,16 +245,16 @@ class Pipeline:
         # What the step returns as it was given stays the caller's.
         returned = {output.value for output in self.graph.outputs if isinstance(output.value, int)}
         kept = later | self._pulled | returned
-        found = []
+        donated = []
         for position, key in enumerate(function.takes):
             if key.form is Form.TOTAL and function.program.part is not Part.UPDATE:
-                found.append(position)
+                donated.append(position)
             elif key.form is Form.GIVEN and function.program.part is Part.UPDATE and key.value not in kept:
                 successor = self.successors.get(key.value)
                 gives = Key(Form.LATE, successor) in function.gives if isinstance(successor, int) else False
                 if gives and self.home.get(key.value) == stage and self._alike(key.value, successor):
-                    found.append(position)
-        return tuple(found)
+                    donated.append(position)
+        return tuple(donated)
 
     def _same_devices(self, a: int, b: int) -> bool:
         one, other = self.contexts[a].mesh, self.contexts[b].mesh
@@ -310,12 +310,12 @@ class Pipeline:
             )
         issuer.connect()
 
-    def of_all_processes(self, found: Sequence[Any]) -> tuple[Any, ...]:
+    def of_all_processes(self, figures: Sequence[Any]) -> tuple[Any, ...]:
         """Figures of all stages, each with its number as `stage`, from the processes that have them."""
         peers = watch() if self.is_shared else None
         if peers is None:
-            return tuple(found)
-        by_stage = {item.stage: item for data in peers.exchange(pickle.dumps(found)) for item in pickle.loads(data)}
+            return tuple(figures)
+        by_stage = {item.stage: item for data in peers.exchange(pickle.dumps(figures)) for item in pickle.loads(data)}
         return tuple(by_stage[stage] for stage in sorted(by_stage))
 
     def form_of(self, k: int, function: StageFunction, known: dict[tuple[int, Key], Any]) -> StageForm:

@@ -97,12 +97,12 @@ class PipelineRunner(AbstractRunner):
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """See `AbstractRunner.place`: on the first stage that wants it, in pieces where these lie on several."""
-        homes, found = self._homes(), []
+        homes, placed = self._homes(), []
         for position, leaf in enumerate(cut_leaves(leaves, self._inputs, self._paths)):
             item = self._pieces_graph.inputs[position]
             shape = self._pieces_graph.values[item.value].shape
-            found.append(place(leaf, homes[position], shape, keep=position in self._donated, path=item.path))
-        return join_results(found, self._inputs)
+            placed.append(place(leaf, homes[position], shape, keep=position in self._donated, path=item.path))
+        return join_results(placed, self._inputs)
 
     def stats(self) -> Stats:
         """See `AbstractRunner.stats`."""
@@ -162,10 +162,10 @@ class PipelineRunner(AbstractRunner):
             first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
         results = run(given)
         by_value = {item.value: array for item, array in zip(graph.inputs, first, strict=True)}
-        found = []
+        fetched = []
         for output, result in zip(graph.outputs, results, strict=True):
             if result is None:
                 value = output.value
                 result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]
-            found.append(result)
-        return join_results(found, self._outputs)
+            fetched.append(result)
+        return join_results(fetched, self._outputs)

@@ -26,37 +26,37 @@ def pipeline_stats(pipeline: Pipeline) -> Stats:
     aliases = {k: account.alias_bytes for k, account in memory.items()}
     donated = {k: c.donated for k, c in enumerate(compiled) if c is not None}
     sizes = pipeline.slot_bytes()
-    found = []
+    stats = []
     for stage, context in enumerate(pipeline.contexts):
-        own = [k for k, c in enumerate(compiled) if c is not None and c.function.program.stage == stage]
+        functions = [k for k, c in enumerate(compiled) if c is not None and c.function.program.stage == stage]
         mine = [c for c in compiled if c is not None and c.function.program.stage == stage]
-        if not own:
+        if not functions:
             continue
         names = [str(name) for name in context.mesh.axis_names]
         axis_sizes = [context.mesh.shape[name] for name in names]
         collectives = [
             use
-            for k, c in zip(own, mine, strict=True)
+            for k, c in zip(functions, mine, strict=True)
             for use in find_collectives(c.compiled.as_text(), names, axis_sizes)
             for _ in range(counts[k])
         ]
         over_time = stage_memory(
             pipeline.instructions, (stage,), sizes=sizes, temps=temps, aliases=aliases, donated=donated
         )
-        found.append(
+        stats.append(
             StageStats(
                 stage=stage,
                 held_bytes=over_time.held_bytes,
-                temp_bytes=max(temps[k] for k in own),
+                temp_bytes=max(temps[k] for k in functions),
                 peak_bytes=over_time.peak_bytes,
                 in_flight=over_time.in_flight,
                 collectives=add_up(collectives),
-                num_programs=len(own),
+                num_programs=len(functions),
                 compile_s=sum(c.compile_s for c in mine),
             )
         )
     lower_s = sum(stage.lower_s for stage in compiled if stage is not None)
-    return Stats(stages=pipeline.of_all_processes(found), lower_s=lower_s)
+    return Stats(stages=pipeline.of_all_processes(stats), lower_s=lower_s)
 
 
 def bytes_on_device(struct: Any) -> int:

@@ -81,41 +81,44 @@ def _setup(
     graph: Graph, extract: Extract, stage: PlannedStage, planned: StagePlan, mesh: Any, *, waits: bool
 ) -> StageSetup:
     problem = stage.problem
-    own = stage_pins(extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits)
+    pins = stage_pins(extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits)
     taken = {i.value for i in graph.inputs}
     given: dict[int, PartitionSpec] = {}
     sent: dict[int, PartitionSpec] = {}
-    for item, spec in zip(extract.graph.inputs, own.inputs, strict=True):
+    for item, spec in zip(extract.graph.inputs, pins.inputs, strict=True):
         value = extract.values[item.value]
         shape = extract.graph.values[item.value].shape
         (given if value in taken else sent)[value] = partition(mesh, spec, shape)
-    for output, spec in zip(extract.graph.outputs, own.outputs, strict=True):
+    for output, spec in zip(extract.graph.outputs, pins.outputs, strict=True):
         if isinstance(output.value, int):
             value = extract.values[output.value]
             sent.setdefault(value, partition(mesh, spec, extract.graph.values[output.value].shape))
     return StageSetup(
         mesh=mesh,
-        pins=_for_whole(graph, extract, own, len(planned.mesh_shape)),
+        pins=_for_whole(graph, extract, pins, len(planned.mesh_shape)),
         data_axes=planned.data_axes,
         given_specs=given,
         sent_specs=sent,
     )
 
 
-def _for_whole(graph: Graph, extract: Extract, own: Pins, num_axes: int) -> Pins:
+def _for_whole(graph: Graph, extract: Extract, part_pins: Pins, num_axes: int) -> Pins:
     """Pins of a part, by the operators of the whole step."""
     op_class = [-1] * len(graph.ops)
     for number, index in enumerate(extract.ops):
-        op_class[index] = own.op_class[number]
+        op_class[index] = part_pins.op_class[number]
     whole: Spec = (-1,) * num_axes
-    by_value = {extract.values[i.value]: s for i, s in zip(extract.graph.inputs, own.inputs, strict=True)}
-    pins: dict[int, Pin] = {number: pin for number, pin in own.by_class.items() if number >= 0}
+    by_value = {extract.values[i.value]: s for i, s in zip(extract.graph.inputs, part_pins.inputs, strict=True)}
+    pins: dict[int, Pin] = {number: pin for number, pin in part_pins.by_class.items() if number >= 0}
     return Pins(
         by_class=pins,
         op_class=op_class,
         inputs=tuple(by_value.get(i.value, whole) for i in graph.inputs),
         outputs=tuple(whole for _ in graph.outputs),
-        values={extract.values[v]: s for v, s in own.values.items()},
-        totals={extract.values[v]: s for v, s in own.totals.items()},
-        rows={extract.values[v]: (extract.values[old], made, kept) for v, (old, made, kept) in own.rows.items()},
+        values={extract.values[v]: s for v, s in part_pins.values.items()},
+        totals={extract.values[v]: s for v, s in part_pins.totals.items()},
+        rows={
+            extract.values[v]: (extract.values[old], rows_made, kept)
+            for v, (old, rows_made, kept) in part_pins.rows.items()
+        },
     )

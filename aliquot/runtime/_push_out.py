@@ -61,13 +61,13 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
 def _sources(parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging) -> dict[int, frozenset[int]]:
     """The stages whose results a value adds up."""
     stage_of = {o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs}
-    found: dict[int, frozenset[int]] = {}
+    sources: dict[int, frozenset[int]] = {}
 
     def of(value: Operand) -> frozenset[int]:
         assert isinstance(value, int)
         stage = stage_of.get(value, SHARED)
-        return found.get(value, frozenset([stage]) - {SHARED})
+        return sources.get(value, frozenset([stage]) - {SHARED})
 
     for value, k in sorted(maker.items(), key=lambda pair: pair[1]):
-        found[value] = frozenset().union(*map(of, parts.body.ops[k].inputs))
-    return found
+        sources[value] = frozenset().union(*map(of, parts.body.ops[k].inputs))
+    return sources

@@ -91,27 +91,27 @@ def plan_route(
     source: Any = structs[0].sharding
     ends = [_row(mesh) for mesh in (source.mesh, targets[0].mesh)]
     senders, receivers = ([*end.mesh.devices.flat] for end in ends)
-    own = jax.process_index()
+    process = jax.process_index()
     cuts = [_cut(words_of(struct), max(len(senders), len(receivers))) for struct in structs]
     legs = _legs(cuts, senders, receivers)
-    take = _taker(cuts, ends[0], senders, own)
-    give = _giver(structs, cuts, ends[1], receivers, targets, own)
+    take = _taker(cuts, ends[0], senders, process)
+    give = _giver(structs, cuts, ends[1], receivers, targets, process)
 
     def move(*arrays: Any) -> Sequence[Any]:
         held = take(arrays)
         arrived: dict[tuple[int, int], Any] = {}
         for leg in legs:
             sender, receiver = leg.source.process_index, leg.target.process_index
-            if sender == own:
-                found = [held[piece] for piece in leg.pieces]
+            if sender == process:
+                pieces = [held[piece] for piece in leg.pieces]
             elif sender == receiver:
                 continue
             else:
                 lead = SingleDeviceSharding(leg.source)
-                found = [stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces]
+                pieces = [stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces]
             # Of arrays from or to different devices in one call, ends may pull different ones first, and wait for ever.
-            moved = jax.device_put(found, SingleDeviceSharding(leg.target))
-            if receiver == own:
+            moved = jax.device_put(pieces, SingleDeviceSharding(leg.target))
+            if receiver == process:
                 arrived.update(zip(leg.pieces, moved, strict=True))
         return give(arrived)
 
@@ -144,10 +144,10 @@ def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]
 
 
 def _taker(
-    cuts: Sequence[_Cut], end: NamedSharding, senders: Sequence[Any], own: int
+    cuts: Sequence[_Cut], end: NamedSharding, senders: Sequence[Any], process: int
 ) -> Callable[[Sequence[Any]], dict[tuple[int, int], Any]]:
     """From arrays at the sender to the pieces that this process holds."""
-    here = {device: k for k, device in enumerate(senders) if device.process_index == own}
+    here = {device: k for k, device in enumerate(senders) if device.process_index == process}
     if not here:
         return lambda arrays: {}
     apart = jax.jit(
@@ -174,16 +174,16 @@ def _giver(
     end: NamedSharding,
     receivers: Sequence[Any],
     targets: Sequence[NamedSharding],
-    own: int,
+    process: int,
 ) -> Callable[[dict[tuple[int, int], Any]], Sequence[Any]]:
     """From the pieces that came to this process to arrays at the receiver."""
-    here = [(k, device) for k, device in enumerate(receivers) if device.process_index == own]
+    here = [(k, device) for k, device in enumerate(receivers) if device.process_index == process]
     if not here:
         return lambda arrived: []
 
     def join(rows: Sequence[Sequence[Any]]) -> list[Any]:
-        found = [cut.together(own) for cut, own in zip(cuts, rows, strict=True)]
-        return [keys_from(x, look) for x, look in zip(found, structs, strict=True)]
+        joined = [cut.together(process) for cut, process in zip(cuts, rows, strict=True)]
+        return [keys_from(x, look) for x, look in zip(joined, structs, strict=True)]
 
     together = jax.jit(join, out_shardings=list(targets))
     # What devices hold that no piece goes to.
@@ -208,7 +208,7 @@ def _giver(
                     for k in range(each)
                 ]
             )
-        made: list[Any] = together(rows)
-        return made
+        joined: list[Any] = together(rows)
+        return joined
 
     return give

@@ -104,17 +104,17 @@ class _Body:
         by_op: dict[tuple[str, int], int] = {}
         for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
             by_op |= dict.fromkeys(_keys(item), stage)
-        found: dict[int, int] = {}
-        made: dict[int, int] = {}
+        stages: dict[int, int] = {}
+        made_by: dict[int, int] = {}
         for item in self._items:
             known = [by_op[key] for key in _keys(item) if key in by_op]
-            stage = known[0] if known else max((made.get(i, SHARED) for i in item.inputs), default=SHARED)
+            stage = known[0] if known else max((made_by.get(i, SHARED) for i in item.inputs), default=SHARED)
             # A conversion of an operand belongs to whoever reads it.
             if not known and all(o >= self._num_values for o in item.outputs):
                 stage = SHARED
-            found[id(item)] = stage
-            made |= dict.fromkeys(item.outputs, stage)
-        return found
+            stages[id(item)] = stage
+            made_by |= dict.fromkeys(item.outputs, stage)
+        return stages
 
     def _drafts(self) -> dict[tuple[int, Part], _Draft]:
         drafts: dict[tuple[int, Part], _Draft] = {}
@@ -196,15 +196,15 @@ class _Body:
 
     def finished(self, wanted: Iterable[int], plan: MicroBatchPlan | None) -> list[StageProgram]:
         """The programs, with totals of `wanted` values where they are made."""
-        found = []
+        programs = []
         wanted = set(wanted)
         for draft in self._drafts_by.values():
             inside = {o for item in draft.own for o in item.outputs}
             totals = tuple(sorted(v for v in inside & wanted if self.made[v] == draft.stage))
-            found.append(self._program(draft, self._drafts_by, totals, plan))
+            programs.append(self._program(draft, self._drafts_by, totals, plan))
         # An order in which they could run: up the stages, then down.
         return sorted(
-            found, key=lambda p: (p.part is not Part.FORWARD, p.stage * (1 if p.part is Part.FORWARD else -1))
+            programs, key=lambda p: (p.part is not Part.FORWARD, p.stage * (1 if p.part is Part.FORWARD else -1))
         )
 
     def _program(
@@ -214,9 +214,9 @@ class _Body:
         totals: tuple[int, ...],
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
-        own = {o for item in draft.own for o in item.outputs}
+        made_here = {o for item in draft.own for o in item.outputs}
         read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
-        exports = tuple(sorted(own & read_elsewhere))
+        exports = tuple(sorted(made_here & read_elsewhere))
         stacked = tuple(v for v in totals if plan is not None and not is_summed(v, plan))
         outputs = [*exports, *totals]
         numbers = {self._graphs.group, self._graphs.micro_batch}
@@ -231,7 +231,8 @@ class _Body:
                 sorted(i for i in draft.reads if i not in self._given and i not in self._early and i not in numbers)
             ),
             exports=exports,
-            kept=frozenset(v for other in drafts.values() if other.stage == draft.stage for v in other.reads) & own,
+            kept=frozenset(v for other in drafts.values() if other.stage == draft.stage for v in other.reads)
+            & made_here,
             totals=tuple(v for v in totals if v not in stacked),
             stacked=stacked,
         )
@@ -245,31 +246,31 @@ def _keys(item: Item) -> list[tuple[str, int]]:
 def _needed(items: Sequence[Item], wanted: Sequence[int], kept: frozenset[int]) -> list[Item]:
     """The items that make what is wanted out of what is kept."""
     need = {v for v in wanted if v not in kept}
-    found = []
+    needed = []
     for item in reversed(items):
         if any(o in need for o in item.outputs):
-            found.append(item)
+            needed.append(item)
             need.update(i for i in item.inputs if i not in kept)
-    return found[::-1]
+    return needed[::-1]
 
 
 def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -> list[StageProgram]:
     """Programs that run once on the whole batch, on every stage that reads their results."""
     outside = dict(zip(parts.inside, parts.early_values, strict=True))
     items = items_of(parts.early)
-    found = []
+    early_programs = []
     for stage in sorted({p.stage for p in programs if p.early}):
         wanted = {outside.get(v, v) for p in programs if p.stage == stage for v in p.early}
         need = set(wanted)
-        own: list[Item] = []
+        items_of_stage: list[Item] = []
         for item in reversed(items):
             if any(o in need for o in item.outputs):
-                own.append(item)
+                items_of_stage.append(item)
                 need.update(item.inputs)
-        made = {o for item in own for o in item.outputs} | parts.early.constants.keys()
-        reads = sorted({i for item in own for i in item.inputs if i not in made})
-        graph = subgraph(parts.early, reads, [item.what for item in own[::-1]], sorted(wanted))
-        found.append(
+        made_early = {o for item in items_of_stage for o in item.outputs} | parts.early.constants.keys()
+        reads = sorted({i for item in items_of_stage for i in item.inputs if i not in made_early})
+        graph = subgraph(parts.early, reads, [item.what for item in items_of_stage[::-1]], sorted(wanted))
+        early_programs.append(
             StageProgram(stage=stage, part=Part.EARLY, graph=graph, given=tuple(reads), exports=tuple(sorted(wanted)))
         )
-    return found
+    return early_programs

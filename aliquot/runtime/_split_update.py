@@ -15,11 +15,11 @@ from ._programs import Part, StageProgram
 class Update:
     """Programs that run once a step, behind the last micro-batch."""
 
-    def __init__(self, parts: MicroBatchGraphs, staging: Staging, made: Mapping[int, int]) -> None:
+    def __init__(self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[int, int]) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
         self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}
-        self._crossing = {v: made[v] for v in parts.crossing if v in made}
+        self._crossing = {v: made_by[v] for v in parts.crossing if v in made_by}
         self._given = {i.value for i in parts.early.inputs} | set(graph.constants)
         self._early = set(parts.early_values)
         self._stage = [SHARED] * len(items)
@@ -41,17 +41,17 @@ class Update:
         if known is not None:
             return known
         if value in self._crossing:
-            found = 0 if self._crossing[value] == stage else 1
+            first = 0 if self._crossing[value] == stage else 1
         elif value in self._maker:
             k = self._maker[value]
             if self._stage[k] == SHARED:
-                found = max((self._round(stage, i) for i in self._items[k].inputs), default=0)
+                first = max((self._round(stage, i) for i in self._items[k].inputs), default=0)
             else:
-                found = self._item_round(k) + (self._stage[k] != stage)
+                first = self._item_round(k) + (self._stage[k] != stage)
         else:
-            found = 0
-        self._rounds[stage, value] = found
-        return found
+            first = 0
+        self._rounds[stage, value] = first
+        return first
 
     def _item_round(self, k: int) -> int:
         stage = self._stage[k]
@@ -70,9 +70,9 @@ class Update:
             for i in item.inputs:
                 readers.setdefault(i, set()).add(k)
         for k in range(len(self._items) - 1, -1, -1):
-            own = {reader for o in self._items[k].outputs for reader in readers.get(o, ())}
-            if own and all(self._stage[reader] == self._stage[k] != SHARED for reader in own):
-                rounds[k] = max(rounds[k], min(rounds[reader] for reader in own))
+            readers_of_item = {reader for o in self._items[k].outputs for reader in readers.get(o, ())}
+            if readers_of_item and all(self._stage[reader] == self._stage[k] != SHARED for reader in readers_of_item):
+                rounds[k] = max(rounds[k], min(rounds[reader] for reader in readers_of_item))
         return rounds
 
     def _where(self, operand: Operand) -> tuple[int, int] | None:
@@ -87,18 +87,18 @@ class Update:
         return min(((s, self._round(s, operand)) for s in range(self._last)), key=lambda w: (w[1], w[0]))
 
     def _build(self) -> list[StageProgram]:
-        own: dict[tuple[int, int], set[int]] = {}
+        items_in: dict[tuple[int, int], set[int]] = {}
         results: dict[tuple[int, int], set[int]] = {}
         for k in range(len(self._items)):
             if self._stage[k] != SHARED:
-                own.setdefault((self._stage[k], self._round_of[k]), set()).add(k)
+                items_in.setdefault((self._stage[k], self._round_of[k]), set()).add(k)
         for output, where in zip(self._graph.outputs, self.outputs, strict=True):
             if where is not None and isinstance(output.value, int):
                 results.setdefault(where, set()).add(output.value)
-                own.setdefault(where, set())
+                items_in.setdefault(where, set())
                 if output.value in self._maker:
-                    own[where].add(self._maker[output.value])
-        closed = {key: self._closure(key[0], chosen) for key, chosen in own.items()}
+                    items_in[where].add(self._maker[output.value])
+        closed = {key: self._closure(key[0], chosen) for key, chosen in items_in.items()}
         reads = {key: self._reads(chosen) for key, chosen in closed.items()}
         # What is worked out early and nothing but a result is read by nobody.
         for key, values in results.items():
@@ -108,7 +108,7 @@ class Update:
             closed.setdefault((self._crossing[v], 0), set())
             reads.setdefault((self._crossing[v], 0), [])
         self.wanted_totals = {v for values in reads.values() for v in values if v in self._crossing}
-        self.wanted_totals |= {v for found in results.values() for v in found if v in self._crossing}
+        self.wanted_totals |= {v for wanted in results.values() for v in wanted if v in self._crossing}
         combined_in = {v: (self._crossing[v], 0) for v in self.wanted_totals}
         programs = []
         for key in sorted(closed, key=lambda key: (key[1], key[0])):

@@ -146,8 +146,8 @@ class _Loop:
         sliced = {value for value, _ in parts.sliced}
         given = [i.value for v, i in zip(order, parts.body.inputs, strict=False) if v in sliced]
 
-        def run(group: Any, own: Sequence[Any]) -> list[Any]:
-            arrays = known | dict(zip([value for value, _ in parts.sliced], own, strict=True))
+        def run(group: Any, arrays_of_group: Sequence[Any]) -> list[Any]:
+            arrays = known | dict(zip([value for value, _ in parts.sliced], arrays_of_group, strict=True))
             inputs = [*(arrays[v] for v in order), group, micro_batch]
             return self._lowering.replay(parts.body, inputs, without=self._without, mapped=[*given, parts.group])
 
@@ -179,10 +179,13 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
         if item.role is not Role.BATCH:
             continue
         names = tuple(sizes)
-        (own, *_) = dims_of(spec, names, len(shape))
-        others = tuple(name for name in own if name not in without)
+        (batch_axes, *_) = dims_of(spec, names, len(shape))
+        others = tuple(name for name in batch_axes if name not in without)
         (count,) = sizes_of([others], sizes)
-        if own[: len(own) - len(others)] == tuple(n for n in own if n in without) and shape[0] % count == 0:
+        if (
+            batch_axes[: len(batch_axes) - len(others)] == tuple(n for n in batch_axes if n in without)
+            and shape[0] % count == 0
+        ):
             shards = max(shards, count)
     split = ((v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE)
     even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)

@@ -50,27 +50,27 @@ def abstract_pipeline(step: PlannedStep) -> Pipeline:
         for s in plan.stages
     ]
     devices = [range(s.first_device, s.first_device + math.prod(s.mesh_shape)) for s in plan.stages]
-    processes = [frozenset(device // per_host for device in own) for own in devices]
+    processes = [frozenset(device // per_host for device in group) for group in devices]
     return pipeline_on(step, meshes, processes)
 
 
 def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
     """All programs of a pipeline, in an order in which they can be compiled."""
     known: dict[tuple[int, Key], Any] = {}
-    made: dict[tuple[int, Key], tuple[int, int]] = {}
+    made_by: dict[tuple[int, Key], tuple[int, int]] = {}
     paths = {item.value: item.path for item in pipeline.graph.inputs}
     runs = [step.function for step in pipeline.instructions.steps if isinstance(step, Run)]
-    found = []
+    exports = []
     for k, function in enumerate(pipeline.functions):
         stage = function.program.stage
         form = pipeline.form_of(k, function, known)
-        found.append(
+        exports.append(
             StageExport(
                 name=function.program.name,
                 stage=stage,
                 form=form,
                 sources=tuple(
-                    made[stage, Key(key.form, key.value)] if struct.sharding is None else None
+                    made_by[stage, Key(key.form, key.value)] if struct.sharding is None else None
                     for key, struct in zip(function.takes, form.arguments, strict=True)
                 ),
                 paths=tuple(_path(key, paths) for key in function.takes),
@@ -78,8 +78,8 @@ def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
             )
         )
         for position, key in enumerate(function.gives):
-            made[stage, Key(key.form, key.value)] = k, position
-    return tuple(found)
+            made_by[stage, Key(key.form, key.value)] = k, position
+    return tuple(exports)
 
 
 def _path(key: Key, paths: dict[int, str]) -> str:

@@ -185,13 +185,13 @@ def _body(
 ) -> StageFunction:
     grouped = context.layout.groups > 1
     outside = dict(zip(context.parts.inside, context.parts.early_values, strict=True))
-    own = [v for v in program.imports if grouped and made_by[v] == program.stage]
-    others = [v for v in program.imports if v not in own]
+    own_imports = [v for v in program.imports if grouped and made_by[v] == program.stage]
+    others = [v for v in program.imports if v not in own_imports]
     parts = context.totals is not None
     takes = [
         *(Key(Form.GIVEN, v) for v in program.given),
         *(Key(Form.EARLY, outside[v]) for v in program.early),
-        *(Key(Form.LOCAL, v) for v in own),
+        *(Key(Form.LOCAL, v) for v in own_imports),
         *(Key(Form.SENT, v) for v in others),
         *(Key(Form.TOTAL, v) for v in program.totals if parts),
         *([Key(Form.NUMBER)] if parts else []),
@@ -208,15 +208,15 @@ def _body(
     def run(*arrays: Any) -> list[Any]:
         known = dict(zip(takes, arrays, strict=True))
         results = _replay_part(program, context, known, outside)
-        found = [results[v] for v in at_home]
-        found += [_joined(context, v, results[v]) if grouped else results[v] for v in away]
+        gathered = [results[v] for v in at_home]
+        gathered += [_joined(context, v, results[v]) if grouped else results[v] for v in away]
         for v in program.totals:
             if context.totals is None:
-                found.append(results[v])
+                gathered.append(results[v])
             else:
                 total = known[Key(Form.TOTAL, v)]
-                found.append(context.totals.spread(v, total + results[v].astype(total.dtype)))
-        return found + [results[v] for v in program.stacked]
+                gathered.append(context.totals.spread(v, total + results[v].astype(total.dtype)))
+        return gathered + [results[v] for v in program.stacked]
 
     return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
 
@@ -247,15 +247,15 @@ def _replay_part(
         elif key.form is Form.LOCAL:
             mapped[value] = array
         elif key.form is Form.SENT and layout.groups == 1:
-            own = array.ndim > len(parts.body.values[value].shape)
-            plain[value] = _for_groups(array, 1, context.kind(value))[0] if own else array
+            has_groups = array.ndim > len(parts.body.values[value].shape)
+            plain[value] = _for_groups(array, 1, context.kind(value))[0] if has_groups else array
         elif key.form is Form.SENT:
             _take_apart(context, value, array, plain, mapped)
     order = [item.value for item in program.graph.inputs]
     names = [v for v in order if v in mapped]
 
-    def run(group: Any, own: Sequence[Any]) -> list[Any]:
-        arrays = plain | dict(zip(names, own, strict=True)) | {parts.group: group, parts.micro_batch: number}
+    def run(group: Any, has_groups: Sequence[Any]) -> list[Any]:
+        arrays = plain | dict(zip(names, has_groups, strict=True)) | {parts.group: group, parts.micro_batch: number}
         inputs = [arrays[v] for v in order]
         return context.lowering.replay(program.graph, inputs, without=context.without, mapped=[*names, parts.group])
 

@@ -67,9 +67,9 @@ def stage_memory(
     begun: set[tuple[int, int]] = set()
     for step in instructions.steps:
         runs_here = isinstance(step, Run) and step.stage in stages
-        made = [slot for slot in step.outputs if slots[slot][0] in stages]
+        written = [slot for slot in step.outputs if slots[slot][0] in stages]
         if isinstance(step, Run) and runs_here:
-            results = sum(sizes.get(slot, 0) for slot in made) - aliases.get(step.function, 0)
+            results = sum(sizes.get(slot, 0) for slot in written) - aliases.get(step.function, 0)
             temporaries = temps.get(step.function, 0)
             if held + results + temporaries > peak:
                 peak = held + results + temporaries
@@ -77,7 +77,7 @@ def stage_memory(
             gone = {step.inputs[position] for position in donated.get(step.function, ())}
             held -= sum(sizes.get(slot, 0) for slot in gone & alive)
             alive -= gone
-        new = set(made) - alive
+        new = set(written) - alive
         alive |= new
         held += sum(sizes.get(slot, 0) for slot in new)
         if held > peak:
@@ -96,8 +96,8 @@ def stage_memory(
 def _parts(
     alive: Collection[int], sizes: Mapping[int, int], slots: Sequence[tuple[int, object, int]]
 ) -> dict[str, int]:
-    found = dict.fromkeys([*_KINDS.values(), "other", "results", "temporaries"], 0)
+    parts = dict.fromkeys([*_KINDS.values(), "other", "results", "temporaries"], 0)
     for slot in alive:
         key = slots[slot][1]
-        found[_KINDS.get(key.form, "other")] += sizes.get(slot, 0)  # type: ignore[attr-defined]
-    return found
+        parts[_KINDS.get(key.form, "other")] += sizes.get(slot, 0)  # type: ignore[attr-defined]
+    return parts

@@ -70,16 +70,16 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
         return keys
     host = np.asarray(leaf)
     if host.shape == shape:
-        made: jax.Array = jax.make_array_from_callback(shape, sharding, lambda index: host[index])
-        return made
+        array: jax.Array = jax.make_array_from_callback(shape, sharding, lambda index: host[index])
+        return array
     try:
-        made = jax.make_array_from_process_local_data(sharding, host, shape)
+        array = jax.make_array_from_process_local_data(sharding, host, shape)
     except ValueError as error:
         raise InputError(
             f"{path} has the shape {host.shape} in process {jax.process_index()}, which is neither all of {shape} nor "
             f"the part of it that this process holds: {error}. `step.local_part(array)` cuts it out of the whole."
         ) from None
-    return made
+    return array
 
 
 def gather(array: Any) -> Any:

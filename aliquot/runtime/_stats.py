@@ -134,11 +134,11 @@ def compiled_stats(
 
 def compiled_memory(compiled: Any) -> CompiledMemory:
     """The compiler's account of a program's memory on each device."""
-    found = compiled.memory_analysis()
-    arguments = int(found.argument_size_in_bytes)
-    outputs = int(found.output_size_in_bytes)
-    temporaries = int(found.temp_size_in_bytes)
-    aliased = int(found.alias_size_in_bytes)
+    analysis = compiled.memory_analysis()
+    arguments = int(analysis.argument_size_in_bytes)
+    outputs = int(analysis.output_size_in_bytes)
+    temporaries = int(analysis.temp_size_in_bytes)
+    aliased = int(analysis.alias_size_in_bytes)
     return CompiledMemory(
         argument_bytes=arguments,
         output_bytes=outputs,

@@ -120,14 +120,14 @@ def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int
 
     So do casts and transposes of them, which is what becomes of a product that makes a gradient.
     """
-    found: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
+    landings: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
     for op in graph.ops:
         pin = pins.of(op)
-        chain = found.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
+        chain = landings.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
         if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
             order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
             places = {dim: place for place, dim in enumerate(order)}
-            found[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)
+            landings[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)
         if pin is not None:
-            found |= {out: chain for out, chain in zip(op.outputs, pin.totals, strict=True) if out >= 0 and chain}
-    return found
+            landings |= {out: chain for out, chain in zip(op.outputs, pin.totals, strict=True) if out >= 0 and chain}
+    return landings

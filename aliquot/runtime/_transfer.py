@@ -62,10 +62,10 @@ def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSh
     """
     source: Any = structs[0].sharding
     target = targets[0]
-    senders, receivers, own = processes_of(source), processes_of(target), jax.process_index()
+    senders, receivers, process = processes_of(source), processes_of(target), jax.process_index()
     if senders == receivers and (len(senders) == 1 or source.device_set == target.device_set):
         goals = list(targets)
-        return (lambda *arrays: jax.device_put(list(arrays), goals)) if own in senders else None
+        return (lambda *arrays: jax.device_put(list(arrays), goals)) if process in senders else None
     channels = channels_of_hosts()
     if channels is not None:
         return plan_host_move(structs, [dict.fromkeys(receivers, target) for target in targets], channels)
@@ -75,10 +75,10 @@ def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSh
     plain = [words_of(look) for look in structs]
     wires = [_wire(s, t, spans) for s, t in zip(plain, targets, strict=True)]
     goals = [wire.target for wire in wires]
-    stubs = [] if own in senders else [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
-    if own in senders:
+    stubs = [] if process in senders else [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
+    if process in senders:
         return _sender(structs, plain, wires)
-    if own not in receivers:
+    if process not in receivers:
         return lambda *_: jax.device_put(stubs, goals)[:0]
     return _receiver(structs, stubs, wires, targets)
 
@@ -98,10 +98,10 @@ def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire])
         lay_out = jax.jit(lambda arrays: arrays, out_shardings=layouts)
 
     def send(*arrays: Any) -> Sequence[Any]:
-        found = list(arrays)
-        for k, array in zip(changed, lay_out([words(found[k]) for k in changed]), strict=True):
-            found[k] = array
-        moved: list[Any] = jax.device_put(found, goals)
+        sent = list(arrays)
+        for k, array in zip(changed, lay_out([words(sent[k]) for k in changed]), strict=True):
+            sent[k] = array
+        moved: list[Any] = jax.device_put(sent, goals)
         return moved[:0]
 
     return send
@@ -114,13 +114,13 @@ def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire
     last = [targets[k] for k in changed]
 
     def receive(*_: Any) -> Sequence[Any]:
-        found: list[Any] = jax.device_put(stubs, goals)
+        received: list[Any] = jax.device_put(stubs, goals)
         if changed:
-            for k, array in zip(changed, jax.device_put([found[k] for k in changed], last), strict=True):
-                found[k] = array
+            for k, array in zip(changed, jax.device_put([received[k] for k in changed], last), strict=True):
+                received[k] = array
         for k in keys:
-            found[k] = keys_from(found[k], structs[k])
-        return found
+            received[k] = keys_from(received[k], structs[k])
+        return received
 
     return receive
 
@@ -154,11 +154,11 @@ def _num_parts(shape: Sequence[int], sharding: NamedSharding) -> int:
 
 def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
     """The same split on other devices: the first of a mesh."""
-    own: Any = form.mesh
-    if own == mesh:
+    own_mesh: Any = form.mesh
+    if own_mesh == mesh:
         return form
-    devices = mesh.devices.reshape(-1)[: own.devices.size].reshape(own.devices.shape)
-    return NamedSharding(Mesh(devices, own.axis_names, axis_types=own.axis_types), form.spec)
+    devices = mesh.devices.reshape(-1)[: own_mesh.devices.size].reshape(own_mesh.devices.shape)
+    return NamedSharding(Mesh(devices, own_mesh.axis_names, axis_types=own_mesh.axis_types), form.spec)
 
 
 # ---- to every process ------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
     Returns:
         A function from the arrays (nothing in processes without them) to arrays that this process can read.
     """
-    own, devices = jax.process_index(), list(structs[0].sharding.mesh.devices.flat)
+    process, devices = jax.process_index(), list(structs[0].sharding.mesh.devices.flat)
     holders = {device.process_index for device in devices}
     first = {device.process_index: device for device in reversed(jax.devices())}
     others = sorted(first.keys() - holders)
@@ -184,20 +184,20 @@ def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
 
         def share_by_host(*arrays: Any) -> Sequence[Any]:
             moved = move(*arrays) if move is not None else ()
-            return [array.addressable_data(0) for array in arrays] if own in holders else moved
+            return [array.addressable_data(0) for array in arrays] if process in holders else moved
 
         return share_by_host
-    lead, sends = SingleDeviceSharding(devices[0]), devices[0].process_index == own
+    lead, sends = SingleDeviceSharding(devices[0]), devices[0].process_index == process
     stubs = [] if sends else [stub(s.shape, lead, s.dtype) for s in structs]
     goals = [[SingleDeviceSharding(first[other])] * len(structs) for other in others]
 
     def share(*arrays: Any) -> Sequence[Any]:
-        found: list[Any] = [array.addressable_data(0) for array in arrays]
-        sources = found if sends else stubs
+        shared: list[Any] = [array.addressable_data(0) for array in arrays]
+        sources = shared if sends else stubs
         for other, goal in zip(others, goals, strict=True):
             moved: list[Any] = jax.device_put(sources, goal)
-            found = moved if other == own else found
-        return found
+            shared = moved if other == process else shared
+        return shared
 
     return share
 
@@ -216,11 +216,11 @@ def share_with_all(array: jax.Array) -> jax.Array:
     """
     sharding: Any = array.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec())
-    found = []
+    shared = []
     if array.is_fully_addressable:
-        found = [jax.device_put(array, sharding.mesh.devices.flat[0])]
+        shared = [jax.device_put(array, sharding.mesh.devices.flat[0])]
     elif sharding.addressable_devices:
-        found = [jax.jit(lambda x: x, out_shardings=whole)(array)]
+        shared = [jax.jit(lambda x: x, out_shardings=whole)(array)]
     readable: jax.Array
-    (readable,) = plan_broadcast([struct(array.shape, array.dtype, whole)])(*found)
+    (readable,) = plan_broadcast([struct(array.shape, array.dtype, whole)])(*shared)
     return readable

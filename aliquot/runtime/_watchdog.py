@@ -58,9 +58,9 @@ class Peers:
         self._machine = Hello.own(met.process, met.count, "").machine
         self._heard = dict.fromkeys(met.sockets, time.monotonic())
         self._stopped: dict[int, float] = {}
-        own = [_plain(s.getsockname()[0]) for s in met.sockets.values()]
+        addresses = [_plain(s.getsockname()[0]) for s in met.sockets.values()]
         #: This machine's address as others reach it.
-        self.address = next((a for a in own if not a.startswith("127.")), own[0])
+        self.address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
         for peer in met.sockets.values():
             _probe(peer)
         _delay_aborts()
@@ -235,19 +235,19 @@ def watch(timeout_s: float = 300) -> Peers | None:
         client, address, process, count = joined
         if process == 0:
             meeting = listener()
-            own = Hello.own(0, count, os.urandom(16).hex())
+            hello = Hello.own(0, count, os.urandom(16).hex())
             port = meeting.getsockname()[1]
-            client.key_value_set_bytes("aliquot/watchdog", f"{own.run} {port}".encode())
-            _peers.append(_host(meeting, own, timeout_s, {}))
+            client.key_value_set_bytes("aliquot/watchdog", f"{hello.run} {port}".encode())
+            _peers.append(_host(meeting, hello, timeout_s, {}))
         else:
             said = client.blocking_key_value_get_bytes("aliquot/watchdog", int(timeout_s * 1000)).decode()
             run, port = said.split()
-            own = Hello.own(process, count, run)
-            _peers.append(Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), own, timeout_s)[0]))
+            hello = Hello.own(process, count, run)
+            _peers.append(Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), hello, timeout_s)[0]))
     return _peers[0]
 
 
-def meet(address: str, own: Hello, timeout_s: float, service_port: Callable[[], int]) -> str:
+def meet(address: str, own_hello: Hello, timeout_s: float, service_port: Callable[[], int]) -> str:
     """Find the other processes at an address, and watch them from now on.
 
     Args:
@@ -257,7 +257,7 @@ def meet(address: str, own: Hello, timeout_s: float, service_port: Callable[[], 
         The address of JAX's service.
     """
     host, port = address.rsplit(":", 1)
-    if own.process == 0:
+    if own_hello.process == 0:
         try:
             meeting = listener(int(port))
         except OSError as error:
@@ -265,18 +265,18 @@ def meet(address: str, own: Hello, timeout_s: float, service_port: Callable[[], 
                 f"process 0 cannot listen at {address} ({error}). If another run uses this port, give this one another. "
                 f"It ends (exit code {EXIT_CODE})."
             )
-        found = service_port()
-        _peers.append(_host(meeting, own, timeout_s, {"port": found}))
+        chosen_port = service_port()
+        _peers.append(_host(meeting, own_hello, timeout_s, {"port": chosen_port}))
     else:
-        met, told = join(host.strip("[]"), int(port), own, timeout_s)
+        met, told = join(host.strip("[]"), int(port), own_hello, timeout_s)
         _peers.append(Peers(met))
-        found = int(told["port"])
-    return f"{host}:{found}"
+        chosen_port = int(told["port"])
+    return f"{host}:{chosen_port}"
 
 
-def _host(meeting: socket.socket, own: Hello, timeout_s: float, told: dict[str, Any]) -> Peers:
-    met = gather_in(meeting, own, timeout_s)
-    let_in(met, {**told, "hello": {name: getattr(own, name) for name in Hello.__slots__}})
+def _host(meeting: socket.socket, own_hello: Hello, timeout_s: float, told: dict[str, Any]) -> Peers:
+    met = gather_in(meeting, own_hello, timeout_s)
+    let_in(met, {**told, "hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
     return Peers(met)
 
 
