@@ -58,8 +58,8 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
 def _whole_seconds(priced: Priced) -> dict[Phase, float]:
     """Seconds of the operators that always run whole, by phase."""
     speed = priced.target.memory_bytes_per_s(priced.mesh.cluster.device)
-    found: dict[Phase, float] = defaultdict(float)
+    by_phase: dict[Phase, float] = defaultdict(float)
     for op in priced.graph.whole:
         times = 1 if op.phase is Phase.UPDATE else priced.repeats
-        found[op.phase] += times * op.num_bytes * op.count / speed
-    return found
+        by_phase[op.phase] += times * op.num_bytes * op.count / speed
+    return by_phase

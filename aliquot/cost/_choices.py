@@ -28,8 +28,8 @@ def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64
 @functools.lru_cache(maxsize=1 << 12)
 def _enumerate(sizes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> NDArray[np.int64]:
     fitting = [[-1, *(f for f, n in enumerate(sizes) if n % size == 0 and n >= size)] for size in axis_sizes]
-    found = [c for c in itertools.product(*fitting) if _divides(sizes, c, axis_sizes)]
-    choices = np.array(found, np.int64).reshape(len(found), len(axis_sizes))
+    fitting_choices = [c for c in itertools.product(*fitting) if _divides(sizes, c, axis_sizes)]
+    choices = np.array(fitting_choices, np.int64).reshape(len(fitting_choices), len(axis_sizes))
     choices.flags.writeable = False
     return choices
 
@@ -65,9 +65,9 @@ def _shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Se
 def _known_shards(
     choices_of_int64: bytes, shape: tuple[int, ...], split_by: tuple[bool, ...], axis_sizes: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    found = _shards(np.frombuffer(choices_of_int64, np.int64).reshape(shape), split_by, axis_sizes)
-    found.flags.writeable = False
-    return found
+    counts = _shards(np.frombuffer(choices_of_int64, np.int64).reshape(shape), split_by, axis_sizes)
+    counts.flags.writeable = False
+    return counts
 
 
 def joined_axes(
@@ -83,12 +83,12 @@ def _joined_axes(
 ) -> tuple[tuple[tuple[int, ...], NDArray[np.int64]], ...]:
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(shape)
     joined = np.isin(choices, np.array(factors))
-    found = []
+    joined_tuples = []
     for pattern in np.unique(joined, axis=0):
         axes = tuple(int(a) for a in np.flatnonzero(pattern))
         if axes:
-            found.append((axes, np.flatnonzero((joined == pattern).all(axis=1))))
-    return tuple(found)
+            joined_tuples.append((axes, np.flatnonzero((joined == pattern).all(axis=1))))
+    return tuple(joined_tuples)
 
 
 def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:

@@ -65,7 +65,7 @@ def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float,
 
 def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     """Every collective of a step, most expensive first. Bytes are those that it leaves on each device, as compiled."""
-    found: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     sizes = priced.axis_sizes
 
     def note(
@@ -78,7 +78,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         line: tuple[float, float],
     ) -> None:
         latency, per_byte = line
-        entry = found[kind, axes, label]
+        entry = totals[kind, axes, label]
         entry[0] += count
         entry[1] += count * leaving
         entry[2] += count * (latency + per_byte * entering)
@@ -117,7 +117,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         CollectiveUse(
             kind=kind, axes=tuple(names[a] for a in axes), count=count, num_bytes=total, seconds=seconds, label=label
         )
-        for (kind, axes, label), (count, total, seconds) in found.items()
+        for (kind, axes, label), (count, total, seconds) in totals.items()
     ]
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.kind, u.axes, u.label)))
 

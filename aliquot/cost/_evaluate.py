@@ -60,7 +60,7 @@ def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float
     Of the edges that share a conversion, the first stands for all.
     """
     seen: set[tuple[object, ...]] = set()
-    found: dict[tuple[int, int, int], float] = {}
+    by_edge: dict[tuple[int, int, int], float] = {}
     for edge, table in zip(priced.graph.edges, priced.edges, strict=True):
         s = int(table.source_index[picks[edge.source]])
         t = int(table.target_index[picks[edge.target]])
@@ -69,5 +69,5 @@ def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float
         identity = (edge.share, table.sources[s], table.targets[t])
         if identity not in seen:
             seen.add(identity)
-            found[edge.index, s, t] = float(table.seconds[s, t])
-    return found
+            by_edge[edge.index, s, t] = float(table.seconds[s, t])
+    return by_edge

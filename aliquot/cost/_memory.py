@@ -95,7 +95,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
         if edge.kind == "operand":
             by_share.setdefault(edge.share, []).append(edge.index)
     parameters = {(r.node, r.num_bytes) for r in graph.residents if r.category == "parameters"}
-    found = []
+    conversions = []
     pieces: dict[tuple[Spec, ...], Floats] = {}
     for share, indices in by_share.items():
         if not any(priced.edges[i].moves.any() for i in indices):
@@ -115,12 +115,12 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
                 pieces[p.targets] = np.array([float(num_shards(target, priced.axis_sizes)) for target in p.targets])
             tables.append(np.where(p.moves, graph.edges[i].num_bytes / pieces[p.targets], 0.0))
         if any(t.any() for t in tables):
-            found.append(
+            conversions.append(
                 Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
             )
     if priced.target.delays_gradients:
         for w in waiting(priced, in_turn):
-            found.append(
+            conversions.append(
                 Conversion(
                     share=w.edge.share,
                     edges=(w.edge.index,),
@@ -130,9 +130,9 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
                 )
             )
     if priced.target.gathers_leading_dim:
-        found += _transposed(priced, parameters)
-        found += _gathered_anew(priced)
-    return found
+        conversions += _transposed(priced, parameters)
+        conversions += _gathered_anew(priced)
+    return conversions
 
 
 def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Conversion]:
@@ -236,7 +236,7 @@ def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_ti
 
 def converted(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> list[tuple[Conversion, float]]:
     """The conversions that choices cause, each with its bytes."""
-    found = []
+    conversions = []
     for conversion in model.conversions:
         distinct = {}
         for i, table in zip(conversion.edges, conversion.local_bytes, strict=True):
@@ -245,5 +245,5 @@ def converted(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> l
             distinct[p.sources[s], p.targets[t]] = float(table[s, t])
         total = sum(distinct.values())
         if total:
-            found.append((conversion, total))
-    return found
+            conversions.append((conversion, total))
+    return conversions

@@ -103,13 +103,13 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     moment, kept = _between_passes(graph)
     if moment is None:
         return 0.0
-    found = 0.0
+    total_bytes = 0.0
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in _STATE or r.category == "batch" or not kept.get(r.label, True):
             continue
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))
-        found += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
-    return found
+        total_bytes += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
+    return total_bytes
 
 
 # One graph is looked at on mesh after mesh.

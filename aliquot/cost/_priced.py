@@ -240,7 +240,7 @@ class _Pricer:
 
     def waiting(self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats) -> tuple[Floats, Floats]:
         """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes wait for the last micro-batch."""
-        found, once = seconds.copy(), np.zeros(seconds.shape)
+        apart, once = seconds.copy(), np.zeros(seconds.shape)
         whole = edge.num_bytes * widening(edge.dtype, self.target, total=True)
         each = edge.num_bytes * widening(edge.dtype, self.target)
         for p, source in enumerate(sources):
@@ -253,8 +253,8 @@ class _Pricer:
                     for change, total in ((before, False), (behind, True))
                 ]
                 once[p, q] = (lines[1][0] + lines[1][1] * whole) * edge.count
-                found[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(edge.phase) + once[p, q]
-        return found, once
+                apart[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(edge.phase) + once[p, q]
+        return apart, once
 
     def times(self, phase: Phase) -> int:
         """Number of runs of a phase in a step."""

@@ -84,8 +84,8 @@ class _Pace:
     def runs_at(self, times: Ints) -> Ints:
         """Positions at which products run whose operands are there at `times`."""
         way = np.maximum(self.end - times - self.at_end, 0.0)
-        found: Ints = np.maximum((self.end - way * self.share).astype(np.int64), times)
-        return found
+        positions: Ints = np.maximum((self.end - way * self.share).astype(np.int64), times)
+        return positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

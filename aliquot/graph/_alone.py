@@ -59,12 +59,14 @@ class LoneOperator:
         structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, self._dtypes, strict=True)]
         try:
             with _quietly():
-                made = jax.eval_shape(lambda *arrays: compat.bind(self._eqn, arrays), *structs)
+                structs_made = jax.eval_shape(lambda *arrays: compat.bind(self._eqn, arrays), *structs)
         except Exception:  # Whatever a library's own checks raise.
             return None
         outvars = self._eqn.outvars
-        same = len(made) == len(outvars) and all(m.dtype == v.aval.dtype for m, v in zip(made, outvars, strict=True))
-        return tuple(tuple(m.shape) for m in made) if same else None
+        same = len(structs_made) == len(outvars) and all(
+            m.dtype == v.aval.dtype for m, v in zip(structs_made, outvars, strict=True)
+        )
+        return tuple(tuple(m.shape) for m in structs_made) if same else None
 
     def operands(self, shapes: Sequence[Shape], draw: int) -> list[NDArray[Any]]:
         """Random operands of these shapes: always the same for the same shapes and number of the draw.
@@ -88,18 +90,20 @@ class LoneOperator:
         """
 
         def program(given: Sequence[Sequence[Any]]) -> list[list[Any]]:
-            made = []
+            results = []
             for operands in given:
                 arrays = [_typed(o, d) for o, d in zip(operands, self._dtypes, strict=True)]
-                made.append([_plain(r) for r in compat.bind(self._eqn, arrays)])
-            return made
+                results.append([_plain(r) for r in compat.bind(self._eqn, arrays)])
+            return results
 
         device = compat.host_device()
         try:
             with _quietly(), jax.default_device(device):
                 jitted = jax.jit(program)
-                made = [jitted(jax.device_put([list(operands) for operands in calls], device)) for calls in draws]
-                return [[[np.asarray(r) for r in results] for results in each] for each in made]
+                results_of_calls = [
+                    jitted(jax.device_put([list(operands) for operands in calls], device)) for calls in draws
+                ]
+                return [[[np.asarray(r) for r in results] for results in each] for each in results_of_calls]
         except Exception:  # Nothing is lost: the operator then runs whole.
             return None
 

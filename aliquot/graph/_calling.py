@@ -84,20 +84,20 @@ class FlatCall:
 
     def differences(self, other: FlatCall) -> tuple[str, ...]:
         """One sentence for each way in which the skeleton of another call differs from this one."""
-        found = [f"{path} is missing" for path in self.paths if path not in set(other.paths)]
-        found += [f"{path} is new" for path in other.paths if path not in set(self.paths)]
+        lines = [f"{path} is missing" for path in self.paths if path not in set(other.paths)]
+        lines += [f"{path} is new" for path in other.paths if path not in set(self.paths)]
         mine = {path: value for path, (_, value) in zip(self.static_paths, self.statics, strict=True)}
         theirs = {path: value for path, (_, value) in zip(other.static_paths, other.statics, strict=True)}
         for path in mine | theirs:
             if path not in theirs or path not in mine:
-                found.append(f"{path}, which is no array, is {'new' if path in theirs else 'missing'}")
+                lines.append(f"{path}, which is no array, is {'new' if path in theirs else 'missing'}")
             elif mine[path] is not theirs[path] and mine[path] != theirs[path]:
-                found.append(f"{path}, which is no array, was {mine[path]!r} and is {theirs[path]!r}")
-        if not found and self.trees != other.trees:
-            found.append("the static fields of some argument have changed")
-        if not found and self.definition != other.definition:
-            found.append("the static attributes of some module have changed")
-        return tuple(found)
+                lines.append(f"{path}, which is no array, was {mine[path]!r} and is {theirs[path]!r}")
+        if not lines and self.trees != other.trees:
+            lines.append("the static fields of some argument have changed")
+        if not lines and self.definition != other.definition:
+            lines.append("the static attributes of some module have changed")
+        return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True)

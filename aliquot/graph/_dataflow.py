@@ -112,11 +112,11 @@ def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
         return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is int]))
     read = [i for i in what.inputs if isinstance(i, int)]
     for block in what.blocks:
-        own = {i for i in block.inputs if isinstance(i, int)}
+        bound = {i for i in block.inputs if isinstance(i, int)}
         for item in block.items:
-            read += [i for i in reads_of(graph, item) if i not in own]
-            own.update(item.outputs if isinstance(item, Call) else graph.ops[item].outputs)
-        read += [i for i in block.outputs if isinstance(i, int) and i not in own]
+            read += [i for i in reads_of(graph, item) if i not in bound]
+            bound.update(item.outputs if isinstance(item, Call) else graph.ops[item].outputs)
+        read += [i for i in block.outputs if isinstance(i, int) and i not in bound]
     return tuple(dict.fromkeys(read))
 
 

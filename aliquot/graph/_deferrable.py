@@ -40,16 +40,16 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
             readers[i] |= by
     homes = {v: stages[k] for v, k in maker.items() if stages[k] != SHARED}
     needed = {v for v, by in readers.items() if v in homes and by - {homes[v]}}
-    found: set[int] = set()
+    deferrable: set[int] = set()
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
         if item.phase is not Phase.BACKWARD or stages[k] == SHARED:
             continue
         if needed.isdisjoint(item.outputs):
-            found.add(k)
+            deferrable.add(k)
         else:
             _add_reads(item, items, stages, maker, needed)
-    return frozenset(found)
+    return frozenset(deferrable)
 
 
 def hands_on_gradients(op: Op) -> bool:
@@ -61,7 +61,7 @@ def hands_on_gradients(op: Op) -> bool:
 
 def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
     """Positions of the backward items that add gradients up, or hand them on, for the update alone."""
-    found: set[int] = set()
+    sums: set[int] = set()
     wanted: set[int] = set()
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
@@ -74,10 +74,10 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
             and hands_on_gradients(op)
             and wanted.isdisjoint(item.outputs)
         ):
-            found.add(k)
+            sums.add(k)
         else:
             wanted.update(item.inputs)
-    return frozenset(found)
+    return frozenset(sums)
 
 
 def _add_reads(

@@ -41,12 +41,12 @@ def extract_stages(
             first dim counts as a batch, so that it is split as one.
         stages: those to take; by default all.
     """
-    own: list[list[int]] = [[] for _ in range(staging.num_stages)]
+    items_of: list[list[int]] = [[] for _ in range(staging.num_stages)]
     readers: dict[int, set[int]] = {}
     for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True)):
         if stage == SHARED:
             continue
-        own[stage].append(k)
+        items_of[stage].append(k)
         for i in item.inputs:
             readers.setdefault(i, set()).add(stage)
     maker = {
@@ -58,24 +58,24 @@ def extract_stages(
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
     deferrable = deferrable_items(graph, staging.items, staging.stage)
     named = {item.value: item for item in graph.inputs}
-    found = []
+    extracts = []
     for stage in range(staging.num_stages) if stages is None else stages:
-        chosen = _with_shared(staging.items, maker, own[stage])
-        made = {o for k in chosen for o in staging.items[k].outputs}
-        reads = dict.fromkeys(i for k in chosen for i in staging.items[k].inputs if i not in made)
+        chosen = _with_shared(staging.items, maker, items_of[stage])
+        made_here = {o for k in chosen for o in staging.items[k].outputs}
+        reads = dict.fromkeys(i for k in chosen for i in staging.items[k].inputs if i not in made_here)
         inputs = []
         for v in reads:
             if v not in graph.constants:
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(named.get(v) or Input(path=f"value {v}", value=v, role=role))
-        outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made]
+        outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
-        mine = {o for k in own[stage] for o in staging.items[k].outputs}
+        mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
         crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
-        late = [staging.items[k] for k in own[stage] if k in deferrable]
-        found.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs, late))
-    return tuple(found)
+        late = [staging.items[k] for k in items_of[stage] if k in deferrable]
+        extracts.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs, late))
+    return tuple(extracts)
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
@@ -102,9 +102,9 @@ def _indices(op: Op) -> list[int | None]:
     return [i if isinstance(i, int) else None for i in op.inputs]
 
 
-def _with_shared(items: Sequence[Item], maker: Mapping[int, int], own: Iterable[int]) -> list[int]:
+def _with_shared(items: Sequence[Item], maker: Mapping[int, int], positions: Iterable[int]) -> list[int]:
     """Items, and the shared ones that they need; but no arithmetic between scalars of the update, long and cheap."""
-    chosen = set(own)
+    chosen = set(positions)
     waiting = list(chosen)
     while waiting:
         for i in items[waiting.pop()].inputs:
@@ -162,22 +162,22 @@ class _Builder:
 
     def _ops(self, items: Sequence[Item]) -> set[int]:
         """Indices of all operators that items hold, links included."""
-        found = {k for item in items for k in item.ops}
+        kept = {k for item in items for k in item.ops}
         for item in items:
             if isinstance(item.what, Call):
-                found |= self._links(item.what)
-        return found
+                kept |= self._links(item.what)
+        return kept
 
     def _links(self, call: Call) -> set[int]:
         """Links that tie a call's bodies to what is around them."""
         ends = set(call.outputs)
-        found: set[int] = set()
+        links: set[int] = set()
         for block in call.blocks:
             ends.update(i for i in block.inputs if isinstance(i, int))
             for item in block.items:
                 if isinstance(item, Call):
-                    found |= self._links(item)
-        return found | {self._link_of[o] for o in ends if o in self._link_of}
+                    links |= self._links(item)
+        return links | {self._link_of[o] for o in ends if o in self._link_of}
 
     def _value(self, index: int) -> int:
         if index < 0:

@@ -143,14 +143,16 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
     So are Equinox's, those that other libraries make with its `create_vprim` (their batched form too), and sparse arrays'.
     A primitive that somebody made by himself may be lowered to anything, and stays closed.
     """
-    found: Callable[..., Any] = primitive.impl
+    implementation: Callable[..., Any] = primitive.impl
     if primitive.name == "bcoo_dot_general":
         # Its lowering for CPUs and TPUs, and for GPUs unless JAX is told to use cuSPARSE.
-        found = getattr(sys.modules.get("jax.experimental.sparse.bcoo"), "_bcoo_dot_general_impl", found)
-    if str(getattr(found, "__module__", None)).startswith(_TRACED_LIBRARIES):
-        return found
-    made = sys.modules.get("equinox.internal._primitive")
-    return found if primitive in getattr(made, "_vprim_impl_registry", ()) else None
+        implementation = getattr(
+            sys.modules.get("jax.experimental.sparse.bcoo"), "_bcoo_dot_general_impl", implementation
+        )
+    if str(getattr(implementation, "__module__", None)).startswith(_TRACED_LIBRARIES):
+        return implementation
+    equinox_primitives = sys.modules.get("equinox.internal._primitive")
+    return implementation if primitive in getattr(equinox_primitives, "_vprim_impl_registry", ()) else None
 
 
 def _implementation(eqn: Any, traced: Callable[..., Any]) -> tuple[Any, Sequence[Any], Sequence[int]] | None:

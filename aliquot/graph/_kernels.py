@@ -116,16 +116,16 @@ def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
     """Walk along each dim of one array: the dim of the grid that gives the number of a block as it is."""
     body, _ = compat.open_body(block.index_map_jaxpr)
     places = {var: g for g, var in enumerate(body.invars[: len(grid)])}
-    found = []
+    walks = []
     for size, shape, index in zip(block.array_aval.shape, block.block_shape, body.outvars, strict=True):
         grid_dim = -1 if compat.is_literal(index) else places.get(index, -1)
         kind = type(shape).__name__
         length = {"Squeezed": 1, "NoneType": 1, "Blocked": getattr(shape, "block_size", 0), "int": shape}.get(kind, 0)
         if grid_dim >= 0 and length and grid[grid_dim] * length == size:
-            found.append(Walked(grid_dim=grid_dim, block=length))
+            walks.append(Walked(grid_dim=grid_dim, block=length))
         else:
-            found.append(Walked(grid_dim=-1, block=1))
-    return tuple(found)
+            walks.append(Walked(grid_dim=-1, block=1))
+    return tuple(walks)
 
 
 def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequence[Sequence[Walked]]) -> frozenset[int]:
@@ -136,7 +136,7 @@ def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequenc
     results = blocks[mapping.num_inputs :]
     asked = _asked(params, grid)
     has_memory = bool(mapping.scratch_avals)
-    found = set()
+    independent = set()
     for g in range(len(grid)):
         # What is kept between runs is undefined in the first one. If the kernel cannot tell the first one along this dim,
         # nor along those outside of it, from the others, it does not rely on what was kept.
@@ -145,13 +145,13 @@ def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequenc
         everywhere = all(any(w.grid_dim == g for w in walks) for walks in results)
         alone = not any(_uses(block, g, walks) for block, walks in zip(mapping.block_mappings, blocks, strict=True))
         alike = all(
-            [w.grid_dim == g for w in blocks[given]] == [w.grid_dim == g for w in results[made]]
-            for given, made in params["input_output_aliases"]
+            [w.grid_dim == g for w in blocks[given]] == [w.grid_dim == g for w in results[result]]
+            for given, result in params["input_output_aliases"]
         )
         taken = any(w.grid_dim == g for walks in blocks[: mapping.num_inputs] for w in walks)
         if hidden and named and everywhere and alone and alike and taken and grid[g] > 1:
-            found.add(g)
-    return frozenset(found)
+            independent.add(g)
+    return frozenset(independent)
 
 
 def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
@@ -168,15 +168,15 @@ def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
     body, _ = compat.open_body(params["jaxpr"])
     # A kernel counts without the dims that a `vmap` has added.
     added = set(params["grid_mapping"].vmapped_dims)
-    own = [g for g in range(len(grid)) if g not in added]
-    found: set[int] = set()
+    grid_dims = [g for g in range(len(grid)) if g not in added]
+    asked: set[int] = set()
     for eqn, _ in _equations(body):
         if eqn.primitive.name in ("program_id", "num_programs"):
-            found.add(own[eqn.params["axis"]])
+            asked.add(grid_dims[eqn.params["axis"]])
         elif any(word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")):
             # Runs that wait for one another, or that happen in order.
             return frozenset(range(len(grid)))
-    return frozenset(found)
+    return frozenset(asked)
 
 
 def _price(params: Mapping[str, Any], grid: Sequence[int]) -> tuple[float, float]:

@@ -149,17 +149,17 @@ def _weights(items: Sequence[Item], forward: Sequence[int], starts: Sequence[int
 
 def crossing_bytes(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> NDArray[np.float64]:
     """For each place between two forward items, and both ends, the bytes made before it and used in the forward after it."""
-    made: dict[int, int] = {}
+    made_at: dict[int, int] = {}
     change = np.zeros(len(forward) + 2)
     last: dict[int, int] = {}
     for place, k in enumerate(forward):
         for i in items[k].inputs:
-            if i in made:
+            if i in made_at:
                 last[i] = place
         for o in items[k].outputs:
-            made[o] = place
+            made_at[o] = place
     for value, place in last.items():
-        change[made[value] + 1] += graph.values[value].num_bytes
+        change[made_at[value] + 1] += graph.values[value].num_bytes
         change[place + 1] -= graph.values[value].num_bytes
     return np.cumsum(change)[: len(forward) + 1]
 
@@ -187,7 +187,7 @@ def _places(
 ) -> list[int]:
     """Good places to cut, in order, without both ends."""
     place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
-    found: set[int] = set()
+    cuts: set[int] = set()
     covered = np.zeros(len(forward) + 1, bool)
     for run in find_repeats(graph).runs:
         ops = range(run.start, run.start + run.period * run.count)
@@ -195,12 +195,12 @@ def _places(
         if not inside or graph.ops[run.start].trips > 1:
             continue
         covered[min(inside) + 1 : max(inside) + 1] = True
-        found.update(_places_in_run(run, place_of, crossing, users))
+        cuts.update(_places_in_run(run, place_of, crossing, users))
     for place in np.flatnonzero(~covered & (crossing > 0)):
         if _is_narrow(crossing, int(place)):
-            found.add(int(place))
-    found.update(_places_between_scans(items, forward))
-    places = sorted(place for place in found if 0 < place < len(forward))
+            cuts.add(int(place))
+    cuts.update(_places_between_scans(items, forward))
+    places = sorted(place for place in cuts if 0 < place < len(forward))
     # Scalars cross beside the loss: no measure for the rest.
     work = np.cumsum([0.0, *(items[k].cost for k in forward)])
     # A forward pass may cost nothing: then no place is inside it, and none is a measure.
@@ -213,7 +213,7 @@ def _places_in_run(
     run: Run, place_of: dict[int, int], crossing: NDArray[np.float64], users: Sequence[Sequence[str]]
 ) -> list[int]:
     """The same place in every copy: where least crosses, then where parameters of one number stay together."""
-    found: list[tuple[float, int, list[int]]] = []
+    rated: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
         ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
         places = [place_of[k] for k in ops if k in place_of]
@@ -222,23 +222,23 @@ def _places_in_run(
         inner = crossing[places[1:-1]] if len(places) > 2 else crossing[places]
         ends = [*places[1:], min(places[-1] + places[1] - places[0], len(users))]
         mixed = sum(len({_numbers(p) for u in users[a:b] for p in u} - {()}) for a, b in zip(places, ends, strict=True))
-        found.append((float(inner.max()), mixed, places))
+        rated.append((float(inner.max()), mixed, places))
     # A scalar more that crosses (an auxiliary loss) is no reason to cut through a layer.
-    least = min((entry[0] for entry in found), default=0.0)
-    close = [entry for entry in found if entry[0] <= _CLOSE * least]
+    least = min((entry[0] for entry in rated), default=0.0)
+    close = [entry for entry in rated if entry[0] <= _CLOSE * least]
     return min(close, key=lambda entry: (entry[1], entry[0]))[2] if close else []
 
 
 def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:
     """Before every scan that reads what another one has made: between ranges of one scan over layers."""
     places = []
-    made: set[int] = set()
+    made_before: set[int] = set()
     for place, k in enumerate(forward):
         what = items[k].what
         if isinstance(what, Call) and what.kind == "scan":
-            if made.intersection(items[k].inputs):
+            if made_before.intersection(items[k].inputs):
                 places.append(place)
-            made.update(items[k].outputs)
+            made_before.update(items[k].outputs)
     return places
 
 
@@ -342,17 +342,17 @@ def _names(starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[
     seen: set[str] = set()
     names = []
     for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
-        own = [p for used in users[a:b] for p in used if p not in seen]
-        seen.update(own)
+        new_paths = [p for used in users[a:b] for p in used if p not in seen]
+        seen.update(new_paths)
         stacked: dict[str, list[str]] = {}
-        for m in map(_RANGE.match, own):
+        for m in map(_RANGE.match, new_paths):
             if m:
                 stacked.setdefault(m.group(2), []).append(m.group(1))
-        numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in own) if m)
+        numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in new_paths) if m)
         if stacked:
             rows = max(stacked, key=lambda r: len(stacked[r]))
             common = os.path.commonprefix(stacked[rows]).rstrip(".[") + rows
         else:
-            common = numbered.most_common(1)[0][0] if numbered else os.path.commonprefix(own).rstrip(".[")
+            common = numbered.most_common(1)[0][0] if numbered else os.path.commonprefix(new_paths).rstrip(".[")
         names.append(common or f"layer {number}")
     return tuple(names)

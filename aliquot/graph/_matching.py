@@ -42,7 +42,7 @@ def match_state(
                 if len(keys) > depth:
                     groups.setdefault(keys[: depth + 1], []).append(position)
     returned = _returned_parts_of_batches(values, inputs, matcher.matched, reach)
-    return {position: found for position, found in matcher.matched.items() if position not in returned}
+    return {position: successor for position, successor in matcher.matched.items() if position not in returned}
 
 
 def _returned_parts_of_batches(
@@ -94,21 +94,21 @@ class _Matcher:
         for number, (prefix, positions) in enumerate(groups.items()):
             looks = tuple((self._inputs[p][0][len(prefix) :], self._kind(self._inputs[p][1])) for p in positions)
             options[prefix] = [
-                (name, found)
-                for name, found in self._prefixes.get(looks, [])
-                if self._fits(prefix, name, positions, found, direct, 1 << number)
+                (name, successors)
+                for name, successors in self._prefixes.get(looks, [])
+                if self._fits(prefix, name, positions, successors, direct, 1 << number)
             ]
         while True:
             free = {
-                prefix: [option for option in found if self._taken.isdisjoint(option[1])]
-                for prefix, found in options.items()
+                prefix: [option for option in successors if self._taken.isdisjoint(option[1])]
+                for prefix, successors in options.items()
             }
-            choice = _choose({prefix: found for prefix, found in free.items() if found})
+            choice = _choose({prefix: successors for prefix, successors in free.items() if successors})
             if choice is None:
                 return {prefix: positions for prefix, positions in groups.items() if prefix in options}
-            prefix, found = choice
-            self._taken.update(found)
-            self.matched.update(zip(groups[prefix], found, strict=True))
+            prefix, successors = choice
+            self._taken.update(successors)
+            self.matched.update(zip(groups[prefix], successors, strict=True))
             del options[prefix]
 
     def _kind(self, operand: Operand) -> tuple[Any, ...]:
@@ -134,9 +134,9 @@ class _Matcher:
         return direct
 
     def _fits(
-        self, prefix: Keys, name: Keys, positions: list[int], found: list[int], direct: list[int], bit: int
+        self, prefix: Keys, name: Keys, positions: list[int], candidates: list[int], direct: list[int], bit: int
     ) -> bool:
-        values = [self._outputs[p][1].value for p in found]
+        values = [self._outputs[p][1].value for p in candidates]
         indices = [v for v in values if isinstance(v, int)]
         same_name = _last(prefix) == _last(name)
         inner = len(prefix) > 1
@@ -154,14 +154,14 @@ class _Matcher:
 
 
 def _choose(options: dict[Keys, list[tuple[Keys, list[int]]]]) -> tuple[Keys, list[int]] | None:
-    for prefix, found in options.items():
-        for name, positions in found:
+    for prefix, successors in options.items():
+        for name, positions in successors:
             if _last(prefix) == _last(name):
                 return prefix, positions
-    for prefix, found in options.items():
-        if len(found) == 1:
-            return prefix, found[0][1]
-    return next(((prefix, found[0][1]) for prefix, found in options.items()), None)
+    for prefix, successors in options.items():
+        if len(successors) == 1:
+            return prefix, successors[0][1]
+    return next(((prefix, successors[0][1]) for prefix, successors in options.items()), None)
 
 
 def _last(keys: Keys) -> str:

@@ -140,7 +140,7 @@ def batch_paths(
         return set()
     size = votes.most_common(1)[0][0]
     keys = {i.path for items in fresh for i in items if reach.key[i.value] and _is_key_array(values[i.value], size)}
-    return {path for pairs in (agreeing or sized) for path, found in pairs if found == size} | keys
+    return {path for pairs in (agreeing or sized) for path, length in pairs if length == size} | keys
 
 
 def _is_key_array(value: Value, size: int) -> bool:

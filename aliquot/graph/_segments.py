@@ -69,16 +69,16 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
             value_members=tuple((i,) for i in values),
             runs=(),
         )
-    found = find_repeats(graph)
-    origin = found.origin
-    classes = _refined_by_users(graph, found.op_class)
+    repeated = find_repeats(graph)
+    origin = repeated.origin
+    classes = _refined_by_users(graph, repeated.op_class)
     value_class = _value_classes(graph, classes, origin)
     return Folding(
         op_class=classes,
         members=_members(classes),
         value_class=value_class,
         value_members=_members(value_class),
-        runs=found.runs,
+        runs=repeated.runs,
     )
 
 
@@ -167,8 +167,8 @@ class _ParamKeys:
         if known is None:
             number = self._intern(tuple([(k, self._one(v)) for k, v in sorted(params.items())]))
             known = self._by_id[id(params)] = params, number
-        found: int = known[1]
-        return found
+        interned: int = known[1]
+        return interned
 
     def _one(self, value: Any) -> Any:
         if value is None or isinstance(value, int | float | str | bool):
@@ -285,7 +285,7 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 result[out] = intern((mine, position))
-    readers: dict[int, set[Any]] = {v: set() for v, made in enumerate(result) if made < 0}
+    readers: dict[int, set[Any]] = {v: set() for v, value_class in enumerate(result) if value_class < 0}
     for op, mine in zip(graph.ops, op_class, strict=True):
         for position, source in enumerate(op.inputs):
             if type(source) is int and source in readers:
@@ -298,7 +298,7 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
 
 def _members(classes: Ints) -> tuple[tuple[int, ...], ...]:
     """Members of each class, classes numbered 0, 1, ..."""
-    found: list[list[int]] = [[] for _ in range(int(classes.max(initial=-1)) + 1)]
+    members: list[list[int]] = [[] for _ in range(int(classes.max(initial=-1)) + 1)]
     for thing, mine in enumerate(classes.tolist()):
-        found[mine].append(thing)
-    return tuple([tuple(things) for things in found])
+        members[mine].append(thing)
+    return tuple([tuple(things) for things in members])

@@ -19,7 +19,7 @@ def source_line(op: Op, *, short: bool = True) -> str:
     from jax.extend import source_info_util
 
     line = str(source_info_util.summarize(op.eqn.source_info))
-    found = re.fullmatch(r"(.*):(\d+):(\d+) \((.*)\)", line)
-    if not short or found is None:
+    match = re.fullmatch(r"(.*):(\d+):(\d+) \((.*)\)", line)
+    if not short or match is None:
         return line
-    return f"{posixpath.basename(found[1].replace(chr(92), '/'))}:{found[2]} ({found[4]})"
+    return f"{posixpath.basename(match[1].replace(chr(92), '/'))}:{match[2]} ({match[4]})"

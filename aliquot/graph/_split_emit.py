@@ -92,8 +92,8 @@ class Emitter:
             old = index_of(operand)
             whole = arrays.new(old)
             avals = [with_rows(aval, stop - start) for start, stop in arrays.ranges]
-            made = joint(eqn, "concatenate", avals, aval, {"dimension": 0})
-            self._op(like, place, made, arrays.parts(old), (whole,))
+            joined_eqn = joint(eqn, "concatenate", avals, aval, {"dimension": 0})
+            self._op(like, place, joined_eqn, arrays.parts(old), (whole,))
             arrays.whole_here[old] = whole
             self._joints.add(whole)
         known = arrays.known(operand)
@@ -112,8 +112,8 @@ class Emitter:
         for piece, (start, stop) in zip(self.arrays.declare(old), self.arrays.ranges, strict=True):
             starts, limits = (start, *(0,) * (rank - 1)), (stop, *aval.shape[1:])
             params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-            made = joint(eqn, "slice", [aval], with_rows(aval, stop - start), params)
-            self._op(like, place, made, (whole,), (piece,))
+            slice_eqn = joint(eqn, "slice", [aval], with_rows(aval, stop - start), params)
+            self._op(like, place, slice_eqn, (whole,), (piece,))
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 

@@ -31,13 +31,13 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
     cast to another dtype), in each step. Scans inside other loops do not count: `split_scans` refuses them.
     """
     links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
-    found = []
+    scans = []
     for call in _forward_scans(graph):
         num_consts, _ = compat.scan_counts(call.eqn.params)
         bound = call.blocks[0].inputs[num_consts:]
         ends = [links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
-        found.append(LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1))
-    return tuple(found)
+        scans.append(LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1))
+    return tuple(scans)
 
 
 def stacked_values(graph: Graph, length: int) -> frozenset[int]:
@@ -55,7 +55,7 @@ def stacked_values(graph: Graph, length: int) -> frozenset[int]:
         for v in _stacked_operands(call)
         if isinstance(v, int)
     ]
-    _check(graph, length, found=bool(seeds))
+    _check(graph, length, can_be_cut=bool(seeds))
     return tied_values(graph, length, seeds)
 
 
@@ -192,7 +192,7 @@ def _nested_scans(graph: Graph, block: Block, in_loop: bool) -> Iterator[Call]:
                 yield from _nested_scans(graph, inner, in_loop or not opens(item))
 
 
-def _check(graph: Graph, length: int, *, found: bool) -> None:
+def _check(graph: Graph, length: int, *, can_be_cut: bool) -> None:
     nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
     if any(call.eqn.params["length"] == length for call in nested):
         raise InputError(
@@ -200,7 +200,7 @@ def _check(graph: Graph, length: int, *, found: bool) -> None:
             "micro-batches, perhaps), and a loop cannot pass from one stage to the next and back. "
             "Write the step for the whole batch and let num_micro_batches cut it."
         )
-    if found:
+    if can_be_cut:
         return
     lengths = sorted({scan.length for scan in scans_over_layers(graph)})
     if lengths:

@@ -46,8 +46,8 @@ class SplitGraph:
 
     def join(self, arrays: Sequence[Any]) -> list[Any]:
         """Results of `graph` to those of the original."""
-        found = [[arrays[piece.position] for piece in pieces] for pieces in self.split.outputs]
-        return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in found]
+        parts_of_outputs = [[arrays[piece.position] for piece in pieces] for pieces in self.split.outputs]
+        return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in parts_of_outputs]
 
 
 def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
@@ -146,14 +146,14 @@ def _edges(graph: Graph, bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pieces(arrays: Pieces, values: Sequence[Any]) -> tuple[tuple[Piece, ...], ...]:
-    found = []
+    pieces = []
     position = 0
     for value in values:
         stacked = isinstance(value, int) and value in arrays.stacked
         ranges: Sequence[tuple[int, int | None]] = arrays.ranges if stacked else ((0, None),)
-        found.append(tuple([Piece(position=position + k, start=a, stop=b) for k, (a, b) in enumerate(ranges)]))
+        pieces.append(tuple([Piece(position=position + k, start=a, stop=b) for k, (a, b) in enumerate(ranges)]))
         position += len(ranges)
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _suffix(piece: Piece) -> str:

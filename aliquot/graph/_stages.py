@@ -57,7 +57,7 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
     users: dict[int, set[int]] = {}
     origins = _origins(graph, items)
     latest: dict[int, int] = {}  # the last stage at which a value is at hand
-    made: dict[int, int] = {}  # stage of what a backward item makes
+    made_by: dict[int, int] = {}  # stage of what a backward item makes
     parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
     for k, item in enumerate(items):
         if item.phase is Phase.UPDATE or item.shared:
@@ -65,7 +65,7 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
         if item.phase is Phase.FORWARD:
             stages[k] = forward_stage[k]
         else:
-            known = [made.get(i, latest.get(i)) for i in item.inputs]
+            known = [made_by.get(i, latest.get(i)) for i in item.inputs]
             known += [latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters]
             stages[k] = min((s for s in known if s is not None), default=num_stages - 1)
         for i in item.inputs:
@@ -75,10 +75,10 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
                     latest[origin] = max(latest.get(origin, 0), stages[k])
             if item.phase is Phase.FORWARD and i in latest:
                 latest[i] = max(latest[i], stages[k])
-        place = made if item.phase is Phase.BACKWARD else latest
+        place = made_by if item.phase is Phase.BACKWARD else latest
         place.update(dict.fromkeys(item.outputs, stages[k]))
     update = [k for k, item in enumerate(items) if item.phase is Phase.UPDATE]
-    crossing = made | {o: stages[k] for k, i in enumerate(items) if i.phase is Phase.FORWARD for o in i.outputs}
+    crossing = made_by | {o: stages[k] for k, i in enumerate(items) if i.phase is Phase.FORWARD for o in i.outputs}
     homes = {v: min(s) for v, s in users.items()}
     home = place_update(graph, items, update, stages, crossing, homes)
     return Staging(
@@ -92,12 +92,12 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
 
 def _origins(graph: Graph, items: Sequence[Item]) -> dict[int, tuple[int, ...]]:
     """For inputs, and for shared values made from them, the inputs."""
-    found: dict[int, tuple[int, ...]] = {i.value: (i.value,) for i in graph.inputs}
+    origins: dict[int, tuple[int, ...]] = {i.value: (i.value,) for i in graph.inputs}
     for item in items:
         if item.shared and item.phase is not Phase.UPDATE:
-            known = tuple(dict.fromkeys(o for i in item.inputs for o in found.get(i, ())))
-            found |= dict.fromkeys(item.outputs, known)
-    return found
+            known = tuple(dict.fromkeys(o for i in item.inputs for o in origins.get(i, ())))
+            origins |= dict.fromkeys(item.outputs, known)
+    return origins
 
 
 def place_update(
@@ -105,7 +105,7 @@ def place_update(
     items: Sequence[Item],
     update: Sequence[int],
     stages: list[int],
-    made: Mapping[int, int],
+    made_by: Mapping[int, int],
     homes: Mapping[int, int],
 ) -> dict[int, int]:
     """Stages of update items, written into `stages`, and homes of inputs.
@@ -135,7 +135,7 @@ def place_update(
     for value, stage in homes.items():
         if value in kept:
             vote(value, 0 if kept[value] is Role.PARAMETER else 1, stage)
-    for value, stage in made.items():
+    for value, stage in made_by.items():
         if stage != SHARED:
             vote(value, 2, stage)
     for k in update:

@@ -144,11 +144,11 @@ def _group_factors(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Fac
 def _distinct(labels: list[str]) -> list[str]:
     """Labels that differ: what one operator makes in several parts is numbered."""
     seen: Counter[str] = Counter()
-    found = []
+    distinct = []
     for label in labels:
         seen[label] += 1
-        found.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
-    return found
+        distinct.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
+    return distinct
 
 
 def _group_label(naming: NodeIndex, slots: list[int]) -> str:
@@ -178,18 +178,18 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 for k, i in enumerate(op.inputs)
             )
             results = []
-            made = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
-            for position, value_class in enumerate(made):
-                own = naming.product_port(op_class, rule.results[position], result=True)
+            result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
+            for position, value_class in enumerate(result_classes):
+                port = naming.product_port(op_class, rule.results[position], result=True)
                 landed = naming.landed_ports(value_class) if value_class >= 0 else []
-                results.append((own, *landed[:1]))
+                results.append((port, *landed[:1]))
             sites.append(
                 Site(
                     op_class=op_class,
                     operands=operands,
                     sources=_sources(naming, op_class, operands),
                     results=tuple(results),
-                    on_pieces=any(v >= 0 and naming.on_pieces(v) for v in made),
+                    on_pieces=any(v >= 0 and naming.on_pieces(v) for v in result_classes),
                 )
             )
             continue
@@ -199,12 +199,12 @@ def _sites(naming: NodeIndex) -> list[Site]:
             crosses = slot != cuts.home(value_class) and not cuts.by_product(value_class)
             if slot is not None and (crosses or not is_declared(op)):
                 ports[position] = naming.slot_port(slot)
-        made = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
+        result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is transposed is what they convert.
-        read = [v in readers and cuts.home(v) is not None and op.name != "transpose" for v in made]
+        read = [v in readers and cuts.home(v) is not None and op.name != "transpose" for v in result_classes]
         if any(p is not None for p in ports) or any(read):
-            passed = tuple((naming.class_port(v),) if r else () for v, r in zip(made, read, strict=True))
-            read_by = tuple(tuple(readers[v]) if r else () for v, r in zip(made, read, strict=True))
+            passed = tuple((naming.class_port(v),) if r else () for v, r in zip(result_classes, read, strict=True))
+            read_by = tuple(tuple(readers[v]) if r else () for v, r in zip(result_classes, read, strict=True))
             sources = _sources(naming, op_class, ports)
             sites.append(
                 Site(op_class=op_class, operands=tuple(ports), sources=sources, results=passed, readers=read_by)
@@ -222,28 +222,28 @@ def _given_port(naming: NodeIndex, operand: object) -> Port:
 
 def _sources(naming: NodeIndex, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:
     """Sources of the operands that are pinned, if all copies read the same."""
-    found: list[Port | None] = [None] * len(operands)
+    sources: list[Port | None] = [None] * len(operands)
     for position, value_class, _ in naming.cuts.operands(op_class):
         if operands[position] is not None and len(naming.cuts.sources[op_class][position]) == 1:
             port = naming.class_port(value_class)
-            found[position] = port if port.node >= 0 else None
-    return tuple(found)
+            sources[position] = port if port.node >= 0 else None
+    return tuple(sources)
 
 
 def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
     """For each value class how the products that read it want it; and the stack of a loop that a product reads, too."""
     cuts = naming.cuts
-    found: dict[int, list[Port]] = {}
+    readers: dict[int, list[Port]] = {}
     stacked: dict[int, list[Port]] = {}
     for op_class in naming.order:
         for position, value_class, _ in cuts.operands(op_class):
             if cuts.rules[op_class].contracts:
                 port = naming.product_port(op_class, cuts.rules[op_class].operands[position])
-                found.setdefault(value_class, []).append(port)
+                readers.setdefault(value_class, []).append(port)
             elif cuts.first[op_class].name == "scan_stack":
                 port = naming.slot_port(cuts.operand_slot(op_class, value_class))
                 stacked.setdefault(value_class, []).append(port)
-    return {value_class: ports + stacked.get(value_class, []) for value_class, ports in found.items()}
+    return {value_class: ports + stacked.get(value_class, []) for value_class, ports in readers.items()}
 
 
 def _loop_ports(naming: NodeIndex) -> dict[int, Port]:
@@ -251,15 +251,15 @@ def _loop_ports(naming: NodeIndex) -> dict[int, Port]:
 
     A region's barrier hides from the compiler how its operands are split, and it would choose anew.
     """
-    graph, found = naming.cuts.graph, {}
+    graph, ports = naming.cuts.graph, {}
     linked = {op.outputs[0] for op in graph.ops if op.is_link}
     for value in linked | set(taken_by_regions(graph.body)):
         if value >= 0:
             value_class = int(naming.cuts.folding.value_class[value])
             port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
             if port.node >= 0:
-                found[value] = port
-    return found
+                ports[value] = port
+    return ports
 
 
 def _batch_factors(naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:

@@ -37,16 +37,16 @@ class Cuts:
 
     def times_made(self, value_class: int) -> float:
         """Number of times a value is made in a step, or taken in; a loop writes a stack once, row by row."""
-        made = self.producer[value_class]
-        if made is None:
+        producer = self.producer[value_class]
+        if producer is None:
             return 1.0
-        op = self.first[made[0]]
+        op = self.first[producer[0]]
         return op.trips / max(self.shape(value_class)[0], 1) if op.name == "scan_stack" else float(op.trips)
 
     def by_product(self, value_class: int) -> bool:
         """True if a product makes it."""
-        made = self.producer[value_class]
-        return made is not None and self.rules[made[0]].contracts
+        producer = self.producer[value_class]
+        return producer is not None and self.rules[producer[0]].contracts
 
     def home(self, value_class: int) -> int | None:
         """The slot in which a value arises; None for products, constants and scalars."""
@@ -77,10 +77,10 @@ class Cuts:
 
     def crosses(self, value_class: int) -> bool:
         """True if a value is made before the update by something other than a product on its way there."""
-        made = self.producer[value_class]
-        if made is None or self.fresh[value_class]:
+        producer = self.producer[value_class]
+        if producer is None or self.fresh[value_class]:
             return False
-        return self.first[made[0]].phase in (Phase.FORWARD, Phase.BACKWARD)
+        return self.first[producer[0]].phase in (Phase.FORWARD, Phase.BACKWARD)
 
     def makes_param_only(self, op_class: int) -> bool:
         """True if an operator computes on parameters alone."""
@@ -88,8 +88,8 @@ class Cuts:
 
     def made_of_constants(self, op_class: int) -> bool:
         """True if all that an operator makes follows from constants alone."""
-        made = [int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0]
-        return all(self.const_only[v] for v in made)
+        result_classes = [int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0]
+        return all(self.const_only[v] for v in result_classes)
 
     def operands(self, op_class: int) -> Iterator[tuple[int, int, int]]:
         """`(position, value class, how many copies read it)` of an operator class; literals are left out."""
@@ -184,12 +184,16 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
                 only_update[read] = False
     for op_class in order:
         op = cuts.first[op_class]
-        made = [int(value_class[o]) for o in op.outputs if o >= 0]
-        if op.phase is not Phase.BACKWARD or not rearranging[op_class] or not all(only_update[v] for v in made):
+        result_classes = [int(value_class[o]) for o in op.outputs if o >= 0]
+        if (
+            op.phase is not Phase.BACKWARD
+            or not rearranging[op_class]
+            or not all(only_update[v] for v in result_classes)
+        ):
             continue
         read_classes = [v for _, v, _ in cuts.operands(op_class)]
         if read_classes and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes):
-            for v in made:
+            for v in result_classes:
                 cuts.fresh[v] = True
 
 

@@ -69,13 +69,13 @@ class Inferred:
 
 def inferred_rules(graph: Graph) -> tuple[Inferred, ...]:
     """Inferred rules of a step's operators whose primitives have none declared, in order of first use."""
-    found: dict[tuple[str, str], tuple[bool, int]] = {}
+    counts: dict[tuple[str, str], tuple[bool, int]] = {}
     for op in graph.ops:
         if not is_declared(op):
             rule = dim_rule(op, graph)
             key = op.name, rule.text
-            found[key] = bool(rule.factors), found.get(key, (False, 0))[1] + 1
+            counts[key] = bool(rule.factors), counts.get(key, (False, 0))[1] + 1
     return tuple(
         Inferred(primitive=name, text=text, splits=splits, count=count)
-        for (name, text), (splits, count) in found.items()
+        for (name, text), (splits, count) in counts.items()
     )

@@ -74,11 +74,11 @@ class EdgeBuilder:
         A compiler converts an array once and transposes copies of it locally.
         """
         cuts = self.naming.cuts
-        while (made := cuts.producer[value_class]) is not None and cuts.first[made[0]].name == "transpose":
-            op = cuts.first[made[0]]
-            sources = cuts.sources[made[0]][0]
+        while (producer := cuts.producer[value_class]) is not None and cuts.first[producer[0]].name == "transpose":
+            op = cuts.first[producer[0]]
+            sources = cuts.sources[producer[0]][0]
             root = next(iter(sources), -1)
-            if len(sources) != 1 or cuts.operand_slot(made[0], root) != cuts.home(root) or cuts.home(root) is None:
+            if len(sources) != 1 or cuts.operand_slot(producer[0], root) != cuts.home(root) or cuts.home(root) is None:
                 break
             order = op.params["permutation"]
             projection = tuple(order[dim] if dim >= 0 else dim for dim in target.projection)
@@ -93,9 +93,9 @@ class EdgeBuilder:
                 continue
             kind, value_class = key[0], key[1]  # type: ignore[index]
             update = kind == "gradient" or (len(key) > 2 and key[2] == "update")  # type: ignore[arg-type, index]
-            made = cuts.producer[value_class]
+            producer = cuts.producer[value_class]
             births = self._births(value_class)
-            phase = cuts.first[made[0]].phase if made is not None else Phase.FORWARD
+            phase = cuts.first[producer[0]].phase if producer is not None else Phase.FORWARD
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
@@ -113,12 +113,12 @@ class EdgeBuilder:
                 count=len(cuts.folding.value_members[value_class]) * cuts.times_made(value_class),
                 copies=frozenset(range(len(cuts.folding.value_members[value_class]))),
                 phase=phase,
-                region=cuts.first[made[0]].region if made is not None else 0,
+                region=cuts.first[producer[0]].region if producer is not None else 0,
                 gradient=gradient,
                 kind="result" if kind == "landed" else kind,
                 starts=births,
                 ends=births,
-                deferrable=made is not None and cuts.first[made[0]].deferrable,
+                deferrable=producer is not None and cuts.first[producer[0]].deferrable,
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
@@ -141,10 +141,10 @@ class EdgeBuilder:
         for item in graph.inputs:
             if item.output is None:
                 continue
-            made = graph.outputs[item.output].value
-            if isinstance(made, int) and made != item.value:
-                pair = int(cuts.folding.value_class[made]), int(cuts.folding.value_class[item.value])
-                pairs.setdefault(pair, []).append(made)
+            successor = graph.outputs[item.output].value
+            if isinstance(successor, int) and successor != item.value:
+                pair = int(cuts.folding.value_class[successor]), int(cuts.folding.value_class[item.value])
+                pairs.setdefault(pair, []).append(successor)
                 labels.setdefault(pair, f"new {wildcard(item.path)}")
         for (made_class, input_class), values in pairs.items():
             ends = np.full(len(values), len(graph.ops) - 1, np.int64)
@@ -240,16 +240,16 @@ class EdgeBuilder:
 
     def _is_masked(self, value_class: int) -> bool:
         """True if it is the result of a lookup in which rows outside the table are filled."""
-        made = self.naming.cuts.producer[value_class]
-        maker = self.naming.cuts.first[made[0]] if made is not None else None
+        producer = self.naming.cuts.producer[value_class]
+        maker = self.naming.cuts.first[producer[0]] if producer is not None else None
         return maker is not None and maker.name == "gather" and maker.params["mode"] == GatherScatterMode.FILL_OR_DROP
 
     def _births(self, value_class: int) -> NDArray[np.int64]:
         cuts = self.naming.cuts
-        made = cuts.producer[value_class]
-        if made is None:
+        producer = cuts.producer[value_class]
+        if producer is None:
             return np.zeros(len(cuts.folding.value_members[value_class]), np.int64)
-        return np.array(cuts.folding.members[made[0]], np.int64)
+        return np.array(cuts.folding.members[producer[0]], np.int64)
 
     def _readers(self, op_class: int, position: int, value_class: int) -> NDArray[np.int64]:
         cuts = self.naming.cuts

@@ -57,8 +57,8 @@ def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape])
     lone = LoneOperator.of(eqn)
     if lone is None:
         return None
-    found = _factors(lone, tuple(o.shape for o in operands), tuple(results))
-    return _as_rule(found, operands, results) if found else None
+    factors = _factors(lone, tuple(o.shape for o in operands), tuple(results))
+    return _as_rule(factors, operands, results) if factors else None
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -73,11 +73,11 @@ def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape
             tests.append((factor, trials))
         if len(tests) == _MOST_FACTORS_TRIED:
             break
-    found: list[_Factor] = []
+    factors: list[_Factor] = []
     for factor in _passing(lone, tuple(tests)):
-        if all(f.operands.isdisjoint(factor.operands) and f.results.isdisjoint(factor.results) for f in found):
-            found.append(factor)
-    return tuple(sorted(found, key=lambda factor: min(factor.operands)))
+        if all(f.operands.isdisjoint(factor.operands) and f.results.isdisjoint(factor.results) for f in factors):
+            factors.append(factor)
+    return tuple(sorted(factors, key=lambda factor: min(factor.operands)))
 
 
 def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
@@ -114,11 +114,11 @@ def _followed(
 ) -> _Factor | None:
     """The factor of these dims, if another size of theirs is the size of one dim of every result; else None."""
     size = _size_at(shapes, places)
-    made = lone.shapes_made(_resized(shapes, places, 2 * size))
-    if made is None or not made:
+    result_shapes = lone.shapes_made(_resized(shapes, places, 2 * size))
+    if result_shapes is None or not result_shapes:
         return None
     followed = []
-    for k, (new, old) in enumerate(zip(made, results, strict=True)):
+    for k, (new, old) in enumerate(zip(result_shapes, results, strict=True)):
         differing = [d for d, (n, o) in enumerate(zip(new, old, strict=False)) if n != o]
         if len(new) != len(old) or len(differing) != 1:
             return None
@@ -148,22 +148,25 @@ def _trials(
     lone: LoneOperator, shapes: tuple[Shape, ...], small: Sequence[tuple[Shape, ...]], factor: _Factor
 ) -> tuple[_Trial, ...] | None:
     """Trials of a factor at small shapes; None if the operator does not take these, or they are too large."""
-    found = []
+    trials = []
     for which, others in enumerate(small):
         size = _stand_in(shapes, _size_at(shapes, factor.operands), which)
         whole = _resized(others, factor.operands, size)
         # Pieces of different sizes: what holds for halves may hold by chance.
         at = size // 3
         pieces = [lone.shapes_made(_resized(whole, factor.operands, n)) for n in (at, size - at)]
-        made = lone.shapes_made(whole)
-        if made is None or any(
-            p != _resized(made, factor.results, n) for p, n in zip(pieces, (at, size - at), strict=True)
+        result_shapes = lone.shapes_made(whole)
+        if result_shapes is None or any(
+            p != _resized(result_shapes, factor.results, n) for p, n in zip(pieces, (at, size - at), strict=True)
         ):
             return None
-        if _size_at(made, factor.results) != size or sum(map(math.prod, (*whole, *made))) > _MOST_ELEMENTS:
+        if (
+            _size_at(result_shapes, factor.results) != size
+            or sum(map(math.prod, (*whole, *result_shapes))) > _MOST_ELEMENTS
+        ):
             return None
-        found.append(_Trial(shapes=whole, at=at))
-    return tuple(found)
+        trials.append(_Trial(shapes=whole, at=at))
+    return tuple(trials)
 
 
 def _sizes(shapes: Sequence[Shape]) -> list[int]:
@@ -212,8 +215,8 @@ def _pass_together(lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Tri
             for part in _cut(given[trial.shapes], factor.operands, trial.at)
         ]
         draws.append([*given.values(), *cut])
-    made = lone.run(draws)
-    if made is None:
+    results_of_draws = lone.run(draws)
+    if results_of_draws is None:
         return None
     passed = []
     position = len(wholes)
@@ -222,7 +225,7 @@ def _pass_together(lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Tri
         for trial in trials:
             # Numbers are compared wherever there are some: a root of negative numbers is none.
             compared = False
-            for results in made:
+            for results in results_of_draws:
                 want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.at)
                 good &= all(_same(a, b) for a, b in zip(results[position : position + 2], want, strict=True))
                 compared |= all(_is_mostly_finite(r) for r in results[wholes.index(trial.shapes)])
@@ -241,19 +244,19 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
     ]
 
 
-def _same(found: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
+def _same(results: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
     """True if arrays are equal, of floats up to rounding."""
-    return all(_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    return all(_equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
-def _equal(found: NDArray[Any], wanted: NDArray[Any]) -> bool:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    if result.shape != wanted.shape or result.dtype != wanted.dtype:
         return False
-    if found.dtype.kind in "biu":
-        return bool((found == wanted).all())
-    rounding = min(64 * _epsilon(found.dtype), 0.05)
-    wide = np.complex128 if found.dtype.kind == "c" else np.float64
-    a, b = found.astype(wide), wanted.astype(wide)
+    if result.dtype.kind in "biu":
+        return bool((result == wanted).all())
+    rounding = min(64 * _epsilon(result.dtype), 0.05)
+    wide = np.complex128 if result.dtype.kind == "c" else np.float64
+    a, b = result.astype(wide), wanted.astype(wide)
     largest = float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0))
     return bool(np.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True))
 
@@ -277,7 +280,11 @@ def _as_rule(factors: Sequence[_Factor], operands: Sequence[HasShape], results: 
 
     def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
         return tuple(
-            next((letter for letter, own in zip(letters, places, strict=True) if (k, d) in own), None) or f.whole(n)
+            next(
+                (letter for letter, dims_of_factor in zip(letters, places, strict=True) if (k, d) in dims_of_factor),
+                None,
+            )
+            or f.whole(n)
             for d, n in enumerate(shape)
         )
 

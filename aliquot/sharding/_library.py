@@ -49,25 +49,25 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
             continue
         if not _features_first(cuts.graph.values[kernel].shape, op.params["dimension_numbers"].rhs_spec):
             readers.setdefault((kernel, op.region), []).append(op.index)
-    found: dict[tuple[int, bool], tuple[int, list[tuple[int, int]]]] = {}
+    copies: dict[tuple[int, bool], tuple[int, list[tuple[int, int]]]] = {}
     for (kernel, region), ops in readers.items():
-        made = cuts.producer[value_classes[kernel]]
-        stays = made is None and not region
+        producer = cuts.producer[value_classes[kernel]]
+        stays = producer is None and not region
         lives = (0, int(last_use[kernel])) if stays else (ops[0], ops[-1])
-        found.setdefault((value_classes[kernel], stays), (op_classes[ops[0]], []))[1].append(lives)
-    for (value_class, _), (op_class, lives_of) in found.items():
+        copies.setdefault((value_classes[kernel], stays), (op_classes[ops[0]], []))[1].append(lives)
+    for (value_class, _), (op_class, lives_of) in copies.items():
         births, deaths = np.array(lives_of, np.int64).T
         yield Copied(value_class=value_class, op_class=op_class, births=births, deaths=deaths)
 
 
 def only_convolved(cuts: Cuts) -> list[bool]:
     """For each value class, whether it is a kernel turned round that only convolutions read: they can turn it."""
-    made = [cuts.first[m[0]].name if m is not None else "" for m in cuts.producer]
-    found = [name == "rev" for name in made]
+    maker_names = [cuts.first[m[0]].name if m is not None else "" for m in cuts.producer]
+    reversed_only = [name == "rev" for name in maker_names]
     for op_class, op in enumerate(cuts.first):
         for position, value_class, _ in cuts.operands(op_class):
-            found[value_class] &= op.name == "conv_general_dilated" and position == 1
-    return found
+            reversed_only[value_class] &= op.name == "conv_general_dilated" and position == 1
+    return reversed_only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,8 +91,8 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
         windows, image = cuts.graph.values[taken[0]], cuts.graph.values[taken[-1]]
         value_class = int(cuts.folding.value_class[taken[-1]])
         images.setdefault(value_class, []).append((int(made_at[taken[-1]]), op.index))
-        made = cuts.producer[value_class]
-        maker = cuts.first[made[0]] if made is not None else None
+        producer = cuts.producer[value_class]
+        maker = cuts.first[producer[0]] if producer is not None else None
         shared = maker is not None and maker.name == "max" and any(isinstance(i, Literal) for i in maker.inputs)
         positions = _INDEX_BYTES * len(image.shape) * math.prod(windows.shape)
         num_bytes[value_class] = positions + (2 if shared else 1) * image.num_bytes
@@ -112,5 +112,5 @@ def _kernel(op: Op) -> Operand | None:
 
 def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
     """True if it is a parameter, or a loop's slice of one. What a step computes is written in the order that is wanted."""
-    made = cuts.producer[value_class]
-    return cuts.param_only[value_class] and (made is None or cuts.first[made[0]].name in ("scan_slice", "tie"))
+    producer = cuts.producer[value_class]
+    return cuts.param_only[value_class] and (producer is None or cuts.first[producer[0]].name in ("scan_slice", "tie"))

@@ -78,18 +78,18 @@ def _stored(cuts: Cuts) -> list[bool]:
             readers[value_class].add(op_class)
     returned = {int(cuts.folding.value_class[o.value]) for o in cuts.graph.outputs if isinstance(o.value, int)}
     stored = []
-    for value_class, made in enumerate(cuts.producer):
-        if made is None:
+    for value_class, producer in enumerate(cuts.producer):
+        if producer is None:
             stored.append(True)
             continue
-        maker = cuts.first[made[0]]
+        maker = cuts.first[producer[0]]
         read_by = [(cuts.first[r], cuts.rules[r]) for r in readers[value_class]]
         stored.append(
             maker.name not in _VIEWS
             and not cuts.const_only[value_class]
             and (
                 maker.name == "scan_stack"
-                or cuts.rules[made[0]].contracts
+                or cuts.rules[producer[0]].contracts
                 or value_class in returned
                 or any(rule.contracts or _other_phase(maker, op) for op, rule in read_by)
                 or (len(read_by) > 1 and any(rule.reduced for _, rule in read_by))
@@ -115,7 +115,7 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
     taken = {int(cuts.folding.value_class[v]) for v in taken_by_regions(cuts.graph.body)}
     classes = [int(c) for c in cuts.folding.value_class]
     results = [[classes[o] for o in op.outputs if o >= 0] for op in cuts.first]
-    made_by = [made[0] if made is not None else -1 for made in cuts.producer]
+    made_by = [producer[0] if producer is not None else -1 for producer in cuts.producer]
 
     def is_view(value_class: int) -> bool:
         return made_by[value_class] >= 0 and cuts.first[made_by[value_class]].name in _VIEWS
@@ -238,14 +238,14 @@ def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
     waits = [True] * len(graph.values)
     first_use = [len(graph.ops)] * len(graph.values)
     for op in reversed(graph.ops):
-        made = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
-        late = op.phase is Phase.BACKWARD and op.trips == 1 and bool(made) and all(waits[o] for o in made)
+        results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
+        late = op.phase is Phase.BACKWARD and op.trips == 1 and bool(results) and all(waits[o] for o in results)
         rule = cuts.rules[classes[op.index]]
         late = late and (rule.contracts or bool(rule.reduced) or rearranges(op) or traits_of(op.name).adds)
         if late and _sums_up(op):
             late = not any(op.params["axes"] in summed[i] for i in op.inputs if isinstance(i, int))
         if late:
-            runs_at[op.index] = min(first_use[o] for o in made)
+            runs_at[op.index] = min(first_use[o] for o in results)
         for source in op.inputs:
             if isinstance(source, int):
                 waits[source] &= late or op.phase is Phase.UPDATE
@@ -260,15 +260,15 @@ def _summed_in_turn(cuts: Cuts, runs_at: list[int]) -> list[frozenset[Any]]:
     for op in reversed(graph.ops):
         if op.phase is not Phase.BACKWARD or op.trips > 1:
             continue
-        found: frozenset[Any] = frozenset()
+        dims: frozenset[Any] = frozenset()
         if _sums_up(op):
-            found = frozenset([op.params["axes"]]) if runs_at[op.index] == op.index else found
+            dims = frozenset([op.params["axes"]]) if runs_at[op.index] == op.index else dims
         elif not cuts.rules[classes[op.index]].contracts and op.name not in _VIEWS:
-            found = frozenset().union(*(summed[o] for o in op.outputs if o >= 0))
+            dims = frozenset().union(*(summed[o] for o in op.outputs if o >= 0))
         shapes = [graph.values[o].shape for o in op.outputs if o >= 0]
-        for source in op.inputs if found else ():
+        for source in op.inputs if dims else ():
             if isinstance(source, int) and (_sums_up(op) or graph.values[source].shape in shapes):
-                summed[source] |= found
+                summed[source] |= dims
     return summed
 
 

@@ -139,12 +139,12 @@ class MicroBatchAnalysis:
             for block in item.blocks:
                 for inner in block.items:
                     self._undo(inner)
-            made = item.outputs
+            results = item.outputs
         else:
             self.actions.pop(item, None)
             self.violations.pop(item, None)
-            made = self.whole.ops[item].outputs
-        for out in made:
+            results = self.whole.ops[item].outputs
+        for out in results:
             if out >= 0:
                 self.specs[out] = None
                 self.origin.pop(out, None)
@@ -157,9 +157,9 @@ class MicroBatchAnalysis:
         """The spec of an operand."""
         if isinstance(operand, Literal):
             return EQUAL
-        found = self.specs[operand]
-        assert found is not None, f"value {operand} is read before it is made"
-        return found
+        known = self.specs[operand]
+        assert known is not None, f"value {operand} is read before it is made"
+        return known
 
     def _set(self, index: int, spec: TimeSpec, free: bool, depth: int) -> None:
         self.specs[index] = spec
@@ -357,9 +357,9 @@ class MicroBatchAnalysis:
             self.positions[out] = known[1]
         elif op.name == "concatenate" and op.params["dimension"] == len(self.whole.values[out].shape) - 1:
             flags: list[bool] = []
-            for i, found in zip(op.inputs, known, strict=True):
+            for i, flags_of_operand in zip(op.inputs, known, strict=True):
                 width = i.shape[-1] if isinstance(i, Literal) else self.whole.values[i].shape[-1]
-                flags += [found == (True,)] * width
+                flags += [flags_of_operand == (True,)] * width
             if len(flags) > 1:
                 self.positions[out] = tuple(flags)
 

@@ -279,11 +279,11 @@ def describe(op: Op) -> str:
 
 
 def _refusal(graph: Graph, walk: MicroBatchAnalysis) -> CaptureError:
-    found = walk.violations | walk.conflicts
+    refused = walk.violations | walk.conflicts
     lines: dict[str, str] = {}
-    for index in sorted(found):
+    for index in sorted(refused):
         op = graph.ops[index]
-        lines.setdefault(f"{describe(op)}: {found[index]}", _reached(graph, op))
+        lines.setdefault(f"{describe(op)}: {refused[index]}", _reached(graph, op))
     shown = list(lines.items())[:3]
     text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""

@@ -16,11 +16,11 @@ EFFECT = "it has an effect, which would happen for each micro-batch"
 
 def ops_of(call: Call) -> list[int]:
     """The operators inside a structured one, in order."""
-    found: list[int] = []
+    ops: list[int] = []
     for block in call.blocks:
         for item in block.items:
-            found += ops_of(item) if isinstance(item, Call) else [item]
-    return found
+            ops += ops_of(item) if isinstance(item, Call) else [item]
+    return ops
 
 
 def first_op(call: Call, graph: Graph) -> Op:
@@ -52,8 +52,8 @@ def standing_for(item: int | Call, graph: Graph) -> Iterator[int]:
 def indexed_dims(op: Op) -> tuple[int, ...]:
     """The dims of the array that the components of a lookup's indices stand for."""
     numbers = op.params["dimension_numbers"]
-    found: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
-    return tuple(found)
+    dims: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
+    return tuple(dims)
 
 
 def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[int, Sequence[bool]]) -> bool:

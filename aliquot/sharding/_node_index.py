@@ -81,10 +81,10 @@ class NodeIndex:
 
     def reads_by_phase(self, slot: int) -> dict[Phase, bool]:
         """The phases in which operators read a slot as it is split, and whether only deferrable operators do so then."""
-        found: dict[Phase, bool] = {}
+        by_phase: dict[Phase, bool] = {}
         for op in self.readers_as_split.get(slot, ()):
-            found[op.phase] = found.get(op.phase, True) and op.deferrable
-        return found
+            by_phase[op.phase] = by_phase.get(op.phase, True) and op.deferrable
+        return by_phase
 
     def _name_group(self, group: int, slots: list[int]) -> None:
         store = self.cuts.slots
@@ -133,9 +133,9 @@ class NodeIndex:
 
     def class_port(self, value_class: int) -> Port:
         """The split in which a value arises: its slot, or the product that makes it."""
-        made = self.cuts.producer[value_class]
-        if made is not None and self.cuts.by_product(value_class) and not self.cuts.const_only[value_class]:
-            return self.product_port(made[0], self.cuts.rules[made[0]].results[made[1]], result=True)
+        producer = self.cuts.producer[value_class]
+        if producer is not None and self.cuts.by_product(value_class) and not self.cuts.const_only[value_class]:
+            return self.product_port(producer[0], self.cuts.rules[producer[0]].results[producer[1]], result=True)
         return self.slot_port(self.cuts.home(value_class))
 
     def value_port(self, value: int) -> Port:
@@ -154,8 +154,8 @@ class NodeIndex:
 
     def on_pieces(self, value_class: int) -> bool:
         """True if each device can make its piece of it from pieces of two operands, for users that want it in one split."""
-        made = self.cuts.producer[value_class]
-        is_product = made is not None and self.cuts.first[made[0]].name == "dot_general"
+        producer = self.cuts.producer[value_class]
+        is_product = producer is not None and self.cuts.first[producer[0]].name == "dot_general"
         return is_product and bool(self.landed_ports(value_class))
 
     def passes_through(self, op_class: int, letter: str, factor: int) -> bool:
@@ -204,9 +204,9 @@ class NodeIndex:
 
     def label_of_value(self, value_class: int) -> str:
         """A name for a value class: an input's path, or its producer."""
-        made = self.cuts.producer[value_class]
-        if made is not None:
-            return self.label(made[0])
+        producer = self.cuts.producer[value_class]
+        if producer is not None:
+            return self.label(producer[0])
         member = self.cuts.folding.value_members[value_class][0]
         return next((i.path for i in self.cuts.graph.inputs if i.value == member), f"constant:{member}")
 

@@ -106,26 +106,26 @@ def group_work(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Work, .
     kernels: dict[tuple[Phase, bool], float] = defaultdict(float)
     for slot in slots:
         value_class = naming.slot_value[slot]
-        made = cuts.producer[value_class]
+        producer = cuts.producer[value_class]
         if not storage.stored[value_class]:
             continue
         members = cuts.folding.value_members[value_class]
-        trips = cuts.first[made[0]].trips if made is not None else 1
+        trips = cuts.first[producer[0]].trips if producer is not None else 1
         num_bytes = cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
         split_by = _divided(naming.slot_port(slot).projection)
-        if made is not None and slot == cuts.home(value_class):
-            maker = cuts.first[made[0]]
-            if not naming.runs_whole(made[0]):
+        if producer is not None and slot == cuts.home(value_class):
+            maker = cuts.first[producer[0]]
+            if not naming.runs_whole(producer[0]):
                 arrays[maker.phase, maker.deferrable].append((num_bytes, split_by))
             kernels[maker.phase, maker.deferrable] += len(members) * trips
         for phase, deferrable in naming.reads_by_phase(slot).items():
             # The update of an array is one kernel, which still holds what it has just written.
-            if not (made is not None and phase is cuts.first[made[0]].phase is Phase.UPDATE):
+            if not (producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE):
                 arrays[phase, deferrable].append((num_bytes, split_by))
         if members[0] in naming.batch_values:
             # Every device receives its part of the batch: less, where it is split.
             arrays[Phase.FORWARD, False].append((num_bytes, split_by))
-    found = [
+    traffic = [
         Work(
             phase=phase,
             split_by=(),
@@ -140,8 +140,8 @@ def group_work(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Work, .
         if naming.runs_whole(op_class):
             moved = whole_bytes(naming, op_class) * _times(naming, op_class)
             op = cuts.first[op_class]
-            found.append(Work(phase=op.phase, split_by=(), arrays=((moved, whole),), deferrable=op.deferrable))
-    return tuple(found)
+            traffic.append(Work(phase=op.phase, split_by=(), arrays=((moved, whole),), deferrable=op.deferrable))
+    return tuple(traffic)
 
 
 def whole_bytes(naming: NodeIndex, op_class: int) -> float:
@@ -154,11 +154,11 @@ def whole_bytes(naming: NodeIndex, op_class: int) -> float:
 
 def group_collectives(naming: NodeIndex, index: int) -> tuple[NodeCollective, ...]:
     """Sums of reductions over a split factor, and gathers of what an operator needs whole."""
-    found = []
+    collectives = []
     for op_class in naming.group_ops.get(index, ()):
-        found += _reductions(naming, op_class)
-        found += _gathers(naming, op_class)
-    return tuple(found)
+        collectives += _reductions(naming, op_class)
+        collectives += _gathers(naming, op_class)
+    return tuple(collectives)
 
 
 def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> int:
@@ -197,13 +197,13 @@ def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
         return []
     value = cuts.graph.values[out]
     # A scalar result belongs to no group; nothing divides it.
-    own = naming.slot_port(cuts.home(int(cuts.folding.value_class[out]))).projection
+    result_projection = naming.slot_port(cuts.home(int(cuts.folding.value_class[out]))).projection
     size = len(naming.group_classes[naming.op_group[op_class]])
     return [
         NodeCollective(
             kind="all-reduce",
             factors=tuple(factors),
-            split_by=_divided(own) if own else (False,) * size,
+            split_by=_divided(result_projection) if result_projection else (False,) * size,
             num_bytes=float(sum(cuts.graph.values[o].num_bytes for o in op.outputs if o >= 0)),
             dtype=value.dtype,
             count=_times(naming, op_class),
@@ -220,7 +220,7 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     if op.is_link:
         return []
-    found = []
+    gathers = []
     for position, value_class, count in cuts.operands(op_class):
         slot = cuts.operand_slot(op_class, value_class)
         projection = naming.slot_port(slot).projection
@@ -231,7 +231,7 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
             if letters[0] in rule.reduced or naming.passes_through(op_class, letters[0], factor):
                 continue
             value = cuts.graph.values[cuts.folding.value_members[value_class][0]]
-            found.append(
+            gathers.append(
                 NodeCollective(
                     kind="all-gather",
                     factors=(factor,),
@@ -245,4 +245,4 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
                     deferrable=op.deferrable,
                 )
             )
-    return found
+    return gathers

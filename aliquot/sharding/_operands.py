@@ -60,11 +60,11 @@ def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> 
         results = [o for o in _results(cuts, op) if cuts.param_only[o]]
         turns = op.phase is not Phase.UPDATE and (in_loop or op.trips > 1)
         for _, value_class, _ in cuts.operands(op_class):
-            own = _itemsize(cuts, value_class)
+            itemsize_read = _itemsize(cuts, value_class)
             if turns and _multiplies_narrowly(cuts, op):
-                own = product_itemsize
+                itemsize_read = product_itemsize
             if turns and (traits_of(op.name).multiplies or op.name == "gather"):
-                needed[value_class] = max(needed[value_class], own)
+                needed[value_class] = max(needed[value_class], itemsize_read)
             needed[value_class] = max([needed[value_class], *(needed[o] for o in results)])
     parameters = {int(cuts.folding.value_class[i.value]) for i in cuts.graph.inputs}
     itemsize = {v: needed[v] for v in parameters if cuts.param_only[v] and 0 < needed[v] < _itemsize(cuts, v)}

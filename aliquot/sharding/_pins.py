@@ -135,20 +135,20 @@ def make_pins(
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
     rows = {}
-    for item, own in zip(graph.inputs, inputs, strict=True):
+    for item, input_spec in zip(graph.inputs, inputs, strict=True):
         if item.output is None:
             continue
-        new, old, made = graph.outputs[item.output].value, graph.values[item.value], outputs[item.output]
-        outputs[item.output] = own
+        new, old, output_spec = graph.outputs[item.output].value, graph.values[item.value], outputs[item.output]
+        outputs[item.output] = input_spec
         if isinstance(new, int) and (old.shape, old.dtype) == (graph.values[new].shape, graph.values[new].dtype):
             length = next(iter(old.shape), 1)
-            if gathered_by_rows(length, len(old.shape), old.num_bytes, made, own, rows_above_bytes):
-                rows[new] = item.value, made, own
+            if gathered_by_rows(length, len(old.shape), old.num_bytes, output_spec, input_spec, rows_above_bytes):
+                rows[new] = item.value, output_spec, input_spec
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
     sums = {}
-    for v, own in values.items() if data_axes else ():
-        partial = tuple(PARTIAL if a in data_axes else p for a, p in enumerate(own))
-        sums[v] = _landing([partial, own], graph.values[v].shape, axis_sizes, reduce_scatter)
+    for v, input_spec in values.items() if data_axes else ():
+        partial = tuple(PARTIAL if a in data_axes else p for a, p in enumerate(input_spec))
+        sums[v] = _landing([partial, input_spec], graph.values[v].shape, axis_sizes, reduce_scatter)
     return Pins(
         by_class=by_class,
         op_class=nodes.op_class,
@@ -177,9 +177,9 @@ def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[
     Args:
         in_part: only if others of its sums are all-reduced.
     """
-    own, wanted = specs
-    arrived = landing(own, wanted, True)
-    scattered = {d >= 0 for s, d in zip(own, arrived, strict=True) if s <= PARTIAL}
+    product_spec, wanted = specs
+    arrived = landing(product_spec, wanted, True)
+    scattered = {d >= 0 for s, d in zip(product_spec, arrived, strict=True) if s <= PARTIAL}
     return divides(shape, arrived, axis_sizes) and (scattered == {True, False} if in_part else True in scattered)
 
 
@@ -206,14 +206,14 @@ def _result_chain(
     """
     if not specs:
         return (), ()
-    own = specs[0]
+    product_spec = specs[0]
     if len(specs) == 1:
-        return (() if min(own) <= PARTIAL else (own,)), ()
+        return (() if min(product_spec) <= PARTIAL else (product_spec,)), ()
     wanted = without_partial(specs[1])
-    arrived = landing(own, wanted, reduce_scatter)
+    arrived = landing(product_spec, wanted, reduce_scatter)
     if not divides(shape, arrived, axis_sizes):
-        arrived = without_partial(own)
-    behind = scattered_behind(own, arrived)
+        arrived = without_partial(product_spec)
+    behind = scattered_behind(product_spec, arrived)
     if behind:
         return (arrived, wanted), behind
     return tuple(dict.fromkeys((arrived, *_between(arrived, wanted, shape, axis_sizes), wanted))), ()

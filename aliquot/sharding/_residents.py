@@ -54,11 +54,11 @@ def residents(
     returned = {o.value for o in graph.outputs} - replacing
     role_of = {i.value: i for i in graph.inputs}
     for value_class, members in enumerate(folding.value_members):
-        made = cuts.producer[value_class]
+        producer = cuts.producer[value_class]
         value = graph.values[members[0]]
         if value.num_bytes == 0:
             continue
-        if made is None:
+        if producer is None:
             item = role_of.get(members[0])
             port = naming.class_port(value_class)
             yield Resident(
@@ -87,7 +87,7 @@ def residents(
         if product_itemsize and narrow[value_class]:
             num_bytes = num_bytes * product_itemsize // value.itemsize
         landed = naming.landed_ports(value_class)
-        maker = naming.cuts.first[made[0]]
+        maker = naming.cuts.first[producer[0]]
         early = storage.made_at[members[0]] < maker.index and maker.name == "scatter-add"
         # Zeroed early, to be filled by each device with a sum of its own.
         port = landed[0] if landed and not early else naming.class_port(value_class)
@@ -98,7 +98,7 @@ def residents(
             deaths = late_deaths = np.full(len(members), end, np.int64)
         waits = late_readers.waited_for(value_class, int(deaths[0])) if (late_deaths > deaths).any() else None
         made_late = maker.index != storage.late_run[maker.index] and naming.cuts.by_product(value_class)
-        late = storage.late_run[np.array(folding.members[made[0]])]
+        late = storage.late_run[np.array(folding.members[producer[0]])]
         yield Resident(
             node=port.node,
             projection=port.projection,
@@ -112,7 +112,7 @@ def residents(
             reader=waits.node if waits else -1,
             read_projection=waits.projection if waits else (),
             early_births=births if made_late else None,
-            maker=naming.of_product[made[0]] if made_late else -1,
+            maker=naming.of_product[producer[0]] if made_late else -1,
         )
 
 
@@ -175,8 +175,8 @@ class _LateReaders:
 
 
 def _category(naming: NodeIndex, value_class: int) -> str:
-    made = naming.cuts.producer[value_class]
-    phase = naming.cuts.first[made[0]].phase if made is not None else Phase.PROLOGUE
+    producer = naming.cuts.producer[value_class]
+    phase = naming.cuts.first[producer[0]].phase if producer is not None else Phase.PROLOGUE
     phases = naming.value_read_phases[value_class]
     if phase is Phase.BACKWARD and Phase.UPDATE in phases:
         return "gradients"

@@ -101,8 +101,8 @@ class _Line:
         if type(small) in (tuple, list):
             if len(small) != len(large):
                 raise _Irregular
-            made = [self.parameter(a, b) for a, b in zip(small, large)]
-            return small if all(a is b for a, b in zip(made, small)) else type(small)(made)
+            resized = [self.parameter(a, b) for a, b in zip(small, large)]
+            return small if all(a is b for a, b in zip(resized, small)) else type(small)(resized)
         if hasattr(small, "shape") and hasattr(small, "update"):
             # JAX's description of an array.
             return small if small.shape == large.shape else small.update(shape=self.shape(small.shape, large.shape))

@@ -83,9 +83,9 @@ def _tiling_of(spec: Spec, axis_sizes: tuple[int, ...], minor: tuple[int, ...]) 
 
 def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
     """The collectives of a change of tiling."""
-    found = _steps(now, target)
-    if found is not None:
-        return found
+    way = _steps(now, target)
+    if way is not None:
+        return way
     # Only what both tilings have in common is kept.
     want = target.counts
     common = {d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims}
@@ -152,7 +152,7 @@ def _exchange(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     differing = [d for d in sorted({*have, *want}) if have.get(d, 1) != want.get(d, 1)]
     if sorted(have.get(d, 1) for d in differing) != sorted(want.get(d, 1) for d in differing):
         return None
-    found: list[Step] = []
+    exchanges: list[Step] = []
     while True:
         have = now.counts
         open_dims = [d for d in differing if have.get(d, 1) != want.get(d, 1)]
@@ -166,9 +166,9 @@ def _exchange(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
         if rest:
             return None
         moved = _move(now, large, small, group)
-        found.append(_all_to_all(now, moved, group))
+        exchanges.append(_all_to_all(now, moved, group))
         now = moved
-    return tuple(found) if now == target else (*found, _permute(now, target))
+    return tuple(exchanges) if now == target else (*exchanges, _permute(now, target))
 
 
 def _merges(now: Tiling, target: Tiling) -> Iterable[tuple[int, int, int]]:
@@ -216,16 +216,16 @@ def _cuts_further(fine: Tiling, coarse: Tiling) -> bool:
 
 def _gather_to(fine: Tiling, coarse: Tiling) -> tuple[Step, ...]:
     """All-gathers of minor tiles, the last dim first."""
-    found = []
+    gathers = []
     want = coarse.counts
     tiles = fine.tiles
     for d, atoms in reversed(fine.dims):
         group = _product(atoms) // want.get(d, 1)
         if group > 1:
             minor = _take(atoms[::-1], group)[0]
-            found.append(Step(kind="all-gather", axes=_axes(minor), group=group, tiles=tiles))
+            gathers.append(Step(kind="all-gather", axes=_axes(minor), group=group, tiles=tiles))
             tiles //= group
-    return tuple(found)
+    return tuple(gathers)
 
 
 def _gather_all(now: Tiling) -> tuple[Step, ...]:
@@ -257,13 +257,13 @@ def _permute(now: Tiling, after: Tiling) -> Step:
 
 def _places(now: Tiling) -> set[tuple[Atom, int, int]]:
     """Each atom with its dim (-1 where tiles are repeated) and the number of tiles that it is minor to."""
-    found = {(atom, -1, 0) for atom in now.repeated}
+    places = {(atom, -1, 0) for atom in now.repeated}
     for d, atoms in now.dims:
         before = 1
         for atom in atoms:
-            found.add((atom, d, before))
+            places.add((atom, d, before))
             before *= atom[2]
-    return found
+    return places
 
 
 def _take(atoms: Atoms, count: int) -> tuple[Atoms, Atoms]:
@@ -295,11 +295,11 @@ def _product(atoms: Iterable[Atom]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _primes(number: int) -> tuple[int, ...]:
-    found = []
+    primes = []
     divisor = 2
     while number > 1:
         while number % divisor == 0:
-            found.append(divisor)
+            primes.append(divisor)
             number //= divisor
         divisor += 1
-    return tuple(found)
+    return tuple(primes)

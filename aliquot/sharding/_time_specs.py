@@ -249,8 +249,10 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
                 if spec.kind is TimeKind.MEAN:
                     return "it adds to a value that each micro-batch has for itself"
                 once.append((k, Conversion.ONCE))
-    own = any(spec.kind is TimeKind.MEAN for spec in specs)
-    return Followed(results=tuple(OWN if own and spec == EQUAL else spec for spec in results), conversions=tuple(once))
+    has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
+    return Followed(
+        results=tuple(OWN if has_means and spec == EQUAL else spec for spec in results), conversions=tuple(once)
+    )
 
 
 def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> bool:
@@ -277,13 +279,13 @@ def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict
 
 def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
     """Equal operands give equal results, unless the operator itself writes down the size of the batch."""
-    own = any(spec.kind is TimeKind.MEAN for spec in specs)
+    has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     results = []
     for whole, part in shapes:
         seen = spec_by_shape(whole, part, parts)
         if seen is None:
             return "it makes an array of which more than one dim is the batch's"
-        results.append(OWN if own and seen == EQUAL else seen)
+        results.append(OWN if has_means and seen == EQUAL else seen)
     if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
         "broadcast_in_dim",
         "empty",
@@ -293,6 +295,6 @@ def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, 
     if op.name == "iota":
         shifted = op.params["dimension"] == results[0].dim
         return Followed(results=tuple(results), action=Action.SHIFT if shifted else Action.RUN)
-    if own:
+    if has_means:
         return "it spreads a value that each micro-batch has for itself over the batch"
     return Followed(results=tuple(results), action=Action.SLICE)

@@ -73,10 +73,10 @@ def _by_batch_and_heads(
         activation, *others = operands[_GIVEN_FORWARD:]
         given += [statistics(activation.shape), *(tokens(o.shape) for o in others)]
         # A bias that examples or heads share has the sum of their gradients.
-        made = [tokens(shape) if k < 3 else bias(shape) for k, shape in enumerate(results)]
+        result_dims = [tokens(shape) if k < 3 else bias(shape) for k, shape in enumerate(results)]
         summed = frozenset(range(3, len(results)))
     else:
-        made = [tokens(shape) if len(shape) == 4 else statistics(shape) for shape in results]
+        result_dims = [tokens(shape) if len(shape) == 4 else statistics(shape) for shape in results]
         summed = frozenset()
     seen = min(key[place], params.get("sliding_window_length") or key[place])
     # Half of the scores are masked away, which the kernel does not compute.
@@ -85,7 +85,7 @@ def _by_batch_and_heads(
     flops = 2.0 * products * part * batch * heads * length * seen * width
     return f.rule(
         given,
-        made,
+        result_dims,
         contracts=True,
         flops_per_point=flops / math.prod(size for size in f.sizes.values() if size),
         summed=summed,

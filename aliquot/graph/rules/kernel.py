@@ -31,10 +31,10 @@ def _kernel(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
         )
 
     taken = [dims(operand.shape, walks) for operand, walks in zip(operands, kernel.operands, strict=True)]
-    made = [dims(shape, walks) for shape, walks in zip(results, kernel.results, strict=True)]
+    result_dims = [dims(shape, walks) for shape, walks in zip(results, kernel.results, strict=True)]
     return f.rule(
         taken,
-        made,
+        result_dims,
         contracts=True,
         flops_per_point=kernel.flops / max(math.prod(f.sizes.values()), 1),
         accessed_bytes=kernel.accessed_bytes,
