@@ -103,7 +103,7 @@ class LoneOperator:
                 results_of_calls = [
                     jitted(jax.device_put([list(operands) for operands in calls], device)) for calls in draws
                 ]
-                return [[[np.asarray(r) for r in results] for results in each] for each in results_of_calls]
+                return [jax.tree.map(np.asarray, results) for results in results_of_calls]
         except Exception:  # Nothing is lost: the operator then runs whole.
             return None
 

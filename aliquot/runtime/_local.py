@@ -20,8 +20,9 @@ reduce-scatters, but not all-reduces behind all-reduces that it only slices.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from ..graph import ATTENTION, KERNEL, attention_on_piece, kernel_on_pieces
+from ..graph import ATTENTION, KERNEL, Dims, attention_on_piece, kernel_on_pieces
 from ..sharding import DimRule
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -67,11 +68,11 @@ def on_pieces(
         for names, axes in zip(dims, spec or (), strict=False):
             if names[0].islower() and names[0] not in rule.reduced:
                 cut.setdefault(names[0], _axes(axes))
-    ins, outs = (
-        [PartitionSpec(*(cut.get(names[0], ()) for names in dims)) for dims in side]
-        for side in (rule.operands, rule.results)
-    )
 
+    def spec_of(dims: Dims) -> PartitionSpec:
+        return PartitionSpec(*(cut.get(names[0], ()) for names in dims))
+
+    ins, outs = [spec_of(dims) for dims in rule.operands], [spec_of(dims) for dims in rule.results]
     shapes = [_piece(a.shape, spec, mesh) for a, spec in zip(arrays, ins, strict=True)]
     local = eqn if eqn.primitive.name != KERNEL else kernel_on_pieces(eqn, shapes)
     if local is None:
@@ -79,18 +80,19 @@ def on_pieces(
         return list(bind(eqn, arrays))
 
     attends = eqn.primitive.name in ATTENTION
-    lacking = {
-        k: tuple(
-            axis for name, axes in cut.items() if all(name != names[0] for names in rule.results[k]) for axis in axes
-        )
-        for k in rule.summed
-    }
+    lacking = {k: _axes_lacking(rule.results[k], cut) for k in rule.summed}
 
     def run(*operands: Any) -> list[Any]:
         results = attention_on_piece(local, operands) if attends else bind(local, operands)
         return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(results)]
 
     return list(_on_pieces(run, arrays, mesh, groups, ins, outs, everywhere=attends))
+
+
+def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Axes along which factors are cut that do not lead any of these dims."""
+    leading = {names[0] for names in dims}
+    return tuple(axis for name, axes in cut.items() if name not in leading for axis in axes)
 
 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -134,7 +136,8 @@ def product(
             scattered[dim] = more
     if not scattered:
         return None
-    left_over = [tuple(a for a in axes if all(a not in more for more in scattered.values())) for axes in sums]
+    scattered_axes = set(itertools.chain(*scattered.values()))
+    left_over = [tuple(a for a in axes if a not in scattered_axes) for axes in sums]
 
     def run(*pieces: Any) -> Any:
         (piece,) = bind(eqn, pieces)
