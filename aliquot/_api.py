@@ -60,14 +60,14 @@ def plan(
         *args, **kwargs: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
         cluster: what to plan for; by default the devices JAX sees.
         method: how to parallelize; by default `Auto()`.
-        num_micro_batches: into how many parts the batch of a step is cut.
-        micro_batch_semantics: "exact", or "independent" to let what does not decompose see one micro-batch alone.
+        num_micro_batches: number of micro-batches in a step.
+        micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to each micro-batch separately.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
         on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the operator on small arrays on
             the host, "replicate" to run it whole on every device, or "error".
         model: how to build the step again, written into the plan.
-        verify: compile the best plan for the cluster's devices, which need not be here, and look on for one that fits if
-            it does not. The plan then holds the compiled figures.
+        verify: compile the best plan for the cluster's devices, which need not be here, and keep searching until one fits.
+            The plan then holds the compiled figures.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:

@@ -19,7 +19,7 @@ def cluster(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say what a cluster description means: devices, links, and the sources of their figures."""
+    """Show a cluster's devices, its links, and the sources of their figures."""
     with session(as_json) as say:
         described = read_cluster(spec)
         target = target_for(described.device)

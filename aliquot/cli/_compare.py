@@ -26,7 +26,7 @@ def compare(
     methods: Annotated[
         str | None, typer.Option(metavar="M1,M2", help="Methods as in aliquot plan; by default the usual ones.")
     ] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Into how many parts a batch is cut.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches.")] = 1,
     memory_limit: MemoryLimit = None,
     seq_len: SeqLen = None,
     dtype: Dtype = None,

@@ -32,7 +32,7 @@ def explain(
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
 ) -> None:
-    """Say what a plan decides, what it is predicted to cost, and what the best alternatives would cost."""
+    """Explain a plan: its decisions, its predicted cost, and the cost of the best alternatives."""
     with session(as_json) as say:
         use_host_only()
         from ..report import explained, explanation, page, planned_trace

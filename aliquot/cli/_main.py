@@ -28,7 +28,7 @@ def main() -> None:
         _leave_without_output(error)
     finally:
         end_at_interrupts()
-        # Nor is it worth to look for any at the very end, which Python does otherwise.
+        # Garbage is not worth collecting when the process ends, as Python would do.
         gc.freeze()
 
 

@@ -23,7 +23,8 @@ Dtype = Annotated[
 Recompute = Annotated[str | None, typer.Option("--recompute", help="none or block (the default).")]
 Scan = Annotated[bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a size of the model; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Override a model setting, such as seq_len=4096; repeatable."),
 ]
 MemoryLimit = Annotated[
     str | None,

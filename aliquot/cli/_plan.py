@@ -36,9 +36,7 @@ def plan(
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
     micro_batches: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|auto", help="Into how many parts a batch is cut; auto searches (pipelines only, their default)."
-        ),
+        typer.Option(metavar="N|auto", help="Number of micro-batches; auto searches (pipelines only, their default)."),
     ] = None,
     micro_batch_semantics: Annotated[
         str,
@@ -68,9 +66,7 @@ def plan(
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option(
-            "--verify", help="Compile the plan for the cluster's devices, and look on for one that fits if it does not."
-        ),
+        typer.Option("--verify", help="Compile the plan for the cluster's devices, and keep searching until one fits."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,

@@ -139,6 +139,7 @@ def _catalogue_name(kind: str) -> str:
 def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluster:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     peak = cores * _CORE_FLOPS_PER_S / per_host
+    sharing = "1 device" if per_host == 1 else f"{per_host} devices"
     device = Device(
         name=name,
         kind=DEVICES[name].kind,
@@ -146,7 +147,7 @@ def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluste
         peak_flops_per_s={"float32": peak, "bfloat16": peak / 2, "float16": peak / 2, "float64": peak / 2},
         memory_bytes=max(1, _host_memory_bytes() // per_host),
         memory_bandwidth_bytes_per_s=_HOST_BYTES_PER_S / per_host,
-        source=f"detected: {cores} cores and this host's memory, shared by {per_host} devices; speeds as on another",
+        source=f"detected: {cores} cores and this host's memory, shared by {sharing}; speeds assumed from a reference machine",
     )
     wiring = wire(label, name, hosts, per_host)
     intra = Link(latency_s=_RING_LATENCY_S, bandwidth_bytes_per_s=_RING_BYTES_PER_S / per_host)

@@ -58,14 +58,14 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
                 until = pace.runs_at(r.deaths) if pace else r.late_deaths
                 yield Waiting(edge=landing.edge, local_bytes=where * local, births=r.deaths + 1, deaths=until)
         landing = landings.get(r.maker)
-        if r.early_births is not None and landing is not None:
+        if r.unreduced_from is not None and landing is not None:
             last = np.zeros_like(landing.scattered)
             for where, pace in landing.put_off(operands.get(r.maker, []), in_turn, paces):
                 last = last | where if pace is None else last
             local = (landing.together & ~last) * landing.local_bytes(r.num_bytes, landing.edge.source_projection)
             if not (priced.target.overlaps_all_reduces or landing.total):
                 local = np.where(landing.scattered, local, r.num_bytes / landing.shards_left)
-            since = np.minimum(paces.scattered.runs_at(r.early_births) if late_on else r.early_births, r.births)
+            since = np.minimum(paces.scattered.runs_at(r.unreduced_from) if late_on else r.unreduced_from, r.births)
             yield Waiting(edge=landing.edge, local_bytes=local, births=since, deaths=r.births - 1)
 
 

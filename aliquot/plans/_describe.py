@@ -116,7 +116,7 @@ def bound(plan: Plan) -> str:
 
 
 def micro_batches(plan: Plan) -> str:
-    """Into how many parts a batch is cut, and how the outputs of the parts combine."""
+    """Number of micro-batches, and how their outputs combine."""
     if plan.num_micro_batches == 1:
         return "1 (the whole batch at once)"
     by_rule: dict[str, list[str]] = {}
@@ -208,7 +208,7 @@ def _arrays_of_stages(plan: Plan) -> list[str]:
         lines += [*_arrays(plan, without_moments(groups)[:_ARRAYS_OF_STAGES], title), ""]
     if len(kinds) > _KINDS_OF_STAGES:
         others = sorted(number for numbers, _ in kinds[_KINDS_OF_STAGES:] for number in numbers)
-        lines += [f"Stages {stage_numbers(others)} hold other arrays still: see `aliquot explain --json`.", ""]
+        lines += [f"Stages {stage_numbers(others)} hold other arrays: see `aliquot explain --json`.", ""]
     return lines
 
 

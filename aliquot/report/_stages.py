@@ -42,7 +42,7 @@ def arrays_of_stages(plan: Plan) -> Iterator[Group]:
         yield columns(title, ("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4))
     if len(kinds) > _KINDS:
         others = sorted(number for numbers, _ in kinds[_KINDS:] for number in numbers)
-        yield Group(Text(f"Stages {stage_numbers(others)} hold other arrays still; --json has them all."), "")
+        yield Group(Text(f"Stages {stage_numbers(others)} hold other arrays; --json lists them all."), "")
 
 
 class _Stages:

@@ -2,16 +2,16 @@
 
 Where each group of devices has images and kernels of its own, as in the gradient of a kernel, JAX's batching makes the
 groups groups of features. The partitioner gathers such images from all devices, so here each group convolves by itself.
-And of a convolution with one input channel in each group of features that is split over the groups it gets wrong what it
-computes where the features of image and result are not at the same position.
+It also miscomputes depthwise convolutions that are split over their groups of features, unless the features of image and
+result are at the same position.
 
-Fourier transforms and triangular systems it does not split at all, and what it makes of a primitive without a declared
-rule nobody knows. Here each device runs what it has.
+It gathers the operands of Fourier transforms and triangular systems, and may do anything with a primitive without a declared
+rule. Here each device runs them on its own pieces.
 
-Kernels in Pallas it knows nothing of: each device runs its part of the grid. So does each device run cuDNN's attention on its
-examples and heads, for which JAX has a partitioner of its own that wants to see the devices.
+It cannot split kernels in Pallas: here each device runs its part of the grid. Each device also runs cuDNN's attention on its own
+examples and heads, for which JAX has a partitioner of its own that must see the devices.
 
-Constraints of an array's order in memory it gathers the array for. Here each device's piece gets one.
+It gathers an array to constrain its order in memory. Here each device's piece is constrained instead.
 
 Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies what it has, and the sums
 are reduce-scattered. So are sums that are all-reduced along other axes: XLA merges all-reduces of the terms of a sum, and

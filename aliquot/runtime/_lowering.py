@@ -53,7 +53,7 @@ class AbstractLowering(abc.ABC):
         Args:
             without: mesh axes that are not to be mentioned.
             leading: number of dims before those that `spec` speaks of; the last of them is split over `without`.
-            minor: positions of mesh axes that cut the tiles of all others.
+            minor: positions of mesh axes that subdivide tiles last.
         """
 
 

@@ -361,7 +361,7 @@ class _Rewriter:
         match how:
             case Conversion.ONCE:
                 return self._once(operand, op, out)
-            case Conversion.OWN:
+            case Conversion.ESTIMATE:
                 return self._own(operand, op, out)
             case Conversion.LOCAL:
                 return self._local(operand, op, out)

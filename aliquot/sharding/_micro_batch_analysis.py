@@ -28,7 +28,7 @@ from ._micro_calls import EFFECT, first_op, ops_of, phase_of, standing_for
 from ._time_specs import (
     EQUAL,
     LATE,
-    OWN,
+    MEAN,
     WHOLE,
     Action,
     Conversion,
@@ -50,7 +50,7 @@ class MicroBatchAnalysis:
     """State of the analysis of a step on micro-batches; see `MicroBatchPlan` for the fields that end up there.
 
     Attributes:
-        own: operators that must see one part alone.
+        own: operators that are applied to each micro-batch separately.
         violations: operators that do not decompose, with the reason.
         conflicts: operators left for after the last part although the backward pass needs them on every part.
         free: for each value, whether it depends on no parameter.
@@ -96,10 +96,10 @@ class MicroBatchAnalysis:
                         self._feeds_backward[i] = 1
 
     def run(self, *, settle: bool) -> None:
-        """MicroBatchAnalysis through the whole step.
+        """Analyse the whole step.
 
         Args:
-            settle: Where operators conflict, let each see one part alone and walk on from there; else note all conflicts.
+            settle: Where operators conflict, apply each to every micro-batch separately and go on; else note all conflicts.
         """
         for item in self.whole.inputs:
             spec = split_at(0) if item.role is Role.BATCH else EQUAL
@@ -333,11 +333,11 @@ class MicroBatchAnalysis:
         self.actions.pop(op.index, None)
         for k, spec in enumerate(specs):
             if spec.kind is TimeKind.SUM:
-                self.conversions[op.index, k] = Conversion.OWN
+                self.conversions[op.index, k] = Conversion.ESTIMATE
         for out in op.outputs:
             if out >= 0:
-                seen = spec_by_shape(*self._shapes_of(out), self.parts) or OWN
-                self._set(out, OWN if seen == EQUAL else seen, False, depth)
+                seen = spec_by_shape(*self._shapes_of(out), self.parts) or MEAN
+                self._set(out, MEAN if seen == EQUAL else seen, False, depth)
 
     # ---- positions in the batch --------------------------------------------------------------------------------------
 

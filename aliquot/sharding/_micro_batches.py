@@ -41,7 +41,7 @@ class MicroBatchPlan:
         early_calls, late_calls: structured operators that run before the first and after the last part.
         combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is computed once, after
             the last part), or another reduction.
-        independent: the operators that see one part alone, as a reader may want to know them.
+        independent: the operators that are applied to each micro-batch separately, for the reader.
     """
 
     whole: Graph

@@ -103,8 +103,8 @@ class Edge:
         share: edges with one share number and one conversion are converted once for all of them.
         gradient: whether it ends in the update phase, so that with micro-batches it may wait for the last one.
         starts, ends: for each copy, the operators between which a converted array lives.
-        masked: whether something stands between its partial sums and any slice of it, so that a compiler all-reduces them: in a
-            lookup, what fills rows outside the table.
+        masked: whether it leaves a gather in fill mode. Rows outside the table are filled between its partial sums and any
+            slice of it, so XLA all-reduces them.
         on_pieces: whether its partial sums are those of a product that each device can run on its own pieces, so that the runtime
             reduce-scatters them where a compiler does not.
         deferrable: whether what reads it is; see `Op`.
@@ -139,9 +139,9 @@ class Resident:
     `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive. `stacked` ones are filled
     by a loop, step by step.
 
-    Where a compiler may put off products that only the update needs, and only then: `late_deaths` is until when the array
-    waits for the product `reader`, to which it stands by `read_projection`; `early_births` is since when the result of the
-    product `maker` is there, not yet summed over devices.
+    Only where a compiler may defer products that only the update needs: until `late_deaths` the array is kept for its
+    consumer, the product `reader`, as split by `read_projection`; from `unreduced_from` on the result of its producer, the
+    product `maker`, is there, not yet summed over devices.
     """
 
     node: int
@@ -155,7 +155,7 @@ class Resident:
     late_deaths: NDArray[np.int64] | None = field(default=None, repr=False)
     reader: int = -1
     read_projection: Projection = ()
-    early_births: NDArray[np.int64] | None = field(default=None, repr=False)
+    unreduced_from: NDArray[np.int64] | None = field(default=None, repr=False)
     maker: int = -1
 
 

@@ -27,7 +27,7 @@ class Pin:
     """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other.
 
     On its way to an operand's split an array takes on those `between`. In the first split of each result the axes in `minor`
-    cut the tiles of all others. `totals` are those of its running total, once that is added up over data axes.
+    subdivide tiles last. `totals` are those of its running total, once that is added up over data axes.
 
     `on_pieces`: each device runs the product on its pieces of the operands, and the runtime scatters the sums to the first of
     the result's splits.

@@ -111,7 +111,7 @@ def residents(
             late_deaths=late_deaths if waits else None,
             reader=waits.node if waits else -1,
             read_projection=waits.projection if waits else (),
-            early_births=births if made_late else None,
+            unreduced_from=births if made_late else None,
             maker=naming.of_product[producer[0]] if made_late else -1,
         )
 

@@ -63,7 +63,7 @@ class Tiling:
 
 
 def tiling(spec: Spec, axis_sizes: Sequence[int], minor: Collection[int] = ()) -> Tiling:
-    """The tiling of a spec without partial sums; the axes `minor` cut the tiles of all others."""
+    """The tiling of a spec without partial sums; the axes in `minor` subdivide tiles last."""
     return _tiling_of(tuple(spec), tuple(axis_sizes), tuple(minor))
 
 

@@ -18,7 +18,7 @@ class TimeKind(enum.StrEnum):
     """Relation of the values that the parts of a batch compute for one array to the array.
 
     `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM` and the other reductions:
-    the array is the sum (...) over the parts. `OWN`: each part has a value of its own that stands for the array (only
+    the array is the sum (...) over the parts. `MEAN`: each part has a value of its own that stands for the array (only
     under independent semantics). `LATE`: computed once, from combined arrays, after the last part. `WHOLE`: exists only
     for the whole batch, computed before the first part.
     """
@@ -49,7 +49,7 @@ class TimeSpec:
 
 EQUAL = TimeSpec(kind=TimeKind.EQUAL)
 SUM = TimeSpec(kind=TimeKind.SUM)
-OWN = TimeSpec(kind=TimeKind.MEAN)
+MEAN = TimeSpec(kind=TimeKind.MEAN)
 LATE = TimeSpec(kind=TimeKind.LATE)
 WHOLE = TimeSpec(kind=TimeKind.WHOLE)
 
@@ -63,12 +63,12 @@ class Conversion(enum.StrEnum):
     """Conversion of an operand on its way into an operator.
 
     `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so that it counts once in
-    a sum. `OWN`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value,
+    a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value,
     computed before the first part. `LOCAL`: positions in the batch become positions in the part.
     """
 
     ONCE = "once"
-    OWN = "own"
+    ESTIMATE = "estimate"
     EARLY = "early"
     LOCAL = "local"
 
@@ -114,7 +114,7 @@ def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
         return a
     if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
         return SUM
-    return OWN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.MEAN} else None
+    return MEAN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.MEAN} else None
 
 
 def follow(
@@ -251,7 +251,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
                 once.append((k, Conversion.ONCE))
     has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     return Followed(
-        results=tuple(OWN if has_means and spec == EQUAL else spec for spec in results), conversions=tuple(once)
+        results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results), conversions=tuple(once)
     )
 
 
@@ -285,7 +285,7 @@ def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, 
         seen = spec_by_shape(whole, part, parts)
         if seen is None:
             return "it makes an array of which more than one dim is the batch's"
-        results.append(OWN if has_means and seen == EQUAL else seen)
+        results.append(MEAN if has_means and seen == EQUAL else seen)
     if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
         "broadcast_in_dim",
         "empty",

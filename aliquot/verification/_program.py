@@ -79,7 +79,7 @@ def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
         CaptureError: the step does not decompose into the plan's micro-batches.
     """
     graph, (stage,) = step.graph, step.plan.stages
-    # Where a device stands does not matter for what is written down, so the mesh needs none.
+    # Positions of devices do not matter for an exported program, so the mesh needs none.
     mesh: Any = AbstractMesh(
         tuple(stage.mesh_shape), tuple(stage.axis_names), axis_types=(AxisType.Auto,) * len(stage.mesh_shape)
     )

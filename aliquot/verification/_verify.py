@@ -183,7 +183,7 @@ def verify_program(
     tell = progress or (lambda line: None)
     with Compiler(chosen, num_devices=math.prod(stage.mesh_shape), progress=tell, cache=cache) as compiler:
         compiler.start()
-        tell("writing the program down")
+        tell("exporting the program")
         program = portable_program(step, chosen.platform)
         compiled = compiler.compile(program, devices_per_host=cluster.devices_per_host)
     return Verification(
