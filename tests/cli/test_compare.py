@@ -22,7 +22,7 @@ def test_methods_are_compared_fastest_first_with_what_they_lose():
     assert 0 < fsdp["mfu"] < 1 and fsdp["tokens_per_s"] == pytest.approx(8 * 1024 / fsdp["step_time_s"])
 
 
-def test_what_does_not_fit_says_what_it_needs():
+def test_methods_that_do_not_fit_are_listed_with_the_memory_they_need():
     found = run("compare", *TINY, "--methods", "ddp,auto", "--memory-limit", "40MiB")
     assert found.exit_code == 1
     assert "ddp: does not fit: needs" in found.stdout and "of 40.0 MiB on each device, most of it" in found.stdout

@@ -54,7 +54,7 @@ def test_a_pipeline_is_planned_as_asked(tmp_path):
     assert parts - answer["hidden_s"] == pytest.approx(answer["step_time_s"])
 
 
-def test_what_is_not_asked_is_searched():
+def test_pipeline_options_left_out_are_searched():
     found = plan("pipeshard --micro-batches auto")
     assert found.exit_code == 0, found.stderr
     assert "layered_mlp:factory: pipeshard" in found.stdout
@@ -67,7 +67,7 @@ def test_a_grid(tmp_path):
 
 
 @pytest.mark.parametrize("options", ["pipeshard --stages 2 --micro-batches 4", "dp --micro-batches 2"])
-def test_what_does_not_decompose_is_split_on_request(options, tmp_path):
+def test_independent_semantics_allow_batch_statistics_per_micro_batch(options, tmp_path):
     more = ("--set", "normalise=1", "--out", tmp_path / "plan.json")
     refused(plan(options, *more), "does not decompose", "--micro-batch-semantics independent")
     found = plan(options, *more, "--micro-batch-semantics", "independent", "--json")
@@ -109,7 +109,7 @@ def test_nothing_fits():
         ("pipe", "did you mean 'pipeshard'"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(options, message):
+def test_impossible_pipelines_are_refused(options, message):
     found = plan(options)
     refused(found, message)
     assert len(found.stderr.splitlines()) <= 3

@@ -22,7 +22,7 @@ def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
     assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
 
 
-def test_what_is_changed_about_a_backend_reaches_its_measured_devices(monkeypatch):
+def test_changes_of_a_backend_apply_to_its_calibrated_devices(monkeypatch):
     changed = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0, matmul_efficiency=0.1)
     monkeypatch.setitem(TARGETS, "gpu", changed)
     v100 = target_for(DEVICES["V100-16GB"])

@@ -69,7 +69,7 @@ def test_nearest(name, suggested):
     assert text.startswith(f"did you mean {suggested}?" if suggested else "Known:")
 
 
-def test_of_many_names_the_likest_are_shown():
+def test_most_similar_of_many_names_are_suggested():
     paths = [f"state.params.layers[{k}].{name}" for k in range(50) for name in ("up", "down")]
     text = nearest("state.params.layers[7].gate", paths)
     assert len(text) < 400 and "state.params.layers[7]." in text and text.endswith(" and 92 others.")

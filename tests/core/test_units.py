@@ -106,7 +106,7 @@ def test_parse(parse, text, value):
         (parse_bytes, "1e999GB"),
     ],
 )
-def test_what_is_no_quantity_is_named(parse, text):
+def test_texts_that_are_no_quantity_are_named_in_the_error(parse, text):
     with pytest.raises(InputError, match=f"{text!r} is not a .* such as"):
         parse(text)
 

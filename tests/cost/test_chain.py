@@ -37,7 +37,7 @@ def test_any_run_of_units_is_a_lookup(seed):
     ("forward", "inputs", "weights", "exposed"),
     [(1, 1, 1, 1), (2, 3, 1, 4), (1, 2, 5, 2), (4, 1, 3, 4), (1, 1, 0, 2)],
 )
-def test_what_a_zero_bubble_schedule_cannot_fill(forward, inputs, weights, exposed):
+def test_time_that_zero_bubble_schedules_cannot_fill(forward, inputs, weights, exposed):
     chain = even_chain(1, devices=1)
     ones = np.ones((1, 1))
     chain = replace(
@@ -127,7 +127,7 @@ def test_in_flight_covers_the_tasks(schedule, micro_batches):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_fits_fits_when_simulated(schedule, seed):
+def test_plans_that_fit_by_closed_form_fit_when_simulated(schedule, seed):
     chain = random_chain(np.random.default_rng(seed), num_units=12, geometry=(1, 2), most_options=1)
     chain = replace(chain, options=(replace(chain.options[0], submesh=(1, 1)),))
     if np.isinf(chain.forward_s).any():

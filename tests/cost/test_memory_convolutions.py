@@ -159,7 +159,7 @@ def test_products_run_beside_sums_over_the_batch():
     assert shares[False] > 1.2 * shares[True] > 0
 
 
-def test_nothing_waits_on_one_device():
+def test_no_products_are_deferred_on_one_device():
     priced, picks, _ = normalised("1xH100", True)
     assert not waiting(priced, picks)
 

@@ -38,7 +38,7 @@ def kept_bytes(stage):
     return phase_costs(priced, np.zeros(len(priced.nodes), np.int64), extract.graph).in_flight_bytes
 
 
-def test_what_only_the_backward_pass_reads_is_not_kept():
+def test_arrays_of_the_backward_pass_alone_are_not_in_flight():
     """The tied gradient of the last stage comes to the first one, larger than all that a micro-batch keeps."""
     tokens, activation = 4 * ROWS, 4 * ROWS * WIDTH
     logits = 4 * ROWS * VOCABULARY

@@ -73,7 +73,7 @@ def test_a_stage_that_works_everything_out_again_puts_nothing_off():
     assert not any(p.totals for p in programs if p.stage == 1 and p.part is Part.BACKWARD_WEIGHT)
 
 
-def test_what_reaches_another_stage_through_a_conversion_is_not_put_off():
+def test_gradients_cast_on_their_way_to_another_stage_are_not_deferrable():
     """Statistics of a micro-batch alone are scaled on their way into the backward pass, wherever that is wanted."""
 
     def train_step(layers, x):

@@ -65,14 +65,14 @@ def test_a_kernel_that_asks_where_it_is():
     ],
     ids=["backwards", "one result block", "nothing taken in blocks", "does not divide", "no grid"],
 )
-def test_what_blocks_do_not_say(fn):
+def test_kernels_whose_blocks_tell_nothing_are_not_split(fn):
     assert all(dim < 0 for dims in cuts(fn) for dim in dims)
 
 
 @pytest.mark.parametrize(
     ("rows", "wanted"), [(0, [[0, -1], [0, -1]]), (1, [[-1, -1], [-1, -1]])], ids=["outside", "inside"]
 )
-def test_what_is_kept_between_runs(rows, wanted):
+def test_kernels_that_keep_state_between_blocks_are_not_split(rows, wanted):
     """Sums along the rows, in memory of the kernel's own that it clears at the first columns.
 
     With the columns outside, it is cleared for all rows before any has come to its second columns, and rows run into one

@@ -63,7 +63,7 @@ def test_a_pattern_of_parameters_of_their_own():
     assert products(graph, cut_layers(graph, layers="params.layers[*]")) == [0, 2, 2, 3]
 
 
-def test_what_cannot_be_cut_is_refused(graph):
+def test_steps_that_cannot_be_cut_into_layers_are_refused(graph):
     with pytest.raises(InputError, match=r"at most \d+ layers, and layers=40"):
         cut_layers(graph, layers=40)
     with pytest.raises(InputError, match="layers=0"):
@@ -94,7 +94,7 @@ def test_layers_of_another_size_cross_what_they_cross_there():
         assert (item.phase, item.shared) == (other.phase, other.shared)
 
 
-def test_what_the_quick_search_for_repeats_finds_is_refined_in_the_update_alone():
+def test_quick_search_for_repeats_agrees_outside_the_update():
     graph = layered(4)
     quick, whole = find_repeats(graph), fold(graph)
     assert (

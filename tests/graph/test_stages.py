@@ -83,7 +83,7 @@ def test_state_lies_with_its_parameter(made):
     assert staging.users[inputs["state.params.layers[1].up"].value] == {1}
 
 
-def test_what_is_between_scalars_alone_is_shared(made):
+def test_operators_between_scalars_are_shared_by_all_stages(made):
     graph, staging = made
     step = graph.input_by_path()["state.step"]
     assert step.value not in staging.home

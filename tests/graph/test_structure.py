@@ -99,7 +99,7 @@ def test_the_hook_sees_carries_and_slices():
     assert [shape for _, shape in seen.values] == [(2,), (2,), (2,), (3, 2)]
 
 
-def test_what_a_hook_returns_counts():
+def test_results_of_replay_hooks_replace_the_values():
     def fn(x):
         return jax.checkpoint(lambda x: jnp.sin(x) + 1)(x)
 

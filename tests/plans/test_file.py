@@ -132,7 +132,7 @@ def _edited(**changes):
         (_edited(cluster={}), "cluster: "),
     ],
 )
-def test_what_is_no_plan_is_refused(text, message):
+def test_files_that_are_no_plans_are_refused(text, message):
     with pytest.raises(PlanFileError) as caught:
         Plan.from_json(text)
     plain = message.replace("\\", "")

@@ -108,7 +108,7 @@ def test_parts_of_the_time_add_up_with_the_bubble():
     assert "bubble" not in time_parts(sample_plan()) and "hidden" in time_parts(sample_plan())
 
 
-def test_what_the_busiest_stage_sends_is_no_bubble():
+def test_transfers_of_the_busiest_stage_are_not_counted_as_bubble():
     plan = sample_pipeline()
     stages = [
         replace(stage, prediction=replace(stage.prediction, bubble=share))

@@ -66,7 +66,7 @@ def test_a_part_of_an_argument_is_found_by_its_paths():
     assert sample_plan().partition_specs(weight, path="state.params.layers[0].w") == PartitionSpec("x", "y")
 
 
-def test_what_is_no_argument_is_refused_with_what_is_missing():
+def test_trees_unlike_every_argument_are_refused_with_the_difference():
     state = sample_state()
     state["params"]["layers"] = [{"w": SDS((64, 33), jnp.float32)}] * 2
     with pytest.raises(aq.InputError, match=r"layers\[0\].w has shape \(64, 33\), and \(64, 32\) in the plan"):

@@ -20,7 +20,7 @@ def test_page_is_whole_and_stands_alone(plan):
     assert len(list(body.iter("svg"))) >= 2
 
 
-def test_what_a_plan_file_says_is_not_markup():
+def test_texts_of_a_plan_file_are_escaped_in_html():
     assert "<img" not in page(sample_plan(notes=("<img onerror=1>",)))
 
 

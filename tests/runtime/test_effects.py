@@ -88,7 +88,7 @@ def test_callbacks_that_write_happen_once(count):
 
 
 @pytest.mark.parametrize("semantics", ["exact", "independent"])
-def test_what_would_happen_for_each_micro_batch_is_refused(semantics):
+def test_effects_that_would_repeat_in_each_micro_batch_are_refused(semantics):
     def loop(params, batch):
         def loss(params):
             def turn(x, w):

@@ -90,7 +90,7 @@ class SplitWhatIsCommon(ReplayHook):
 
 
 @pytest.mark.parametrize("step", COMMON, ids=lambda step: step.__name__)
-def test_what_does_not_differ_may_be_split_over_all_groups(step, mesh):
+def test_values_equal_in_all_groups_may_be_split_over_all_groups(step, mesh):
     random = np.random.default_rng(0)
     w, x = random.normal(size=(8, 8)).astype(np.float32), random.normal(size=(8, 8)).astype(np.float32)
     graph = capture(step, w, x[0])
@@ -126,7 +126,7 @@ def test_weights_are_gathered_in_the_dtype_in_which_they_are_used(x64):
     assert all(leaf.largest <= 1e-6 for leaf in step.check(params, x).leaves)
 
 
-def test_what_a_loop_keeps_of_weights_is_gathered_once(x64):
+def test_weights_that_a_loop_keeps_are_gathered_once(x64):
     """For the backward pass the plan keeps what the forward pass has gathered."""
 
     def train_step(layers, x):

@@ -58,7 +58,7 @@ def test_all_methods(step, arguments):
     assert set(step.shardings)
 
 
-def test_what_needs_the_traced_step(arguments):
+def test_compiled_figures_need_a_traced_step(arguments):
     fresh = aq.parallelize(train_step, method=aq.DataParallel(), cluster=aq.Cluster.preset("4xcpu"))
     for method in (fresh.stats, fresh.as_text, fresh.lower):
         with pytest.raises(InputError, match="needs the traced step"):

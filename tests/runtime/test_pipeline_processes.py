@@ -82,7 +82,7 @@ def test_processes_train_as_one_device(count, cases, plain):
             assert by_process[-1][cases.index(case)]["kept"] < result["all"], case
 
 
-def test_what_waits_for_others_does_not_stop_what_they_wait_for(monkeypatch):
+def test_waiting_collectives_do_not_block_transfers(monkeypatch):
     # As on a machine with two cores: no thread is left where both devices wait.
     monkeypatch.setenv("PJRT_NPROC", "2")
     assert found(3, {}, task="relayed") == [[[]], [[4.0, 4.0]], [[4.0, 4.0]]]

@@ -46,7 +46,7 @@ def suffices(kept, makers, names, wanted):
 
 @settings(max_examples=150, deadline=None)
 @given(programs())
-def test_what_is_kept_suffices_and_is_cheapest(program):
+def test_kept_values_suffice_to_recompute_and_are_the_cheapest_such_set(program):
     makers, names, values, wanted, read_anyway = program
 
     def cost(kept):

@@ -109,7 +109,7 @@ CASES = {
 
 @pytest.mark.parametrize("wide_sums", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_what_each_device_multiplies_adds_up(case, wide_sums, mesh):
+def test_products_on_pieces_sum_to_the_whole_product(case, wide_sums, mesh):
     *splits, kinds = CASES[case]
     left, right, wanted = (P(*dims) for dims in splits)
     devices = mesh(4, 2)

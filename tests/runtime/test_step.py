@@ -282,7 +282,7 @@ def test_metadata_does_not_wait(mlp_step):
     assert "all-reduce over x" in str(mlp_step.stats())
 
 
-def test_what_is_split_otherwise_is_not_gathered_on_its_way(capfd):
+def test_changes_of_split_gather_nothing_on_the_way(capfd):
     """Asked for another split at once, the compiler replicates some arrays, and says so."""
     sizes = {"num_layers": 1, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2048}
     work = zoo.build("llama-7b", 8, overrides=sizes | {"vocab_size": 2048, "seq_len": 32}, dtype="float32")

@@ -60,7 +60,7 @@ def parts(rule):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_may_be_split(name):
+def test_inferred_splits_of_primitives(name):
     fn, args, operands, results = CASES[name]
     found = inferred(fn, *args)
     assert ",".join(letters(found.operands)) == operands and letters(found.results) == results
@@ -74,12 +74,12 @@ def test_parameters_that_name_a_size_keep_it():
     assert letters(inferred(lambda x: windows.bind(x, rows=16), floats(16, 32)).operands) == [".a"]
 
 
-def test_what_holds_for_one_size_alone_is_not_believed():
+def test_splits_that_hold_for_one_size_alone_are_rejected():
     odd = primitive("odd_test", lambda x: x if x.shape[0] in (1, 3, 4) else x - jnp.mean(x, axis=0))
     assert letters(inferred(odd.bind, floats(64, 32)).operands) == [".a"]
 
 
-def test_what_cannot_be_evaluated_runs_whole():
+def test_primitives_that_cannot_be_evaluated_run_whole():
     def refuses(x):
         raise RuntimeError("this kernel exists for accelerators only")
 

@@ -44,7 +44,7 @@ def test_a_sum_is_one_too():
     assert plan(lambda w, b: losses(w, b).sum()).combine["[1]"] == "sum"
 
 
-def test_what_each_example_gets_is_put_together():
+def test_results_for_each_example_are_concatenated():
     found = plan(lambda w, b: (losses(w, b).mean(), {"each": losses(w, b), "top": losses(w, b).max()}), has_aux=True)
     assert found.combine == {"[0]": "equal", "[1][0]": "sum", "[1][1].each": "concatenate 0", "[1][1].top": "max"}
 
@@ -103,7 +103,7 @@ def contrastive(w, b):
 
 
 @pytest.mark.parametrize("loss_fn", [batch_norm, log_of_mean, contrastive])
-def test_what_does_not_decompose_is_refused_with_its_line(loss_fn):
+def test_operators_that_do_not_decompose_are_refused_with_their_line(loss_fn):
     with pytest.raises(CaptureError) as error:
         plan(loss_fn)
     message = str(error.value)
@@ -289,7 +289,7 @@ def test_checks_are_made_part_by_part():
         (lambda r: 2 * jnp.max(r), "equal"),
     ],
 )
-def test_what_grows_with_a_maximum_is_one(made, combine):
+def test_monotonic_functions_of_maxima_are_maxima(made, combine):
     """The other results are computed from the maximum itself, after the last part."""
     found = plan(lambda w, b: (losses(w, b).mean(), made(b["x"] @ w)), has_aux=True)
     assert found.combine["[1][1]"] == combine

@@ -152,7 +152,7 @@ def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
     assert make_pins(graph, problem.nodes, choices, (8,)).of(multiply).results[0] == ()
 
 
-def test_what_a_remat_region_takes_is_pinned():
+def test_operands_of_remat_regions_are_pinned():
     def step(w, batch):
         hidden = jnp.tanh(batch)
         return jax.grad(lambda w: jax.checkpoint(lambda w, h: jnp.sin(h @ w))(w, hidden).sum())(w)

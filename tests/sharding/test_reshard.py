@@ -155,7 +155,7 @@ def test_xla_emits_the_same(mesh):
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 2, 2)])
-def test_nothing_is_gathered_that_may_stay_split(sizes):
+def test_axes_that_may_stay_are_not_gathered(sizes):
     """No collective leaves more on a device than it holds before, or behind."""
     for source, target in itertools.product(itertools.product(range(-1, 3), repeat=len(sizes)), repeat=2):
         assert way(source, target, sizes)[-1] == target

@@ -51,7 +51,7 @@ def sizes_written_down(w, x):
     return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w)[: x.shape[0] // 4] ** 2).sum())(w)
 
 
-def test_what_does_not_follow_the_size_is_traced():
+def test_steps_that_do_not_follow_the_batch_size_are_traced_again():
     graph = capture(sizes_written_down, jnp.ones((8, 8)), jax.ShapeDtypeStruct((64, 8), jnp.float32))
     known = trace_part(graph, 4)
     with pytest.raises(CaptureError, match="size of the batch"):

@@ -61,7 +61,7 @@ REDUCED = use("all-reduce", "x", 10, 10_000)
         ([], [found("all-gather", "x", 1, 4, "a")], [("all-gather", ("x",), 4, "a")]),
     ],
 )
-def test_what_no_prediction_explains(predicted, compiled, expected):
+def test_collectives_without_a_prediction_are_unintended(predicted, compiled, expected):
     listed = unintended_collectives(predicted, compiled, ["state.w", "batch.tokens"], {"x": 4, "y": 2})
     assert [(each.kind, each.axes, each.num_bytes, each.cause) for each in listed] == expected
 

@@ -194,7 +194,7 @@ def test_compilers_that_are_not_installed(target, versions, messages, monkeypatc
     assert all(message in str(refusal.value) for message in messages), str(refusal.value)
 
 
-def test_what_tpus_need_is_what_their_compiler_reports(tmp_path):
+def test_tpu_memory_is_taken_from_the_compilers_report(tmp_path):
     """Main memory alone, whatever the temporaries were said to be; without a report they stay."""
     memory = {"argument_bytes": 1000, "output_bytes": 900, "alias_bytes": 800, "temp_bytes": 7000, "live_bytes": 5}
     working._correct_temporaries(memory, tmp_path / "reports")
@@ -209,7 +209,7 @@ def test_what_tpus_need_is_what_their_compiler_reports(tmp_path):
     assert not (tmp_path / "reports").exists()
 
 
-def test_where_answers_are_kept(monkeypatch, tmp_path):
+def test_cache_folder_of_answers(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "aliquot" / "verify"
     monkeypatch.delenv("XDG_CACHE_HOME")

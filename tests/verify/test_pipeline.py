@@ -42,7 +42,7 @@ def totals(collectives):
     return found
 
 
-def test_what_is_verified_is_what_runs(tmp_path):
+def test_verified_programs_are_those_that_run(tmp_path):
     boundaries = ((0, 1), (1, 2), (2, 3), (3, 4))
     inter = ManualStages(boundaries=boundaries, options=("dp2 tp2",) * 4, schedule="interleaved-1f1b", num_submeshes=2)
     plan = aq.plan(
