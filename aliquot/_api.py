@@ -61,17 +61,20 @@ def plan(
         cluster: what to plan for; by default the devices JAX sees.
         method: how to parallelize; by default `Auto()`.
         num_micro_batches: number of micro-batches in a step.
-        micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to each micro-batch separately.
+        micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to
+            each micro-batch separately.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
-        on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the operator on small arrays on
-            the host, "replicate" to run it whole on every device, or "error".
+        on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the
+            operator on small arrays on the host, "replicate" to run it whole on every device, or
+            "error".
         model: how to build the step again, written into the plan.
-        verify: compile the best plan for the cluster's devices, which need not be here, and keep searching until one fits.
-            The plan then holds the compiled figures.
+        verify: compile the best plan for the cluster's devices, which need not be here, and keep
+            searching until one fits. The plan then holds the compiled figures.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
-        CaptureError, MissingRuleError, InfeasibleError, InputError: as their names say, with what to do next.
+        CaptureError, MissingRuleError, InfeasibleError, InputError: as their names say, with what
+            to do next.
         CompilerMissingError, CompileError: with `verify`.
         Interrupted: on Ctrl-C, with the best plan so far.
     """
@@ -155,7 +158,8 @@ def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Pla
 
 
 def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
-    """Refuse steps that say themselves on which devices they run, or whose effects only one device can keep in order.
+    """Refuse steps that say themselves on which devices they run, or whose effects only one device
+    can keep in order.
 
     Raises:
         CaptureError: with what to take out.
@@ -202,14 +206,17 @@ def parallelize(
     on_missing_rule: str = "infer",
     **options: Any,
 ) -> Any:
-    """Run a step under a plan: `parallelize(step, plan)`, or as a decorator: `@parallelize(method=Zero3Parallel())`.
+    """Run a step under a plan: `parallelize(step, plan)`, or as a decorator:
+    `@parallelize(method=Zero3Parallel())`.
 
-    Returns a `Step` with the step's own signature. Without a plan the step is planned at its first call, from that
-    call's arguments, for the devices JAX sees; `options` are then those of `aliquot.plan`.
+    Returns a `Step` with the step's own signature. Without a plan the step is planned at its first
+    call, from that call's arguments, for the devices JAX sees; `options` are then those of
+    `aliquot.plan`.
 
     Raises:
         InputError: `step` is no function.
-        PlanMismatchError: at the first call, if the plan was made for another step, or for more devices.
+        PlanMismatchError: at the first call, if the plan was made for another step, or for more
+            devices.
     """
     if step is None:
         return functools.partial(
@@ -300,11 +307,13 @@ def verify(
     cache: Path | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Compile a plan with the compiler that will run it, and put what it says beside the prediction. Needs no devices.
+    """Compile a plan with the compiler that will run it, and put what it says beside the
+    prediction. Needs no devices.
 
     Args:
         step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
-        target: a GPU or TPU by name, `"cpu"`, or a file with a GPU's description; by default the plan's device.
+        target: a GPU or TPU by name, `"cpu"`, or a file with a GPU's description; by default the
+            plan's device.
         progress: called with a line about what is going on.
         cache: folder of earlier answers; by default in the user's cache folder.
 

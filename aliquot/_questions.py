@@ -1,4 +1,6 @@
-"""Questions about a step that one plan does not answer: which method, which cluster, which batch, how many hosts."""
+"""Questions about a step that one plan does not answer: which method, which cluster, which batch,
+how many hosts.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ def compare(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Plan a step by several methods, or for several clusters, and say where each loses against the fastest.
+    """Plan a step by several methods, or for several clusters, and say where each loses against the
+    fastest.
 
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.
         clusters: one or several.
-        methods: names as on the command line, or methods under names of your own; by default the usual ones.
+        methods: names as on the command line, or methods under names of your own; by default the
+            usual ones.
         num_micro_batches, memory_limit_bytes, model, progress: as for `aliquot.plan`.
 
     Raises:
@@ -79,7 +83,9 @@ def compare(
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:
-    """Methods worth comparing: the automatic one alone for several clusters, else also those that people know."""
+    """Methods worth comparing: the automatic one alone for several clusters, else also those that
+    people know.
+    """
     if len(clusters) > 1:
         return ["auto"]
     hosts = ["hsdp"] if cluster.num_hosts > 1 and cluster.devices_per_host > 1 else []
@@ -122,8 +128,8 @@ def largest_batch(
 ) -> BatchSearch:
     """The largest global batch that fits, and the one of highest throughput among those tried.
 
-    Doubles the batch until it does not fit, then halves the distance down to `unit`. Whether a batch fits is taken to be
-    monotonic in its size.
+    Doubles the batch until it does not fit, then halves the distance down to `unit`. Whether a
+    batch fits is taken to be monotonic in its size.
 
     Args:
         make: from a global batch to `(step, state, batch)`.
@@ -134,7 +140,8 @@ def largest_batch(
         cluster, method, num_micro_batches, memory_limit_bytes, progress: as for `aliquot.plan`.
 
     Raises:
-        InputError: The numbers make no sense, or the step cannot be planned for another reason than memory.
+        InputError: The numbers make no sense, or the step cannot be planned for another reason than
+            memory.
     """
     if unit < 1 or most < unit:
         raise InputError(f"largest_batch needs 1 <= unit <= most, got unit={unit} and most={most}.")
@@ -196,10 +203,11 @@ def size(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Sizing:
-    """The fewest hosts on which a step fits, and those that train it in time: the cheapest of them where prices are given.
+    """The fewest hosts on which a step fits, and those that train it in time: the cheapest of them
+    where prices are given.
 
-    Numbers of hosts are 1, 2, 4 and so on, until the deadline is met or the next one takes no less time. A plan that does
-    not fit is tried again with micro-batches.
+    Numbers of hosts are 1, 2, 4 and so on, until the deadline is met or the next one takes no less
+    time. A plan that does not fit is tried again with micro-batches.
 
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.

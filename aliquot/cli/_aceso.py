@@ -62,7 +62,9 @@ def evaluate(
     chain: _Chain = None,
     as_json: Json = False,
 ) -> None:
-    """Predict iteration time and memory of a configuration with Aceso's performance model, and what its faults change."""
+    """Predict iteration time and memory of a configuration with Aceso's performance model, and what
+    its faults change.
+    """
     from ..interop.aceso import (
         Faults,
         Judge,

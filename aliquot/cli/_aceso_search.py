@@ -141,7 +141,8 @@ def faults(
 ) -> None:
     """Show what each fault of Aceso's performance model costs.
 
-    The configuration that wins with all faults is judged with one of them mended, beside the one that wins then.
+    The configuration that wins with all faults is judged with one of them mended, beside the one
+    that wins then.
     """
     from ..interop.aceso import ACESO, Faults
     from ..interop.aceso.search import Auto, read_problem

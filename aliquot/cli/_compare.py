@@ -35,7 +35,9 @@ def compare(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Plan a model by several methods or for several clusters, and say where each loses: "why not FSDP?"."""
+    """Plan a model by several methods or for several clusters, and say where each loses: "why not
+    FSDP?".
+    """
     with session(as_json) as say:
         names = _listed(clusters) if clusters else [cluster] if cluster else []
         if not names or (cluster and clusters):

@@ -1,4 +1,6 @@
-"""`aliquot demo`: the whole story on any laptop, from an ordinary step to a plan, a run, and a proof of its numbers."""
+"""`aliquot demo`: the whole story on any laptop, from an ordinary step to a plan, a run, and a
+proof of its numbers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("demo-plan.json"),
     as_json: Json = False,
 ) -> None:
-    """Plan a small GPT, train it on 8 virtual CPU devices, and compare with the same training on one."""
+    """Plan a small GPT, train it on 8 virtual CPU devices, and compare with the same training on
+    one.
+    """
     with session(as_json) as say:
         if steps < 2:
             raise InputError(f"--steps must be at least 2, so that the loss can fall; got {steps}.")

@@ -1,4 +1,6 @@
-"""Choice of the devices that JAX sees: the only place that sets its environment, before it is first imported."""
+"""Choice of the devices that JAX sees: the only place that sets its environment, before it is first
+imported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def use_virtual_devices(count: int) -> None:
     """Make this process's CPU look like `count` devices.
 
     Raises:
-        InputError: `count` is below 1 or above what a CPU can be taken for, or JAX has started with fewer.
+        InputError: `count` is below 1 or above what a CPU can be taken for, or JAX has started with
+            fewer.
     """
     if not 1 <= count <= MOST_VIRTUAL:
         raise InputError(f"--devices must be at least 1 and at most {MOST_VIRTUAL}, got {count}.")
@@ -55,7 +58,9 @@ def use_seen_devices() -> list[Any]:
 
 @contextlib.contextmanager
 def _without_remarks_on_gpus() -> Iterator[None]:
-    """Whatever is written to the standard error stream, also from below Python, but for these remarks."""
+    """Whatever is written to the standard error stream, also from below Python, but for these
+    remarks.
+    """
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as said:

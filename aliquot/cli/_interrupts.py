@@ -1,8 +1,9 @@
 """Handling of Ctrl-C in the process of the command line, whenever it comes.
 
-While modules are imported and options read, nothing is under way that could be lost: the process ends at once. Else, within a
-verb, Ctrl-C is a `KeyboardInterrupt`. Python raises that between two of its own instructions, which a compiler or a solver may put off
-for long, so a thread acknowledges it meanwhile, and a second Ctrl-C ends the process.
+While modules are imported and options read, nothing is under way that could be lost: the process
+ends at once. Else, within a verb, Ctrl-C is a `KeyboardInterrupt`. Python raises that between two
+of its own instructions, which a compiler or a solver may put off for long, so a thread acknowledges
+it meanwhile, and a second Ctrl-C ends the process.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ _IMPORTS = "<frozen importlib"
 
 
 def leave_at_interrupts() -> None:
-    """From now on Ctrl-C ends the process at once. Does nothing in other threads than the first, which get no signals."""
+    """From now on Ctrl-C ends the process at once. Does nothing in other threads than the first,
+    which get no signals.
+    """
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_at_interrupts() -> None:
-    """From now on Ctrl-C is a `KeyboardInterrupt`, if `leave_at_interrupts` is in force: others' handlers stay theirs."""
+    """From now on Ctrl-C is a `KeyboardInterrupt`, if `leave_at_interrupts` is in force: others'
+    handlers stay theirs.
+    """
     if signal.getsignal(signal.SIGINT) is not _leave:
         return
     reading, writing = os.pipe()
@@ -62,7 +67,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _acknowledge(reading: int) -> None:
-    """Wait for signals, which the interpreter writes down as they come, whatever its first thread is doing."""
+    """Wait for signals, which the interpreter writes down as they come, whatever its first thread
+    is doing.
+    """
     count = 0
     while number := os.read(reading, 1):
         if number[0] != signal.SIGINT:

@@ -14,7 +14,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EPIPE)
 
 
 def main() -> None:
-    """Run the command line with this process's arguments. Ends the process with the verb's exit code."""
+    """Run the command line with this process's arguments. Ends the process with the verb's exit
+    code.
+    """
     leave_at_interrupts()
     from ..core import collect_seldom
     from ._app import app

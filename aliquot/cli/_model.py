@@ -1,4 +1,6 @@
-"""From what a user calls a model to a step with its arguments: a name from the zoo, or a factory in a module."""
+"""From what a user calls a model to a step with its arguments: a name from the zoo, or a factory in
+a module.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from ._devices import use_precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A training step, shapes of its state and batch, and how to make it again. Only the zoo's have a `workload`."""
+    """A training step, shapes of its state and batch, and how to make it again. Only the zoo's have
+    a `workload`.
+    """
 
     name: str
     step: Callable[..., Any]
@@ -34,7 +38,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooOptions:
-    """The options that shape a model of the zoo, as `aliquot.zoo.build` takes them. `dtype` None: by the device."""
+    """The options that shape a model of the zoo, as `aliquot.zoo.build` takes them. `dtype` None:
+    by the device.
+    """
 
     global_batch: int | None
     dtype: str | None = None
@@ -43,7 +49,9 @@ class ZooOptions:
     overrides: Mapping[str, Any]
 
     def dtype_for(self, config: AbstractConfig, cluster: Cluster) -> str:
-        """The model's usual one, else bf16, or float16 on devices whose float16 units are faster than their bfloat16 ones."""
+        """The model's usual one, else bf16, or float16 on devices whose float16 units are faster
+        than their bfloat16 ones.
+        """
         chosen = self.dtype or config.usual_dtype
         if chosen is not None:
             return precision_name(chosen)
@@ -54,7 +62,8 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
     """The model of a name.
 
     Raises:
-        InputError: No such model or factory, options that do not go with it, or the user's own code failed.
+        InputError: No such model or factory, options that do not go with it, or the user's own code
+            failed.
         MissingExtraError: A model of the zoo without the packages it needs.
     """
     if ":" in name:
@@ -99,11 +108,12 @@ def rebuild(reference: ModelReference, *, named: str | None = None, trusted: boo
 
     Args:
         named: what the user calls the model on the command line, which may be a factory.
-        trusted: whether the user lets the plan file itself name a factory. Otherwise a file only ever chooses among the
-            models of the zoo: it never decides what code runs.
+        trusted: whether the user lets the plan file itself name a factory. Otherwise a file only
+            ever chooses among the models of the zoo: it never decides what code runs.
 
     Raises:
-        InputError: It cannot be made, or only by a function that nobody but the file names; the message says why.
+        InputError: It cannot be made, or only by a function that nobody but the file names; the
+            message says why.
     """
     chosen = reference if named is None else named_model(reference, named)
     if named is None and (reason := unnamed(reference, trusted=trusted)):
@@ -134,7 +144,9 @@ def workload_of(reference: ModelReference) -> Workload:
 
 
 def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
-    """The reason why a plan file's model can only be built if the user names it; empty if there is none."""
+    """The reason why a plan file's model can only be built if the user names it; empty if there is
+    none.
+    """
     if reference.kind == "factory" and not trusted:
         return (
             f"the plan file names the function that makes its step, {reference.name}, and a file does not decide what code "
@@ -265,7 +277,8 @@ def _kind(value: Any) -> str:
 
 @contextlib.contextmanager
 def user_code(name: str, what: str = "fails while it is traced", everywhere: bool = False) -> Iterator[None]:
-    """Turn an error of the user's own code into two lines that name it and the place; ours stay bugs of ours.
+    """Turn an error of the user's own code into two lines that name it and the place; ours stay
+    bugs of ours.
 
     Args:
         everywhere: whether nothing of ours runs within, so that every error is the user's.

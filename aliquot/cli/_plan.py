@@ -71,7 +71,9 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest way to run a model's training step on a cluster, and say what it is predicted to cost."""
+    """Find the fastest way to run a model's training step on a cluster, and say what it is
+    predicted to cost.
+    """
     with session(as_json) as say:
         check_destination(out)
         shape = read_mesh(mesh)
@@ -148,7 +150,8 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
     """A plan's figures as `plan --json` prints them, all predicted but those below `compiled`.
 
     Args:
-        plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling where that was asked for.
+        plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling
+            where that was asked for.
     """
     p, provenance = plan.prediction, plan.provenance
     return {

@@ -1,4 +1,6 @@
-"""Progress on standard error: a line for a search, a bar with loss and tokens per second for a training run."""
+"""Progress on standard error: a line for a search, a bar with loss and tokens per second for a
+training run.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def search_progress(say: Session) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextlib.contextmanager
 def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """A function to call as `report(step, loss, tokens_per_s)` after each step, with `step` counted from 1.
+    """A function to call as `report(step, loss, tokens_per_s)` after each step, with `step` counted
+    from 1.
 
     A bar in a terminal; about ten lines elsewhere.
     """
@@ -78,8 +81,8 @@ def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, 
 def compiling_progress() -> Iterator[Callable[[str], None]]:
     """A function to call with a line about what is going on.
 
-    In a terminal the line changes in place, with the seconds since it all began. Elsewhere each stands once, and again with the
-    seconds for as long as it stays the last.
+    In a terminal the line changes in place, with the seconds since it all began. Elsewhere each
+    stands once, and again with the seconds for as long as it stays the last.
     """
     console = Console(file=sys.stderr)
     if not console.is_terminal:

@@ -1,4 +1,6 @@
-"""Conventions of all commands: the answer on standard output, the rest on standard error, errors as exit codes."""
+"""Conventions of all commands: the answer on standard output, the rest on standard error, errors as
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _PLAINER = {
 class Session:
     """Output of one command: the answer and its messages.
 
-    With `--json` nothing but the final object reaches standard output, whatever libraries or the user's code print.
+    With `--json` nothing but the final object reaches standard output, whatever libraries or the
+    user's code print.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -61,7 +64,8 @@ class Session:
 
 @contextlib.contextmanager
 def session(as_json: bool = False) -> Iterator[Session]:
-    """Run a verb's body: a known error or Ctrl-C becomes a message and an exit code, never a traceback.
+    """Run a verb's body: a known error or Ctrl-C becomes a message and an exit code, never a
+    traceback.
 
     Raises:
         typer.Exit: With the code that the process should leave with, if that is not 0.
@@ -88,7 +92,9 @@ def _write(text: str) -> None:
 
 
 def in_its_encoding(text: str, stream: TextIO) -> str:
-    """The text in characters that the stream can take: lines of tables by others, the rest as Python escapes."""
+    """The text in characters that the stream can take: lines of tables by others, the rest as
+    Python escapes.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

@@ -24,7 +24,9 @@ def verify(
     trust_plan: TrustPlan = False,
     as_json: Json = False,
 ) -> None:
-    """Compile a plan with the compiler that will run it, without the devices, and compare with the prediction."""
+    """Compile a plan with the compiler that will run it, without the devices, and compare with the
+    prediction.
+    """
     with session(as_json) as say:
         use_host_only()
         plan = Plan.load(plan_file)

@@ -1,4 +1,6 @@
-"""Floor 2: what a plan runs on. Never imports jax by itself; only `Cluster.detect` does, when called."""
+"""Floor 2: what a plan runs on. Never imports jax by itself; only `Cluster.detect` does, when
+called.
+"""
 
 from ._calibration import Products as Products
 from ._cluster import Cluster as Cluster

@@ -1,7 +1,9 @@
-"""Measured figures of devices: one file per kind of device in `calibration/`, each figure with its source.
+"""Measured figures of devices: one file per kind of device in `calibration/`, each figure with its
+source.
 
-A device without a file has the figures of its backend (`_target.py`). `benchmarks/calibrate_gpu.py` writes these files from
-published measurements of operators and collectives, never from whole models.
+A device without a file has the figures of its backend (`_target.py`). `benchmarks/calibrate_gpu.py`
+writes these files from published measurements of operators and collectives, never from whole
+models.
 """
 
 from __future__ import annotations
@@ -23,17 +25,20 @@ _FILES = {"V100-16GB": "v100", "V100-32GB": "v100"}
 class Products:
     """Speed of matrix products as a function of their shape.
 
-    One processor works on a tile of the result at a time. A tile takes as long as `depth` more steps of the contracted
-    dim than it has, for its start and its end; tiles that stand out over the result are computed whole; and however few
-    tiles there are, the product takes as long as one of them. The defaults say that only the number of operations counts.
+    One processor works on a tile of the result at a time. A tile takes as long as `depth` more
+    steps of the contracted dim than it has, for its start and its end; tiles that stand out over
+    the result are computed whole; and however few tiles there are, the product takes as long as one
+    of them. The defaults say that only the number of operations counts.
 
     Args:
         tile: Rows, and columns, of a tile.
         processors: How many tiles are computed at once.
         depth: Steps of the contracted dim, elements.
-        traffic: Share of the bandwidth of elementwise code at which products read and write, 0 to 1.
+        traffic: Share of the bandwidth of elementwise code at which products read and write, 0 to
+            1.
 
-    Reference: "Matrix multiplication background user's guide" (NVIDIA, 2023), sections on tile and wave quantization.
+    Reference: "Matrix multiplication background user's guide" (NVIDIA, 2023), sections on tile and
+    wave quantization.
 
     Raises:
         ClusterError: A value out of its range.

@@ -1,7 +1,7 @@
 """Clusters: hosts, the devices in them, and the links between.
 
-The values are here; the ways to get one lie beside it: `_presets.py` (short names), `_file.py` (TOML and the plan file)
-and `_detect.py` (the devices of this process).
+The values are here; the ways to get one lie beside it: `_presets.py` (short names), `_file.py`
+(TOML and the plan file) and `_detect.py` (the devices of this process).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Cluster:
         intra: What one device can send to the others of its host while receiving as much.
         inter: What one *host* can send to the others while receiving as much: its devices share it.
         topology: How the links came about, for people.
-        wires: Where a host's devices are wired pair by pair: what each can send to each other, in bytes/s, one row per
-            device. Empty where they all reach each other alike.
+        wires: Where a host's devices are wired pair by pair: what each can send to each other, in
+            bytes/s, one row per device. Empty where they all reach each other alike.
 
     Raises:
         ClusterError: All values that cannot be right.
@@ -97,13 +97,15 @@ class Cluster:
 
     @staticmethod
     def preset(spec: str) -> Cluster:
-        """A cluster from a short name: `"8xH100"`, `"4x8xA100-80GB"` (hosts x devices x kind), or a TPU slice.
+        """A cluster from a short name: `"8xH100"`, `"4x8xA100-80GB"` (hosts x devices x kind), or a
+        TPU slice.
 
-        Slices follow Google's names: `v5e-16` and `v6e-16` have 16 chips, while `v4-16` and `v5p-16` count TensorCores,
-        two to a chip, and have 8. One chip is one device.
+        Slices follow Google's names: `v5e-16` and `v6e-16` have 16 chips, while `v4-16` and
+        `v5p-16` count TensorCores, two to a chip, and have 8. One chip is one device.
 
         Raises:
-            ClusterError: Not such a name, an unknown device (with the nearest known), or a size of zero.
+            ClusterError: Not such a name, an unknown device (with the nearest known), or a size of
+                zero.
 
         >>> Cluster.preset("v5p-64").num_devices
         32
@@ -117,7 +119,8 @@ class Cluster:
         """A cluster from a TOML file; see `aliquot.cluster.parse_toml` for what one looks like.
 
         Raises:
-            ClusterError: The file is missing or is no TOML, or everything that is wrong with what it says.
+            ClusterError: The file is missing or is no TOML, or everything that is wrong with what
+                it says.
         """
         from ._file import load
 
@@ -125,13 +128,15 @@ class Cluster:
 
     @staticmethod
     def detect(devices: Sequence[Any] | None = None) -> Cluster:
-        """The cluster made of `devices`, by default those of `jax.devices()`, which starts the backend.
+        """The cluster made of `devices`, by default those of `jax.devices()`, which starts the
+        backend.
 
-        Links come from the catalogue, not from measurement. On CPU the figures are cautious guesses from cores and
-        memory.
+        Links come from the catalogue, not from measurement. On CPU the figures are cautious guesses
+        from cores and memory.
 
         Raises:
-            ClusterError: A kind of device that is not in the catalogue, devices of several kinds, or hosts of several
+            ClusterError: A kind of device that is not in the catalogue, devices of several kinds,
+                or hosts of several
             sizes.
         """
         from ._detect import detect

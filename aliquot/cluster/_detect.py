@@ -1,4 +1,6 @@
-"""The cluster this process can see, from its own devices. The only file here that needs jax, and only when called."""
+"""The cluster this process can see, from its own devices. The only file here that needs jax, and
+only when called.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,16 @@ _KINDS = (
 # Where JAX says, with a traceback, that a plugin cannot start.
 _PLUGIN_LOGGER = "jax._src.xla_bridge"
 
-# The attribute that devices of one machine have in common. GPUs are often given one process each, and then only this
-# one tells; on every other platform a process is a host.
+# The attribute that devices of one machine have in common. GPUs are often given one process each,
+# and then only this one tells; on every other platform a process is a host.
 _HOST_ATTRIBUTES = {"gpu": "slice_index"}
 
-# Fitted by benchmarks/calibrate_steps.py to whole steps on a 2-core machine that eight devices share: products 163
-# GFLOP/s, memory traffic 10.7 GB/s, rings 0.28 GB/s on each device. Divided by the shares of `_target.py`, these are the
-# peaks. Alone, with arrays in caches and all devices in step, elementwise code and collectives are several times faster
-# (benchmarks/calibrate_cpu.py); the steps that were fitted came nowhere near that. Machines of this kind differ by a factor
-# of two from hour to hour: figures that were fitted in the same hour belong together.
+# Fitted by benchmarks/calibrate_steps.py to whole steps on a 2-core machine that eight devices
+# share: products 163 GFLOP/s, memory traffic 10.7 GB/s, rings 0.28 GB/s on each device. Divided by
+# the shares of `_target.py`, these are the peaks. Alone, with arrays in caches and all devices in
+# step, elementwise code and collectives are several times faster (benchmarks/calibrate_cpu.py); the
+# steps that were fitted came nowhere near that. Machines of this kind differ by a factor of two
+# from hour to hour: figures that were fitted in the same hour belong together.
 _CORE_FLOPS_PER_S = 110e9
 _HOST_BYTES_PER_S = 13.4e9
 _RING_BYTES_PER_S = 4.5e9
@@ -84,7 +87,8 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
 def visible_devices() -> list[Any]:
     """The devices that JAX sees, which starts its backends.
 
-    A plugin that cannot start, such as that for GPUs on a machine without one, is told of in one line.
+    A plugin that cannot start, such as that for GPUs on a machine without one, is told of in one
+    line.
 
     Raises:
         ClusterError: No backend starts that `JAX_PLATFORMS` allows.

@@ -1,7 +1,7 @@
 """One accelerator as its maker describes it, and a small catalogue of them.
 
-Peaks and sizes only, from public documents. How much of a peak a compiler reaches is a matter of the target
-(`_target.py`), and how devices are joined is a matter of the machine (`_presets.py`).
+Peaks and sizes only, from public documents. How much of a peak a compiler reaches is a matter of
+the target (`_target.py`), and how devices are joined is a matter of the machine (`_presets.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Peak in FLOP/s for arithmetic in `dtype`.
 
-        A dtype without a figure of its own (integers, booleans, narrower floats) counts as float32, and float64 as half
-        of it.
+        A dtype without a figure of its own (integers, booleans, narrower floats) counts as float32,
+        and float64 as half of it.
         """
         if dtype in self.peak_flops_per_s:
             return self.peak_flops_per_s[dtype]
@@ -91,9 +91,10 @@ def _gpu(
 
 
 def _tpu(name: str, bfloat16_tflops: float, memory_gb: int, gb_per_s: float, source: str) -> Device:
-    # Google publishes bfloat16 (and int8) only. The matrix unit reaches full float32 precision in six bfloat16 passes
-    # (`jax.lax.Precision.HIGHEST`); float16 is computed as float32 would be; float64 is emulated in software by pairs
-    # of float32, an order of magnitude slower, for which there is no published figure.
+    # Google publishes bfloat16 (and int8) only. The matrix unit reaches full float32 precision in
+    # six bfloat16 passes (`jax.lax.Precision.HIGHEST`); float16 is computed as float32 would be;
+    # float64 is emulated in software by pairs of float32, an order of magnitude slower, for which
+    # there is no published figure.
     bfloat16 = bfloat16_tflops * 1e12
     return Device(
         name=name,

@@ -1,4 +1,6 @@
-"""Clusters written down: TOML for people, plain dictionaries for the plan file. All mistakes are reported together."""
+"""Clusters written down: TOML for people, plain dictionaries for the plan file. All mistakes are
+reported together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _MOST_CHARACTERS = 1_000_000
 
 
 class _Table:
-    """A table being read: takes keys one by one, notes what is wrong, and at the end which keys nobody wanted."""
+    """A table being read: takes keys one by one, notes what is wrong, and at the end which keys
+    nobody wanted.
+    """
 
     def __init__(self, where: str, data: Any, known: tuple[str, ...], problems: list[str]) -> None:
         self.where = where

@@ -1,4 +1,5 @@
-"""A cluster seen as a grid with named axes, and what a collective along some of them can use of the links.
+"""A cluster seen as a grid with named axes, and what a collective along some of them can use of the
+links.
 
 This is the only place that knows which devices form a group and which of those share a host; costs above only read an
 `AxisLink`.
@@ -22,15 +23,16 @@ AXIS_NAMES = ("x", "y", "z", "w")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLink:
-    """Latency and bandwidth of each device of a group when all groups along the same axes communicate at once.
+    """Latency and bandwidth of each device of a group when all groups along the same axes
+    communicate at once.
 
     Args:
         size: Devices in a group.
         latency_s: One step of a ring over the group, averaged over its hops in and between hosts.
         bandwidth_bytes_per_s: What each device sends (and receives) in a ring over the group.
-        all_to_all_bandwidth_bytes_per_s: What each device sends when every member sends to every other: less than the
-            ring's when the group leaves the host, for then most of the data crosses the network and not just one edge
-            per host.
+        all_to_all_bandwidth_bytes_per_s: What each device sends when every member sends to every
+            other: less than the ring's when the group leaves the host, for then most of the data
+            crosses the network and not just one edge per host.
         crosses_hosts: Whether any group has members in two hosts.
     """
 
@@ -43,7 +45,8 @@ class AxisLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """Named axes over all devices of a cluster, row-major: neighbours along the last axis are neighbours in a host.
+    """Named axes over all devices of a cluster, row-major: neighbours along the last axis are
+    neighbours in a host.
 
     Args:
         shape: Devices along each axis; the product is the cluster's number of devices.
@@ -51,7 +54,8 @@ class LogicalMesh:
         cluster: What it lies on.
 
     Raises:
-        ClusterError: The shape does not cover the cluster exactly, or names are missing or repeated.
+        ClusterError: The shape does not cover the cluster exactly, or names are missing or
+            repeated.
 
     >>> mesh = LogicalMesh(shape=(4, 8), cluster=Cluster.preset("4x8xA100-80GB"))
     >>> mesh.link(("y",)).crosses_hosts, mesh.link(("x",)).crosses_hosts
@@ -136,9 +140,11 @@ class LogicalMesh:
 
 
 def logical_mesh_shapes(num_devices: int, max_axes: int = 2) -> list[tuple[int, ...]]:
-    """All ways to write `num_devices` as an ordered product of at most `max_axes` factors above 1, fewest axes first.
+    """All ways to write `num_devices` as an ordered product of at most `max_axes` factors above 1,
+    fewest axes first.
 
-    Both orders are kept: the last axis lies inside a host, so (4, 2) and (2, 4) differ as soon as there are two hosts.
+    Both orders are kept: the last axis lies inside a host, so (4, 2) and (2, 4) differ as soon as
+    there are two hosts.
 
     Raises:
         InputError: Fewer than one device or axis.

@@ -1,7 +1,7 @@
 """Clusters by short name, and the links that usually join each kind of device.
 
-A device does not determine its network, so each default is that of one named machine; another network is one TOML file
-away.
+A device does not determine its network, so each default is that of one named machine; another
+network is one TOML file away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Wiring:
     wires: Wires = ()
 
     def wires_of(self, devices_per_host: int) -> Wires:
-        """Those of the first devices of a host; none in a host of more devices, which is another machine."""
+        """Those of the first devices of a host; none in a host of more devices, which is another
+        machine.
+        """
         if not 1 < devices_per_host <= len(self.wires):
             return ()
         return tuple(row[:devices_per_host] for row in self.wires[:devices_per_host])
@@ -44,9 +46,9 @@ class Wiring:
         )
 
 
-# Per-hop latencies are those of NCCL's own tuning table for its ring: 1.9 us over NVLink (LL128), 5.7 us over PCIe and
-# 14 us over a network (Simple). On TPU about a microsecond per ICI hop, from "How to Scale Your Model" (Google
-# DeepMind, 2025).
+# Per-hop latencies are those of NCCL's own tuning table for its ring: 1.9 us over NVLink (LL128),
+# 5.7 us over PCIe and 14 us over a network (Simple). On TPU about a microsecond per ICI hop, from
+# "How to Scale Your Model" (Google DeepMind, 2025).
 _NVLINK_S, _PCIE_S, _NETWORK_S, _ICI_S = 1.9e-6, 5.7e-6, 14e-6, 1e-6
 
 
@@ -72,16 +74,16 @@ def _torus(ici_gb_per_s: float, links: int) -> Wiring:
 
 
 def _chips_per_host(chips: int) -> int:
-    # Machines with up to 8 v5e or v6e chips are one host; larger slices are built of 4-chip hosts (Google Cloud TPU
-    # documentation).
+    # Machines with up to 8 v5e or v6e chips are one host; larger slices are built of 4-chip hosts
+    # (Google Cloud TPU documentation).
     return chips if chips <= 8 else 4
 
 
 _PCIE4 = "PCIe 4.0 x16 in the host (nominal; through host memory where peers cannot reach each other)"
 
-# Links of 25 GB/s each way between the eight GPUs of a hybrid cube mesh, as `nvidia-smi topo -m` lists them on a DGX-1 and
-# a p3.16xlarge: two fully joined groups of four, and one edge from each GPU to its twin (NVIDIA, "DGX-1 With Tesla V100
-# System Architecture", 2017, figure 4).
+# Links of 25 GB/s each way between the eight GPUs of a hybrid cube mesh, as `nvidia-smi topo -m`
+# lists them on a DGX-1 and a p3.16xlarge: two fully joined groups of four, and one edge from each
+# GPU to its twin (NVIDIA, "DGX-1 With Tesla V100 System Architecture", 2017, figure 4).
 _CUBE_MESH = tuple(
     tuple(25e9 * int(links) for links in row)
     for row in ("01122000", "10210200", "12020010", "21200001", "20000112", "02001021", "00101202", "00012120")

@@ -29,7 +29,8 @@ class HostPrice:
 
 
 def load_prices(path: str | os.PathLike[str] | None = None) -> tuple[HostPrice, ...]:
-    """Prices from a CSV file with the columns device, devices per host, price per hour; by default the sample.
+    """Prices from a CSV file with the columns device, devices per host, price per hour; by default
+    the sample.
 
     Lines that begin with `#` are remarks.
 

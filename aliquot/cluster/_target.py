@@ -1,7 +1,8 @@
-"""Table of the backends' compilers and what they do with a plan: the only place where backends differ.
+"""Table of the backends' compilers and what they do with a plan: the only place where backends
+differ.
 
-A plan is made for a target, and these facts change what it costs or whether it fits. Code above asks the table; it
-never asks which backend it is on.
+A plan is made for a target, and these facts change what it costs or whether it fits. Code above
+asks the table; it never asks which backend it is on.
 """
 
 from __future__ import annotations
@@ -20,45 +21,55 @@ class Target:
 
     Args:
         kind: The device kind it compiles for.
-        reduce_scatter: Whether a partial sum that becomes split is a reduce-scatter; otherwise an all-reduce and a
-            local slice, but for sums that products leave: those the runtime scatters.
-        merges_partial_sums: Whether the sum of several partial products is reduced once; otherwise each is reduced by
-            itself.
+        reduce_scatter: Whether a partial sum that becomes split is a reduce-scatter; otherwise an
+            all-reduce and a local slice, but for sums that products leave: those the runtime
+            scatters.
+        merges_partial_sums: Whether the sum of several partial products is reduced once; otherwise
+            each is reduced by itself.
         widened_dtypes: Types whose collectives travel as float32.
-        float32_product_dtype: What float32 products run in at default precision, if the device has a figure for it.
-        repeats_cheap_work: Whether elementwise work is done again in each kernel that needs its result, where that moves
-            fewer bytes than to store it.
-        held_product_bytes: Bytes of an element of float32 in memory where nothing but products read it, and of a parameter
-            that is cast once before loops of products; 0 if operands are held as they are and cast where they are read.
-        zeroes_early: Whether the results of backward loops are zeroed before the forward loop's results are used.
-        gathered_ahead: Share of the parameters that are gathered before anything else happens, outside of loops, 0 to 1.
-        gathers_leading_dim: Whether arrays are gathered along their first dim alone, from transposed copies and into such
-            where another one is split.
-        combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are combined; then gradients
-            wait for each other. 0 if none are.
-        library_convolves: Whether convolutions are a library's: it reads kernels with their output features first, so that
-            others are copied into this order, and turns them round by itself.
-        maxpool_gradient_stores_indices: Whether gradients of maxima over windows are scattered by positions found beforehand.
-        hides_latency: Whether work beside collectives counts for more than memory when operators are put in order: products
-            that only the update needs are then put off. Otherwise only those that would take more than they free.
-        overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside other collectives.
-        copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first copies what enters it and
-            what leaves it, so that this dim comes first.
-        overlap_fraction: Share of the gradient collectives' time that can hide behind the backward pass, 0 to 1.
+        float32_product_dtype: What float32 products run in at default precision, if the device has
+            a figure for it.
+        repeats_cheap_work: Whether elementwise work is done again in each kernel that needs its
+            result, where that moves fewer bytes than to store it.
+        held_product_bytes: Bytes of an element of float32 in memory where nothing but products read
+            it, and of a parameter that is cast once before loops of products; 0 if operands are
+            held as they are and cast where they are read.
+        zeroes_early: Whether the results of backward loops are zeroed before the forward loop's
+            results are used.
+        gathered_ahead: Share of the parameters that are gathered before anything else happens,
+            outside of loops, 0 to 1.
+        gathers_leading_dim: Whether arrays are gathered along their first dim alone, from
+            transposed copies and into such where another one is split.
+        combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are
+            combined; then gradients wait for each other. 0 if none are.
+        library_convolves: Whether convolutions are a library's: it reads kernels with their output
+            features first, so that others are copied into this order, and turns them round by
+            itself.
+        maxpool_gradient_stores_indices: Whether gradients of maxima over windows are scattered by
+            positions found beforehand.
+        hides_latency: Whether work beside collectives counts for more than memory when operators
+            are put in order: products that only the update needs are then put off. Otherwise only
+            those that would take more than they free.
+        overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside
+            other collectives.
+        copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first
+            copies what enters it and what leaves it, so that this dim comes first.
+        overlap_fraction: Share of the gradient collectives' time that can hide behind the backward
+            pass, 0 to 1.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
         collective_efficiency: Reached share of link bandwidth in large collectives, 0 to 1.
         all_to_all_efficiency: The same in large all-to-alls, 0 to 1.
-        scatter_gather_share: What reduce-scatters and all-gathers reach of `collective_efficiency`, 0 to 1: below 1 where an
-            all-reduce costs less than one of each.
+        scatter_gather_share: What reduce-scatters and all-gathers reach of `collective_efficiency`,
+            0 to 1: below 1 where an all-reduce costs less than one of each.
         kernel_overhead_s: Least time that any operator takes.
         collective_overhead_s: Time to start any collective, on top of its links' latencies.
         usable_memory_fraction: Share of device memory that a program may plan with, 0 to 1.
         memory_advice: What to set so that the program really gets that share, or empty.
         source: Where the figures come from.
         products: How products of other shapes fall behind large ones.
-        collective_shares: Group sizes, smallest first, with what `collective_efficiency` is among so many devices of one
-            host and more; empty where it was not measured by size.
+        collective_shares: Group sizes, smallest first, with what `collective_efficiency` is among
+            so many devices of one host and more; empty where it was not measured by size.
 
     Raises:
         ClusterError: A share outside its range, or a negative time.
@@ -124,12 +135,16 @@ class Target:
 
     @property
     def rows_above_bytes(self) -> float:
-        """From how many bytes on stacks of new parameters are gathered row by row: those that are not combined anyway."""
+        """From how many bytes on stacks of new parameters are gathered row by row: those that are
+        not combined anyway.
+        """
         return self.combined_bytes / 2 if self.gathers_leading_dim else math.inf
 
     @property
     def runs_latest(self) -> bool:
-        """True if products run no sooner than needed: a scheduler that goes from the end backwards has them all to choose from."""
+        """True if products run no sooner than needed: a scheduler that goes from the end backwards
+        has them all to choose from.
+        """
         return self.hides_latency and self.overlaps_all_reduces
 
     def collective_dtype(self, dtype: str) -> str:
@@ -146,7 +161,8 @@ class Target:
         return shares[-1] if shares else self.collective_efficiency
 
     def product_flops_per_s(self, device: Device, dtype: str) -> float:
-        """Reached speed of large products in `dtype` on `device`, in FLOP/s: its peak times `matmul_efficiency`.
+        """Reached speed of large products in `dtype` on `device`, in FLOP/s: its peak times
+        `matmul_efficiency`.
 
         Float32 at default precision runs in the narrower type that the device offers for it.
         """
@@ -163,12 +179,14 @@ class Target:
         return int(device.memory_bytes * self.usable_memory_fraction)
 
 
-# Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in programs compiled by
-# XLA's CPU backend (JAX 0.10): no all-reduce and slice becomes a reduce-scatter, bfloat16 and float16 are reduced in
-# float32, optimization barriers are dropped, a gather or reduce-scatter along a dim that is not the first gets that dim
-# in front by its layout, with a copy on either side. Devices of a host read each other's arrays from shared memory: up to
-# 256 KiB a reduce-scatter and an all-gather take 0.9 to 1.9 times as long as an all-reduce, and are priced at 1.3 times.
-# Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core machine, for sizes of small models.
+# Two virtual devices share cores, so nothing overlaps. Collectives, dtypes and remat as seen in
+# programs compiled by XLA's CPU backend (JAX 0.10): no all-reduce and slice becomes a
+# reduce-scatter, bfloat16 and float16 are reduced in float32, optimization barriers are dropped, a
+# gather or reduce-scatter along a dim that is not the first gets that dim in front by its layout,
+# with a copy on either side. Devices of a host read each other's arrays from shared memory: up to
+# 256 KiB a reduce-scatter and an all-gather take 0.9 to 1.9 times as long as an all-reduce, and are
+# priced at 1.3 times. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
+# machine, for sizes of small models.
 _CPU = Target(
     kind="cpu",
     reduce_scatter=False,
@@ -199,17 +217,20 @@ _CPU = Target(
     source="XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py and calibrate_cpu.py",
 )
 
-# Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to 75 % of the dense
-# peak on A100 and H100, and whole transformer layers about half (D. Narayanan et al., "Efficient large-scale language
-# model training on GPU clusters using Megatron-LM", 2021, section 5: 44 to 52 % end to end). Memory: STREAM-like
-# kernels reach 80 to 90 %. Collectives: NCCL's own tests report about 80 % of one-way NVLink bandwidth in large
-# all-reduces (A100: 235 of 300 GB/s). Overlap: half, an assumption until measured; the latency-hiding scheduler needs
-# free work next to each gradient. Launch: about 2 us within a CUDA graph, more outside. Memory: CUDA context, NCCL
-# buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
-# Memory: repeated work, zeroes, transposed copies, what convolutions and maxima hold, and what waits, as in the buffers that
-# XLA assigns for H100 and A100 (JAX 0.10, benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's
-# default threshold for all-reduces, all-gathers and reduce-scatters, 30 MiB. Ahead: fitted to one half of that benchmark's
-# plans. Latency: by default it is hidden only where XLA has a model of kernels and collectives (`_HIDE_LATENCY`).
+# Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to
+# 75 % of the dense peak on A100 and H100, and whole transformer layers about half (D. Narayanan et
+# al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
+# section 5: 44 to 52 % end to end). Memory: STREAM-like kernels reach 80 to 90 %. Collectives:
+# NCCL's own tests report about 80 % of one-way NVLink bandwidth in large all-reduces (A100: 235 of
+# 300 GB/s). Overlap: half, an assumption until measured; the latency-hiding scheduler needs free
+# work next to each gradient. Launch: about 2 us within a CUDA graph, more outside. Memory: CUDA
+# context, NCCL buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
+# Memory: repeated work, zeroes, transposed copies, what convolutions and maxima hold, and what
+# waits, as in the buffers that XLA assigns for H100 and A100 (JAX 0.10,
+# benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's default
+# threshold for all-reduces, all-gathers and reduce-scatters, 30 MiB. Ahead: fitted to one half of
+# that benchmark's plans. Latency: by default it is hidden only where XLA has a model of kernels and
+# collectives (`_HIDE_LATENCY`).
 _GPU = Target(
     kind="gpu",
     reduce_scatter=True,
@@ -240,13 +261,15 @@ _GPU = Target(
     source="XLA GPU as of JAX 0.10: compiled programs; Megatron-LM (2021), NCCL tests; overlap assumed",
 )
 
-# Float32 products take one bfloat16 pass at default precision (JAX documentation of `jax.lax.Precision`). Products: 70
-# % of peak, as the best published training runs reach 55 to 65 % of it overall (MaxText results on v5e). ICI at 90 %
-# and asynchronous by default ("How to Scale Your Model", Google DeepMind, 2025). Merging of partial sums happens in the
-# partitioner that GPUs use too. Memory: repeated work, and what is held for products, as in the buffers that XLA assigns for
-# v5e and v5p (libtpu 0.0.42, benchmarks/memory_deviceless.py): in float32 steps, stacks of what products read are bfloat16,
-# and casts of weights stand before the loops. Zeroes for backward loops are made right before these, after the loss. Products
-# whose results are reduce-scattered stand behind all backward layers, those that are all-reduced in their layer.
+# Float32 products take one bfloat16 pass at default precision (JAX documentation of
+# `jax.lax.Precision`). Products: 70 % of peak, as the best published training runs reach 55 to 65 %
+# of it overall (MaxText results on v5e). ICI at 90 % and asynchronous by default ("How to Scale
+# Your Model", Google DeepMind, 2025). Merging of partial sums happens in the partitioner that GPUs
+# use too. Memory: repeated work, and what is held for products, as in the buffers that XLA assigns
+# for v5e and v5p (libtpu 0.0.42, benchmarks/memory_deviceless.py): in float32 steps, stacks of what
+# products read are bfloat16, and casts of weights stand before the loops. Zeroes for backward loops
+# are made right before these, after the loss. Products whose results are reduce-scattered stand
+# behind all backward layers, those that are all-reduced in their layer.
 _TPU = Target(
     kind="tpu",
     reduce_scatter=True,
@@ -281,13 +304,15 @@ TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TP
 """One target per device kind."""
 
 
-# XLA puts operators in order by its latency-hiding scheduler where its model of kernels and collectives serves, Hopper and
-# Blackwell, and elsewhere to save memory: so it is in the order of programs compiled for H100 and A100 (JAX 0.10).
+# XLA puts operators in order by its latency-hiding scheduler where its model of kernels and
+# collectives serves, Hopper and Blackwell, and elsewhere to save memory: so it is in the order of
+# programs compiled for H100 and A100 (JAX 0.10).
 _HIDE_LATENCY = frozenset({"H100", "H200", "B200"})
 
 
 def target_for(device: Device) -> Target:
-    """The target that compiles for `device`, with what was measured on that device where there is a file of it.
+    """The target that compiles for `device`, with what was measured on that device where there is a
+    file of it.
 
     >>> target_for(Device(name="a", kind="tpu", peak_flops_per_s={"float32": 1.0}, memory_bytes=1,
     ...                   memory_bandwidth_bytes_per_s=1.0, source="")).reduce_scatter

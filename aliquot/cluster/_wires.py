@@ -1,7 +1,7 @@
 """Hosts whose devices are wired pair by pair: which rings a group of them can form at once.
 
-Behind a switch all groups are alike. Pair by pair they are not: on eight V100s two neighbours share one of their six
-links, while all eight together form six rings.
+Behind a switch all groups are alike. Pair by pair they are not: on eight V100s two neighbours share
+one of their six links, while all eight together form six rings.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from functools import lru_cache
 from typing import TypeAlias
 
 Wires: TypeAlias = tuple[tuple[float, ...], ...]
-"""For each two devices of a host what one can send to the other directly, in bytes/s; 0 where nothing joins them."""
+"""For each two devices of a host what one can send to the other directly, in bytes/s; 0 where
+nothing joins them.
+"""
 
 _Links: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def ring_bandwidth(wires: Wires, members: Sequence[int]) -> float:
-    """Bytes per second that each of `members` sends when they form as many rings as their own links allow.
+    """Bytes per second that each of `members` sends when they form as many rings as their own links
+    allow.
 
-    Two devices send over all links between them. More use each link in both directions, so that every closed tour
-    through all members over links of its own is two rings. Where there is none, messages pass through a third device
-    or the host: at half a link.
+    Two devices send over all links between them. More use each link in both directions, so that
+    every closed tour through all members over links of its own is two rings. Where there is none,
+    messages pass through a third device or the host: at half a link.
 
     Reference: the search for rings in NCCL (NVIDIA, `src/graph/search.cc`).
 
@@ -39,7 +42,8 @@ def ring_bandwidth(wires: Wires, members: Sequence[int]) -> float:
 
 
 def all_to_all_bandwidth(wires: Wires, members: Sequence[int]) -> float:
-    """Bytes per second that each of `members` sends when all send to all: the weakest pair holds up the rest.
+    """Bytes per second that each of `members` sends when all send to all: the weakest pair holds up
+    the rest.
 
     Pairs without a link of their own count half a link, as in `ring_bandwidth`.
     """

@@ -1,7 +1,8 @@
-"""The errors a user may meet: one small family, each saying what was asked, what was found and what to do next.
+"""The errors a user may meet: one small family, each saying what was asked, what was found and what
+to do next.
 
-Everything above raises these. The command line prints the message and leaves with `exit_code`; nothing else here knows
-about it.
+Everything above raises these. The command line prints the message and leaves with `exit_code`;
+nothing else here knows about it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ class AliquotError(Exception):
 
 
 class InputError(AliquotError):
-    """An argument, file or name that cannot be used; the general case, where no narrower class fits."""
+    """An argument, file or name that cannot be used; the general case, where no narrower class
+    fits.
+    """
 
 
 class CaptureError(AliquotError):
-    """A training step that cannot be turned into a graph, or cannot be cut into the micro-batches asked for."""
+    """A training step that cannot be turned into a graph, or cannot be cut into the micro-batches
+    asked for.
+    """
 
 
 class MissingRuleError(AliquotError):
@@ -34,7 +39,9 @@ class MissingRuleError(AliquotError):
 
 
 class PlanFileError(AliquotError):
-    """A plan file that is missing, truncated, of another version, or edited into something that is no plan."""
+    """A plan file that is missing, truncated, of another version, or edited into something that is
+    no plan.
+    """
 
 
 class InfeasibleError(AliquotError):
@@ -44,7 +51,8 @@ class InfeasibleError(AliquotError):
         message: What was tried, what the smallest plan needs, and what would make it fit.
         required_bytes: Memory per device of the smallest plan found, or None if none was completed.
         available_bytes: Memory per device that a plan may use.
-        parts: Bytes per device of the smallest plan by component (`"parameters"`, `"activations"`, ...).
+        parts: Bytes per device of the smallest plan by component (`"parameters"`, `"activations"`,
+            ...).
     """
 
     exit_code = 1
@@ -64,7 +72,8 @@ class InfeasibleError(AliquotError):
 
 
 class _ViolationsError(AliquotError):
-    # `args` holds exactly the positional argument, so that the exception survives pickling between processes.
+    # `args` holds exactly the positional argument, so that the exception survives pickling between
+    # processes.
     _headline = "not valid"
 
     def __init__(self, violations: Iterable[str] | str, *, asked: str = "", advice: str = "") -> None:
@@ -78,7 +87,8 @@ class _ViolationsError(AliquotError):
 
 
 class PlanMismatchError(_ViolationsError):
-    """A plan that does not fit the step, the arrays or the cluster it meets. Lists every violation, not the first.
+    """A plan that does not fit the step, the arrays or the cluster it meets. Lists every violation,
+    not the first.
 
     Args:
         violations: One sentence for each, naming the path and both values.
@@ -95,7 +105,8 @@ class PlanMismatchError(_ViolationsError):
 
 
 class ClusterError(_ViolationsError):
-    """A cluster, device or link description that cannot be right. Lists every violation, not the first.
+    """A cluster, device or link description that cannot be right. Lists every violation, not the
+    first.
 
     Args:
         violations: One sentence for each, naming the key and the value found.
@@ -130,10 +141,12 @@ _FILL_A_SCREEN = 60
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The half-sentence to put after an unknown name: the closest known one, if any is close, and the whole list.
+    """The half-sentence to put after an unknown name: the closest known one, if any is close, and
+    the whole list.
 
-    Names that begin with what was typed win over those that merely look like it. Case does not count. Of a list that
-    fills a screen, such as the paths of a model's state, only the likest are shown.
+    Names that begin with what was typed win over those that merely look like it. Case does not
+    count. Of a list that fills a screen, such as the paths of a model's state, only the likest are
+    shown.
 
     >>> nearest("gpt-1.4b", ["gpt-125m", "gpt-1.3b"])
     "did you mean 'gpt-1.3b'? Known: gpt-125m, gpt-1.3b."

@@ -11,11 +11,13 @@ from ._errors import InputError
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """Write `data` (text as UTF-8) to `path` so that a reader sees the old content or the new, never a part.
+    """Write `data` (text as UTF-8) to `path` so that a reader sees the old content or the new,
+    never a part.
 
-    The bytes go to a temporary name in the same folder, are flushed to the disk, and take the final name by rename.
-    Whatever interrupts this, Ctrl-C included, leaves the old file as it was. A link is followed; a pipe or device such
-    as `/dev/stdout` cannot be renamed over and is written directly.
+    The bytes go to a temporary name in the same folder, are flushed to the disk, and take the final
+    name by rename. Whatever interrupts this, Ctrl-C included, leaves the old file as it was. A link
+    is followed; a pipe or device such as `/dev/stdout` cannot be renamed over and is written
+    directly.
 
     Raises:
         InputError: The folder is missing or not writable, or `path` is a folder.
@@ -43,7 +45,8 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
 def _replace(target: Path, payload: bytes) -> None:
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        # Not `tempfile`: it creates files that only their owner may read, and the final name would inherit that.
+        # Not `tempfile`: it creates files that only their owner may read, and the final name would
+        # inherit that.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(payload)
@@ -58,7 +61,8 @@ def _replace(target: Path, payload: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    # Makes the rename itself survive a power cut. Not every file system offers it, and the file is complete either way.
+    # Makes the rename itself survive a power cut. Not every file system offers it, and the file is
+    # complete either way.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 _FIRST = 8
 _LONG = 500
-# Control and format characters (among them those that turn the direction of writing), lone surrogates, separators of lines.
+# Control and format characters (among them those that turn the direction of writing), lone
+# surrogates, separators of lines.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """The text with its control characters written as Python escapes, so that none reaches a terminal.
+    """The text with its control characters written as Python escapes, so that none reaches a
+    terminal.
 
     Args:
         keep: those that may stay.
@@ -40,7 +42,8 @@ def shortened(text: str, most: int = _LONG) -> str:
 
 
 def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
-    """A message with what is wrong: one problem after the headline, several below it, of many the first.
+    """A message with what is wrong: one problem after the headline, several below it, of many the
+    first.
 
     >>> print(listing("no plan", ["a is 1", "b is 2"], "Make it again."))
     no plan, 2 problems:

@@ -1,4 +1,5 @@
-"""Bytes, seconds, FLOP, counts and rates as people write them: the only formatter and parser of quantities.
+"""Bytes, seconds, FLOP, counts and rates as people write them: the only formatter and parser of
+quantities.
 
 Memory is binary (KiB, MiB, GiB), links are decimal (GB/s, Gbps), as data sheets have them.
 """
@@ -73,7 +74,8 @@ def format_bytes_per_s(value_bytes_per_s: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """A number of things (parameters, tokens): exact below 10,000, then with three digits and k, M, B or T.
+    """A number of things (parameters, tokens): exact below 10,000, then with three digits and k, M,
+    B or T.
 
     >>> format_count(9984), format_count(124_439_808), format_count(1.3e9)
     ('9984', '124M', '1.30B')
@@ -110,7 +112,8 @@ def format_seconds(value_s: float) -> str:
 
 
 def parse_bytes(text: str | float) -> int:
-    """Bytes from `"16GiB"` (binary), `"40GB"` (decimal) or a plain number of bytes. Case does not count.
+    """Bytes from `"16GiB"` (binary), `"40GB"` (decimal) or a plain number of bytes. Case does not
+    count.
 
     Raises:
         InputError: Not a size, negative, or not finite.
@@ -130,7 +133,8 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_rate(text: str | float) -> float:
-    """Bytes per second from `"25Gbps"`, `"25Gbit/s"` (bits), `"300GB/s"` (bytes), or a plain number of bytes/s.
+    """Bytes per second from `"25Gbps"`, `"25Gbit/s"` (bits), `"300GB/s"` (bytes), or a plain number
+    of bytes/s.
 
     Small `b` is a bit and capital `B` a byte, so case counts here.
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 
 def with_xla_flags(current: str, flags: Mapping[str, str]) -> str:
-    """The value of `XLA_FLAGS` with some options set, leaving out those that the installed XLA does not have.
+    """The value of `XLA_FLAGS` with some options set, leaving out those that the installed XLA does
+    not have.
 
-    XLA ends the process at an option that it does not know, and releases drop options without notice.
+    XLA ends the process at an option that it does not know, and releases drop options without
+    notice.
 
     Args:
         current: the variable's present value; options of the same name are replaced.
@@ -25,8 +27,8 @@ def with_xla_flags(current: str, flags: Mapping[str, str]) -> str:
 def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
     """Those of the options that the installed XLA has, each written with leading dashes.
 
-    Their names stand in its library as C strings. Nothing public lists the options, and asking XLA takes a
-    process: it parses them once and aborts at an unknown one.
+    Their names stand in its library as C strings. Nothing public lists the options, and asking XLA
+    takes a process: it parses them once and aborts at an unknown one.
     """
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:

@@ -1,4 +1,6 @@
-"""Time and memory of a step under a plan: one formula each, with its source, and the one judge that adds them up."""
+"""Time and memory of a step under a plan: one formula each, with its source, and the one judge that
+adds them up.
+"""
 
 from ._alike import WorkAlike as WorkAlike
 from ._alike import work_alike as work_alike

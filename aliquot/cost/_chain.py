@@ -1,4 +1,5 @@
-"""`Chain`: a step whose stages cost the sum of their units, but for working memory, of which the largest counts.
+"""`Chain`: a step whose stages cost the sum of their units, but for working memory, of which the
+largest counts.
 
 It holds figures of single units; `PrefixSums` answers for any stretch of units in constant time.
 """
@@ -216,7 +217,9 @@ class PrefixSums:
 
     @classmethod
     def of(cls, chain: Chain) -> PrefixSums:
-        """All tables of a chain, in O(U log U) for each option; those of the last few chains are kept."""
+        """All tables of a chain, in O(U log U) for each option; those of the last few chains are
+        kept.
+        """
         return _tables_of(chain)
 
     @classmethod
@@ -235,7 +238,9 @@ class PrefixSums:
         )
 
     def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:
-        """The largest working memory of the units [first, last), none of which is empty; arguments broadcast."""
+        """The largest working memory of the units [first, last), none of which is empty; arguments
+        broadcast.
+        """
         level = np.frexp(np.asarray(last) - first)[1] - 1
         largest = np.maximum(
             self.working_tables[level, options, first], self.working_tables[level, options, last - (1 << level)]
@@ -243,7 +248,8 @@ class PrefixSums:
         return np.asarray(largest)
 
     def stage_bytes(self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1) -> Floats:
-        """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep, working memory.
+        """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep,
+        working memory.
 
         Each of several chunks on a device has an equal share of its memory: the figure is that of a
         device whose chunks are all like this one, so that chunks of which each fits by itself also
@@ -261,7 +267,9 @@ def _tables_of(chain: Chain) -> PrefixSums:
 
 
 def measure_form(chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]) -> tuple[float, tuple[float, ...]]:
-    """A closed form over prefix sums, for some stages: its sum, and the value of each of its maxima, not weighted."""
+    """A closed form over prefix sums, for some stages: its sum, and the value of each of its
+    maxima, not weighted.
+    """
     first, last, option = _columns(stages)
     edges = _edges_s(chain, stages)
     maxima = []
@@ -295,7 +303,9 @@ def _prefix(figures: Floats) -> Floats:
 
 
 def _running_maxima(figures: Floats) -> Floats:
-    """[K, O, U]: entry k holds the largest of 2**k entries from each; runs past the end are cut short there."""
+    """[K, O, U]: entry k holds the largest of 2**k entries from each; runs past the end are cut
+    short there.
+    """
     tables = [figures]
     while 1 << len(tables) <= figures.shape[1]:
         step = 1 << (len(tables) - 1)

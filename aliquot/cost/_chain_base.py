@@ -47,7 +47,8 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """The units [first_unit, last_unit) under an option, on consecutive devices from `first_device`.
+    """The units [first_unit, last_unit) under an option, on consecutive devices from
+    `first_device`.
 
     `unit_options` has an entry for each unit where units have options of their own, and is empty
     where they have none.
@@ -118,7 +119,8 @@ class AbstractChain(abc.ABC):
 
     @abc.abstractmethod
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
-        """Forward and backward time below which no stage of the units [first, last) gets with an option; arguments broadcast.
+        """Forward and backward time below which no stage of the units [first, last) gets with an
+        option; arguments broadcast.
 
         Transfers to other stages are left out, and so is memory. Infinite where the option cannot
         run all of the units.
@@ -136,7 +138,8 @@ class AbstractChain(abc.ABC):
         limit_bytes: float,
         chunks: int = 1,
     ) -> StageChoice | None:
-        """The fastest known way to run the units [first, last) as a stage that fits in memory; None if none is known.
+        """The fastest known way to run the units [first, last) as a stage that fits in memory; None
+        if none is known.
 
         Args:
             limit_bytes: of each device, infinite where memory does not matter.
@@ -148,11 +151,15 @@ class AbstractChain(abc.ABC):
     def quote(
         self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1
     ) -> tuple[StageFigures, ...]:
-        """Exact figures of stages in order, each knowing its neighbours; `in_flight` as the schedule says for each."""
+        """Exact figures of stages in order, each knowing its neighbours; `in_flight` as the
+        schedule says for each.
+        """
 
     @abc.abstractmethod
     def find_fault(self, stage: StageChoice) -> str | None:
-        """The reason why a stage cannot be run whatever its memory, such as "cannot run layers[3]"; None if it can."""
+        """The reason why a stage cannot be run whatever its memory, such as "cannot run layers[3]";
+        None if it can.
+        """
 
     @property
     def num_units(self) -> int:
@@ -169,7 +176,9 @@ class AbstractChain(abc.ABC):
         return np.array([option.num_devices for option in self.options], np.int64)
 
     def fits_at(self, first_device: int, num_devices: int) -> bool:
-        """True if a submesh may begin at a device: within one host, or of whole hosts from the first device of one."""
+        """True if a submesh may begin at a device: within one host, or of whole hosts from the
+        first device of one.
+        """
         start = first_device % self.devices_per_host
         if first_device < 0 or first_device + num_devices > self.num_devices:
             return False

@@ -34,10 +34,12 @@ class ChainPlan:
 
     Attributes:
         stages, figures: one entry each.
-        num_submeshes: stage k runs on submesh k mod this; the number of stages unless they are interleaved.
+        num_submeshes: stage k runs on submesh k mod this; the number of stages unless they are
+            interleaved.
         closed_form_s: step time by the schedule's closed form.
         step_time_s: the best knowledge of it: simulated where that was done, else the closed form.
-        lower_bound_s: no choice of the space named by `bound_holds_for` has a smaller closed form; None: nothing proved.
+        lower_bound_s: no choice of the space named by `bound_holds_for` has a smaller closed form;
+            None: nothing proved.
         status: how the search ended.
     """
 
@@ -75,7 +77,9 @@ class _Times:
 
 
 def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_submeshes: int) -> Floats:
-    """[num_stages], the most micro-batches that each stage keeps. Raises `InputError` for an unknown schedule."""
+    """[num_stages], the most micro-batches that each stage keeps. Raises `InputError` for an
+    unknown schedule.
+    """
     kept = schedule_kind(schedule).in_flight(num_stages, num_micro_batches, num_submeshes)
     return np.asarray(kept, np.float64)
 
@@ -83,9 +87,11 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
 def judge_stages(
     chain: AbstractChain, stages: Sequence[StageChoice], schedule: str, *, num_submeshes: int | None = None
 ) -> ChainPlan:
-    """Stages with their cost under a schedule, by its closed form. Raises `InputError` for an unknown schedule.
+    """Stages with their cost under a schedule, by its closed form. Raises `InputError` for an
+    unknown schedule.
 
-    The stages are taken as they are: `find_stage_faults` tells what is wrong with them, memory included.
+    The stages are taken as they are: `find_stage_faults` tells what is wrong with them, memory
+    included.
 
     Args:
         num_submeshes: fewer than stages where these are interleaved.

@@ -19,7 +19,8 @@ _FEW = 1 << 10
 def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64]:
     """Every way to give each mesh axis one factor of a node or none, shape `(choices, axes)`.
 
-    A factor may take several axes if their product divides its size. The first choice splits nothing.
+    A factor may take several axes if their product divides its size. The first choice splits
+    nothing.
     """
     return _enumerate(tuple([factor.size for factor in node.factors]), tuple(axis_sizes))
 
@@ -49,7 +50,9 @@ def _divides(sizes: Sequence[int], choice: Choice, axis_sizes: Sequence[int]) ->
 
 
 def shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """For each choice, into how many pieces it cuts something that the factors in `split_by` divide (not to be written to)."""
+    """For each choice, into how many pieces it cuts something that the factors in `split_by` divide
+    (not to be written to).
+    """
     if choices.size > _FEW:
         return _shards(choices, split_by, axis_sizes)
     return _known_shards(choices.tobytes(), choices.shape, tuple(split_by), tuple(axis_sizes))
@@ -73,7 +76,9 @@ def _known_shards(
 def joined_axes(
     choices: NDArray[np.int64], factors: Sequence[int]
 ) -> Sequence[tuple[tuple[int, ...], NDArray[np.int64]]]:
-    """The sets of axes that choices let split any of some factors, each with the choices that do; without the empty set."""
+    """The sets of axes that choices let split any of some factors, each with the choices that do;
+    without the empty set.
+    """
     return _joined_axes(choices.tobytes(), choices.shape, tuple(factors))
 
 
@@ -92,7 +97,9 @@ def _joined_axes(
 
 
 def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:
-    """The different splits that choices give an array, and which one each choice gives (not to be written to)."""
+    """The different splits that choices give an array, and which one each choice gives (not to be
+    written to).
+    """
     return _distinct_specs(choices.tobytes(), choices.shape[1], projection)
 
 
@@ -104,7 +111,8 @@ def _distinct_specs(
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, num_axes)
     table = np.array([*projection, REPLICATED], np.int64)
     rows = table[choices]
-    # One number for each row, in the order of the rows: to sort these is ten times faster than to sort the rows.
+    # One number for each row, in the order of the rows: to sort these is ten times faster than to
+    # sort the rows.
     least, base = int(table.min()), int(np.ptp(table)) + 1
     numbers = (rows - least) @ base ** np.arange(rows.shape[1] - 1, -1, -1)
     _, first, index = np.unique(numbers, return_index=True, return_inverse=True)

@@ -1,8 +1,9 @@
 """Time of a collective on some axes of a mesh: latency plus volume.
 
-Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
-sections 3 and 4 (ring and recursive-doubling costs); P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full
-bandwidth broadcast, reduction and scan", 2009 (an all-reduce with logarithmic latency at ring bandwidth, as in NCCL).
+Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005, sections 3 and 4 (ring and recursive-doubling costs); P. Sanders, J.
+Speck, J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009 (an
+all-reduce with logarithmic latency at ring bandwidth, as in NCCL).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
 
 def widening(dtype: str, target: Target, *, total: bool = False) -> float:
-    """By how much the bytes of a collective on this dtype grow: in backends that widen it, or in a running `total`.
+    """By how much the bytes of a collective on this dtype grow: in backends that widen it, or in a
+    running `total`.
 
     Totals over micro-batches are kept in single precision at least.
     """
@@ -27,11 +29,13 @@ def widening(dtype: str, target: Target, *, total: bool = False) -> float:
 def collective_line(
     kind: str, axes: Sequence[int], mesh: LogicalMesh, target: Target, group: int | None = None
 ) -> tuple[float, float]:
-    """`(latency_s, seconds_per_byte)` of a collective; the bytes are those that enter it on each device.
+    """`(latency_s, seconds_per_byte)` of a collective; the bytes are those that enter it on each
+    device.
 
-    Among n devices (all those along the axes, or groups of `group` of them), with bandwidth w and latency a per step:
-    all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/h + (n-1) a; reduce-scatter (n-1)/n B/h + (n-1) a;
-    all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a. The targets say what h and w' are of w.
+    Among n devices (all those along the axes, or groups of `group` of them), with bandwidth w and
+    latency a per step: all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/h + (n-1) a;
+    reduce-scatter (n-1)/n B/h + (n-1) a; all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a. The
+    targets say what h and w' are of w.
     """
     link = mesh.link(tuple(mesh.axis_names[a] for a in axes))
     n = link.size if group is None else group
@@ -56,7 +60,9 @@ def collective_line(
 
 
 def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bool:
-    """True if a step from `source` to `wanted` gathers or scatters a dim that the compiler first has to bring in front."""
+    """True if a step from `source` to `wanted` gathers or scatters a dim that the compiler first
+    has to bring in front.
+    """
     if not target.copies_inner_dims:
         return False
     match move.kind:
@@ -69,10 +75,11 @@ def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bo
 
 
 def move_line(move: Move, copies: bool, mesh: LogicalMesh, target: Target) -> tuple[float, float]:
-    """`collective_line` of one step of a conversion, with two `copies` around it: of what enters and of what leaves.
+    """`collective_line` of one step of a conversion, with two `copies` around it: of what enters
+    and of what leaves.
 
-    Among n devices, B bytes that enter are read and written, and so are the n B that leave a gather, or the B/n that
-    leave a reduce-scatter.
+    Among n devices, B bytes that enter are read and written, and so are the n B that leave a
+    gather, or the B/n that leave a reduce-scatter.
     """
     latency, per_byte = collective_line(move.kind, move.axes, mesh, target, move.group)
     if copies:

@@ -64,7 +64,9 @@ def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float,
 
 
 def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
-    """Every collective of a step, most expensive first. Bytes are those that it leaves on each device, as compiled."""
+    """Every collective of a step, most expensive first. Bytes are those that it leaves on each
+    device, as compiled.
+    """
     totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     sizes = priced.axis_sizes
 
@@ -135,7 +137,9 @@ def encode_interior(nodes: NodeGraph, choices: Sequence[Choice], axis_names: Seq
 
 
 def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
-    """The reverse of `encode_interior`. Raises `PlanMismatchError` with every entry that does not fit."""
+    """The reverse of `encode_interior`. Raises `PlanMismatchError` with every entry that does not
+    fit.
+    """
     faults = []
     if len(stage.interior) != len(nodes.nodes):
         faults.append(f"the plan decides about {len(stage.interior)} operators, the step has {len(nodes.nodes)}")
@@ -154,7 +158,9 @@ def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
 
 
 def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> None:
-    """Refuse choices that do not divide what they split. Raises `PlanMismatchError` with every one of them."""
+    """Refuse choices that do not divide what they split. Raises `PlanMismatchError` with every one
+    of them.
+    """
     faults = [
         f"`{node.label}` cannot be split as {choice}"
         for node, choice in zip(nodes.nodes, choices, strict=True)

@@ -31,8 +31,8 @@ class StepTime:
 def evaluate(priced: Priced, picks: Ints) -> StepTime:
     """Add up a choice for every node. Equal conversions of one array are paid once.
 
-    Gradient collectives hide behind the backward pass up to the share that the target's compiler overlaps, and never
-    for longer than the pass takes.
+    Gradient collectives hide behind the backward pass up to the share that the target's compiler
+    overlaps, and never for longer than the pass takes.
     """
     compute = communication = gradient = backward = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
@@ -55,7 +55,8 @@ def hidden_seconds(gradient_s: float, backward_s: float, overlap_fraction: float
 
 
 def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float]:
-    """Every distinct conversion that choices cause: `(edge, source split, target split) -> seconds`.
+    """Every distinct conversion that choices cause: `(edge, source split, target split) ->
+    seconds`.
 
     Of the edges that share a conversion, the first stands for all.
     """

@@ -1,7 +1,8 @@
 """Memory per device over the course of a step, linear in the choices.
 
-Three kinds of residents: inputs (the whole step), stored arrays (from making to last use), and copies of arrays in
-another split for products. All copies of one array live from the first to the last product that reads it converted.
+Three kinds of residents: inputs (the whole step), stored arrays (from making to last use), and
+copies of arrays in another split for products. All copies of one array live from the first to the
+last product that reads it converted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from ._waiting import takes_turns, waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversion:
-    """An array held in a second split because of an edge: local bytes of each conversion `(sources, targets)`."""
+    """An array held in a second split because of an edge: local bytes of each conversion `(sources,
+    targets)`.
+    """
 
     share: int
     edges: tuple[int, ...]
@@ -33,7 +36,9 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryModel:
-    """Residents and conversions of a priced problem. `local_bytes[r][k]`: resident `r` under choice `k` of its node."""
+    """Residents and conversions of a priced problem. `local_bytes[r][k]`: resident `r` under choice
+    `k` of its node.
+    """
 
     num_times: int
     residents: tuple[Resident, ...]
@@ -48,7 +53,8 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
     Less waits then: what fits is among what fits with it, and what fits without it fits either way.
     """
     graph = priced.graph
-    # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own until then.
+    # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own
+    # until then.
     summed = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
     residents, local = [], []
     # Many arrays are split alike.
@@ -81,7 +87,9 @@ def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
 
 
 def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
-    """A gradient under micro-batches: its total, for the whole step; and what a loop over layers stacks up in between."""
+    """A gradient under micro-batches: its total, for the whole step; and what a loop over layers
+    stacks up in between.
+    """
     yield dataclasses.replace(r, births=np.zeros_like(r.births), deaths=np.full_like(r.deaths, graph.num_ops))
     if r.stacked:
         yield r
@@ -156,9 +164,11 @@ def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Co
 
 
 def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
-    """New parameters that are gathered along another dim than the first: not into their place, but to be copied there.
+    """New parameters that are gathered along another dim than the first: not into their place, but
+    to be copied there.
 
-    That is the last that a step does. Where latency is hidden, the copies wait for all gathers, but for those of single rows.
+    That is the last that a step does. Where latency is hidden, the copies wait for all gathers, but
+    for those of single rows.
     """
     if not priced.target.hides_latency:
         return
@@ -187,7 +197,8 @@ def _gathers_inner(source: Spec, target: Spec) -> bool:
 
 
 def _waits_for_nothing(edge: Edge, parameters: set[tuple[int, int]], priced: Priced) -> bool:
-    """True if the forward pass converts a large parameter as it is, outside of loops; small ones are gathered together.
+    """True if the forward pass converts a large parameter as it is, outside of loops; small ones
+    are gathered together.
 
     What the backward pass converts waits behind a region's barrier.
     """
@@ -222,8 +233,11 @@ def over_time(
 
 
 def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_times: int) -> Floats:
-    """[num_times], the bytes of all parts that are there, each with its bytes from its births to its deaths."""
-    # In one go: thousands of additions of a few entries each take longer than anything that is added.
+    """[num_times], the bytes of all parts that are there, each with its bytes from its births to
+    its deaths.
+    """
+    # In one go: thousands of additions of a few entries each take longer than anything that is
+    # added.
     moments = [moment for what, _ in parts for moment in (what.births, what.deaths + 1)]
     weights = np.array([sign * num_bytes for _, num_bytes in parts for sign in (1.0, -1.0)])
     change: Floats = np.bincount(

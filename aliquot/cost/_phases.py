@@ -1,4 +1,6 @@
-"""A step's cost by phase: forward, backward and update, and the activations that a micro-batch leaves between them."""
+"""A step's cost by phase: forward, backward and update, and the activations that a micro-batch
+leaves between them.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ class PhaseCosts:
     """Costs of some layers on one mesh, per device.
 
     Attributes:
-        forward_s, backward_s: for one micro-batch; `deferrable_s` is the part of the backward pass that no other layers wait
-            for before the update.
+        forward_s, backward_s: for one micro-batch; `deferrable_s` is the part of the backward pass
+            that no other layers wait for before the update.
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
         state_bytes: parameters, optimizer state, gradients.
-        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs included that both read,
-            but for those that come with the batch.
+        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs
+            included that both read, but for those that come with the batch.
         working_bytes: what else is needed at the worst moment.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
@@ -56,7 +58,8 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
         model: what `known_memory` finds, where that is known.
     """
     compute, communication = np.zeros((2, len(Phase)))
-    # Gradients wait for the last micro-batch over data axes alone; other sums happen in every backward pass.
+    # Gradients wait for the last micro-batch over data axes alone; other sums happen in every
+    # backward pass.
     waits = bool(priced.data_axes) or priced.repeats == 1
     gradient = deferrable = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
@@ -99,7 +102,9 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
 
 
 def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
-    """Bytes on a device of what is alive between the last forward and the first backward operator, without state."""
+    """Bytes on a device of what is alive between the last forward and the first backward operator,
+    without state.
+    """
     moment, kept = _between_passes(graph)
     if moment is None:
         return 0.0
@@ -115,11 +120,12 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
 # One graph is looked at on mesh after mesh.
 @functools.lru_cache(maxsize=1)
 def _between_passes(graph: Graph) -> tuple[int | None, dict[str, bool]]:
-    """The first backward operator, if there is one; and for each input by its path whether both passes read it.
+    """The first backward operator, if there is one; and for each input by its path whether both
+    passes read it.
 
-    Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads when that is due, and
-    lets go of those that only its forward pass reads. What enters with the batch counts where it is made: the layers of a
-    stage are added up.
+    Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads
+    when that is due, and lets go of those that only its forward pass reads. What enters with the
+    batch counts where it is made: the layers of a stage are added up.
     """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
     both = _read(graph, False) & _read(graph, True)

@@ -1,7 +1,7 @@
 """Simulation of a schedule: step time, idle time and memory of a pipeline, event by event.
 
-It is exact for given times of tasks and transfers, and slow next to a formula: planners search with a schedule's closed form
-and have their few best answers simulated.
+It is exact for given times of tasks and transfers, and slow next to a formula: planners search with
+a schedule's closed form and have their few best answers simulated.
 """
 
 from __future__ import annotations
@@ -21,23 +21,30 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """Costs of each stage of a pipeline: arrays with one entry for each stage, or what NumPy reads as such.
+    """Costs of each stage of a pipeline: arrays with one entry for each stage, or what NumPy reads
+    as such.
 
     Attributes:
         forward_s: seconds of a forward task, for one micro-batch.
-        backward_input_s, backward_weight_s: those of the halves of a backward task; a whole one takes their sum.
-        update_s: seconds once a step, after the last task of the stage's submesh: synchronising gradients, the update.
-        transfer_s: shape `[num_stages - 1]`, seconds to bring an activation from stage s to stage s + 1, and its
-            gradient back. What takes no time, or stays on one submesh, is there at once.
-        overlaps_transfers: whether transfers run beside tasks. If so, one delays only what waits for it, and those
-            from one submesh to another queue up in the order of their tasks, each direction by itself. If not, a
-            result is sent before its submesh goes on, as soon as the receiver is between two tasks, and both are busy.
+        backward_input_s, backward_weight_s: those of the halves of a backward task; a whole one
+            takes their sum.
+        update_s: seconds once a step, after the last task of the stage's submesh: synchronising
+            gradients, the update.
+        transfer_s: shape `[num_stages - 1]`, seconds to bring an activation from stage s to stage s
+            + 1, and its gradient back. What takes no time, or stays on one submesh, is there at
+            once.
+        overlaps_transfers: whether transfers run beside tasks. If so, one delays only what waits
+            for it, and those from one submesh to another queue up in the order of their tasks, each
+            direction by itself. If not, a result is sent before its submesh goes on, as soon as the
+            receiver is between two tasks, and both are busy.
         state_bytes: held all the time, per device: parameters, gradients, optimizer state.
-        in_flight_bytes: residuals of one micro-batch, held from its forward task to the end of its backward ones.
+        in_flight_bytes: residuals of one micro-batch, held from its forward task to the end of its
+            backward ones.
         working_bytes: held while a task of the stage runs.
 
     Raises:
-        InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; says all that is wrong.
+        InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; says
+            all that is wrong.
     """
 
     forward_s: Floats
@@ -79,7 +86,9 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """A result on its way: what the task of this kind made of a micro-batch for `stage`, from one submesh to another."""
+    """A result on its way: what the task of this kind made of a micro-batch for `stage`, from one
+    submesh to another.
+    """
 
     sender: int
     receiver: int
@@ -99,8 +108,10 @@ class PipelineTimes:
         start_s, end_s: for each submesh one array along its list of tasks.
         transfers: those that take time, in the order in which they start.
         busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
-        peak_bytes: shape `[num_submeshes]`, the most that a device of the submesh holds at once, all its stages added.
-        in_flight: shape `[num_stages]`, the most micro-batches whose residuals are held at once (`Schedule.in_flight`).
+        peak_bytes: shape `[num_submeshes]`, the most that a device of the submesh holds at once,
+            all its stages added.
+        in_flight: shape `[num_stages]`, the most micro-batches whose residuals are held at once
+            (`Schedule.in_flight`).
     """
 
     step_time_s: float
@@ -118,7 +129,8 @@ class PipelineTimes:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
-    """Run a schedule on paper. A submesh starts a task when it is idle and all that the task reads has arrived.
+    """Run a schedule on paper. A submesh starts a task when it is idle and all that the task reads
+    has arrived.
 
     Raises:
         InputError: Costs of another number of stages, or lists whose tasks wait for one another.
@@ -150,19 +162,23 @@ class _Transfer:
     kind: TaskKind
 
 
-# What ends at one time is seen to in this order: transfers, then tasks, by submesh. The number tells equal ones apart.
+# What ends at one time is seen to in this order: transfers, then tasks, by submesh. The number
+# tells equal ones apart.
 _Event = tuple[float, int, int, int, "_Transfer | Task"]
 
 
 class _Run:
-    """One step in progress. Everything that ends at one time is seen to before anything starts at that time."""
+    """One step in progress. Everything that ends at one time is seen to before anything starts at
+    that time.
+    """
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.overlaps = schedule, costs.overlaps_transfers
         stages, submeshes = schedule.num_stages, schedule.num_submeshes
         self.ahead_s, self.back_s = [*costs.transfer_s.tolist(), 0.0], [0.0, *costs.transfer_s.tolist()]
         self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
-        # By stage the micro-batches that are through forward and backward there, and whose inputs have arrived there.
+        # By stage the micro-batches that are through forward and backward there, and whose inputs
+        # have arrived there.
         self.through_forward: list[set[int]] = [set() for _ in range(stages)]
         self.through_backward: list[set[int]] = [set() for _ in range(stages)]
         self.activations = [set(range(schedule.num_micro_batches)), *(set[int]() for _ in range(stages - 1))]
@@ -224,7 +240,9 @@ class _Run:
         self.busy[submesh] += seconds
 
     def _finish(self, task: Task, now: float) -> Iterator[int]:
-        """Note a task's end and send what it made; yields the submeshes that may have something to do now."""
+        """Note a task's end and send what it made; yields the submeshes that may have something to
+        do now.
+        """
         submesh = self.schedule.submesh_of(task.stage)
         self.idle[submesh] = True
         self.ends[submesh].append(now)
@@ -291,7 +309,9 @@ class _Run:
 
 
 def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
-    """The most that a submesh holds. Only the order of its tasks matters: between two of them nothing grows."""
+    """The most that a submesh holds. Only the order of its tasks matters: between two of them
+    nothing grows.
+    """
     tasks = schedule.lists[submesh]
     residuals = costs.in_flight_bytes.tolist()
     working = costs.working_bytes.tolist()

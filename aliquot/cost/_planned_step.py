@@ -19,7 +19,9 @@ from ._stages import PipelinePrediction, predict_stages, price_stage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedStage:
-    """One stage: its operators on its part of the cluster, and the plan's choice for each of its nodes."""
+    """One stage: its operators on its part of the cluster, and the plan's choice for each of its
+    nodes.
+    """
 
     problem: Problem
     choices: tuple[Choice, ...]

@@ -1,6 +1,8 @@
-"""A node graph on a mesh, priced: for each node its choices with their seconds, for each edge a table of conversions.
+"""A node graph on a mesh, priced: for each node its choices with their seconds, for each edge a
+table of conversions.
 
-Planners search these arrays; the judge adds up the same arrays. All seconds are those of one training step.
+Planners search these arrays; the judge adds up the same arrays. All seconds are those of one
+training step.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class PricedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """A priced problem. `repeats` is the number of micro-batches: everything before the update happens that often."""
+    """A priced problem. `repeats` is the number of micro-batches: everything before the update
+    happens that often.
+    """
 
     graph: NodeGraph
     mesh: LogicalMesh
@@ -110,7 +114,8 @@ def price(
     Args:
         graph: nodes of the step at the size of one micro-batch.
         repeats: micro-batches in a step.
-        data_axes: axes (by position) that split nothing but the batch, so that gradients wait for the last micro-batch.
+        data_axes: axes (by position) that split nothing but the batch, so that gradients wait for
+            the last micro-batch.
         choices: for each node the choices to price, `(choices, axes)`; by default all there are.
     """
     target = target_for(mesh.cluster.device)
@@ -209,7 +214,9 @@ class _Pricer:
         return known
 
     def lines(self, sources: _Specs, targets: _Specs, scatter: bool) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-        """Latencies and seconds per byte of the whole array for all conversions between some splits, and which take any."""
+        """Latencies and seconds per byte of the whole array for all conversions between some
+        splits, and which take any.
+        """
         known = self.cache.tables.get((sources, targets, scatter))
         if known is None:
             both = np.array([[self.line(p, q, scatter) for q in targets] for p in sources])
@@ -239,7 +246,9 @@ class _Pricer:
         return known
 
     def waiting(self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats) -> tuple[Floats, Floats]:
-        """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes wait for the last micro-batch."""
+        """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes
+        wait for the last micro-batch.
+        """
         apart, once = seconds.copy(), np.zeros(seconds.shape)
         whole = edge.num_bytes * widening(edge.dtype, self.target, total=True)
         each = edge.num_bytes * widening(edge.dtype, self.target)
@@ -270,7 +279,8 @@ def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
 
 
 def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:
-    """True if partial sums that become split are reduce-scattered: by the compiler, or by the runtime what products leave.
+    """True if partial sums that become split are reduce-scattered: by the compiler, or by the
+    runtime what products leave.
 
     Running totals of micro-batches (`total`) are no product's.
     """
@@ -282,7 +292,8 @@ def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:
 def waiting_axes(
     collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
 ) -> list[tuple[tuple[int, ...], bool]]:
-    """The axes of a collective for each micro-batch, and those of one behind the last, each with whether it is that.
+    """The axes of a collective for each micro-batch, and those of one behind the last, each with
+    whether it is that.
 
     Sums of gradients wait over data axes.
     """
@@ -293,12 +304,14 @@ def waiting_axes(
 
 
 def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target) -> Floats:
-    """Roofline: the longer of arithmetic and memory traffic, and the launches that no split removes.
+    """Roofline: the longer of arithmetic and memory traffic, and the launches that no split
+    removes.
 
     Args:
         sizes: of the node's factors.
 
-    Reference: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009.
+    Reference: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance
+    model", 2009.
     """
     device = mesh.cluster.device
     moved = np.zeros(len(choices))
@@ -316,11 +329,14 @@ def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalM
 def _product_slowdown(
     work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, products: Products
 ) -> Floats:
-    """Factor by which products of a device's share are slower than the same `flops` in a large product; see `Products`."""
+    """Factor by which products of a device's share are slower than the same `flops` in a large
+    product; see `Products`.
+    """
     if products.tile == 1 or len(work.arrays) != 3:
         return np.ones(len(choices))
     left, right, result = (np.array(split_by) for _, split_by in work.arrays)
-    # A factor of all three arrays repeats the product; one of the result comes from the left or from the right.
+    # A factor of all three arrays repeats the product; one of the result comes from the left or
+    # from the right.
     points = [
         _local_size(sizes, factors, choices, mesh)
         for factors in (result & left & right, result & left & ~right, result & ~left)
@@ -334,9 +350,11 @@ def _product_slowdown(
 
 
 def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> float:
-    """Elements of a product's result for each point of its factors: the positions of a convolution, which nothing splits.
+    """Elements of a product's result for each point of its factors: the positions of a convolution,
+    which nothing splits.
 
-    A result of another dtype than the product's operands differs by less than what any image has of them.
+    A result of another dtype than the product's operands differs by less than what any image has of
+    them.
     """
     points = math.prod(size for size, counts in zip(sizes, result, strict=True) if counts)
     elements = work.arrays[-1][0] / item_bytes(work.dtype) / work.kernels

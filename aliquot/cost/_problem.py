@@ -33,7 +33,9 @@ class Problem:
     _in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def runs_in_groups(self, num_groups: int) -> bool:
-        """True if so many groups of devices can each take a share of every micro-batch, and wait with its gradients."""
+        """True if so many groups of devices can each take a share of every micro-batch, and wait
+        with its gradients.
+        """
         if self.whole is None or num_groups == 1:
             return True
         if num_groups not in self._in_groups:

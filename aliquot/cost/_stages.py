@@ -72,7 +72,8 @@ def predict_stages(
 ) -> PipelinePrediction:
     """The prediction for a pipeline.
 
-    The step's figures are those of the submesh that is busy longest, and its memory that of the fullest device.
+    The step's figures are those of the submesh that is busy longest, and its memory that of the
+    fullest device.
 
     Args:
         boundary_bytes: what crosses between neighbouring stages, of the whole micro-batch.

@@ -50,7 +50,8 @@ def edge_seconds(
     intra: Link,
     inter: Link,
 ) -> Floats:
-    """For each stage the transfer over the edge in front of it, in one direction; none in front of the first.
+    """For each stage the transfer over the edge in front of it, in one direction; none in front of
+    the first.
 
     Args:
         boundary_bytes: what crosses each edge, of the whole micro-batch.

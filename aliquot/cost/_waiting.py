@@ -1,18 +1,24 @@
-"""Deferral of products for gradients, which nothing but the update needs, in the order of a compiler's scheduler.
+"""Deferral of products for gradients, which nothing but the update needs, in the order of a
+compiler's scheduler.
 
-One that saves memory runs such a product in turn if its operands free at least what its result takes, and last otherwise.
+One that saves memory runs such a product in turn if its operands free at least what its result
+takes, and last otherwise.
 
-One that hides latency goes from the end of a step to its beginning, runs one collective at a time, and puts these products
-beside collectives. All-reduces of gradients over the whole mesh take all of them, at the end, unless collectives inside
-backward layers take turns with them. What is reduce-scattered together leaves them to the collectives inside backward
-layers, which have used them up about halfway, and so does what is not summed over the whole mesh. Where nothing runs beside
-all-reduces, products whose results are all-reduced run in turn, and the others are used up about halfway.
+One that hides latency goes from the end of a step to its beginning, runs one collective at a time,
+and puts these products beside collectives. All-reduces of gradients over the whole mesh take all of
+them, at the end, unless collectives inside backward layers take turns with them. What is
+reduce-scattered together leaves them to the collectives inside backward layers, which have used
+them up about halfway, and so does what is not summed over the whole mesh. Where nothing runs beside
+all-reduces, products whose results are all-reduced run in turn, and the others are used up about
+halfway.
 
-Halfway, as there are about two collectives inside backward layers for each product: what gathers a parameter for the
-recomputed layer and for its gradient. Normalisations over the batch add sums of their own, and products then last for less
-of the way. Those whose results are all-reduced run beside these sums, too, but for one for each all-reduce.
+Halfway, as there are about two collectives inside backward layers for each product: what gathers a
+parameter for the recomputed layer and for its gradient. Normalisations over the batch add sums of
+their own, and products then last for less of the way. Those whose results are all-reduced run
+beside these sums, too, but for one for each all-reduce.
 
-Operands wait for products that are put off. Results that are reduce-scattered together, as small ones are, wait for that.
+Operands wait for products that are put off. Results that are reduce-scattered together, as small
+ones are, wait for that.
 """
 
 from __future__ import annotations
@@ -33,7 +39,9 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Waiting:
-    """Arrays that wait where an edge's product is put off: local bytes for each conversion `(sources, targets)` of the edge."""
+    """Arrays that wait where an edge's product is put off: local bytes for each conversion
+    `(sources, targets)` of the edge.
+    """
 
     edge: Edge
     local_bytes: Floats
@@ -73,8 +81,8 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
 class _Pace:
     """The order in which deferred products run, from operator `end` backwards.
 
-    Collectives at the end take those whose operands are there in the last `at_end` operators. For the rest of the way, the
-    ones inside layers have taken all by `share` of it.
+    Collectives at the end take those whose operands are there in the last `at_end` operators. For
+    the rest of the way, the ones inside layers have taken all by `share` of it.
     """
 
     end: int
@@ -90,7 +98,9 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Paces:
-    """Of products whose results are reduce-scattered, and of those whose results are all-reduced: None if all run last."""
+    """Of products whose results are reduce-scattered, and of those whose results are all-reduced:
+    None if all run last.
+    """
 
     scattered: _Pace
     reduced: _Pace | None
@@ -120,9 +130,11 @@ class _Landing:
     Attributes:
         total: whether micro-batches are added up first.
         scattered, reduced: whether partial sums are reduce-scattered, or all-reduced.
-        everywhere: whether every device of the mesh holds a part of the sums; one row for each way to leave.
+        everywhere: whether every device of the mesh holds a part of the sums; one row for each way
+            to leave.
         shards_left: among how many devices the sum is split.
-        together: whether it is reduce-scattered with others: two of what is left of it are within the limit.
+        together: whether it is reduce-scattered with others: two of what is left of it are within
+            the limit.
     """
 
     def __init__(self, priced: Priced, edge: Edge) -> None:
@@ -145,12 +157,16 @@ class _Landing:
         self.together: Flags = self.scattered & (2 * left <= priced.target.combined_bytes)
 
     def local_bytes(self, num_bytes: int, projection: Projection) -> Floats:
-        """`num_bytes`, split as the product is, as a column: one row for each way in which the edge leaves."""
+        """`num_bytes`, split as the product is, as a column: one row for each way in which the edge
+        leaves.
+        """
         split_by = tuple(d >= 0 for d in projection)
         return np.asarray(num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64)[:, None]
 
     def put_off(self, operands: list[Edge], in_turn: bool, paces: _Paces) -> list[tuple[Flags, _Pace | None]]:
-        """Masks of the choices under which the product is deferred, each with its pace; None defers it to the update."""
+        """Masks of the choices under which the product is deferred, each with its pace; None defers
+        it to the update.
+        """
         if self.total:
             return []
         if not self._priced.target.hides_latency:
@@ -179,7 +195,9 @@ def may_take_turns(priced: Priced) -> bool:
 
 
 def takes_turns(priced: Priced, picks: Ints) -> bool:
-    """True if collectives inside backward layers take turns with all-reduces of these layers' gradients, under choices."""
+    """True if collectives inside backward layers take turns with all-reduces of these layers'
+    gradients, under choices.
+    """
     if not may_take_turns(priced):
         return False
     inside = reduced = False

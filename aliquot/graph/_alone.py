@@ -1,7 +1,7 @@
 """Operators evaluated alone, on operands of other shapes: what shapes they make, and what numbers.
 
-Numbers are made by the host's CPU, through a client of its own: JAX is not made to look for accelerators, and none that
-is there is touched.
+Numbers are made by the host's CPU, through a client of its own: JAX is not made to look for
+accelerators, and none that is there is touched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class LoneOperator:
 
     @staticmethod
     def of(eqn: Any) -> LoneOperator | None:
-        """The operator of an equation; None if it takes or makes something other than arrays, or has effects."""
+        """The operator of an equation; None if it takes or makes something other than arrays, or
+        has effects.
+        """
         arrays = all(hasattr(v.aval, "shape") and hasattr(v.aval, "dtype") for v in (*eqn.invars, *eqn.outvars))
         return LoneOperator(eqn) if arrays and not eqn.effects else None
 
@@ -44,7 +46,9 @@ class LoneOperator:
         return hash(self._key)
 
     def _comparable(self) -> tuple[Any, ...] | None:
-        """Key of its computation without the shapes of its operands; None if its parameters cannot be compared."""
+        """Key of its computation without the shapes of its operands; None if its parameters cannot
+        be compared.
+        """
         try:
             params = tuple((name, _hashable(value)) for name, value in sorted(self._eqn.params.items()))
             literals = tuple((k, str(value)) for k, value in sorted(self._literals.items()))
@@ -55,7 +59,9 @@ class LoneOperator:
         return key
 
     def shapes_made(self, shapes: Sequence[Shape]) -> tuple[Shape, ...] | None:
-        """Shapes of its results for operands of other shapes; None if it does not take these, or makes other dtypes."""
+        """Shapes of its results for operands of other shapes; None if it does not take these, or
+        makes other dtypes.
+        """
         structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, self._dtypes, strict=True)]
         try:
             with _quietly():
@@ -69,10 +75,11 @@ class LoneOperator:
         return tuple(tuple(m.shape) for m in structs_made) if same else None
 
     def operands(self, shapes: Sequence[Shape], draw: int) -> list[NDArray[Any]]:
-        """Random operands of these shapes: always the same for the same shapes and number of the draw.
+        """Random operands of these shapes: always the same for the same shapes and number of the
+        draw.
 
-        Of floats the first draw lies between 0 and 1, the second on both sides of 0, the third holds small whole numbers.
-        Integers may index every dim.
+        Of floats the first draw lies between 0 and 1, the second on both sides of 0, the third
+        holds small whole numbers. Integers may index every dim.
         """
         random = np.random.default_rng(draw)
         fewest = min((n for shape in shapes for n in shape if n > 1), default=2)
@@ -84,7 +91,8 @@ class LoneOperator:
         ]
 
     def run(self, draws: Sequence[Sequence[Sequence[NDArray[Any]]]]) -> list[list[list[NDArray[Any]]]] | None:
-        """Results for several lists of operands, for each draw; None if they cannot be compiled or run for the host.
+        """Results for several lists of operands, for each draw; None if they cannot be compiled or
+        run for the host.
 
         One program takes all lists of a draw; the shapes are the same in every draw.
         """

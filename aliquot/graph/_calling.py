@@ -1,8 +1,8 @@
 """Calls of the user's step: arguments to flat arrays, flat results back to what the step returns.
 
-Arrays are traced, and so are Python numbers; everything else (functions, flags, the settings of an Equinox module, numbers
-whose values the step needs) is static and belongs to the identity of the call. NNX objects that the step changes in
-place come back through `finish`.
+Arrays are traced, and so are Python numbers; everything else (functions, flags, the settings of an
+Equinox module, numbers whose values the step needs) is static and belongs to the identity of the
+call. NNX objects that the step changes in place come back through `finish`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class FlatCall:
         leaves: the arrays, or their shapes.
         statics: what is no array, each with its position among all leaves.
         static_paths: where each of these stands.
-        trees: structure of each argument that holds no NNX object, then of the state of those that do.
+        trees: structure of each argument that holds no NNX object, then of the state of those that
+            do.
         definition: the NNX objects without their arrays, or None.
         numbers: paths of the Python numbers among the arrays.
     """
@@ -118,7 +119,8 @@ class Calling:
         modules: names of the arguments that are, or hold, NNX objects.
         call: the example call.
         out_tree, out_statics: structure of the result, filled when the step is traced.
-        num_results: how many flat outputs are the user's result; the rest is the state of `modules`.
+        num_results: how many flat outputs are the user's result; the rest is the state of
+            `modules`.
         out_parts: path of each output, key by key, for the user's result.
         state_tree: structure of that state.
         static_numbers: paths of Python numbers that are static.
@@ -161,7 +163,9 @@ class Calling:
         return tuple(by_name[name] for name in self.names)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Call the user's function on flat arrays; returns its result flat, then the state of its NNX objects."""
+        """Call the user's function on flat arrays; returns its result flat, then the state of its
+        NNX objects.
+        """
         values, objects = _rebuild(self.call, self.names, self.modules, leaves)
         positional = values[: self.num_positional]
         keywords = dict(zip(self.names[self.num_positional :], values[self.num_positional :], strict=True))
@@ -211,7 +215,9 @@ class Calling:
         return tree_unflatten(self.out_tree, leaves)
 
     def _returns_setting(self, parts: Sequence[str], number: Any) -> bool:
-        """True if a number among the results is one of the static arguments, at the place that it came from."""
+        """True if a number among the results is one of the static arguments, at the place that it
+        came from.
+        """
         ends = {end for end in ("".join(parts), "".join(parts[1:])) if end}
         return any(
             static == number and any(path.endswith(end) for end in ends)
@@ -229,11 +235,12 @@ def calling_of(
     *,
     static_numbers: frozenset[str] = frozenset(),
 ) -> Calling:
-    """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` for something that cannot be called.
+    """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` for something that
+    cannot be called.
 
     Args:
-        static_numbers: paths of Python numbers that are static. So are those in arguments that a jitted `fn` declares
-            static.
+        static_numbers: paths of Python numbers that are static. So are those in arguments that a
+            jitted `fn` declares static.
     """
     if not callable(fn):
         raise CaptureError(
@@ -298,7 +305,8 @@ def _flatten(
         pairs, tree = tree_flatten_with_path(group)
         trees.append(tree)
         for (keys, leaf), is_setting in zip(pairs, _nnx.inside_equinox(group), strict=True):
-            # The name of an argument that holds an NNX object is the first key of the objects' state.
+            # The name of an argument that holds an NNX object is the first key of the objects'
+            # state.
             where = prefix + path_parts(keys) if prefix else (keys[0].key, *path_parts(keys[1:]))
             path = "".join(where)
             number = type(leaf) in (int, float) and not is_setting and path not in static_numbers
@@ -330,7 +338,9 @@ def _number(number: int | float, shape_only: bool) -> Any:
 def _rebuild(
     call: FlatCall, names: Sequence[str], modules: Sequence[str], leaves: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Argument values with `leaves` in place of the example's arrays, and the NNX objects among them."""
+    """Argument values with `leaves` in place of the example's arrays, and the NNX objects among
+    them.
+    """
     flat = list(leaves)
     for position, static in call.statics:
         flat.insert(position, static)

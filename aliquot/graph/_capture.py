@@ -1,4 +1,6 @@
-"""Training step + example arguments -> Graph. Nothing runs, nothing is allocated: arguments may be shapes."""
+"""Training step + example arguments -> Graph. Nothing runs, nothing is allocated: arguments may be
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,13 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     Equinox modules and everything else that is no array (a function, a flag) are static: part of the plan.
 
     Args:
-        fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come through unwrapped.
+        fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come
+            through unwrapped.
         *args, **kwargs: example arguments; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-        CaptureError: `fn` is no function, takes no arrays, or returns something that is no array; or has
-            arrays that no machine holds.
+        CaptureError: `fn` is no function, takes no arrays, or returns something that is no array;
+            or has arrays that no machine holds.
     """
     calling = calling_of(fn, args, kwargs)
     if not calling.call.leaves:
@@ -52,7 +55,8 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     except CaptureError:
         raise
     except Exception:
-        # Some number is a loop's length or a branch's condition after all; if not, the same error comes again.
+        # Some number is a loop's length or a branch's condition after all; if not, the same error
+        # comes again.
         calling = calling_of(fn, args, kwargs, static_numbers=frozenset(numbers))
         graph = build_graph(calling, calling.call.leaves)
     return _with_fewest_static(fn, args, kwargs, numbers, graph)
@@ -61,10 +65,11 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
 def _with_fewest_static(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], numbers: Sequence[str], graph: Graph
 ) -> Graph:
-    """The graph of a step that needs the values of some numbers, in which as few as possible are static.
+    """The graph of a step that needs the values of some numbers, in which as few as possible are
+    static.
 
-    A number that is static by mistake would refuse the array that takes its place: a count of steps, say. Each trial is a
-    trace, so of many numbers all stay static.
+    A number that is static by mistake would refuse the array that takes its place: a count of
+    steps, say. Each trial is a trace, so of many numbers all stay static.
     """
     static = frozenset(numbers)
     if not 1 < len(numbers) <= _MOST_TRIALS:
@@ -80,14 +85,17 @@ def _with_fewest_static(
 
 
 def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
-    """Trace the step of a calling convention on other leaves (such as a smaller batch) of the same structure."""
+    """Trace the step of a calling convention on other leaves (such as a smaller batch) of the same
+    structure.
+    """
     with _collector_paused():
         return _build_graph(calling, leaves)
 
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    # A trace makes a million objects that all stay: looking for garbage among them takes a quarter of the time.
+    # A trace makes a million objects that all stay: looking for garbage among them takes a quarter
+    # of the time.
     paused = gc.isenabled()
     gc.disable()
     try:

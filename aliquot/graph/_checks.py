@@ -1,9 +1,9 @@
-"""Checks at run time, as `equinox.error_if` writes them: a `cond` of which one branch gives its arrays back and the other
-calls into Python to raise an error.
+"""Checks at run time, as `equinox.error_if` writes them: a `cond` of which one branch gives its
+arrays back and the other calls into Python to raise an error.
 
-What the branch that raises would return is never seen, but has the shapes of all the arrays that the check guards. Here it
-becomes numbers, spread to these shapes, so that a check stands in no array's way: neither of a split, nor of micro-batches,
-each of which checks its own examples.
+What the branch that raises would return is never seen, but has the shapes of all the arrays that
+the check guards. Here it becomes numbers, spread to these shapes, so that a check stands in no
+array's way: neither of a split, nor of micro-batches, each of which checks its own examples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def is_check(eqn: Any) -> bool:
 
 
 def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
-    """The open jaxprs of the branches of a `cond`, with their constants; the raising branch of a check made small."""
+    """The open jaxprs of the branches of a `cond`, with their constants; the raising branch of a
+    check made small.
+    """
     branches = [compat.open_body(branch) for branch in eqn.params["branches"]]
     if is_check(eqn):
         branches[_RAISES] = _small(*branches[_RAISES])
@@ -37,7 +39,9 @@ def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
 
 
 def raises(eqn: Any) -> bool:
-    """True if an equation calls into Python to raise the error of a check. What it returns is never seen."""
+    """True if an equation calls into Python to raise the error of a check. What it returns is never
+    seen.
+    """
     if eqn.primitive.name != "pure_callback":
         return False
     function = getattr(eqn.params["callback"], "callback_func", None)
@@ -46,7 +50,8 @@ def raises(eqn: Any) -> bool:
 
 @jax.custom_batching.custom_vmap
 def any_row(index: Any) -> Any:
-    """The branch that a check takes, or the message that it shows: under vmap the largest of all rows.
+    """The branch that a check takes, or the message that it shows: under vmap the largest of all
+    rows.
 
     A `cond` with a predicate for each row would run both branches, and raise.
     """
@@ -59,7 +64,9 @@ def _any_row(axis_size: int, in_batched: Sequence[bool], index: Any) -> tuple[An
 
 
 def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """A branch that raises, with one number for each array until the end; as it was if it is built in another way."""
+    """A branch that raises, with one number for each array until the end; as it was if it is built
+    in another way.
+    """
 
     def run(*operands: Any) -> list[Any]:
         known = dict(zip([*body.constvars, *body.invars], [*consts, *operands], strict=True))

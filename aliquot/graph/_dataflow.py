@@ -1,7 +1,8 @@
 """A step as a list of items: its operators, and its loops and remat regions as one thing each.
 
-What a pipeline cuts. An item is *shared* if every stage that wants its results may work them out again: it is cheap, and
-sees the parameters or the batch, but not both (masks, position tables, casts of parameters).
+What a pipeline cuts. An item is *shared* if every stage that wants its results may work them out
+again: it is cheap, and sees the parameters or the batch, but not both (masks, position tables,
+casts of parameters).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 from ._rule import traits_of
 from ._types import Call, Graph, Op, Phase, Role
 
-# A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the last ten years.
+# A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the
+# last ten years.
 _FLOPS_PER_BYTE = 150.0
 
 
@@ -42,7 +44,8 @@ class Item:
 def items_of(graph: Graph) -> tuple[Item, ...]:
     """All items of a step, in program order."""
     parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
-    # For each value whether it sees parameters (1), the batch (2), or anything that only one stage works out (4).
+    # For each value whether it sees parameters (1), the batch (2), or anything that only one stage
+    # works out (4).
     sees = [0] * len(graph.values)
     sizes = [value.num_bytes for value in graph.values]
     for item in graph.inputs:
@@ -82,7 +85,8 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     for item in items:
         behind = item.phase is not Phase.UPDATE or not seen.isdisjoint(item.inputs)
         if not late.isdisjoint(item.inputs):
-            # A second training, of another set of parameters: it comes whole with the first one's update.
+            # A second training, of another set of parameters: it comes whole with the first one's
+            # update.
             if item.phase is not Phase.UPDATE:
                 item = replace(item, phase=Phase.UPDATE)
         elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
@@ -107,7 +111,9 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
 
 
 def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
-    """The values that an item needs from outside of it, those that its bodies read directly included."""
+    """The values that an item needs from outside of it, those that its bodies read directly
+    included.
+    """
     if not isinstance(what, Call):
         return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is int]))
     read = [i for i in what.inputs if isinstance(i, int)]

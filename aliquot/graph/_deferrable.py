@@ -1,7 +1,9 @@
-"""The part of each stage's backward pass that no other stage waits for: chiefly gradients of weights.
+"""The part of each stage's backward pass that no other stage waits for: chiefly gradients of
+weights.
 
-Zero-bubble schedules put it off and fill idle time with it (P. Qi, X. Wan, G. Huang, M. Lin, "Zero bubble pipeline
-parallelism", 2023). The runtime cuts backward programs here, and planners price the same two halves.
+Zero-bubble schedules put it off and fill idle time with it (P. Qi, X. Wan, G. Huang, M. Lin, "Zero
+bubble pipeline parallelism", 2023). The runtime cuts backward programs here, and planners price the
+same two halves.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ from ._types import Graph, Op, Phase
 
 
 def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int]) -> frozenset[int]:
-    """Positions of the backward items whose results no other stage needs before the update, not even indirectly.
+    """Positions of the backward items whose results no other stage needs before the update, not
+    even indirectly.
 
-    A loop or a remat region is one item: it is deferrable only if none of its results is needed. Sums of the gradients of
-    a parameter that several stages use need nothing, as they are made in the update.
+    A loop or a remat region is one item: it is deferrable only if none of its results is needed.
+    Sums of the gradients of a parameter that several stages use need nothing, as they are made in
+    the update.
 
     Args:
         graph: whose operators the items are.
         items: of a step, in program order.
-        stages: the stage of each item; `SHARED` for those that every stage works out where it needs them.
+        stages: the stage of each item; `SHARED` for those that every stage works out where it needs
+            them.
     """
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
-    # For each value the stages whose forward or backward pass reads it, directly or through shared items.
+    # For each value the stages whose forward or backward pass reads it, directly or through shared
+    # items.
     readers: dict[int, set[int]] = defaultdict(set)
     late = _sums_for_the_update(graph, items)
     for k in range(len(items) - 1, -1, -1):
@@ -53,7 +59,9 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
 
 
 def hands_on_gradients(op: Op) -> bool:
-    """True if it adds gradients up or only rearranges one, as on the way of a parameter's gradients into one sum."""
+    """True if it adds gradients up or only rearranges one, as on the way of a parameter's gradients
+    into one sum.
+    """
     traits = traits_of(op.name)
     moves = traits.moves is not None and (traits.moves.keeps_all or traits.moves is Moves.NEGATE)
     return (traits.adds or moves) and all(isinstance(i, int) for i in op.inputs)

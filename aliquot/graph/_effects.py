@@ -1,4 +1,6 @@
-"""Operators that do something besides computing arrays: they print, call back to Python, or write to a reference."""
+"""Operators that do something besides computing arrays: they print, call back to Python, or write
+to a reference.
+"""
 
 from __future__ import annotations
 

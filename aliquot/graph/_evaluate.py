@@ -1,7 +1,8 @@
-"""Run a graph again, operator by operator: the way from a plan back to a program, and proof that capture lost nothing.
+"""Run a graph again, operator by operator: the way from a plan back to a program, and proof that
+capture lost nothing.
 
-Structured operators are rebuilt around their replayed bodies. A hook sees every array on its way, so that a runtime can
-constrain it; without one the replay computes what the step computes.
+Structured operators are rebuilt around their replayed bodies. A hook sees every array on its way,
+so that a runtime can constrain it; without one the replay computes what the step computes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ class ReplayHook:
         return arrays
 
     def value(self, index: int, array: Any) -> Any:
-        """The array for a value that no operator makes: a loop's carry or result, what a scan or a remat region takes."""
+        """The array for a value that no operator makes: a loop's carry or result, what a scan or a
+        remat region takes.
+        """
         return array
 
     def body(self) -> AbstractContextManager[None]:
-        """Entered for the body of a structured operator: arrays that are made inside must not be used outside."""
+        """Entered for the body of a structured operator: arrays that are made inside must not be
+        used outside.
+        """
         return nullcontext()
 
     def row(self, index: int, array: Any) -> Any:
@@ -51,8 +56,8 @@ class ReplayHook:
 def evaluate(graph: Graph, inputs: Sequence[Any], *, on_op: ReplayHook | None = None) -> list[Any]:
     """Run the graph on other arrays, concrete or traced.
 
-    Remat regions keep their policy and their optimization barriers, scans their length and direction. Link operators
-    compute nothing and are passed over.
+    Remat regions keep their policy and their optimization barriers, scans their length and
+    direction. Link operators compute nothing and are passed over.
 
     Args:
         graph: a captured step.
@@ -137,7 +142,8 @@ class _Replay:
         (block,) = call.blocks
 
         def body(*inner: Any) -> list[Any]:
-            # A remat body has the indices of the values around it, which must come back as they were.
+            # A remat body has the indices of the values around it, which must come back as they
+            # were.
             outer = [(i, self.env[i]) for i in block.inputs if isinstance(i, int)]
             for index, array in zip(block.inputs, inner, strict=True):
                 if isinstance(index, int):
@@ -195,7 +201,8 @@ class _Replay:
             return holds(carry).any()
 
         def masked_body(carry: Sequence[Any]) -> Sequence[Any]:
-            # Under vmap each row has a condition of its own; rows that are done keep what they have.
+            # Under vmap each row has a condition of its own; rows that are done keep what they
+            # have.
             mask = holds(carry)
             axes = tuple(range(mask.ndim))
             return [
@@ -227,6 +234,8 @@ class _Replay:
 
 
 def _array(literal: Literal) -> Any:
-    """A literal as an array of its own type: a bare Python number would take another one in a new place."""
+    """A literal as an array of its own type: a bare Python number would take another one in a new
+    place.
+    """
     value = literal.value
     return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(literal.dtype))

@@ -1,6 +1,8 @@
-"""Some layers of a step as a step of their own: forward, backward and update, with what crosses as inputs and outputs.
+"""Some layers of a step as a step of their own: forward, backward and update, with what crosses as
+inputs and outputs.
 
-Planners split the operators of a stage as they split those of a whole step; this is the step that they see.
+Planners split the operators of a stage as they split those of a whole step; this is the step that
+they see.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def extract_stages(
     Args:
         graph: the step, at any size of its batch.
         staging: its stages.
-        batch_dims: for each value that is cut with the batch the dim in which it is. What crosses with the batch in its
-            first dim counts as a batch, so that it is split as one.
+        batch_dims: for each value that is cut with the batch the dim in which it is. What crosses
+            with the batch in its first dim counts as a batch, so that it is split as one.
         stages: those to take; by default all.
     """
     items_of: list[list[int]] = [[] for _ in range(staging.num_stages)]
@@ -103,7 +105,9 @@ def _indices(op: Op) -> list[int | None]:
 
 
 def _with_shared(items: Sequence[Item], maker: Mapping[int, int], positions: Iterable[int]) -> list[int]:
-    """Items, and the shared ones that they need; but no arithmetic between scalars of the update, long and cheap."""
+    """Items, and the shared ones that they need; but no arithmetic between scalars of the update,
+    long and cheap.
+    """
     chosen = set(positions)
     waiting = list(chosen)
     while waiting:
@@ -193,7 +197,8 @@ class _Builder:
 
     def _op(self, op: Op) -> Op:
         known = self._value_number
-        # Thousands of these: to replace some fields takes twice as long, as do calls for what has a number already.
+        # Thousands of these: to replace some fields takes twice as long, as do calls for what has a
+        # number already.
         return Op(
             index=self._op_number[op.index],
             name=op.name,

@@ -1,6 +1,8 @@
-"""Names for what a plan was made for: the interface, which must match, and the graph, which may drift with a library.
+"""Names for what a plan was made for: the interface, which must match, and the graph, which may
+drift with a library.
 
-Both are equal in every process: nothing in them depends on addresses, hashing order or the text of name stacks.
+Both are equal in every process: nothing in them depends on addresses, hashing order or the text of
+name stacks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def interface_fingerprint(graph: Graph) -> str:
-    """SHA-256, in hexadecimal, of path, shape, dtype and role of every input and path, shape and dtype of every output.
+    """SHA-256, in hexadecimal, of path, shape, dtype and role of every input and path, shape and
+    dtype of every output.
 
     A plan names its shardings by path; it fits every step with the same interface.
     """
@@ -36,8 +39,8 @@ def interface_fingerprint(graph: Graph) -> str:
 def graph_fingerprint(graph: Graph) -> str:
     """SHA-256, in hexadecimal, of all operators with their parameters, wiring, shapes and nesting.
 
-    Constants count by shape and dtype, not by what they hold. Another release of JAX, Flax or Optax may well change it
-    for the same step.
+    Constants count by shape and dtype, not by what they hold. Another release of JAX, Flax or Optax
+    may well change it for the same step.
     """
     texts = _Texts()
     lines = [f"{value.shape} {value.dtype}" for value in graph.values]
@@ -73,7 +76,9 @@ def _nest(block: Block, texts: _Texts, lines: list[str]) -> None:
 
 
 class _Texts:
-    """Stable text of parameters. What is slow to format is remembered by identity while the graph keeps it alive."""
+    """Stable text of parameters. What is slow to format is remembered by identity while the graph
+    keeps it alive.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str]] = {}

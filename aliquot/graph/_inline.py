@@ -1,7 +1,9 @@
-"""Jaxpr -> values, operators and blocks: calls that mean nothing to sharding are opened, structured ones become blocks.
+"""Jaxpr -> values, operators and blocks: calls that mean nothing to sharding are opened, structured
+ones become blocks.
 
-Remat bodies share the indices of the values around them, so that rules see through them. The bodies of scan, while and
-cond get values of their own, and link operators say how these meet the outer ones:
+Remat bodies share the indices of the values around them, so that rules see through them. The bodies
+of scan, while and cond get values of their own, and link operators say how these meet the outer
+ones:
 
 * `scan_slice(xs) -> x`: `x` is `xs` without its leading dim; `scan_stack(y) -> ys` the reverse.
 * `tie(a, b, ...) -> c`: all have one shape and must be split alike (a loop's carry, the results of a cond's branches).
@@ -23,7 +25,9 @@ from ._types import Block, Call, Literal, Operand, Value
 
 @dataclass(slots=True)
 class Inliner:
-    """Collects values and operators while it walks a jaxpr. Phases are set afterwards, by `_phases`."""
+    """Collects values and operators while it walks a jaxpr. Phases are set afterwards, by
+    `_phases`.
+    """
 
     values: list[Value] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
@@ -98,7 +102,7 @@ class Inliner:
             env.update(zip(eqn.outvars, results, strict=True))
         return read(jaxpr.outvars)
 
-    # ---- leaves ------------------------------------------------------------------------------------------------------
+    # ---- leaves ----------------------------------------------------------------------------------
 
     def _op(
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
@@ -138,7 +142,7 @@ class Inliner:
             self._scopes[outer, id(stack)] = known
         return known[1]
 
-    # ---- structured operators ----------------------------------------------------------------------------------------
+    # ---- structured operators --------------------------------------------------------------------
 
     def _structured(
         self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
@@ -160,7 +164,8 @@ class Inliner:
         body, consts = compat.open_body(eqn.params["jaxpr"])
         self._regions += 1
         block = self._block(body, consts, operands, scope, trips, self._regions)
-        # A body may return an operand or a literal as it is; the call then has a result of its own for it.
+        # A body may return an operand or a literal as it is; the call then has a result of its own
+        # for it.
         taken = {i for i in block.inputs if isinstance(i, int)} | self.constants.keys()
         fresh: list[int] = []
         for var, inner in zip(eqn.outvars, block.outputs, strict=True):

@@ -56,7 +56,9 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _any_cudnn() -> Iterator[None]:
-    """Lets cuDNN's attention be traced where no cuDNN is installed, which JAX refuses: a plan needs none to be made."""
+    """Lets cuDNN's attention be traced where no cuDNN is installed, which JAX refuses: a plan needs
+    none to be made.
+    """
     module: Any = sys.modules.get(_CUDNN_MODULE)
     installed = getattr(module, "check_cudnn_version", None)
     if installed is None:
@@ -93,7 +95,9 @@ def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
 
 
 def static_arguments(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the arguments that a jitted function declares static; none for other functions."""
+    """Positions and names of the arguments that a jitted function declares static; none for other
+    functions.
+    """
     info = getattr(fn, "_jit_info", None)
     positions, names = getattr(info, "static_argnums", ()), getattr(info, "static_argnames", ())
     return frozenset(positions or ()), frozenset(names or ())
@@ -110,18 +114,21 @@ def is_remat(eqn: Any) -> bool:
 
 
 def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
-    """The open jaxpr of a call that means nothing to sharding, with its constants and the positions of the operands that
-    it takes; None for any other equation."""
+    """The open jaxpr of a call that means nothing to sharding, with its constants and the positions
+    of the operands that it takes; None for any other equation.
+    """
     params = eqn.params
     if eqn.primitive.name == "custom_linear_solve":
-        # The other jaxprs are for derivatives. Each has constants of its own, which stand before the right-hand sides.
+        # The other jaxprs are for derivatives. Each has constants of its own, which stand before
+        # the right-hand sides.
         lengths = params["const_lengths"]
         before = lengths.matvec + lengths.vecmat
         body, consts = open_body(params["jaxprs"].solve)
         given = (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars)))
         return body, consts, given
     if eqn.primitive.name in _HIGH_LEVEL:
-        # Since 0.12 some functions of jax.numpy are traced as one equation, which knows what it is made of.
+        # Since 0.12 some functions of jax.numpy are traced as one equation, which knows what it is
+        # made of.
         structs = [_shape_struct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         closed = jax.make_jaxpr(lambda *arrays: list(eqn.primitive.to_lojax(*arrays, **params)))(*structs)
         return *open_body(closed), range(len(eqn.invars))
@@ -140,8 +147,9 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
 def _traced(primitive: Any) -> Callable[..., Any] | None:
     """The implementation in JAX that the primitive is lowered by tracing, if it is.
 
-    So are Equinox's, those that other libraries make with its `create_vprim` (their batched form too), and sparse arrays'.
-    A primitive that somebody made by himself may be lowered to anything, and stays closed.
+    So are Equinox's, those that other libraries make with its `create_vprim` (their batched form
+    too), and sparse arrays'. A primitive that somebody made by himself may be lowered to anything,
+    and stays closed.
     """
     implementation: Callable[..., Any] = primitive.impl
     if primitive.name == "bcoo_dot_general":
@@ -173,7 +181,9 @@ def _implementation(eqn: Any, traced: Callable[..., Any]) -> tuple[Any, Sequence
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Number of constants and of carried values among the operands of a scan, from the equation's parameters."""
+    """Number of constants and of carried values among the operands of a scan, from the equation's
+    parameters.
+    """
     if "ft_in" in params:
         # Since 0.11 the operands are a tree of constants, carry and slices.
         consts, carry, _ = params["ft_in"].unpack()
@@ -206,7 +216,9 @@ def is_dropped(var: Any) -> bool:
 
 
 def shape_dtype(aval: Any) -> tuple[tuple[int, ...], str, int]:
-    """Shape, name of the dtype and bytes per element. Tokens and other abstract values count as empty."""
+    """Shape, name of the dtype and bytes per element. Tokens and other abstract values count as
+    empty.
+    """
     shape = getattr(aval, "shape", None)
     if shape is None:
         return (), type(aval).__name__, 0
@@ -254,8 +266,8 @@ def bind(eqn: Any, operands: Sequence[Any], name_stack: Any = None) -> list[Any]
 def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run cuDNN's attention on one device's arrays, past JAX's own partitioner.
 
-    That asks for the devices while a program is lowered, which a program for absent ones cannot give. The kernel itself
-    is marked as if it did so too.
+    That asks for the devices while a program is lowered, which a program for absent ones cannot
+    give. The kernel itself is marked as if it did so too.
     """
     from jax._src import dispatch
 
@@ -265,7 +277,9 @@ def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """Run a remat equation again with `body` in place of its own, keeping its policy and its optimization barriers."""
+    """Run a remat equation again with `body` in place of its own, keeping its policy and its
+    optimization barriers.
+    """
     closed = jax.make_jaxpr(body)(*operands)
     # A remat equation takes an open jaxpr: what the new body captured becomes leading operands.
     jaxpr = closed.jaxpr
@@ -285,7 +299,8 @@ def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[
 
 @functools.cache
 def host_device() -> Any:
-    """A CPU of its own, which exists beside those of JAX: no backend is started, and no accelerator looked for.
+    """A CPU of its own, which exists beside those of JAX: no backend is started, and no accelerator
+    looked for.
 
     Not public: JAX starts all its backends when the first device is asked for.
     """
@@ -298,7 +313,9 @@ def host_device() -> Any:
 def detect_processes(
     address: str | None, count: int | None, process: int | None, device_ids: Sequence[int] | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Arguments of `jax.distributed.initialize`: those that are None are taken from the cluster's launcher."""
+    """Arguments of `jax.distributed.initialize`: those that are None are taken from the cluster's
+    launcher.
+    """
     from jax._src.clusters import ClusterEnv
 
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")

@@ -1,8 +1,10 @@
-"""Kernels written in Pallas, as their equations describe them: which dims of which arrays each dim of the grid walks along.
+"""Kernels written in Pallas, as their equations describe them: which dims of which arrays each dim
+of the grid walks along.
 
-A kernel runs once for each point of its grid, on a block of each array. Where a dim of the grid only chooses blocks, all along
-one dim of every result, runs that differ in it know nothing of one another, and a piece of the arrays needs a piece of the
-grid. What is said here of parameters holds for JAX 0.10 to 0.12.
+A kernel runs once for each point of its grid, on a block of each array. Where a dim of the grid
+only chooses blocks, all along one dim of every result, runs that differ in it know nothing of one
+another, and a piece of the arrays needs a piece of the grid. What is said here of parameters holds
+for JAX 0.10 to 0.12.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _NO_ARITHMETIC = frozenset("get masked_load masked_swap program_id num_programs 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """Blocks along one dim of an array: `grid_dim` (-1 for none that may be cut) times `block` elements."""
+    """Blocks along one dim of an array: `grid_dim` (-1 for none that may be cut) times `block`
+    elements.
+    """
 
     grid_dim: int
     block: int
@@ -37,7 +41,8 @@ class Kernel:
     Attributes:
         grid: points along each dim.
         operands, results: for each array, how each of its dims is walked along.
-        flops: of all runs together, from the author's estimate if there is one, else from the kernel's operators.
+        flops: of all runs together, from the author's estimate if there is one, else from the
+            kernel's operators.
         accessed_bytes: read and written by all runs, by the author's estimate; 0 without one.
     """
 
@@ -69,7 +74,9 @@ def kernel_of(params: Mapping[str, Any]) -> Kernel:
 
 
 def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The equation on pieces of its operands with these shapes; None where the kernel cannot be cut like that."""
+    """The equation on pieces of its operands with these shapes; None where the kernel cannot be cut
+    like that.
+    """
     params = eqn.params
     mapping, kernel = params["grid_mapping"], kernel_of(params)
     grid = list(kernel.grid)
@@ -113,7 +120,9 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 
 
 def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
-    """Walk along each dim of one array: the dim of the grid that gives the number of a block as it is."""
+    """Walk along each dim of one array: the dim of the grid that gives the number of a block as it
+    is.
+    """
     body, _ = compat.open_body(block.index_map_jaxpr)
     places = {var: g for g, var in enumerate(body.invars[: len(grid)])}
     walks = []
@@ -138,8 +147,9 @@ def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequenc
     has_memory = bool(mapping.scratch_avals)
     independent = set()
     for g in range(len(grid)):
-        # What is kept between runs is undefined in the first one. If the kernel cannot tell the first one along this dim,
-        # nor along those outside of it, from the others, it does not rely on what was kept.
+        # What is kept between runs is undefined in the first one. If the kernel cannot tell the
+        # first one along this dim, nor along those outside of it, from the others, it does not rely
+        # on what was kept.
         hidden = asked.isdisjoint(range(g + 1) if has_memory else (g,))
         named = all(sum(w.grid_dim == g for w in walks) <= 1 for walks in blocks)
         everywhere = all(any(w.grid_dim == g for w in walks) for walks in results)
@@ -189,7 +199,9 @@ def _price(params: Mapping[str, Any], grid: Sequence[int]) -> tuple[float, float
 
 
 def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
-    """The operators of a kernel, those in its loops too, and how often each runs (once, in a loop of unknown length)."""
+    """The operators of a kernel, those in its loops too, and how often each runs (once, in a loop
+    of unknown length).
+    """
     for eqn in body.eqns:
         yield eqn, times
         inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
@@ -200,7 +212,9 @@ def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
 
 
 def _flops(eqn: Any) -> float:
-    """Floating-point operations of one operator: two for each term of a product, else one for each element."""
+    """Floating-point operations of one operator: two for each term of a product, else one for each
+    element.
+    """
     traits = traits_of(eqn.primitive.name)
     free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows
     free = free or (traits.moves is not None and traits.moves is not Moves.NEGATE)

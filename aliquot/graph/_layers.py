@@ -1,7 +1,9 @@
-"""Cuts of a step into layers: places in its forward pass where few bytes cross and work divides well.
+"""Cuts of a step into layers: places in its forward pass where few bytes cross and work divides
+well.
 
-Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie where the bytes that cross are fewest for some
-way around. A wanted number of layers is then chosen among these places by a dynamic program.
+Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie where the bytes that
+cross are fewest for some way around. A wanted number of layers is then chosen among these places by
+a dynamic program.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
 
     Args:
         graph: the step.
-        layers: a number; a pattern of parameter paths such as `params.layers[*]`, every match of which begins a layer;
-            or None for every good place.
+        layers: a number; a pattern of parameter paths such as `params.layers[*]`, every match of
+            which begins a layer; or None for every good place.
 
     Raises:
         InputError: the pattern matches no parameter, or there are not so many places to cut.
@@ -148,7 +150,9 @@ def _weights(items: Sequence[Item], forward: Sequence[int], starts: Sequence[int
 
 
 def crossing_bytes(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> NDArray[np.float64]:
-    """For each place between two forward items, and both ends, the bytes made before it and used in the forward after it."""
+    """For each place between two forward items, and both ends, the bytes made before it and used in
+    the forward after it.
+    """
     made_at: dict[int, int] = {}
     change = np.zeros(len(forward) + 2)
     last: dict[int, int] = {}
@@ -175,7 +179,7 @@ def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) 
     return [list(dict.fromkeys(p for i in items[k].inputs for p in carries.get(i, []))) for k in forward]
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------
+# ---- places --------------------------------------------------------------------------------------
 
 
 def _places(
@@ -212,7 +216,9 @@ def _places(
 def _places_in_run(
     run: Run, place_of: dict[int, int], crossing: NDArray[np.float64], users: Sequence[Sequence[str]]
 ) -> list[int]:
-    """The same place in every copy: where least crosses, then where parameters of one number stay together."""
+    """The same place in every copy: where least crosses, then where parameters of one number stay
+    together.
+    """
     rated: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
         ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
@@ -230,7 +236,9 @@ def _places_in_run(
 
 
 def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:
-    """Before every scan that reads what another one has made: between ranges of one scan over layers."""
+    """Before every scan that reads what another one has made: between ranges of one scan over
+    layers.
+    """
     places = []
     made_before: set[int] = set()
     for place, k in enumerate(forward):
@@ -249,7 +257,9 @@ def _numbers(path: str) -> tuple[str, ...]:
 
 
 def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
-    """True if the bytes that cross are fewer than on both sides, ignoring places with the same number of them."""
+    """True if the bytes that cross are fewer than on both sides, ignoring places with the same
+    number of them.
+    """
     here = crossing[place]
     before, after = place - 1, place + 1
     if before >= 0 and crossing[before] == here:
@@ -277,10 +287,11 @@ def _merge_small(starts: Sequence[int], costs: NDArray[np.float64], crossing: ND
 def _choose(
     starts: Sequence[int], count: int, costs: NDArray[np.float64], crossing: NDArray[np.float64], name: str
 ) -> list[int]:
-    """`count` layers out of the finer ones: squares of their weights, and bytes that cross, are least together.
+    """`count` layers out of the finer ones: squares of their weights, and bytes that cross, are
+    least together.
 
-    The dynamic program of "Alpa" (Zheng et al., OSDI 2022), section 6, with a sum of squares in place of its bound on the
-    heaviest layer, which needs a tolerance.
+    The dynamic program of "Alpa" (Zheng et al., OSDI 2022), section 6, with a sum of squares in
+    place of its bound on the heaviest layer, which needs a tolerance.
     """
     if not 1 <= count <= len(starts):
         raise InputError(
@@ -310,7 +321,9 @@ def _choose(
 
 
 def _by_pattern(graph: Graph, pattern: str, users: Sequence[Sequence[str]], crossing: NDArray[np.float64]) -> list[int]:
-    """A layer begins with the first use of each match's parameters, where least crosses since the last use of others."""
+    """A layer begins with the first use of each match's parameters, where least crosses since the
+    last use of others.
+    """
     paths = [i.path for i in graph.inputs if i.role is Role.PARAMETER]
     glob = fnmatch.translate(pattern.replace("[*]", "\0").replace("[", "[[]").replace("\0", "[[]*]")).removesuffix(
         r"\Z"
@@ -337,7 +350,8 @@ def _by_pattern(graph: Graph, pattern: str, users: Sequence[Sequence[str]], cros
 def _names(starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Layers by the parameters that they use first.
 
-    That is the rows of stacked ones, the numbered module with most of them, or what all have in common.
+    That is the rows of stacked ones, the numbered module with most of them, or what all have in
+    common.
     """
     seen: set[str] = set()
     names = []

@@ -1,4 +1,6 @@
-"""Matching of a step's results to the arguments that they succeed: new parameters to parameters, and so on."""
+"""Matching of a step's results to the arguments that they succeed: new parameters to parameters,
+and so on.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ def match_state(
 ) -> dict[int, int]:
     """Position of the successor among `outputs`, for each position in `inputs` that has one.
 
-    An argument is state when some part of the result has its structure, shapes and dtypes, and when the dataflow
-    agrees: gradients look like parameters, but no parameter is added to them outside of the forward and backward pass.
-    Arguments that are not matched whole are matched part by part, under the same key. Names decide between several
-    candidates, then order. Arrays of a batch that a step returns beside its metrics (the labels, say) are none.
+    An argument is state when some part of the result has its structure, shapes and dtypes, and when
+    the dataflow agrees: gradients look like parameters, but no parameter is added to them outside
+    of the forward and backward pass. Arguments that are not matched whole are matched part by part,
+    under the same key. Names decide between several candidates, then order. Arrays of a batch that
+    a step returns beside its metrics (the labels, say) are none.
     """
     groups: dict[Keys, list[int]] = {}
     for position, (keys, _) in enumerate(inputs):
@@ -48,8 +51,9 @@ def match_state(
 def _returned_parts_of_batches(
     values: Sequence[Value], inputs: Sequence[tuple[Keys, int]], matched: dict[int, int], reach: Reach
 ) -> set[int]:
-    """Inputs that were matched under a name, in arguments that look like batches: the state is in another argument, the
-    other arrays are not matched, and all begin with a dim of one size."""
+    """Inputs that were matched under a name, in arguments that look like batches: the state is in
+    another argument, the other arrays are not matched, and all begin with a dim of one size.
+    """
     arguments: dict[str, list[int]] = {}
     for position, (keys, _) in enumerate(inputs):
         arguments.setdefault(keys[0], []).append(position)
@@ -116,7 +120,9 @@ class _Matcher:
         return what.shape, what.dtype
 
     def _direct(self, groups: dict[Keys, list[int]]) -> list[int]:
-        """For each value, a bit for each group that it depends on outside of the forward and backward pass."""
+        """For each value, a bit for each group that it depends on outside of the forward and
+        backward pass.
+        """
         direct = [0] * len(self._values)
         for number, positions in enumerate(groups.values()):
             for position in positions:

@@ -1,4 +1,5 @@
-"""Flax NNX objects as arguments: a step may change them in place, so what they hold afterwards is part of its result.
+"""Flax NNX objects as arguments: a step may change them in place, so what they hold afterwards is
+part of its result.
 
 Flax and Equinox are looked at only when the user has imported them already.
 """
@@ -30,7 +31,9 @@ def holds_module(argument: Any) -> bool:
 
 
 def inside_equinox(tree: Any) -> list[bool]:
-    """For each leaf, whether it belongs to an Equinox module: the Python numbers there are settings, not state."""
+    """For each leaf, whether it belongs to an Equinox module: the Python numbers there are
+    settings, not state.
+    """
     equinox = sys.modules.get("equinox")
 
     def is_equinox(part: Any) -> bool:
@@ -41,7 +44,9 @@ def inside_equinox(tree: Any) -> list[bool]:
 
 
 def split(objects: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The objects, by argument name, as a static definition and a tree of their arrays. Shared parts appear once."""
+    """The objects, by argument name, as a static definition and a tree of their arrays. Shared
+    parts appear once.
+    """
     definition, state = _nnx().split(dict(objects))
     return definition, _nnx().to_pure_dict(state)
 

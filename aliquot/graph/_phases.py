@@ -1,7 +1,7 @@
 """Phases of operators: forward, backward, update or prologue.
 
-Dataflow decides; the text of the name stack (`jvp(` in the forward, `transpose(` in the backward pass) only tells where
-differentiation began. The text is no API of JAX: a test pins it.
+Dataflow decides; the text of the name stack (`jvp(` in the forward, `transpose(` in the backward
+pass) only tells where differentiation began. The text is no API of JAX: a test pins it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def assign_phases(
     """The phase of each operator.
 
     Args:
-        decided: for each value that decides when a loop ends, the results of the loop: it feeds what they feed.
+        decided: for each value that decides when a loop ends, the results of the loop: it feeds
+            what they feed.
 
-    An operator without a label that depends on the backward pass is update; one that depends on the forward pass only
-    is forward (metrics, running statistics); one that depends on neither is prologue if it feeds either, else update.
-    A step without any label is forward only.
+    An operator without a label that depends on the backward pass is update; one that depends on the
+    forward pass only is forward (metrics, running statistics); one that depends on neither is
+    prologue if it feeds either, else update. A step without any label is forward only.
     """
     known = {scope: label(scope) for scope in {draft.scope for draft in drafts}}
     labels = [known[draft.scope] for draft in drafts]

@@ -15,7 +15,8 @@ _COLOURS = {
 
 
 def to_text(graph: Graph, *, max_ops: int | None = None) -> str:
-    """A listing: inputs with their roles, then operators as they nest, each with phase, shapes and scope.
+    """A listing: inputs with their roles, then operators as they nest, each with phase, shapes and
+    scope.
 
     Args:
         graph: a captured step.
@@ -34,7 +35,9 @@ def to_text(graph: Graph, *, max_ops: int | None = None) -> str:
 
 
 def to_dot(graph: Graph) -> str:
-    """The graph in Graphviz's language, operators coloured by phase and inputs drawn as boxes with their paths."""
+    """The graph in Graphviz's language, operators coloured by phase and inputs drawn as boxes with
+    their paths.
+    """
     lines = ["digraph {", "  node [style=filled];"]
     source: dict[int, str] = {}
     for item in graph.inputs:

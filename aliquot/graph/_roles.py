@@ -1,4 +1,6 @@
-"""Roles of inputs in training: parameter, optimizer state, other state, batch. Dataflow alone decides."""
+"""Roles of inputs in training: parameter, optimizer state, other state, batch. Dataflow alone
+decides.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class Reach:
         read: forward or backward operators read it, directly or through prologue operators.
         forward: it depends on the forward pass.
         backward: it depends on the backward pass.
-        learned: it depends on the backward pass through floating-point values alone: a loss scale, which only asks
-            whether gradients are finite, does not.
+        learned: it depends on the backward pass through floating-point values alone: a loss scale,
+            which only asks whether gradients are finite, does not.
         key: it is a random key, typed or raw.
     """
 
@@ -79,10 +81,11 @@ def assign_roles(
 ) -> tuple[Input, ...]:
     """Inputs with their roles; `batch` holds the paths of what each step gets anew.
 
-    A parameter is a floating-point input that the forward pass reads and whose successor is learned, or does not depend
-    on the data at all (a frozen parameter). State that the forward pass never reads is optimizer state; other state is
-    running statistics, random keys, loss scales and the like. A floating-point array that the forward pass reads and
-    that has no successor (a teacher's weights) counts as a parameter too.
+    A parameter is a floating-point input that the forward pass reads and whose successor is
+    learned, or does not depend on the data at all (a frozen parameter). State that the forward pass
+    never reads is optimizer state; other state is running statistics, random keys, loss scales and
+    the like. A floating-point array that the forward pass reads and that has no successor (a
+    teacher's weights) counts as a parameter too.
     """
 
     def role(item: Input) -> Role:
@@ -116,12 +119,14 @@ def batch_paths(
     reach: Reach,
     trains: bool,
 ) -> set[str]:
-    """Paths of what each step gets anew; `names` are the arguments in order, `arguments` names that of each input.
+    """Paths of what each step gets anew; `names` are the arguments in order, `arguments` names that
+    of each input.
 
-    These are the arrays in arguments without any successor that begin with the batch's dim. Its size is the one that an
-    argument's arrays agree on; where several arguments do, the size with most arrays, and of equals that of the last
-    argument, as a batch comes behind the parameters. Where nothing is trained, the first argument holds the parameters.
-    Random keys have no say, but a key for each example belongs to the batch.
+    These are the arrays in arguments without any successor that begin with the batch's dim. Its
+    size is the one that an argument's arrays agree on; where several arguments do, the size with
+    most arrays, and of equals that of the last argument, as a batch comes behind the parameters.
+    Where nothing is trained, the first argument holds the parameters. Random keys have no say, but
+    a key for each example belongs to the batch.
     """
     groups: dict[str, list[Input]] = {name: [] for name in names if name in set(arguments)}
     for name, item in zip(arguments, inputs, strict=True):

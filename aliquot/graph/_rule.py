@@ -1,7 +1,8 @@
 """The one declaration of each primitive, and the table of all of them.
 
-A rule names the *factors* of an operator: index spaces that its operands and results share. From these alone follow its
-strategies (which factor an axis may split), how a split propagates, and what must be communicated.
+A rule names the *factors* of an operator: index spaces that its operands and results share. From
+these alone follow its strategies (which factor an axis may split), how a split propagates, and what
+must be communicated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class HasShape(Protocol):
 
 
 Dims: TypeAlias = tuple[str, ...]
-"""The factors of each dim of an array, major first: `("a", "bc")` is a dim `a` and a dim merged of `b` (major) and `c`."""
+"""The factors of each dim of an array, major first: `("a", "bc")` is a dim `a` and a dim merged of
+`b` (major) and `c`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +35,25 @@ class DimRule:
     """Relation of the dims of an operator's operands to those of its results.
 
     Attributes:
-        operands, results: for each array the factors of its dims. A lower-case letter may be split. An upper-case letter
-            must stay whole: an operand split there is gathered first, and a result is never computed split there. "1" is a
-            dim of size one. A lower-case factor of an operand that no result has is reduced, and leaves a partial result.
-            One that only results have is free (a broadcast).
+        operands, results: for each array the factors of its dims. A lower-case letter may be split.
+            An upper-case letter must stay whole: an operand split there is gathered first, and a
+            result is never computed split there. "1" is a dim of size one. A lower-case factor of
+            an operand that no result has is reduced, and leaves a partial result. One that only
+            results have is free (a broadcast).
         sizes: size of each factor.
-        linear: for each operand, 0 if the result is not linear in it; else a number shared by those operands in which it
-            is *jointly* linear. `add` is (1, 1), `mul` is (1, 2), `div` is (1, 0), `exp` is ().
-        reduce: "sum", or another reduction ("max", "min", "prod", "and", "or"), whose partial results cannot be kept apart.
-        contracts: whether the operator does work over its whole factor space and chooses its own split (products,
-            convolutions, gathers, scatters); other operators follow the arrays around them.
+        linear: for each operand, 0 if the result is not linear in it; else a number shared by those
+            operands in which it is *jointly* linear. `add` is (1, 1), `mul` is (1, 2), `div` is (1,
+            0), `exp` is ().
+        reduce: "sum", or another reduction ("max", "min", "prod", "and", "or"), whose partial
+            results cannot be kept apart.
+        contracts: whether the operator does work over its whole factor space and chooses its own
+            split (products, convolutions, gathers, scatters); other operators follow the arrays
+            around them.
         flops_per_point: floating-point operations for each point of the factor space.
-        accessed_bytes: what the whole operator reads and writes, where that is more than its operands and results: a kernel
-            may read the same block many times.
-        summed: results that are sums over the factors that they lack, although other results have them. They are summed over
-            devices at once.
+        accessed_bytes: what the whole operator reads and writes, where that is more than its
+            operands and results: a kernel may read the same block many times.
+        summed: results that are sums over the factors that they lack, although other results have
+            them. They are summed over devices at once.
         reduced: the factors that the operator sums (or otherwise reduces) away.
     """
 
@@ -105,9 +112,11 @@ def rule(
     flops_per_point: float = 0.0,
     sizes: Mapping[str, int] | None = None,
 ) -> DimRule:
-    """A `DimRule` from letters, as in einsum: `"ab,bc->ac"`. Merged dims stand in parentheses: `"abc->(ab)c"`.
+    """A `DimRule` from letters, as in einsum: `"ab,bc->ac"`. Merged dims stand in parentheses:
+    `"abc->(ab)c"`.
 
-    Sizes are read from the shapes of operands and results; factors that stand only in merged dims need `sizes`.
+    Sizes are read from the shapes of operands and results; factors that stand only in merged dims
+    need `sizes`.
 
     >>> from types import SimpleNamespace as A
     >>> rule("ab,bc->ac", [A(shape=(2, 3)), A(shape=(3, 5))], [(2, 5)]).reduced
@@ -147,8 +156,9 @@ def _parse(part: str) -> Dims:
     return tuple(dims)
 
 
-# A rule function gets the operands (shape and dtype), the shapes of the results, and the primitive's parameters. It must
-# be pure, look at nothing else, and return the same rule for the same arguments.
+# A rule function gets the operands (shape and dtype), the shapes of the results, and the
+# primitive's parameters. It must be pure, look at nothing else, and return the same rule for the
+# same arguments.
 DimRuleFn: TypeAlias = Callable[[Sequence[HasShape], Sequence[tuple[int, ...]], Mapping[str, Any]], DimRule]
 
 
@@ -173,13 +183,16 @@ _declarations: dict[str, Declaration] = {}
 def register_dim_rule(
     *primitives: Any, traits: Traits = NO_TRAITS, replaceable: bool = False
 ) -> Callable[[DimRuleFn], DimRuleFn]:
-    """Declare how primitives may be split, and what else is true of them. Each is a JAX primitive or its name.
+    """Declare how primitives may be split, and what else is true of them. Each is a JAX primitive
+    or its name.
 
-    The function is called as `fn(operands, result_shapes, params)` and returns a `DimRule` (see `rule` for the short form).
+    The function is called as `fn(operands, result_shapes, params)` and returns a `DimRule` (see
+    `rule` for the short form).
 
     Args:
         traits: see `Traits`.
-        replaceable: whether a later rule may take its place, as for the kernels of which only their author knows more.
+        replaceable: whether a later rule may take its place, as for the kernels of which only their
+            author knows more.
 
     Raises:
         ValueError: a primitive has a rule already.

@@ -1,4 +1,5 @@
-"""Find what repeats: operators of equal layers become one class, so that all later work is done once for each class.
+"""Find what repeats: operators of equal layers become one class, so that all later work is done
+once for each class.
 
 Three steps:
 
@@ -9,8 +10,9 @@ Three steps:
 3. Update and prologue operators, which optimizers list operator by operator over all leaves: hashed by key and the classes
    of their inputs, then once more in reverse by the classes of their users.
 
-Classes form a quotient graph. An operand of a class may come from several classes (the embedding for the first layer, the
-previous layer for the others); nothing that joins one copy to the next is lost.
+Classes form a quotient graph. An operand of a class may come from several classes (the embedding
+for the first layer, the previous layer for the others); nothing that joins one copy to the next is
+lost.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ class Repeats:
 # Layers are cut and compared one after the other, by the classes of one graph.
 @functools.lru_cache(maxsize=1)
 def find_repeats(graph: Graph) -> Repeats:
-    """Repeats and classes of forward and backward operators: the quicker part of `fold`, for whoever needs no more."""
+    """Repeats and classes of forward and backward operators: the quicker part of `fold`, for
+    whoever needs no more.
+    """
     origin = _origins(graph)
     keys = _keys(graph, origin)
     runs = _find_runs(graph, keys)
@@ -156,7 +160,9 @@ def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
 
 
 class _ParamKeys:
-    """Numbers for the parameters of primitives. Bodies are compared by their text, once for each object."""
+    """Numbers for the parameters of primitives. Bodies are compared by their text, once for each
+    object.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, Any]] = {}
@@ -201,7 +207,9 @@ def _find_runs(graph: Graph, keys: Ints) -> list[Run]:
 
 
 def _best_run(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> Run | None:
-    """The run that covers most of `keys[low:high]`, every copy with at least one product; None if nothing repeats."""
+    """The run that covers most of `keys[low:high]`, every copy with at least one product; None if
+    nothing repeats.
+    """
     best: tuple[int, int, Run] | None = None
     for period in _candidate_periods(keys, heavy, low, high):
         same = keys[low : high - period] == keys[low + period : high]
@@ -258,7 +266,9 @@ def _only_scalars(graph: Graph, op: Op) -> bool:
 
 
 def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
-    """Split classes of update operators whose users differ: moments of unlike parameters look alike until they meet them."""
+    """Split classes of update operators whose users differ: moments of unlike parameters look alike
+    until they meet them.
+    """
     # Users of what others make are not asked for.
     users: dict[int, set[Any]] = {
         o: set() for op in graph.ops if op.phase is Phase.UPDATE for o in op.outputs if o >= 0 and graph.values[o].shape
@@ -277,7 +287,9 @@ def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
 
 
 def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) -> Ints:
-    """Values by the class and place of their producer; inputs by kind and by the classes that read them."""
+    """Values by the class and place of their producer; inputs by kind and by the classes that read
+    them.
+    """
     intern = _Interner()
     result = [-1] * len(graph.values)
     op_class = classes.tolist()

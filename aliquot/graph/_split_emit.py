@@ -1,4 +1,6 @@
-"""Writes a graph again with stacked arrays in pieces: local operators once for each range, scans one after the other."""
+"""Writes a graph again with stacked arrays in pieces: local operators once for each range, scans
+one after the other.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ class Emitter:
         outputs = [v for output in self.graph.outputs for v in self.arrays.parts(output.value)]
         return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
 
-    # ---- values ------------------------------------------------------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------------------
 
     def _parts(self, operand: Operand, place: _Place) -> tuple[Operand, ...]:
         return (self.arrays.known(operand),) if place.in_loop else self.arrays.parts(operand)
@@ -115,7 +117,7 @@ class Emitter:
             slice_eqn = joint(eqn, "slice", [aval], with_rows(aval, stop - start), params)
             self._op(like, place, slice_eqn, (whole,), (piece,))
 
-    # ---- operators ---------------------------------------------------------------------------------------------------
+    # ---- operators -------------------------------------------------------------------------------
 
     def _op(
         self, like: Op, place: _Place, eqn: Any, inputs: Sequence[Operand], outputs: Sequence[int], name: str = ""
@@ -225,7 +227,7 @@ class Emitter:
             total = result
         self._define(op.outputs[0], total, place, op, op.eqn, aval)
 
-    # ---- loops -------------------------------------------------------------------------------------------------------
+    # ---- loops -----------------------------------------------------------------------------------
 
     def _like(self, call: Call) -> Op:
         """The link that stands for a loop where an operator is asked for."""
@@ -263,7 +265,9 @@ class Emitter:
     def _scan_once(
         self, call: Call, eqn: Any, operands: Sequence[Operand], piece: int | None, place: _Place
     ) -> list[int]:
-        """One loop: the whole of it, or the piece of that number, whose stacked results are declared."""
+        """One loop: the whole of it, or the piece of that number, whose stacked results are
+        declared.
+        """
         params = eqn.params
         num_consts, num_carry = compat.scan_counts(params)
         (block,) = call.blocks
@@ -311,7 +315,7 @@ class Emitter:
         outputs = tuple([self.arrays.known(v) for v in block.outputs])
         return Block(inputs=tuple(inputs), items=tuple(body.items), outputs=outputs)
 
-    # ---- remat regions and branches ----------------------------------------------------------------------------------
+    # ---- remat regions and branches --------------------------------------------------------------
 
     def _body(self, block: Block, place: _Place) -> Block:
         """A body that sees the pieces themselves, unless a loop stands around it."""

@@ -1,4 +1,6 @@
-"""Equations that a split graph needs and no trace holds: JAX's own at another number of rows, and joints."""
+"""Equations that a split graph needs and no trace holds: JAX's own at another number of rows, and
+joints.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def with_rows(aval: Any, rows: int) -> Any:
 
 
 class Equations:
-    """Makes equations; those of ranges with equally many rows are the same object, for whoever compares them."""
+    """Makes equations; those of ranges with equally many rows are the same object, for whoever
+    compares them.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Any] = {}
@@ -64,7 +68,9 @@ class Equations:
 
 
 def joint(like: Any, name: str, operands: Sequence[Any], result: Any, params: Mapping[str, Any]) -> Any:
-    """A new equation of the types `operands -> result`, under the user's line and the context of another one."""
+    """A new equation of the types `operands -> result`, under the user's line and the context of
+    another one.
+    """
     return like.replace(
         invars=[jex.Var(aval) for aval in operands],
         outvars=[jex.Var(result)],

@@ -1,7 +1,7 @@
 """Scans over layers, and which arrays must come in pieces when these scans do.
 
-Only operators that run once are looked at: those of the step itself and of remat regions and branches in it. What
-happens inside a loop's body is the same for every range of layers.
+Only operators that run once are looked at: those of the step itself and of remat regions and
+branches in it. What happens inside a loop's body is the same for every range of layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from ._types import Block, Call, Graph, Op, Operand, Phase, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerScan:
-    """A forward loop over `length` layers: `Graph.ops[start:stop]` are its operators, links included."""
+    """A forward loop over `length` layers: `Graph.ops[start:stop]` are its operators, links
+    included.
+    """
 
     length: int
     start: int
@@ -25,10 +27,12 @@ class LayerScan:
 
 
 def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
-    """The forward scans over stacked parameters, in program order; empty if there is none that can be cut.
+    """The forward scans over stacked parameters, in program order; empty if there is none that can
+    be cut.
 
-    A scan is one over layers if it takes a slice of a parameter, or of something made of a parameter layer by layer (a
-    cast to another dtype), in each step. Scans inside other loops do not count: `split_scans` refuses them.
+    A scan is one over layers if it takes a slice of a parameter, or of something made of a
+    parameter layer by layer (a cast to another dtype), in each step. Scans inside other loops do
+    not count: `split_scans` refuses them.
     """
     links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
     scans = []
@@ -43,7 +47,8 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
 def stacked_values(graph: Graph, length: int) -> frozenset[int]:
     """All values that come in pieces when the scans over `length` layers are cut.
 
-    These are what the scans take and stack, and what is tied to that row by row: gradients, moments, the update.
+    These are what the scans take and stack, and what is tied to that row by row: gradients,
+    moments, the update.
 
     Raises:
         InputError: nothing can be cut at that length.
@@ -79,7 +84,7 @@ def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
     return call.eqn.params["length"] == length and any(v in stacked for v in _stacked_operands(call))
 
 
-# ---- what is tied to what --------------------------------------------------------------------------------------------
+# ---- what is tied to what ------------------------------------------------------------------------
 
 
 def _stacked_operands(call: Call) -> list[Operand]:
@@ -134,7 +139,7 @@ def _indices(operands: Iterable[Operand]) -> tuple[int, ...]:
     return tuple([v for v in operands if isinstance(v, int) and v >= 0])
 
 
-# ---- which scans -----------------------------------------------------------------------------------------------------
+# ---- which scans ---------------------------------------------------------------------------------
 
 
 def _of_parameters(graph: Graph, length: int) -> set[int]:

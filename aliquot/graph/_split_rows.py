@@ -1,8 +1,9 @@
 """Operators on ranges of rows of stacked arrays, as their declarations allow it.
 
-An operator is local in the leading dim when rows `[a, b)` of its results need no other rows of its stacked operands
-than `[a, b)`. A reduction over all rows is local up to one last join of the ranges' results. An operator whose primitive
-does not declare how it runs on fewer rows (`Traits.on_rows`) mixes rows, as far as we know.
+An operator is local in the leading dim when rows `[a, b)` of its results need no other rows of its
+stacked operands than `[a, b)`. A reduction over all rows is local up to one last join of the
+ranges' results. An operator whose primitive does not declare how it runs on fewer rows
+(`Traits.on_rows`) mixes rows, as far as we know.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Local:
 
 
 def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
-    """Terms on which an operator runs on ranges of its `rows` rows; None if it mixes them, or nothing in it has so many."""
+    """Terms on which an operator runs on ranges of its `rows` rows; None if it mixes them, or
+    nothing in it has so many.
+    """
     traits, declare = traits_of(op.name), declared_rule(op.name)
     if traits.on_rows is None or declare is None:
         return None
@@ -57,7 +60,9 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
 
 
 def _operands_with_rows(rule: DimRule) -> tuple[bool, ...] | None:
-    """Mask of operands led by the factor that leads all results; None if there is no such factor, or it must stay whole."""
+    """Mask of operands led by the factor that leads all results; None if there is no such factor,
+    or it must stay whole.
+    """
     rows = _leading(rule.results[0])
     if not rows.islower() or any(_leading(dims) != rows for dims in rule.results):
         return None

@@ -1,8 +1,8 @@
 """Cut a step whose layers are a scan into ranges of layers, without writing the layers out.
 
-Every scan over layers becomes one scan for each range, with the carry handed on, and every array that is stacked over
-layers becomes one array for each range: parameters, gradients, moments, and what the update makes of them. A stage of a
-pipeline then holds its own pieces and nothing else.
+Every scan over layers becomes one scan for each range, with the carry handed on, and every array
+that is stacked over layers becomes one array for each range: parameters, gradients, moments, and
+what the update makes of them. A stage of a pipeline then holds its own pieces and nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class SplitGraph:
     """A step in ranges of layers.
 
     Attributes:
-        graph: the step on pieces. A stacked input `params.w` is the inputs `params.w[0:5]`, `params.w[5:8]`, each with
-            its own successor. `calling` is still that of the original.
+        graph: the step on pieces. A stacked input `params.w` is the inputs `params.w[0:5]`,
+            `params.w[5:8]`, each with its own successor. `calling` is still that of the original.
         split: where it was cut, and the pieces of each input and output; also `graph.split`.
-        joined: positions in the original's `ops` of operators that mix layers: their operands are put together first.
-            For a loop these are one of its links and what reads them inside.
-        recut: positions of operators that make a stacked array as a whole: their results are cut afterwards.
+        joined: positions in the original's `ops` of operators that mix layers: their operands are
+            put together first. For a loop these are one of its links and what reads them inside.
+        recut: positions of operators that make a stacked array as a whole: their results are cut
+            afterwards.
     """
 
     graph: Graph
@@ -53,9 +54,10 @@ class SplitGraph:
 def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
     """Cut the scans over layers of a step, and all stacked arrays, at `bounds`.
 
-    The result computes what the step computes, to the last bit but for sums over all layers (the norm of all
-    gradients), which become sums of the ranges' sums. It depends on the structure of the step alone, not on the size
-    of its batch: the same step on another batch splits operator by operator alike.
+    The result computes what the step computes, to the last bit but for sums over all layers (the
+    norm of all gradients), which become sums of the ranges' sums. It depends on the structure of
+    the step alone, not on the size of its batch: the same step on another batch splits operator by
+    operator alike.
 
     Args:
         graph: a captured step.
@@ -63,18 +65,19 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
             `bounds[-1]` layers are cut; scans of other lengths stay as they are.
 
     Raises:
-        InputError: the bounds are not increasing from 0 to a number of layers that some scan has, the step has no scan
-            over layers, or it stands inside another loop.
+        InputError: the bounds are not increasing from 0 to a number of layers that some scan has,
+            the step has no scan over layers, or it stands inside another loop.
     """
     edges = _edges(graph, bounds)
     return _split(graph, edges, stacked_values(graph, edges[-1]))
 
 
 def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) -> SplitGraph:
-    """Cut some outputs of any function into ranges of rows, and with them all that is made row by row for them.
+    """Cut some outputs of any function into ranges of rows, and with them all that is made row by
+    row for them.
 
-    What makes only one range then runs on no other rows, as far as rows are independent: a function that makes stacked
-    parameters by `vmap` or a scan over layers makes each range by itself.
+    What makes only one range then runs on no other rows, as far as rows are independent: a function
+    that makes stacked parameters by `vmap` or a scan over layers makes each range by itself.
 
     Args:
         graph: a captured function.

@@ -11,7 +11,8 @@ from ._types import Graph, Literal, Operand, Value
 
 @dataclass(slots=True, kw_only=True)
 class Pieces:
-    """Old values and what stands for them now: one new value, or, for a stacked one, one for each range of rows.
+    """Old values and what stands for them now: one new value, or, for a stacked one, one for each
+    range of rows.
 
     Attributes:
         graph: the graph as it was.

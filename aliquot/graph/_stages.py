@@ -1,7 +1,8 @@
 """Assignment of a whole step to the stages of a pipeline, given the stages of its forward pass.
 
-No markers and no names: a backward operator runs where the latest of what it reads is at home, so it meets its forward
-twin's residuals and its weights, and one cotangent crosses each cut. An update runs where its parameters are.
+No markers and no names: a backward operator runs where the latest of what it reads is at home, so
+it meets its forward twin's residuals and its weights, and one cotangent crosses each cut. An update
+runs where its parameters are.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Staging:
 
 
 def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> Staging:
-    """Stages of a step from those of its layers; `first_layers` is where each stage begins, the first at 0."""
+    """Stages of a step from those of its layers; `first_layers` is where each stage begins, the
+    first at 0.
+    """
     bounds = [layers.starts[k] for k in first_layers]
     stage_of = {k: bisect.bisect_right(bounds, place) - 1 for place, k in enumerate(layers.forward)}
     return assign_stages(graph, layers.items, stage_of, len(first_layers))
@@ -50,7 +53,8 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
 
     Args:
         items: of the step.
-        forward_stage: for each forward item that is not shared its stage, which never falls along the program.
+        forward_stage: for each forward item that is not shared its stage, which never falls along
+            the program.
         num_stages: how many there are.
     """
     stages = [SHARED] * len(items)
@@ -110,8 +114,8 @@ def place_update(
 ) -> dict[int, int]:
     """Stages of update items, written into `stages`, and homes of inputs.
 
-    Arrays that update items join belong together, and to the stage that uses their parameter first. Items between scalars
-    alone are shared.
+    Arrays that update items join belong together, and to the stage that uses their parameter first.
+    Items between scalars alone are shared.
 
     Args:
         update: positions of the items to place.

@@ -1,4 +1,6 @@
-"""Traits of primitives: the part of a declaration beside the rule, true of every operator whatever its shapes."""
+"""Traits of primitives: the part of a declaration beside the rule, true of every operator whatever
+its shapes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Rewrite: TypeAlias = Callable[[Mapping[str, Any], int], dict[str, Any]]
-"""(parameters of an operator, number of rows) -> parameters of the same operator on so many rows."""
+"""(parameters of an operator, number of rows) -> parameters of the same operator on so many rows.
+"""
 
 
 class Moves(enum.Enum):
-    """Ways in which an operator that computes nothing makes its result from the elements of its first operand."""
+    """Ways in which an operator that computes nothing makes its result from the elements of its
+    first operand.
+    """
 
     COPY = "each element in its place"
     CAST = "each element in its place, in another dtype"
@@ -37,19 +42,25 @@ class Moves(enum.Enum):
 class Traits:
     """Properties of a primitive beside its rule.
 
-    Each trait allows something. One that is left out costs time or memory, one that is wrong is a wrong result.
+    Each trait allows something. One that is left out costs time or memory, one that is wrong is a
+    wrong result.
 
     Attributes:
-        adds: the result is the sum of the operands. Sums of gradients are recognised by it, and partial sums merged.
-        multiplies: a product with a contraction, which matrix units run. It is never repeated to save memory.
+        adds: the result is the sum of the operands. Sums of gradients are recognised by it, and
+            partial sums merged.
+        multiplies: a product with a contraction, which matrix units run. It is never repeated to
+            save memory.
         moves: how it rearranges elements, if it does nothing else.
-        costly: it takes much longer than reading its operands and writing its results, so that results which a backward
-            pass reads are kept instead of worked out again.
-        runs_on_pieces: each device runs it on its own pieces, as the compiler would gather the operands first.
-        join: the binary primitive that makes the result from the results on two ranges of the reduced dims.
+        costly: it takes much longer than reading its operands and writing its results, so that
+            results which a backward pass reads are kept instead of worked out again.
+        runs_on_pieces: each device runs it on its own pieces, as the compiler would gather the
+            operands first.
+        join: the binary primitive that makes the result from the results on two ranges of the
+            reduced dims.
         on_rows: the parameters for fewer rows (elements of the leading dim), if the operator can run on ranges of rows;
             `same_parameters` if they do not mention sizes. The rule says which operands are cut.
-        numbers_rows: its result holds positions along `params["dimension"]`, so a range adds where it begins.
+        numbers_rows: its result holds positions along `params["dimension"]`, so a range adds where
+            it begins.
     """
 
     adds: bool = False

@@ -27,8 +27,8 @@ class Role(enum.StrEnum):
 class Phase(enum.IntEnum):
     """Part of a training step to which an operator belongs.
 
-    The prologue depends on neither forward nor backward operators (masks, position tables, key folding), but may feed
-    them.
+    The prologue depends on neither forward nor backward operators (masks, position tables, key
+    folding), but may feed them.
     """
 
     PROLOGUE = 0
@@ -80,7 +80,8 @@ class Op:
         trips: how often it runs in a step (product of the lengths of the scans around it).
         eqn: JAX's equation, from which it is run again; None for links.
         region: innermost remat region it stands in, 0 for none.
-        deferrable: in a stage of a pipeline: whether no other stage waits for what it makes; see `deferrable_items`.
+        deferrable: in a stage of a pipeline: whether no other stage waits for what it makes; see
+            `deferrable_items`.
     """
 
     index: int
@@ -103,7 +104,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """A sequence of operators and calls with named inputs and outputs: the step itself, or a body inside it."""
+    """A sequence of operators and calls with named inputs and outputs: the step itself, or a body
+    inside it.
+    """
 
     inputs: tuple[Operand, ...]
     items: tuple[int | Call, ...]
@@ -137,7 +140,8 @@ class Input:
         path: where it stands in the arguments, such as `state.params.layers[3].attn.q`.
         value: index of its value.
         role: see `Role`.
-        output: position in `Graph.outputs` of its successor (the new parameter of a parameter), or None.
+        output: position in `Graph.outputs` of its successor (the new parameter of a parameter), or
+            None.
     """
 
     path: str
@@ -156,7 +160,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows `[start, stop)` of an input or output, at `position` in the split graph; all of it if `stop` is None."""
+    """Rows `[start, stop)` of an input or output, at `position` in the split graph; all of it if
+    `stop` is None.
+    """
 
     position: int
     start: int = 0
@@ -192,8 +198,8 @@ class Graph:
         inputs: arrays that the caller passes, in the order of the flat call.
         constants: arrays that the step's closure holds, by value index.
         outputs: arrays that it returns, in flat order.
-        calling: how arguments become `inputs` and `outputs` become the user's result; of a split graph those of the
-            original.
+        calling: how arguments become `inputs` and `outputs` become the user's result; of a split
+            graph those of the original.
         split: how it was made from another graph, if it was.
     """
 

@@ -1,4 +1,6 @@
-"""Floor 4: the contract between those who decide and those who run, as plain data and one JSON file. Imports no jax."""
+"""Floor 4: the contract between those who decide and those who run, as plain data and one JSON
+file. Imports no jax.
+"""
 
 from ._arrays import ArrayGroup as ArrayGroup
 from ._arrays import format_dims as format_dims

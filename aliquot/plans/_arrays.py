@@ -1,4 +1,6 @@
-"""Arrays of a step as a plan sees them: sizes, pieces on each device, and equal ones of repeated layers in groups."""
+"""Arrays of a step as a plan sees them: sizes, pieces on each device, and equal ones of repeated
+layers in groups.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def format_dims(dims: Sequence[Sequence[str]]) -> str:
 def grouped_arrays(
     arrays: Sequence[ArrayInterface], stage: StagePlan, shardings: Mapping[str, Dims]
 ) -> list[ArrayGroup]:
-    """The arrays of one stage with equal ones of repeated layers in one group, the largest on each device first."""
+    """The arrays of one stage with equal ones of repeated layers in one group, the largest on each
+    device first.
+    """
     sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=False))
     members: dict[tuple[str, tuple[int, ...], str, str, Dims], list[ArrayInterface]] = {}
     for array in arrays:
@@ -97,7 +101,9 @@ def grouped_arrays(
 
 
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
-    """Groups without arrays of the optimizer that have the shape and the split of a parameter of the same name."""
+    """Groups without arrays of the optimizer that have the shape and the split of a parameter of
+    the same name.
+    """
     parameters = {
         (group.shape, group.dims, group.count, name)
         for group in groups

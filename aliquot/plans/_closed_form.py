@@ -58,7 +58,9 @@ class Maximum:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedForm:
-    """A schedule's step time: the sum over stages of `sums` and `transfers` times each edge's, plus its maxima."""
+    """A schedule's step time: the sum over stages of `sums` and `transfers` times each edge's, plus
+    its maxima.
+    """
 
     sums: Floats
     transfers: float

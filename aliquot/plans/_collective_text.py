@@ -16,7 +16,9 @@ _RIGHT = (2, 3, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """One row for each kind of communication, as text; the last cell says what for. `right` are columns with numbers."""
+    """One row for each kind of communication, as text; the last cell says what for. `right` are
+    columns with numbers.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

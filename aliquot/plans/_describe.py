@@ -20,7 +20,8 @@ _NOTES = 6
 _WIDTH = 120
 _MARGIN = 25
 _ROUNDING = 1e-6
-# What the closed form of a schedule proves holds for the closed form alone; a simulation may lie above it.
+# What the closed form of a schedule proves holds for the closed form alone; a simulation may lie
+# above it.
 _CLOSED_FORM = "closed forms of "
 # The names in plan files of the plans among which a bound holds.
 _SCOPES = {
@@ -32,7 +33,9 @@ _WITHIN_GAP = "optimal within the gap"
 
 
 def describe(plan: Plan) -> str:
-    """A plan as text: what it is, its predicted time and memory with their parts, the largest arrays, what to know."""
+    """A plan as text: what it is, its predicted time and memory with their parts, the largest
+    arrays, what to know.
+    """
     lines = [headline(plan), *_facts(plan), ""]
     if rows := tried(plan):
         lines += [
@@ -83,7 +86,9 @@ def time_parts(plan: Plan) -> str:
 
 
 def idle_parts(plan: Plan) -> tuple[float, float]:
-    """`bubble_s` in two: what the busiest submesh sends and receives while it does not compute, and what it waits."""
+    """`bubble_s` in two: what the busiest submesh sends and receives while it does not compute, and
+    what it waits.
+    """
     p = plan.prediction
     shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
     waits_s = min(shares, default=1.0) * p.step_time_s
@@ -140,7 +145,9 @@ def rebuild(plan: Plan) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
-    """Aligned columns without lines; the columns whose positions are in `right` are aligned on their right."""
+    """Aligned columns without lines; the columns whose positions are in `right` are aligned on
+    their right.
+    """
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     flush = set(right)

@@ -23,7 +23,8 @@ class Change:
 
     Attributes:
         section: `"decision"` or `"prediction"`.
-        subject: what the term is about: a field, an array's path, an operator, a kind of collective.
+        subject: what the term is about: a field, an array's path, an operator, a kind of
+            collective.
         before, after: its value in the first and in the second plan; in the unit that the subject names: `_s`,
             `_bytes`, `_bytes_per_s`, `flops_per_s`.
     """
@@ -36,7 +37,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """All terms in which two plans differ, decisions first. How and how fast they were found does not count."""
+    """All terms in which two plans differ, decisions first. How and how fast they were found does
+    not count.
+    """
 
     changes: tuple[Change, ...]
 
@@ -63,7 +66,8 @@ class PlanDiff:
 def diff(before: Plan, after: Plan) -> PlanDiff:
     """Compare two plans, also of different models, clusters or methods.
 
-    Operators inside are compared where both cut the step into the same stages; elsewhere no two have the same name.
+    Operators inside are compared where both cut the step into the same stages; elsewhere no two
+    have the same name.
     """
     cuts = [[stage.layer_names for stage in plan.stages] for plan in (before, after)]
     same_cut = cuts[0] == cuts[1]

@@ -1,4 +1,6 @@
-"""Plans on disk: readable, versioned JSON that is written whole or not at all and checked entirely when it is read."""
+"""Plans on disk: readable, versioned JSON that is written whole or not at all and checked entirely
+when it is read.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def to_json(plan: Plan) -> str:
     """The text of a plan file.
 
     Raises:
-        InputError: A number is infinite or not a number, which JSON cannot hold; the message names each.
+        InputError: A number is infinite or not a number, which JSON cannot hold; the message names
+            each.
     """
     data = msgspec.to_builtins(plan)
     data["provenance"] = _without_odd_numbers(data["provenance"])
@@ -53,8 +56,9 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
     """A plan from the text of a plan file; `source` is what messages call it.
 
     Raises:
-        PlanFileError: The text is truncated or no JSON (with the position), has a version that cannot be read, or is no
-            consistent plan; then the message lists everything that is wrong.
+        PlanFileError: The text is truncated or no JSON (with the position), has a version that
+            cannot be read, or is no consistent plan; then the message lists everything that is
+            wrong.
     """
     data = _current(_decoded(text, source), source)
     try:
@@ -68,7 +72,8 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file: first under a temporary name, then renamed, so that no reader meets half of it.
+    """Write a plan file: first under a temporary name, then renamed, so that no reader meets half
+    of it.
 
     Raises:
         InputError: The place cannot be written to, or the plan holds numbers that are not finite.
@@ -152,7 +157,9 @@ def _is_deeper(data: Any, most: int) -> bool:
 
 
 def _extremes(value: Any, path: str) -> Iterator[str]:
-    """Values far beyond what a plan can need, at which figures made of them would overflow or take for ever."""
+    """Values far beyond what a plan can need, at which figures made of them would overflow or take
+    for ever.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _extremes(item, f"{path}.{key}")
@@ -168,7 +175,9 @@ def _extremes(value: Any, path: str) -> Iterator[str]:
 
 
 def _repeated_names(text: str) -> list[tuple[str, int]]:
-    """Names that an object has more than once, of which readers of JSON take the first, the last, or any."""
+    """Names that an object has more than once, of which readers of JSON take the first, the last,
+    or any.
+    """
     counts: Counter[str] = Counter()
 
     def look(pairs: list[tuple[str, Any]]) -> None:
@@ -210,7 +219,9 @@ def _invalid(source: str, wrong: list[str]) -> PlanFileError:
 
 
 def _type_errors(data: Any, kind: Any, path: str) -> Iterator[str]:
-    """Every field that is unknown, missing or of the wrong type. (msgspec alone stops at the first.)"""
+    """Every field that is unknown, missing or of the wrong type. (msgspec alone stops at the
+    first.)
+    """
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         yield from _struct_errors(data, kind, path)
     elif typing.get_origin(kind) is tuple and _holds_structs(kind) and isinstance(data, list):
@@ -249,7 +260,9 @@ def _holds_structs(kind: Any) -> bool:
 
 
 def _laid_out(value: Any, margin: str) -> str:
-    """JSON in which whatever fits on a line is one line: a split of an array is easier to read and to edit that way."""
+    """JSON in which whatever fits on a line is one line: a split of an array is easier to read and
+    to edit that way.
+    """
     line = json.dumps(value, ensure_ascii=False)
     if len(margin) + len(line) <= _LINE_LENGTH or not isinstance(value, dict | list | tuple):
         return line

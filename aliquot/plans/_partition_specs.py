@@ -1,4 +1,6 @@
-"""A plan's splits as JAX writes them, for people who keep their own training loop. Needs jax only when called."""
+"""A plan's splits as JAX writes them, for people who keep their own training loop. Needs jax only
+when called.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _MOST_FAULTS = 8
 
 
 def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
-    """For each input path of the step, in order, its `PartitionSpec` over the axis names of the plan's mesh.
+    """For each input path of the step, in order, its `PartitionSpec` over the axis names of the
+    plan's mesh.
 
     An input that several stages hold has the spec of the first.
     """
@@ -29,7 +32,8 @@ def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
 
 
 def spec_tree(plan: Plan, tree: Any, path: str | None = None) -> Any:
-    """A tree like `tree`, an argument of the step or a part of one, with the `PartitionSpec` of each array.
+    """A tree like `tree`, an argument of the step or a part of one, with the `PartitionSpec` of
+    each array.
 
     Raises:
         InputError: `tree` is no part of the plan's inputs, or could be several; pass `path` then.

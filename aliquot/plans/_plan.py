@@ -1,8 +1,8 @@
 """The contract between planners and the runtime: plain data, no jax objects, one JSON file.
 
-Planners write plans and the runtime reads them; neither knows the other. What was decided, what it is predicted to do,
-and how it was found are kept apart: two plans are equal if they decide and predict the same, whoever found them and
-however long that took.
+Planners write plans and the runtime reads them; neither knows the other. What was decided, what it
+is predicted to do, and how it was found are kept apart: two plans are equal if they decide and
+predict the same, whoever found them and however long that took.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decision for one distinct operator or group of arrays: which of its factors each mesh axis splits.
+    """The decision for one distinct operator or group of arrays: which of its factors each mesh
+    axis splits.
 
     `copies` is how many equal ones of the step it stands for. Axes that split nothing are left out.
     """
@@ -57,7 +58,9 @@ class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Collectives of one kind over some mesh axes in one step: how many, and how many bytes each device gets back."""
+    """Collectives of one kind over some mesh axes in one step: how many, and how many bytes each
+    device gets back.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -83,8 +86,8 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Estimated cost of one stage of a pipeline on each of its devices.
 
     Attributes:
-        forward_s, backward_s, weight_gradient_s: for one micro-batch; the last is the part of the backward pass that
-            nothing waits for until the update.
+        forward_s, backward_s, weight_gradient_s: for one micro-batch; the last is the part of the
+            backward pass that nothing waits for until the update.
         update_s: once a step, gradient synchronisation included.
         transfer_s: to the next stage, for one micro-batch, in one direction.
         bubble: the share of the step in which the stage's devices wait.
@@ -117,7 +120,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         first_device: where its submesh begins in the cluster; it takes consecutive devices.
         first_layer, layer_names: the layers that it runs; none without a pipeline.
         recompute: whether the backward pass works everything out again from what enters the stage.
-        like: the earlier stage with the same operators, whose interior it has; None for one with an interior of its own.
+        like: the earlier stage with the same operators, whose interior it has; None for one with an
+            interior of its own.
         prediction: what it costs; None without a pipeline, where the plan's own says it all.
     """
 
@@ -196,18 +200,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         model: how to build the step again.
         inputs, outputs: the step's interface, in order.
         interface_fingerprint: of the two; must match the step that runs.
-        graph_fingerprint: of the traced operators; may drift with a library's release, and the interior is then planned
-            anew.
+        graph_fingerprint: of the traced operators; may drift with a library's release, and the
+            interior is then planned anew.
         cluster: its description, as `Cluster.to_dict` gives it.
         method: the planner's short name.
         num_micro_batches: into how many parts a step's batch is cut.
-        micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch alone.
-        combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal"); empty for one.
+        micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch
+            alone.
+        combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal");
+            empty for one.
         schedule: order of stages and micro-batches, see `SCHEDULES`; "single" for one program.
-        overlaps_transfers: whether the prediction takes stages to compute while arrays travel between them.
-        num_submeshes: fewer than stages where these are interleaved; the schedule places stages on them.
-        layers: how the step was cut into layers: a path pattern, a number, or nothing for every good place.
-        scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay whole.
+        overlaps_transfers: whether the prediction takes stages to compute while arrays travel
+            between them.
+        num_submeshes: fewer than stages where these are interleaved; the schedule places stages on
+            them.
+        layers: how the step was cut into layers: a path pattern, a number, or nothing for every
+            good place.
+        scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay
+            whole.
         stages: see `StagePlan`.
         inferred_rules: what was found out about primitives without a declared rule.
         notes: remarks for the reader, such as dims that could not be split.
@@ -245,7 +255,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def num_layers(self) -> int | None:
-        """The number of layers that the step was to be cut into; None where `layers` is a pattern or nothing."""
+        """The number of layers that the step was to be cut into; None where `layers` is a pattern
+        or nothing.
+        """
         return int(self.layers) if self.layers.isdecimal() and len(self.layers) < 10 else None
 
     def __eq__(self, other: object) -> bool:
@@ -259,7 +271,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
     def decisions(self) -> tuple[str, ...]:
-        """All that decides what runs, in lines of text: equal for plans that run the same, whatever they predict or are called."""
+        """All that decides what runs, in lines of text: equal for plans that run the same, whatever
+        they predict or are called.
+        """
         data = msgspec.to_builtins(self)
         for name in (*_HOW_FOUND, "prediction", "notes", "model", "cluster", "graph_fingerprint"):
             data.pop(name, None)
@@ -314,7 +328,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Read and check a plan file.
 
         Raises:
-            PlanFileError: It is missing, truncated, of another version, or edited into something that is no plan.
+            PlanFileError: It is missing, truncated, of another version, or edited into something
+                that is no plan.
         """
         from ._file import load
 
@@ -324,9 +339,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The `jax.sharding.PartitionSpec`s of the step's inputs, for a training loop of one's own.
 
         Args:
-            tree: an argument of the step, or a part of one, as arrays or shapes; the answer is a tree like it. Without
-                one the answer is a dict from every input path to its spec.
-            path: where the tree stands in the arguments, such as `"state.params"`; found out where there is one place.
+            tree: an argument of the step, or a part of one, as arrays or shapes; the answer is a
+                tree like it. Without one the answer is a dict from every input path to its spec.
+            path: where the tree stands in the arguments, such as `"state.params"`; found out where
+                there is one place.
 
         Raises:
             InputError: the tree is no part of what was planned.
@@ -347,7 +363,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return make_mesh(self, devices)
 
     def shardings(self, tree: Any, *, mesh: Mesh | None = None, path: str | None = None) -> Any:
-        """A tree like `tree`, an argument of the step or a part of one, with a `jax.sharding.NamedSharding` for each array.
+        """A tree like `tree`, an argument of the step or a part of one, with a
+        `jax.sharding.NamedSharding` for each array.
 
         `jax.jit(step, in_shardings=(plan.shardings(state), plan.shardings(batch)))` takes them as they are, and so does
         `jax.device_put(state, plan.shardings(state))`.

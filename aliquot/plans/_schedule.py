@@ -1,4 +1,5 @@
-"""A pipeline's tasks as data: which submesh runs which task after which. No arrays, no devices, no costs.
+"""A pipeline's tasks as data: which submesh runs which task after which. No arrays, no devices, no
+costs.
 
 `cost` prices these lists, and the runtime walks them in one global order, so that every process
 issues the same transfers in the same order.
@@ -54,7 +55,8 @@ def round_robin(num_stages: int, num_submeshes: int) -> tuple[int, ...]:
 
 
 def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
-    """The tasks whose results a task reads. A schedule has whole backward tasks or split ones, never both.
+    """The tasks whose results a task reads. A schedule has whole backward tasks or split ones,
+    never both.
 
     Forward reads the stage before. Backward (or its half for the inputs) reads its own forward and,
     save in the last stage, the same of the stage after. The half for the weights reads the half for
@@ -126,7 +128,9 @@ class Schedule:
             yield f"it lacks {wanted - len(first_at)} of {wanted} tasks"
 
     def _slot(self, task: Task) -> int:
-        """A number of its own for each task: a row for forward, one for backward or its first half, one for weights."""
+        """A number of its own for each task: a row for forward, one for backward or its first half,
+        one for weights.
+        """
         row = 0 if task.kind is TaskKind.FORWARD else 2 if task.kind is TaskKind.BACKWARD_WEIGHT else 1
         return (row * self.num_stages + task.stage) * self.num_micro_batches + task.micro_batch
 
@@ -139,7 +143,8 @@ class Schedule:
         return tuple(stage for stage, place in enumerate(self.placement) if place == submesh)
 
     def in_flight(self, stage: int, until: TaskKind = TaskKind.BACKWARD_WEIGHT) -> int:
-        """The most micro-batches at once whose residuals a stage holds, that of the running task included.
+        """The most micro-batches at once whose residuals a stage holds, that of the running task
+        included.
 
         They are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split:
         `BACKWARD_WEIGHT`, or `BACKWARD_INPUT` for what only that half reads. Without backward
@@ -156,7 +161,8 @@ class Schedule:
         return most
 
     def order(self) -> tuple[Task, ...]:
-        """All tasks in one order that meets every dependency and every submesh's own list; always the same one.
+        """All tasks in one order that meets every dependency and every submesh's own list; always
+        the same one.
 
         By earliest start, where a forward task and each half of a backward one take one unit of
         time and transfers none; tasks that start together go by submesh. Raises `InputError` if
@@ -173,7 +179,8 @@ class Schedule:
         return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
 
     def _earliest_starts(self) -> tuple[list[int], list[int]]:
-        """Unit time at which each task starts, by its slot, and how many tasks each submesh can run.
+        """Unit time at which each task starts, by its slot, and how many tasks each submesh can
+        run.
 
         Goes by slots: hashing as many tasks would take most of the time. What a slot reads is what
         `dependencies` says.

@@ -19,7 +19,9 @@ from ._schedule import Lists, Schedule, Task, TaskKind, round_robin
 
 
 class Keeps(enum.StrEnum):
-    """The facts that decide how many micro-batches a stage keeps between forward and backward, for searches over stages."""
+    """The facts that decide how many micro-batches a stage keeps between forward and backward, for
+    searches over stages.
+    """
 
     ALL = "every micro-batch"
     BEHIND = "the number of stages behind it"
@@ -45,7 +47,9 @@ class AbstractScheduleKind(abc.ABC):
 
     @abc.abstractmethod
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """The tasks of each submesh in order, stages being placed by `placement`. All numbers are at least 1."""
+        """The tasks of each submesh in order, stages being placed by `placement`. All numbers are
+        at least 1.
+        """
 
     @abc.abstractmethod
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
@@ -60,11 +64,15 @@ class AbstractScheduleKind(abc.ABC):
         """
 
     def placement(self, num_stages: int, num_submeshes: int) -> tuple[int, ...]:
-        """The submesh of each stage. The first stages are on submeshes 0, 1, ..., and so on until each has one."""
+        """The submesh of each stage. The first stages are on submeshes 0, 1, ..., and so on until
+        each has one.
+        """
         return round_robin(num_stages, num_submeshes)
 
     def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
-        """The most micro-batches that each stage keeps between forward and backward, the running one included."""
+        """The most micro-batches that each stage keeps between forward and backward, the running
+        one included.
+        """
         return _counted(self, num_stages, num_micro_batches, num_submeshes)
 
 
@@ -151,7 +159,9 @@ class GPipe(AbstractScheduleKind):
         return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`: all forward passes stream through, then all backward ones."""
+        """See `AbstractScheduleKind.closed_form`: all forward passes stream through, then all
+        backward ones.
+        """
         passes = [
             Maximum(sums=sums, weight=num_micro_batches - 1.0, transfers=1, link=1)
             for sums in (times.forward_s, times.backward_s)
@@ -165,7 +175,8 @@ class GPipe(AbstractScheduleKind):
 
 @dataclass(frozen=True, slots=True)
 class OneForwardOneBackward(AbstractScheduleKind):
-    """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of GPipe.
+    """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of
+    GPipe.
 
     Those are just enough for a round trip to the last stage. If an activation or a gradient travels
     for d seconds, a round trip takes 2 d (S - s - 1) longer, so each micro-batch takes 2 d (S - 1)
@@ -188,7 +199,9 @@ class OneForwardOneBackward(AbstractScheduleKind):
         return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`: after the first micro-batch, the slowest stage sets the pace."""
+        """See `AbstractScheduleKind.closed_form`: after the first micro-batch, the slowest stage
+        sets the pace.
+        """
         both = times.forward_s + times.backward_s
         slowest = Maximum(sums=both, weight=num_micro_batches - 1.0, transfers=2, link=1)
         return ClosedForm(sums=both, transfers=2, maxima=(slowest, _once(times, chunks)))
@@ -243,13 +256,16 @@ class ZeroBubble(AbstractScheduleKind):
         return ClosedForm(sums=times.exposed_s, transfers=2, maxima=(heaviest, _once(times, chunks)))
 
     def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, as gradients of weights wait."""
+        """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, as gradients of
+        weights wait.
+        """
         return (min(num_stages, num_micro_batches),) * num_stages
 
 
 @dataclass(frozen=True, slots=True)
 class Interleaved(AbstractScheduleKind):
-    """1F1B for submeshes that run v stages (chunks) each: a v-th of the bubble, at the price of more transfers.
+    """1F1B for submeshes that run v stages (chunks) each: a v-th of the bubble, at the price of
+    more transfers.
 
     Micro-batches go round in groups of at least P, the number of submeshes: a group passes a
     submesh's first chunk, then its second, and so on. The original wants groups of exactly P; here
@@ -298,7 +314,9 @@ class Interleaved(AbstractScheduleKind):
         return ClosedForm(sums=both / chunks, transfers=2 / chunks, maxima=(slowest, _once(times, chunks)))
 
     def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: counted without writing the lists, as a search asks for many of them."""
+        """See `AbstractScheduleKind.in_flight`: counted without writing the lists, as a search asks
+        for many of them.
+        """
         return _interleaved_in_flight(num_stages, num_micro_batches, num_submeshes)
 
 
@@ -333,7 +351,9 @@ def _interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshe
 
 
 def _groups(count: int, at_least: int) -> list[range]:
-    """The numbers below `count` in stretches of even lengths, none below `at_least` and as many as that allows."""
+    """The numbers below `count` in stretches of even lengths, none below `at_least` and as many as
+    that allows.
+    """
     number = count // at_least
     cuts = [count * index // number for index in range(number + 1)]
     return [range(start, stop) for start, stop in zip(cuts, cuts[1:])]
@@ -341,7 +361,9 @@ def _groups(count: int, at_least: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Inference(AbstractScheduleKind):
-    """Forward alone: micro-batches stream through the stages. Step time: sum forward + (M - 1) max forward."""
+    """Forward alone: micro-batches stream through the stages. Step time: sum forward + (M - 1) max
+    forward.
+    """
 
     name: ClassVar[str] = "inference"
     trains: ClassVar[bool] = False

@@ -1,4 +1,6 @@
-"""The stages of a pipeline in words: what each runs, where, and what it is predicted to take. Equal stages are said once."""
+"""The stages of a pipeline in words: what each runs, where, and what it is predicted to take. Equal
+stages are said once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ._arrays import ArrayGroup, grouped_arrays
 from ._plan import Plan, StagePlan, StagePrediction
 from ._schedules import SCHEDULES
 
-# `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no parameters of its own).
+# `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no
+# parameters of its own).
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d{1,9})(?::(?P<stop>\d{1,9}))?(?P<rest>\D*)$")
 _DIGITS = re.compile(r"\d+")
 _FEW = 3
@@ -33,7 +36,9 @@ class StageTable:
 
 
 def stage_table(plan: Plan) -> StageTable:
-    """Table of stages with their layers and predicted times: for one micro-batch, the update for a step."""
+    """Table of stages with their layers and predicted times: for one micro-batch, the update for a
+    step.
+    """
     recomputes = any(stage.recompute for stage in plan.stages)
     header = ["stage", "layers", "host", "devices", "mesh", *(["recompute"] if recomputes else [])]
     first = len(header)
@@ -117,7 +122,9 @@ def stage_numbers(numbers: Sequence[int]) -> str:
 
 
 def meshes(plan: Plan) -> str:
-    """The meshes: `mesh 4x2 (x, y)`, or for a pipeline how many stages there are on how many devices."""
+    """The meshes: `mesh 4x2 (x, y)`, or for a pipeline how many stages there are on how many
+    devices.
+    """
     stages = plan.stages
     if len(stages) == 1:
         return f"mesh {_shape(stages[0])} ({', '.join(stages[0].axis_names)})"
@@ -140,7 +147,9 @@ def meshes(plan: Plan) -> str:
 
 
 def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]]]:
-    """Stages that hold equal arrays, split alike on equal meshes, with the arrays of the first of them."""
+    """Stages that hold equal arrays, split alike on equal meshes, with the arrays of the first of
+    them.
+    """
     alike: dict[object, list[int]] = {}
     arrays: dict[int, list[ArrayGroup]] = {}
     for index, stage in enumerate(plan.stages):

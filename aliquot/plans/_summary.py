@@ -1,4 +1,6 @@
-"""Summary at the head of a plan: what each axis splits in the field's words, the speed, and the runner-up."""
+"""Summary at the head of a plan: what each axis splits in the field's words, the speed, and the
+runner-up.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def _dearest(plan: Plan, *, of_gradients: bool) -> str:
 
 
 def runner_up(plan: Plan) -> str:
-    """The best other candidate of the search, and by how much it lost; empty if nothing else was priced."""
+    """The best other candidate of the search, and by how much it lost; empty if nothing else was
+    priced.
+    """
     chosen_s = plan.prediction.step_time_s
     others: list[tuple[float, str]] = []
     skipped = 0

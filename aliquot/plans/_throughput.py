@@ -1,4 +1,6 @@
-"""Predicted throughput of a plan: examples and tokens per second, and model FLOPs utilisation (MFU)."""
+"""Predicted throughput of a plan: examples and tokens per second, and model FLOPs utilisation
+(MFU).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def examples_per_step(plan: Plan) -> int:
 
 
 def tokens_per_step(plan: Plan) -> int:
-    """Tokens of the global batch: the largest of its arrays of whole numbers with two dims; 0 if there is none."""
+    """Tokens of the global batch: the largest of its arrays of whole numbers with two dims; 0 if
+    there is none.
+    """
     sizes = [
         math.prod(array.shape)
         for array in plan.inputs
@@ -28,11 +32,14 @@ def tokens_per_step(plan: Plan) -> int:
 
 
 def mfu(plan: Plan) -> float | None:
-    """Model FLOPs utilization: the model's operations over what the devices could do at their peak in a step's time.
+    """Model FLOPs utilization: the model's operations over what the devices could do at their peak
+    in a step's time.
 
-    None where nobody counted the operations. The peak is that of the dtype that the model is computed in.
+    None where nobody counted the operations. The peak is that of the dtype that the model is
+    computed in.
 
-    Reference: A. Chowdhery et al., "PaLM: scaling language modeling with pathways", JMLR 2023, appendix B.
+    Reference: A. Chowdhery et al., "PaLM: scaling language modeling with pathways", JMLR 2023,
+    appendix B.
     """
     if not plan.model.flops_per_step or not plan.prediction.step_time_s:
         return None

@@ -1,9 +1,10 @@
 """A step of a pipeline as a timeline that trace viewers open: planned or measured, in one form.
 
-The file is Chrome's JSON object format, which Perfetto reads: a process for each submesh, a thread for what it computes and
-one for each direction in which it sends.
+The file is Chrome's JSON object format, which Perfetto reads: a process for each submesh, a thread
+for what it computes and one for each direction in which it sends.
 
-Reference: "Trace Event Format", Chromium project, sections "JSON Object Format" and "Complete Events".
+Reference: "Trace Event Format", Chromium project, sections "JSON Object Format" and "Complete
+Events".
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class TraceEvent:
     """Something that a submesh did or shall do.
 
     Attributes:
-        kind: a `TaskKind`, or what happens once in a step, such as `update`; of a transfer the kind of the task whose
-            result travels.
+        kind: a `TaskKind`, or what happens once in a step, such as `update`; of a transfer the kind
+            of the task whose result travels.
         lane: `"compute"`, or for transfers `"transfers"` (to later stages) and `"transfers back"`.
         submesh: whose; of a transfer the sender's.
         stage: whose task it is; of a transfer the stage that receives.
@@ -53,7 +54,9 @@ class TraceEvent:
 
     @property
     def name(self) -> str:
-        """Such as `F 3`, `B 3`, `I 3` and `W 3` for halves of a backward task, `send F 3`, `update`."""
+        """Such as `F 3`, `B 3`, `I 3` and `W 3` for halves of a backward task, `send F 3`,
+        `update`.
+        """
         letter = next((short for kind, short in _LETTERS.items() if kind == self.kind), self.kind)
         number = f" {self.micro_batch}" if self.micro_batch >= 0 else ""
         return f"{'' if self.lane == COMPUTE else 'send '}{letter}{number}"
@@ -81,12 +84,15 @@ class Trace:
         return max((event.end_s for event in self.events), default=0.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that https://ui.perfetto.dev and chrome://tracing open; see `save_trace`."""
+        """Write it to a file that https://ui.perfetto.dev and chrome://tracing open; see
+        `save_trace`.
+        """
         save_trace(self, path)
 
 
 def in_flight_events(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, int, int]]:
-    """Micro-batches in flight on each stage: `(second, submesh, stage, count from then on)`, by time.
+    """Micro-batches in flight on each stage: `(second, submesh, stage, count from then on)`, by
+    time.
 
     Nothing where there is no backward pass to keep them for.
     """

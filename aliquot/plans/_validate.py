@@ -1,4 +1,6 @@
-"""Validation of a plan, by itself and against the step and the devices it meets: all faults at once."""
+"""Validation of a plan, by itself and against the step and the devices it meets: all faults at
+once.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ def violations(
     """Every violation, one sentence each, the most telling first; empty if there is none.
 
     Args:
-        plan: What to check. Alone it is checked against itself: meshes, splits, stages, schedule, micro-batches, sums of
-            its predictions.
-        inputs, outputs: The interface of the step it meets, in the step's order. The first path that differs is named
-            first.
+        plan: What to check. Alone it is checked against itself: meshes, splits, stages, schedule,
+            micro-batches, sums of its predictions.
+        inputs, outputs: The interface of the step it meets, in the step's order. The first path
+            that differs is named first.
         num_devices: How many devices there are.
         num_processes: How many processes run it.
     """

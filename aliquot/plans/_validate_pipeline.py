@@ -33,7 +33,8 @@ def pipeline_violations(plan: Plan) -> Iterator[str]:
 def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
     """Reasons why so many processes cannot share the plan's hosts.
 
-    Each has some of a host's devices, all of them, or all of several hosts' (of which virtual ones are made).
+    Each has some of a host's devices, all of them, or all of several hosts' (of which virtual ones
+    are made).
     """
     hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
     if not (isinstance(hosts, int) and isinstance(each, int)) or num_processes < 1:
@@ -98,7 +99,9 @@ def _devices(plan: Plan) -> Iterator[str]:
 
 
 def _cluster_size(plan: Plan) -> tuple[int, int]:
-    """Devices of a host and of the cluster; 0 if the description is unusable, which is a violation of its own."""
+    """Devices of a host and of the cluster; 0 if the description is unusable, which is a violation
+    of its own.
+    """
     hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
     if not (isinstance(hosts, int) and isinstance(each, int) and hosts > 0 and each > 0):
         return 0, 0

@@ -57,8 +57,8 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
 
     Args:
         plan: What was predicted.
-        memory: What the compiler says. In total a program needs its arguments, outputs that take nobody's place, and
-            temporaries.
+        memory: What the compiler says. In total a program needs its arguments, outputs that take
+            nobody's place, and temporaries.
         collectives: What the compiled program holds.
     """
     total = memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes

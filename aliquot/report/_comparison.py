@@ -1,4 +1,6 @@
-"""Several ways to run one step beside one another: what each takes, and where it loses against the fastest."""
+"""Several ways to run one step beside one another: what each takes, and where it loses against the
+fastest.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Candidate:
         method, cluster: by name.
         plan: None if there is none.
         refusal: why; empty with a plan.
-        required_bytes, available_bytes: on each device, of the smallest plan found where memory is the reason.
+        required_bytes, available_bytes: on each device, of the smallest plan found where memory is
+            the reason.
         memory_bytes: its parts.
     """
 
@@ -56,7 +59,9 @@ class Comparison:
         return self.candidates[0].plan if self.candidates else None
 
     def why_not(self, candidate: Candidate) -> str:
-        """The parts in which a candidate is slower than the fastest, or why it has no plan; empty for the fastest."""
+        """The parts in which a candidate is slower than the fastest, or why it has no plan; empty
+        for the fastest.
+        """
         if candidate.plan is None:
             return candidate.refusal
         if self.best is None or candidate.plan is self.best:
@@ -146,7 +151,9 @@ def _layout(plan: Plan) -> str:
 
 
 def _loss(plan: Plan, best: Plan) -> str:
-    """In which parts a plan is slower, the largest first, with the most expensive communication it has more of."""
+    """In which parts a plan is slower, the largest first, with the most expensive communication it
+    has more of.
+    """
     extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
     if extra_s <= 0:
         return "as fast as the fastest"

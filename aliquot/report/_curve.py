@@ -15,8 +15,8 @@ _BRAILLE = 0x2800
 def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height: int = 10) -> str:
     """Curves over the number of the step, on one scale.
 
-    The first is a fine line of braille dots; each further one is marked with letters over it, so that two curves that
-    agree are seen as one marked line.
+    The first is a fine line of braille dots; each further one is marked with letters over it, so
+    that two curves that agree are seen as one marked line.
 
     Args:
         series: Values by name; numbers that are not finite are left out.

@@ -59,7 +59,9 @@ class Alternative:
 
 
 def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str, Any]:
-    """Everything that `explanation` shows, as plain values ready for JSON. Times in seconds, sizes in bytes."""
+    """Everything that `explanation` shows, as plain values ready for JSON. Times in seconds, sizes
+    in bytes.
+    """
     p, provenance = plan.prediction, plan.provenance
     return {
         "model": plan.model.name,
@@ -130,7 +132,8 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
     Args:
         plan: What to explain.
-        alternatives: What else was possible; where a subject is an array or a collective, it stands beside it.
+        alternatives: What else was possible; where a subject is an array or a collective, it stands
+            beside it.
         remark: A last line, such as why there are no alternatives.
     """
     by_subject = {alternative.subject: alternative for alternative in alternatives}
@@ -237,7 +240,9 @@ def _of_kinds(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _with_others(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows, whose last cells are the alternatives: without that column where it would be empty."""
+    """Header and rows, whose last cells are the alternatives: without that column where it would be
+    empty.
+    """
     if any(row[-1] for row in rows):
         return [*header, "best alternative (predicted)"], rows
     return header, [row[:-1] for row in rows]

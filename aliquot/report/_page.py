@@ -1,4 +1,6 @@
-"""A plan as one self-contained HTML page: facts, the mesh, memory, communication and alternatives. Needs no network."""
+"""A plan as one self-contained HTML page: facts, the mesh, memory, communication and alternatives.
+Needs no network.
+"""
 
 from __future__ import annotations
 

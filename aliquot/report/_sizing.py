@@ -38,8 +38,8 @@ class BatchSearch:
     Attributes:
         trials: by size.
         unit: the batch is a multiple of this.
-        is_limited: whether a batch of one `unit` more than the largest was tried and does not fit. Otherwise the search
-            ended at its own limit, and larger ones may fit.
+        is_limited: whether a batch of one `unit` more than the largest was tried and does not fit.
+            Otherwise the search ended at its own limit, and larger ones may fit.
     """
 
     model: str

@@ -1,4 +1,6 @@
-"""The stages of a pipeline as tables: one row each where there is room, and what each kind of stage holds."""
+"""The stages of a pipeline as tables: one row each where there is room, and what each kind of stage
+holds.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def columns(
     right: Iterable[int] = (),
     narrow: bool = False,
 ) -> Group:
-    """A table under a title; the columns whose positions are in `right` hold numbers. None is an empty cell.
+    """A table under a title; the columns whose positions are in `right` hold numbers. None is an
+    empty cell.
 
     Between columns are three spaces, two if `narrow`.
     """

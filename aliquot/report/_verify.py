@@ -106,7 +106,9 @@ _UNINTENDED = ("kind", "axes", "count", "bytes", "what it moves, or the operator
 
 
 def _memory_rows(predicted: Mapping[str, float], compiled: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
-    """Two accounts side by side. They are cut differently: what lives where is the compiler's own affair."""
+    """Two accounts side by side. They are cut differently: what lives where is the compiler's own
+    affair.
+    """
     rest = {name: value for name, value in predicted.items() if name != "arguments"}
     left = sorted(rest.items(), key=lambda item: -item[1])
     left.append(("together", sum(rest.values())))

@@ -1,6 +1,7 @@
 """Comparison of what the processes of a step must have in common, before anything is compiled.
 
-A process with another step or plan would wait for ever for what the others never send, or train something else.
+A process with another step or plan would wait for ever for what the others never send, or train
+something else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _OPERATORS = "operators in its traced step"
 
 
 def exchange(data: bytes) -> list[bytes]:
-    """The texts that all processes pass, in order of the processes. Waits until all have called it as often as this one."""
+    """The texts that all processes pass, in order of the processes. Waits until all have called it
+    as often as this one.
+    """
     joined = coordination_client()
     assert joined is not None
     client, _, process, count = joined

@@ -23,7 +23,9 @@ class Arguments:
         self.types = types_of(graph)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
-        """A call taken apart. Raises `PlanMismatchError` listing every difference, `CaptureError` for other arguments."""
+        """A call taken apart. Raises `PlanMismatchError` listing every difference, `CaptureError`
+        for other arguments.
+        """
         call: FlatCall = self._graph.calling.flatten(args, kwargs)
         self._check_call(call)
         return call
@@ -42,7 +44,8 @@ class Arguments:
         call: FlatCall = self.call(args, kwargs)
         statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
         arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
-        # NodeIndex every path again is slow; a call that looks the same needs it once, unless objects hide their arrays.
+        # NodeIndex every path again is slow; a call that looks the same needs it once, unless
+        # objects hide their arrays.
         if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
             self._seen = ((names, tree), statics)
         return call.leaves

@@ -1,4 +1,6 @@
-"""Arrays as processes see them that hold none of their parts, and random keys as the words they are made of."""
+"""Arrays as processes see them that hold none of their parts, and random keys as the words they are
+made of.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def build_pipeline(
         graph: the step on its whole batch.
         staging: which stage everything runs on.
         setups: of each stage.
-        schedule: order of tasks; its number of micro-batches is into how many parts the batch is cut.
+        schedule: order of tasks; its number of micro-batches is into how many parts the batch is
+            cut.
         semantics: see `plan_micro_batches`.
         recompute: stages whose backward programs work everything out again.
         processes: that have devices of each stage; by default as the devices say.
@@ -101,7 +102,9 @@ def build_pipeline(
 
 
 def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
-    """Each stage's programs from the cut for its own number of groups, without those that make nothing."""
+    """Each stage's programs from the cut for its own number of groups, without those that make
+    nothing.
+    """
     first = by_stage[0]
     by_key = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
     programs = [by_key[p.stage, p.part, p.round] for p in first.programs]

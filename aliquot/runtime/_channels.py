@@ -1,7 +1,8 @@
 """Connections that carry bytes from each process to each other, in order.
 
-A connection goes one way and is opened when its first message is sent. Threads write and read, so that what is sent waits for
-its computation, and what comes is read, while the process goes on; neither holds more than a few messages.
+A connection goes one way and is opened when its first message is sent. Threads write and read, so
+that what is sent waits for its computation, and what comes is read, while the process goes on;
+neither holds more than a few messages.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Parts = Callable[[], Sequence[np.ndarray[Any, Any]]]
 
 # Number of the message, and its size in bytes.
 _HEADER = struct.Struct("!QQ")
-# Whoever is ahead waits when so many messages are on their way. One suffices to go on at all: of all processes the one that
-# is furthest behind never waits, because the others have sent and taken what comes before.
+# Whoever is ahead waits when so many messages are on their way. One suffices to go on at all: of
+# all processes the one that is furthest behind never waits, because the others have sent and taken
+# what comes before.
 _UNSENT, _UNREAD = 8, 2
 _WORD_BYTES = 16
 _ALIGNMENT_BYTES = 64

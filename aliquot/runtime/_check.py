@@ -66,7 +66,9 @@ def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _whole(leaf: Any) -> Any:
-    """All of an array on the default device, which a step that names devices of its own may move it away from."""
+    """All of an array on the default device, which a step that names devices of its own may move it
+    away from.
+    """
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

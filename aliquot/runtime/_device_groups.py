@@ -1,6 +1,7 @@
 """Groups of devices that communicate, read from a collective instruction.
 
-XLA writes groups as lists, as a grid of numbers with its dims reordered, or as axes of a mesh of its own.
+XLA writes groups as lists, as a grid of numbers with its dims reordered, or as axes of a mesh of
+its own.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
 
 
 def _device_order(text: str | None, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Devices in the order of the compiler's mesh: `[4,2]T(1,0)` is a grid of 4 x 2 numbers, transposed."""
+    """Devices in the order of the compiler's mesh: `[4,2]T(1,0)` is a grid of 4 x 2 numbers,
+    transposed.
+    """
     numbers = np.arange(count)
     if not text:
         return numbers

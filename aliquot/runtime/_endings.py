@@ -24,7 +24,9 @@ _INTERRUPTED, _FAILED = 130, 1
 
 @cache
 def end_in_order() -> None:
-    """From now on this process's end is told to others, and leaves no program running that XLA would stumble over."""
+    """From now on this process's end is told to others, and leaves no program running that XLA
+    would stumble over.
+    """
     atexit.register(_at_exit)
 
 
@@ -37,7 +39,9 @@ def finish_work() -> None:
 
 
 def part(peers: Peers) -> None:
-    """End the connections of a process that all others have left. JAX's service lives in process 0, which goes last."""
+    """End the connections of a process that all others have left. JAX's service lives in process 0,
+    which goes last.
+    """
     stop_watching()
     if peers.process:
         jax.distributed.shutdown()
@@ -46,7 +50,9 @@ def part(peers: Peers) -> None:
 
 
 def _at_exit() -> None:
-    """A process that ends without `shutdown`: in peace if the others come too, else it takes them with it."""
+    """A process that ends without `shutdown`: in peace if the others come too, else it takes them
+    with it.
+    """
     peers, error = watched(), getattr(sys, "last_value", None)
     if peers is None:
         _finish_or_end(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else None)

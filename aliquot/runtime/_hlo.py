@@ -1,7 +1,8 @@
 """Collectives of a compiled program, read from its text.
 
-The compiler has the last word on collectives: it merges, moves and drops what a plan asked for. This finds what is
-left: kind, the mesh axes it runs along, how often a step runs it, and the bytes that it leaves on each device.
+The compiler has the last word on collectives: it merges, moves and drops what a plan asked for.
+This finds what is left: kind, the mesh axes it runs along, how often a step runs it, and the bytes
+that it leaves on each device.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _bits(name: str) -> int:
     return int(digits.group(1)) if digits else 0
 
 
-# ---- structure of the text -------------------------------------------------------------------------------------------
+# ---- structure of the text -----------------------------------------------------------------------
 
 
 def _computations(text: str) -> dict[str, _Computation]:
@@ -196,7 +197,9 @@ def _trip_count(line: str, condition: _Computation) -> int:
 
 
 def _collective(line: str) -> tuple[str, str] | None:
-    """Kind and result type of a collective instruction; of an asynchronous pair only the start counts."""
+    """Kind and result type of a collective instruction; of an asynchronous pair only the start
+    counts.
+    """
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -208,7 +211,8 @@ def _collective(line: str) -> tuple[str, str] | None:
         return None
     result = rest[:type_end]
     if opcode.endswith("-start"):
-        # The start of a pair has its operands and its results; that of an all-reduce had its results alone before 2026.
+        # The start of a pair has its operands and its results; that of an all-reduce had its
+        # results alone before 2026.
         elements = _elements(result)
         if len(elements) > 1 and (kind != "all-reduce" or elements[0].startswith("(")):
             result = elements[1]

@@ -1,8 +1,10 @@
-"""Arrays from one mesh to another through the memory of the hosts, for devices that cannot send to other processes.
+"""Arrays from one mesh to another through the memory of the hosts, for devices that cannot send to
+other processes.
 
-XLA's CPU devices have transfers between processes, but with two or more devices in each these lose data and hang. Here
-each process sends the parts that another one needs of what its devices hold, and the other puts its shards together from them: any
-split to any other, no byte twice to the same process.
+XLA's CPU devices have transfers between processes, but with two or more devices in each these lose
+data and hang. Here each process sends the parts that another one needs of what its devices hold,
+and the other puts its shards together from them: any split to any other, no byte twice to the same
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Block = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A block of array number `array` that process `source` holds on `device` and process `target` wants.
+    """A block of array number `array` that process `source` holds on `device` and process `target`
+    wants.
 
     `within` is the block that the device holds, `goal` that which the target's devices want.
     """
@@ -50,7 +53,8 @@ def plan_host_move(
         targets: where each shall lie: the sharding of each receiving process.
 
     Returns:
-        A function from the arrays, in processes that hold parts of them, to those at the receiver, in processes that are
+        A function from the arrays, in processes that hold parts of them, to those at the receiver,
+            in processes that are
         to have parts. None where there is nothing to do.
     """
     this_process = jax.process_index()
@@ -123,7 +127,9 @@ def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piec
 def _joiner(
     structs: Sequence[Any], plain: Sequence[Any], targets: Sequence[Any]
 ) -> Callable[[Mapping[tuple[int, Block, Block], Any]], list[Any]]:
-    """From blocks, by array, where they belong and what they are, to arrays on this process's devices."""
+    """From blocks, by array, where they belong and what they are, to arrays on this process's
+    devices.
+    """
     process = jax.process_index()
     places = [
         [(device, block) for device, block in _blocks(target, look.shape).items() if device.process_index == process]

@@ -45,18 +45,22 @@ def initialize(
         process_id: which one this is, from 0.
         local_device_ids: which of this machine's devices it uses; all by default.
         initialization_timeout_s: how long to wait for the others.
-        cpu_collectives: how CPUs of several processes work together within a program. With None they cannot, as a
-            pipeline does not need where every stage has one process: then collectives within a process do not go through
-            the network, which on CPUs takes 40 times as long.
-        transfers: what carries arrays between the stages of a pipeline in different processes: "device" leaves it to JAX,
-            "host" sends them through the memory and the network of the hosts. By default hosts do so for CPUs, whose
-            transfers in JAX lose data, and devices for themselves elsewhere.
+        cpu_collectives: how CPUs of several processes work together within a program. With None
+            they cannot, as a pipeline does not need where every stage has one process: then
+            collectives within a process do not go through the network, which on CPUs takes 40 times
+            as long.
+        transfers: what carries arrays between the stages of a pipeline in different processes:
+            "device" leaves it to JAX, "host" sends them through the memory and the network of the
+            hosts. By default hosts do so for CPUs, whose transfers in JAX lose data, and devices
+            for themselves elsewhere.
 
-        run_id: what only the processes of this run have in common: whoever comes to the same address from another run is
-            turned away. By default the number of the launcher's job, if there is one.
+        run_id: what only the processes of this run have in common: whoever comes to the same
+            address from another run is turned away. By default the number of the launcher's job, if
+            there is one.
 
     Raises:
-        SystemExit: with code 3 and a message, when the others do not come, have other versions, or die meanwhile.
+        SystemExit: with code 3 and a message, when the others do not come, have other versions, or
+            die meanwhile.
         InputError: The arguments do not say which process this is of how many, or fit no process.
         RuntimeError: from JAX, when devices were touched already.
     """
@@ -88,7 +92,8 @@ def initialize(
 
     service = address
     if count > 1:
-        # Without it JAX aborts all processes when one dies, before anything can be said. The watch ends them.
+        # Without it JAX aborts all processes when one dies, before anything can be said. The watch
+        # ends them.
         jax.config.update("jax_enable_recoverability", True)
         hello = Hello.own(process, count, default_run_id() if run_id is None else run_id)
         service = meet(address, hello, initialization_timeout_s, service_port)
@@ -124,9 +129,10 @@ def shutdown() -> None:
 def _spare_threads() -> None:
     """Leave CPU devices a thread for transfers while programs wait for other processes.
 
-    XLA gives all that CPU devices do as many threads as there are cores or devices, and a collective keeps one for each
-    device until the others come. Where none is left, what the others wait for is never sent. A device can wait in two
-    programs at once: one of all devices here, and one of its own.
+    XLA gives all that CPU devices do as many threads as there are cores or devices, and a
+    collective keeps one for each device until the others come. Where none is left, what the others
+    wait for is never sent. A device can wait in two programs at once: one of all devices here, and
+    one of its own.
     """
     flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     asked = jax.config.values["jax_num_cpu_devices"]
@@ -142,10 +148,11 @@ def _num_cores() -> int:
 
 
 def reserved_port(address: str, process: int, count: int) -> socket.socket:
-    """A socket at a port that nobody else here takes while it is open, but who asks the system to share it, as JAX does.
+    """A socket at a port that nobody else here takes while it is open, but who asks the system to
+    share it, as JAX does.
 
-    Two that share a port would get each other's connections. Systems hand out those from 32768 on by themselves, and no
-    two processes of a run look at the same.
+    Two that share a port would get each other's connections. Systems hand out those from 32768 on
+    by themselves, and no two processes of a run look at the same.
     """
     ports = list(range(16384 + process, 32768, count))
     random.SystemRandom().shuffle(ports)

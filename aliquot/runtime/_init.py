@@ -27,9 +27,11 @@ def init_state(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Results of `init_fn(*args, **kwargs)`, each array created on the devices that hold it, in pieces if they lie apart.
+    """Results of `init_fn(*args, **kwargs)`, each array created on the devices that hold it, in
+    pieces if they lie apart.
 
-    The result must be the step's state argument, or a tuple of several of its arguments in their order.
+    The result must be the step's state argument, or a tuple of several of its arguments in their
+    order.
 
     Args:
         fn: the step.
@@ -83,9 +85,11 @@ _Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
 
 
 def _stacks(run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequence[Sequence[Rows]]) -> _Stacks:
-    """Functions that make the stacked arrays of the result, cut so that a stage makes its own rows without the others.
+    """Functions that make the stacked arrays of the result, cut so that a stage makes its own rows
+    without the others.
 
-    For arrays with the same pieces each: their positions in the result, and the function that makes them.
+    For arrays with the same pieces each: their positions in the result, and the function that makes
+    them.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for k, place in enumerate(wanted):
@@ -116,7 +120,8 @@ def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any
 
 
 def _replicate(array: Any, whole: NamedSharding) -> Any:
-    # Uncommitted and host arrays go anywhere by themselves; across processes nothing else is allowed.
+    # Uncommitted and host arrays go anywhere by themselves; across processes nothing else is
+    # allowed.
     if not isinstance(array, jax.Array) or not whole.is_fully_addressable:
         return array
     return jax.device_put(array, whole)
@@ -144,7 +149,9 @@ def _places(
     kept: Mapping[str, Any],
     shapes: Sequence[Any],
 ) -> list[Sequence[Rows]]:
-    """Sharding of each array of the result, found by laying the result out as arguments of the step."""
+    """Sharding of each array of the result, found by laying the result out as arguments of the
+    step.
+    """
     result = _rebuild(kept, shapes)
     stateful = _state_arguments(arrays)
     several = len(stateful) > 1 and isinstance(result, tuple) and len(result) == len(stateful)

@@ -1,7 +1,8 @@
 """A schedule and the programs of its stages -> one list of instructions, the same in every process.
 
-Arrays live in numbered slots. An instruction runs a program on slots, or moves slots from one stage to another, and says
-which slots nobody reads afterwards; there is nothing left to decide while a step runs.
+Arrays live in numbered slots. An instruction runs a program on slots, or moves slots from one stage
+to another, and says which slots nobody reads afterwards; there is nothing left to decide while a
+step runs.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def write_instructions(
     Args:
         functions: of all stages.
         schedule: its tasks.
-        home: for inputs that are kept on one stage that stage; others are given to every stage that reads them.
+        home: for inputs that are kept on one stage that stage; others are given to every stage that
+            reads them.
         results: stages and values that the user gets.
     """
     writer = _Writer(functions, schedule.num_micro_batches)

@@ -1,4 +1,6 @@
-"""The loop that issues a pipeline's instructions: everything that can be settled before the first step is."""
+"""The loop that issues a pipeline's instructions: everything that can be settled before the first
+step is.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class Issuer:
         end_in_order()
         self._shares = self._plan_shares()
 
-    # ---- before the first step ---------------------------------------------------------------------------------------
+    # ---- before the first step -------------------------------------------------------------------
 
     def _fill(self) -> None:
         """Create what every step starts with: zeros, numbers of micro-batches, constants."""
@@ -158,9 +160,11 @@ class Issuer:
         return repr((self._pipeline.instructions.steps, shapes, specs, shared, jax.__version__))
 
     def connect(self) -> None:
-        """Let every two processes exchange something, each with one other at a time and one way after the other.
+        """Let every two processes exchange something, each with one other at a time and one way
+        after the other.
 
-        Where the first transfers of two processes meet that JAX carries, they take seconds, or never arrive.
+        Where the first transfers of two processes meet that JAX carries, they take seconds, or
+        never arrive.
         """
         if self._peers is None or channels_of_hosts() is not None:
             return
@@ -176,7 +180,7 @@ class Issuer:
             jax.block_until_ready(received)
             self._peers.exchange(b"")
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def run(self, given: Mapping[int, Any]) -> list[Any]:
         """One step.
@@ -201,8 +205,8 @@ class Issuer:
         """One step that waits for each instruction before it issues the next.
 
         Args:
-            record: called with the number of each instruction that this process takes part in, and when it began and
-                ended, by `time.perf_counter`.
+            record: called with the number of each instruction that this process takes part in, and
+                when it began and ended, by `time.perf_counter`.
         """
         plain = self._actions
         self._actions = [action._replace(call=_timed(action, record)) for action in plain]
@@ -243,7 +247,7 @@ class Issuer:
             for slot in frees:
                 slots[slot] = None
 
-    # ---- what is told when a process dies ----------------------------------------------------------------------------
+    # ---- what is told when a process dies --------------------------------------------------------
 
     def _describe(self, dead: int) -> str:
         assert self._peers is not None

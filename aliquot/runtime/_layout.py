@@ -1,8 +1,8 @@
 """Positions of micro-batches in the batch; cutting arrays into parts and joining them.
 
-A dim of `n` elements is read as `(groups, shards, micro-batches, rest)`: a group of devices owns a contiguous share,
-each of its shards a contiguous share of that, and micro-batches are cut from the inside. So no example leaves its
-device.
+A dim of `n` elements is read as `(groups, shards, micro-batches, rest)`: a group of devices owns a
+contiguous share, each of its shards a contiguous share of that, and micro-batches are cut from the
+inside. So no example leaves its device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Layout:
         return self.groups * self.micro_batches
 
     def cut(self, array: Any, dim: int) -> Any:
-        """All parts of an array: micro-batches first, then groups (where there are any), then the array's dims."""
+        """All parts of an array: micro-batches first, then groups (where there are any), then the
+        array's dims.
+        """
         shape = array.shape
         rest = shape[dim] // (self.parts * self.shards)
         inner = (self.groups, self.shards, self.micro_batches, rest)
@@ -59,7 +61,9 @@ class Layout:
         return part.reshape(*shape[:dim], self.shards * rest, *shape[dim + 1 :])
 
     def offsets(self, shape: Sequence[int], dim: int, group: Any, micro_batch: Any, dtype: Any) -> Any:
-        """Offsets from an element's position in its part to its position in the batch, for a part's shape."""
+        """Offsets from an element's position in its part to its position in the batch, for a part's
+        shape.
+        """
         rest = shape[dim] // self.shards
         shard = jax.lax.broadcasted_iota(dtype, tuple(shape), dim) // max(rest, 1)
         group, micro_batch = jnp.asarray(group, dtype), jnp.asarray(micro_batch, dtype)

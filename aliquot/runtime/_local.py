@@ -1,21 +1,24 @@
 """Operators that XLA's SPMD partitioner does not split well in the form in which JAX writes them.
 
-Where each group of devices has images and kernels of its own, as in the gradient of a kernel, JAX's batching makes the
-groups groups of features. The partitioner gathers such images from all devices, so here each group convolves by itself.
-It also miscomputes depthwise convolutions that are split over their groups of features, unless the features of image and
-result are at the same position.
+Where each group of devices has images and kernels of its own, as in the gradient of a kernel, JAX's
+batching makes the groups groups of features. The partitioner gathers such images from all devices,
+so here each group convolves by itself. It also miscomputes depthwise convolutions that are split
+over their groups of features, unless the features of image and result are at the same position.
 
-It gathers the operands of Fourier transforms and triangular systems, and may do anything with a primitive without a declared
-rule. Here each device runs them on its own pieces.
+It gathers the operands of Fourier transforms and triangular systems, and may do anything with a
+primitive without a declared rule. Here each device runs them on its own pieces.
 
-It cannot split kernels in Pallas: here each device runs its part of the grid. Each device also runs cuDNN's attention on its own
-examples and heads, for which JAX has a partitioner of its own that must see the devices.
+It cannot split kernels in Pallas: here each device runs its part of the grid. Each device also runs
+cuDNN's attention on its own examples and heads, for which JAX has a partitioner of its own that
+must see the devices.
 
-It gathers an array to constrain its order in memory. Here each device's piece is constrained instead.
+It gathers an array to constrain its order in memory. Here each device's piece is constrained
+instead.
 
-Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies what it has, and the sums
-are reduce-scattered. So are sums that are all-reduced along other axes: XLA merges all-reduces of the terms of a sum, and
-reduce-scatters, but not all-reduces behind all-reduces that it only slices.
+Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies
+what it has, and the sums are reduce-scattered. So are sums that are all-reduced along other axes:
+XLA merges all-reduces of the terms of a sum, and reduce-scatters, but not all-reduces behind
+all-reduces that it only slices.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 def convolution(eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]) -> list[Any]:
-    """A convolution, of which a `vmap` along these mesh axes may give each group of devices its own operands."""
+    """A convolution, of which a `vmap` along these mesh axes may give each group of devices its own
+    operands.
+    """
 
     def run(*operands: Any) -> list[Any]:
         return [_with_features_in_place(eqn, operands, bind)]
@@ -57,7 +62,8 @@ def on_pieces(
     rule: DimRule,
     given: Sequence[PartitionSpec | None],
 ) -> list[Any]:
-    """An operator on the pieces that each device has of its operands, as its rule allows; `groups` as above.
+    """An operator on the pieces that each device has of its operands, as its rule allows; `groups`
+    as above.
 
     Args:
         rule: the rule of the operator; factors that it reduces are not split.
@@ -110,7 +116,8 @@ def product(
     *,
     wide_sums: bool,
 ) -> list[Any] | None:
-    """A product of two arrays that are split so, its sums scattered: the result is split as `wanted` says of its shape.
+    """A product of two arrays that are split so, its sums scattered: the result is split as
+    `wanted` says of its shape.
 
     None if no scattering of sums gets there. `wide_sums`: see `Pins`.
     """
@@ -154,7 +161,9 @@ def product(
 
 
 def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
-    """An array whose last dim is contiguous on each device. JAX's partitioner would gather it to see to that."""
+    """An array whose last dim is contiguous on each device. JAX's partitioner would gather it to
+    see to that.
+    """
     order = Layout(tuple(range(array.ndim)))
 
     def run(piece: Any) -> Any:
@@ -177,7 +186,8 @@ def _on_pieces(
     results: Sequence[PartitionSpec],
     everywhere: bool = False,
 ) -> Sequence[Any]:
-    """Results of `run` on the pieces of split arrays; under a `vmap` over groups, on those of each group's arrays.
+    """Results of `run` on the pieces of split arrays; under a `vmap` over groups, on those of each
+    group's arrays.
 
     `everywhere`: whether it runs on each device by itself along all mesh axes, not only along those that split an array.
     """
@@ -216,7 +226,9 @@ def _on_pieces(
 
 
 def _with_features_in_place(eqn: Any, arrays: Sequence[Any], bind: Bind) -> Any:
-    """A convolution, where need be with the features of its result at the position that they have in the image."""
+    """A convolution, where need be with the features of its result at the position that they have
+    in the image.
+    """
     numbers = eqn.params["dimension_numbers"]
     _, channels, *_ = numbers.lhs_spec
     out_spec = numbers.out_spec

@@ -34,8 +34,10 @@ class AbstractLowering(abc.ABC):
         Args:
             graph: the step that the pins are of, or some of its operators under their own indices.
             arrays: one for each of `graph.inputs`.
-            without: mesh axes along which something around the replay gives each group of devices arrays of its own.
-            mapped: the inputs of which it does. The pins of what depends on them must not mention those axes.
+            without: mesh axes along which something around the replay gives each group of devices
+                arrays of its own.
+            mapped: the inputs of which it does. The pins of what depends on them must not mention
+                those axes.
         """
 
     @abc.abstractmethod
@@ -52,7 +54,8 @@ class AbstractLowering(abc.ABC):
 
         Args:
             without: mesh axes that are not to be mentioned.
-            leading: number of dims before those that `spec` speaks of; the last of them is split over `without`.
+            leading: number of dims before those that `spec` speaks of; the last of them is split
+                over `without`.
             minor: positions of mesh axes that subdivide tiles last.
         """
 
@@ -103,7 +106,9 @@ class ConstraintLowering(AbstractLowering):
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
 
     def _renewed(self, value: Operand, new: Any, given: Mapping[int, Any]) -> Any:
-        """A result; if it replaces a given array row by row, that one with its rows, each gathered by itself."""
+        """A result; if it replaces a given array row by row, that one with its rows, each gathered
+        by itself.
+        """
         old, *specs = self.pins.rows.get(value, (-1,)) if isinstance(value, int) else (-1,)
         if old not in given:
             return new
@@ -123,7 +128,9 @@ class ConstraintLowering(AbstractLowering):
 def partition(
     mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset(), minor: Sequence[int] = ()
 ) -> PartitionSpec:
-    """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too small for them."""
+    """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too
+    small for them.
+    """
     names = [str(name) for name in mesh.axis_names]
     kept: list[tuple[str, ...]] = []
     for size, axes in zip(shape, dims_of(without_partial(spec), names, len(shape), minor), strict=True):
@@ -151,7 +158,8 @@ class _Constrain(ReplayHook):
         self._graph = graph
         self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
-        # What arrays were turned into on their way to operands, with these arrays: their ids must stay theirs.
+        # What arrays were turned into on their way to operands, with these arrays: their ids must
+        # stay theirs.
         self._between: dict[tuple[int, Spec], tuple[Any, Any]] = {}
 
     @contextmanager
@@ -175,7 +183,9 @@ class _Constrain(ReplayHook):
         return arrays
 
     def _once(self, value: Operand, array: Any, spec: Spec) -> Any:
-        """The same pinned array for all operands: what follows from two, the partitioner would convert twice."""
+        """The same pinned array for all operands: what follows from two, the partitioner would
+        convert twice.
+        """
         known = self._between.get((id(array), spec))
         if known is None:
             known = self._between[id(array), spec] = self._pin(value, array, spec), array

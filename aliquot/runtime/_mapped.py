@@ -1,4 +1,6 @@
-"""Values of a graph that differ between groups of devices, where each group is given arrays of its own."""
+"""Values of a graph that differ between groups of devices, where each group is given arrays of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from ..graph import Block, Call, Graph, Literal, Operand, is_check, scan_counts
 def differing(graph: Graph, given: Iterable[int]) -> frozenset[int]:
     """All values that depend on those `given` to each group by itself.
 
-    The others are the same everywhere, and may be split over the devices of all groups: weights, above all.
+    The others are the same everywhere, and may be split over the devices of all groups: weights,
+    above all.
     """
     different = set(given)
     _run(graph, graph.body.items, different)

@@ -1,7 +1,8 @@
 """Meeting of the processes of a run, before JAX connects them.
 
-Process 0 listens at the address that all were given. The others connect and say which process of which run they are; the
-connections stay for `_watchdog`. So who dies, comes twice, or belongs to another run is known at once, and named.
+Process 0 listens at the address that all were given. The others connect and say which process of
+which run they are; the connections stay for `_watchdog`. So who dies, comes twice, or belongs to
+another run is known at once, and named.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The others, as this process knows them: of process 0 those of all, of others that of process 0."""
+    """The others, as this process knows them: of process 0 those of all, of others that of process
+    0.
+    """
 
     process: int
     count: int
@@ -80,7 +83,7 @@ def give_up(text: str) -> NoReturn:
     raise SystemExit(EXIT_CODE)
 
 
-# ---- process 0 -------------------------------------------------------------------------------------------------------
+# ---- process 0 -----------------------------------------------------------------------------------
 
 
 def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Met:
@@ -208,11 +211,13 @@ def _hear_hello(peer: socket.socket) -> Hello | None:
         return None
 
 
-# ---- the others ------------------------------------------------------------------------------------------------------
+# ---- the others ----------------------------------------------------------------------------------
 
 
 def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met, dict[str, Any]]:
-    """A connection to process 0, which may come later than this one, and what it tells when all are there."""
+    """A connection to process 0, which may come later than this one, and what it tells when all are
+    there.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -240,7 +245,7 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
     return Met(own_hello.process, own_hello.count, {0: peer}, {0: first}), told
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def _say(peer: socket.socket, message: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ from ..core import PlanMismatchError
 
 
 def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first devices, numbered row by row, that leaves splits to the compiler where a plan is silent.
+    """A mesh over the first devices, numbered row by row, that leaves splits to the compiler where
+    a plan is silent.
 
     Raises:
         PlanMismatchError: there are too few devices.

@@ -1,7 +1,9 @@
-"""A `MicroBatchPlan` -> three graphs: what runs before the first part, on each part, and after the last.
+"""A `MicroBatchPlan` -> three graphs: what runs before the first part, on each part, and after the
+last.
 
-Each graph holds only what is needed. Values keep their indices, so the pins of the whole step hold in all three; what
-a part needs beside its operators (a slice, a shift, a sum that counts once) becomes operators of its own at the end.
+Each graph holds only what is needed. Values keep their indices, so the pins of the whole step hold
+in all three; what a part needs beside its operators (a slice, a shift, a sum that counts once)
+becomes operators of its own at the end.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ class MicroBatchGraphs:
 
     Attributes:
         early: takes the step's inputs, returns `early_values`.
-        body: takes the step's inputs with `sliced` values cut, `early_values`, the numbers of the group and of the
-            micro-batch; returns `crossing` values.
-        late: takes the step's inputs, `early_values` and combined `crossing` values; returns the step's outputs.
+        body: takes the step's inputs with `sliced` values cut, `early_values`, the numbers of the
+            group and of the micro-batch; returns `crossing` values.
+        late: takes the step's inputs, `early_values` and combined `crossing` values; returns the
+            step's outputs.
         early_values: computed once, on the whole batch; `inside` are their names in the body.
         sliced: inputs, constants and early values of which each part gets its slice, with the dim.
         crossing: what the late graph needs of the parts.
@@ -145,7 +148,9 @@ class _Needs:
         return self.plan.actions.get(item) is action
 
     def _mark_again(self, items: Sequence[int | Call]) -> None:
-        """Mark the items that can run again from the step's inputs alone: they see no part of the batch."""
+        """Mark the items that can run again from the step's inputs alone: they see no part of the
+        batch.
+        """
         batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
         known = {v: v not in batch for v in self._given}
         for item in items:
@@ -301,7 +306,7 @@ class _Rewriter:
         out.append(len(self.ops) - 1)
         return output
 
-    # ---- operators ---------------------------------------------------------------------------------------------------
+    # ---- operators -------------------------------------------------------------------------------
 
     def _op(self, index: int, out: list[int | Call]) -> None:
         op, whole = self.ops[index], self.plan.whole.ops[index]
@@ -336,7 +341,9 @@ class _Rewriter:
         self._add(shift, [plain, self.group, self.micro_batch], target, op, out)
 
     def _slice(self, index: int, whole: Op, inputs: Sequence[Operand], out: list[int | Call]) -> None:
-        """Run an operator for the whole batch, and keep the part's slice of what depends on the batch's size."""
+        """Run an operator for the whole batch, and keep the part's slice of what depends on the
+        batch's size.
+        """
         outputs = []
         cuts: list[tuple[int, int]] = []
         for target in whole.outputs:
@@ -373,7 +380,8 @@ class _Rewriter:
         return operand
 
     def _once(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
-        # A part that stands for the whole batch multiplies its share, so that each must have the same.
+        # A part that stands for the whole batch multiplies its share, so that each must have the
+        # same.
         shared = self.plan.semantics == "independent"
         parts = self.plan.num_parts
 
@@ -406,7 +414,7 @@ class _Rewriter:
         target = self._like(operand)
         return self._add(local, [operand, self.group, self.micro_batch], target, op, out)
 
-    # ---- structured operators ----------------------------------------------------------------------------------------
+    # ---- structured operators --------------------------------------------------------------------
 
     def _call(self, call: Call, out: list[int | Call]) -> Call:
         inputs = list(call.inputs)

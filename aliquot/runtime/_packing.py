@@ -1,7 +1,7 @@
 """Scalars that stages tell each other in the update, packed into one vector for each dtype.
 
-The norm of all gradients takes a number from every parameter; as arrays of their own they would cost more than the rest of
-the exchange.
+The norm of all gradients takes a number from every parameter; as arrays of their own they would
+cost more than the rest of the exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ._stage_functions import Form, Key, StageFunction
 
 
 def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...]:
-    """The functions with scalars that cross between stages in vectors, where two or more cross together.
+    """The functions with scalars that cross between stages in vectors, where two or more cross
+    together.
 
     A vector's value number lies behind all others.
     """

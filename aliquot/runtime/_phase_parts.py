@@ -1,4 +1,6 @@
-"""A step that runs on its whole batch at once, cut like one that runs on micro-batches: body, then update."""
+"""A step that runs on its whole batch at once, cut like one that runs on micro-batches: body, then
+update.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
 def phase_parts(graph: Graph) -> MicroBatchGraphs:
-    """Forward and backward pass as the body, the update behind it; nothing runs early and nothing is cut."""
+    """Forward and backward pass as the body, the update behind it; nothing runs early and nothing
+    is cut.
+    """
     items = items_of(graph)
     given = [i.value for i in graph.inputs]
     body = [item for item in items if item.phase is not Phase.UPDATE]

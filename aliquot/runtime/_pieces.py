@@ -1,6 +1,8 @@
-"""Arrays in pieces: the rows of a parameter that is stacked over layers lie on the stages that run these layers.
+"""Arrays in pieces: the rows of a parameter that is stacked over layers lie on the stages that run
+these layers.
 
-The step itself sees one array for each piece (`split_scans`); its caller passes and gets one leaf, as without a pipeline.
+The step itself sees one array for each piece (`split_scans`); its caller passes and gets one leaf,
+as without a pipeline.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ _RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class PiecedArray:
-    """An array whose rows lie on several meshes: one leaf of a tree, read as a whole by `np.asarray`.
+    """An array whose rows lie on several meshes: one leaf of a tree, read as a whole by
+    `np.asarray`.
 
-    Made by a step whose stages each keep some layers of a stack. Give it back to the step as it is; `jnp.asarray` makes
-    a plain array of it, on one device. With several processes both need all of them, as they exchange the pieces.
+    Made by a step whose stages each keep some layers of a stack. Give it back to the step as it is;
+    `jnp.asarray` makes a plain array of it, on one device. With several processes both need all of
+    them, as they exchange the pieces.
 
     Args:
         pieces: arrays that differ in their number of rows alone, in order.
@@ -115,7 +119,9 @@ class Rows(NamedTuple):
 
 
 def places_of(shardings: Mapping[str, NamedSharding]) -> dict[str, tuple[Rows, ...]]:
-    """Places of arrays by path, from those of their pieces by paths such as `params.w[0:4]` and `params.w[4:8]`."""
+    """Places of arrays by path, from those of their pieces by paths such as `params.w[0:4]` and
+    `params.w[4:8]`.
+    """
     places: dict[str, list[Rows]] = {}
     for path, sharding in shardings.items():
         match = _RANGE.fullmatch(path)
@@ -146,7 +152,9 @@ def output_pieces(graph: Graph) -> tuple[tuple[Piece, ...], ...]:
 
 
 def _composed(outer: Sequence[Sequence[Piece]], inner: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece, ...], ...]:
-    """Pieces of pieces: a graph may have been cut for scans of one length, and then for those of another."""
+    """Pieces of pieces: a graph may have been cut for scans of one length, and then for those of
+    another.
+    """
     return tuple(tuple(_within(p, q) for p in pieces for q in inner[p.position]) for pieces in outer)
 
 
@@ -158,7 +166,8 @@ def _within(outer: Piece, inner: Piece) -> Piece:
 def cut_leaves(leaves: Sequence[Any], pieces: Sequence[Sequence[Piece]], paths: Sequence[str]) -> list[Any]:
     """The user's arrays to those of a graph in pieces.
 
-    Arrays that come in the same pieces are passed on as they are; others are cut, after they were joined if need be.
+    Arrays that come in the same pieces are passed on as they are; others are cut, after they were
+    joined if need be.
 
     Args:
         leaves: whole arrays, or `PiecedArray`s.

@@ -50,9 +50,11 @@ class StageForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStage:
-    """A stage's function as the compiler left it; `shapes` are those of its results, with their shardings.
+    """A stage's function as the compiler left it; `shapes` are those of its results, with their
+    shardings.
 
-    Equal functions of stages on the same devices have one `compiled`, which took time for the first of them alone.
+    Equal functions of stages on the same devices have one `compiled`, which took time for the first
+    of them alone.
     """
 
     function: StageFunction
@@ -106,7 +108,9 @@ class Pipeline:
         self._issuer: Issuer | None = None
 
     def _homes(self) -> dict[int, int]:
-        """Stage of each input that is kept: that of its successor, else the first one that reads it."""
+        """Stage of each input that is kept: that of its successor, else the first one that reads
+        it.
+        """
         home = dict(self._programs.home)
         for item in self.graph.inputs:
             where = self._programs.outputs[item.output] if item.output is not None else None
@@ -129,7 +133,9 @@ class Pipeline:
         )
 
     def _inputs_that_others_pull(self) -> frozenset[int]:
-        """Inputs that other processes read from where they lie: nothing tells when they have, so nothing may overwrite."""
+        """Inputs that other processes read from where they lie: nothing tells when they have, so
+        nothing may overwrite.
+        """
         sends = [step for step in self.instructions.steps if isinstance(step, Send)]
         return frozenset(
             self.instructions.slots[slot][1].value
@@ -139,7 +145,7 @@ class Pipeline:
             if self.instructions.slots[slot][1].form is Form.GIVEN
         )
 
-    # ---- shapes and shardings ----------------------------------------------------------------------------------------
+    # ---- shapes and shardings --------------------------------------------------------------------
 
     def given_slots(self, value: int) -> dict[int, tuple[int, NamedSharding]]:
         """Slot and sharding of an input by stage: on its home, or on every stage that reads it."""
@@ -225,7 +231,9 @@ class Pipeline:
         return None
 
     def _result_spec(self, context: StageContext, value: int, shape: Sequence[int]) -> PartitionSpec:
-        """Split of a result of the whole batch: along the batch if it holds one entry for each example."""
+        """Split of a result of the whole batch: along the batch if it holds one entry for each
+        example.
+        """
         specs = context.plan.specs if context.plan is not None else ()
         kind = specs[value] if value < len(specs) else None
         size = math.prod(context.mesh.shape[axis] for axis in context.data_axes)
@@ -234,7 +242,9 @@ class Pipeline:
         return PartitionSpec(*[None] * kind.dim, context.data_axes)
 
     def _donated(self, k: int, function: StageFunction) -> tuple[int, ...]:
-        """Positions of arguments whose place a result may take: totals, and state that nobody reads any more."""
+        """Positions of arguments whose place a result may take: totals, and state that nobody reads
+        any more.
+        """
         stage = function.program.stage
         later = {
             key.value
@@ -265,10 +275,11 @@ class Pipeline:
         a, b = self.graph.values[value], self.graph.values[successor]
         return (a.shape, a.dtype) == (b.shape, b.dtype)
 
-    # ---- compiling ---------------------------------------------------------------------------------------------------
+    # ---- compiling -------------------------------------------------------------------------------
 
     def compile(self) -> tuple[CompiledStage | None, ...]:
-        """Compile every function of this process's stages; once. With several processes all must call it.
+        """Compile every function of this process's stages; once. With several processes all must
+        call it.
 
         Raises:
             PlanMismatchError: the processes do not fit the plan, or do not run the same one.
@@ -299,7 +310,9 @@ class Pipeline:
             )
 
     def _agree(self, peers: Peers, issuer: Issuer) -> None:
-        """Transfers are matched by order alone: a process with another list would hang, or take wrong arrays."""
+        """Transfers are matched by order alone: a process with another list would hang, or take
+        wrong arrays.
+        """
         digests = peers.exchange(hashlib.sha256(issuer.signature().encode()).digest())
         other = [k for k, digest in enumerate(digests) if digest != digests[0]]
         if other:
@@ -311,7 +324,9 @@ class Pipeline:
         issuer.connect()
 
     def of_all_processes(self, figures: Sequence[Any]) -> tuple[Any, ...]:
-        """Figures of all stages, each with its number as `stage`, from the processes that have them."""
+        """Figures of all stages, each with its number as `stage`, from the processes that have
+        them.
+        """
         peers = watch() if self.is_shared else None
         if peers is None:
             return tuple(figures)
@@ -322,7 +337,8 @@ class Pipeline:
         """The `k`th function before it is compiled.
 
         Args:
-            known: shapes, with shardings, of what the functions before it make; gets its own results.
+            known: shapes, with shardings, of what the functions before it make; gets its own
+                results.
         """
         arguments = tuple(self._struct(function, key, known) for key in function.takes)
         shapes = jax.eval_shape(function.run, *arguments)
@@ -331,7 +347,8 @@ class Pipeline:
         results = tuple(_shape(s.shape, s.dtype, sharding) for s, sharding in zip(shapes, wanted, strict=True))
         for key, result in zip(function.gives, results, strict=True):
             known[function.program.stage, Key(key.form, key.value)] = result
-        # Equal stages have equal programs, by which caches know them: a name must not tell them apart.
+        # Equal stages have equal programs, by which caches know them: a name must not tell them
+        # apart.
         function.run.__name__ = function.program.name.split(" ", 2)[2].replace(" ", "_")
         return StageForm(
             function=function,
@@ -375,11 +392,14 @@ class Pipeline:
         )
 
     def _executable(self, form: StageForm, lowered: Any, shared: dict[tuple[Any, ...], Any]) -> Any:
-        """A program compiled, or what an earlier stage on the same devices has compiled of an equal one."""
+        """A program compiled, or what an earlier stage on the same devices has compiled of an equal
+        one.
+        """
         mesh = self.contexts[form.function.program.stage].mesh
         if sum(context.mesh == mesh for context in self.contexts) == 1:
             return lowered.compile()
-        # The text leaves out lines of source, and of arrays what only JAX knows, such as a key's kind.
+        # The text leaves out lines of source, and of arrays what only JAX knows, such as a key's
+        # kind.
         text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
         results = tuple((r.shape, r.dtype) for r in form.results)
         key = mesh, text, form.donated, form.arguments, results, form.wanted

@@ -96,7 +96,9 @@ class PipelineRunner(AbstractRunner):
         return self._run(leaves, self.pipeline.run, keep=keep)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `AbstractRunner.place`: on the first stage that wants it, in pieces where these lie on several."""
+        """See `AbstractRunner.place`: on the first stage that wants it, in pieces where these lie
+        on several.
+        """
         homes, placed = self._homes(), []
         for position, leaf in enumerate(cut_leaves(leaves, self._inputs, self._paths)):
             item = self._pieces_graph.inputs[position]
@@ -112,7 +114,9 @@ class PipelineRunner(AbstractRunner):
         return self._stats
 
     def lower(self) -> dict[str, Any]:
-        """The programs by name, as `jax.jit(...).lower(...)` returns each; those of this process's stages."""
+        """The programs by name, as `jax.jit(...).lower(...)` returns each; those of this process's
+        stages.
+        """
         known: dict[tuple[int, Key], Any] = {}
         forms = [self.pipeline.form_of(k, f, known) for k, f in enumerate(self.pipeline.functions)]
         return {
@@ -137,7 +141,8 @@ class PipelineRunner(AbstractRunner):
 
     def _run(self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool) -> list[Any]:
         """The user's results from the user's arrays."""
-        # All threads must issue the instructions of a step in one order, and donated arrays have one reader.
+        # All threads must issue the instructions of a step in one order, and donated arrays have
+        # one reader.
         with self._lock:
             self._arguments.check_alive(whole)
             self.compile()

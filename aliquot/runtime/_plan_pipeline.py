@@ -28,7 +28,8 @@ def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None)
         devices: in the cluster's order; by default `jax.devices()`.
 
     Raises:
-        PlanMismatchError: there are too few devices, or the processes that have them cannot share the plan's hosts.
+        PlanMismatchError: there are too few devices, or the processes that have them cannot share
+            the plan's hosts.
     """
     plan = step.plan
     devices = jax.devices() if devices is None else devices
@@ -38,7 +39,9 @@ def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None)
 
 
 def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
-    """Refuse devices, or the processes that have them, which a pipeline's plan cannot use. Raises `PlanMismatchError`."""
+    """Refuse devices, or the processes that have them, which a pipeline's plan cannot use. Raises
+    `PlanMismatchError`.
+    """
     needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
     if len(devices) < needed:
         raise PlanMismatchError(
@@ -54,7 +57,8 @@ def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
 def pipeline_on(
     step: PlannedStep, meshes: Sequence[Any], processes: Sequence[frozenset[int]] | None = None
 ) -> Pipeline:
-    """The same on a mesh for each stage; on those without devices (`AbstractMesh`) it can be lowered, but not run.
+    """The same on a mesh for each stage; on those without devices (`AbstractMesh`) it can be
+    lowered, but not run.
 
     Args:
         processes: that have devices of each stage; must be given where meshes have none.

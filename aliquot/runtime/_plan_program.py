@@ -44,7 +44,9 @@ def build_plan_program(step: PlannedStep, mesh: Any) -> Program:
 def stage_pins(
     graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], stage: StagePlan, target: Target, *, waits: bool
 ) -> Pins:
-    """Pins of a stage, as its target's compiler needs them. `waits`: whether gradients wait for the last micro-batch."""
+    """Pins of a stage, as its target's compiler needs them. `waits`: whether gradients wait for the
+    last micro-batch.
+    """
     return make_pins(
         graph,
         nodes,

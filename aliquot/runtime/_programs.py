@@ -29,12 +29,16 @@ class StageProgram:
 
     Attributes:
         stage, part: whose work, and which; `round` counts those of the update.
-        graph: its operators; inputs are the values that it reads, outputs those that it makes for others.
+        graph: its operators; inputs are the values that it reads, outputs those that it makes for
+            others.
         given: inputs of the step, and constants, that it reads.
         early: values that it reads from its stage's early program, by their names in its graph.
-        imports: what it reads from other programs: values of the same micro-batch, or of earlier rounds.
-        exports: what it makes for other programs, or for the user; `kept` are those that its own stage reads again.
-        totals: what it makes of every micro-batch for the update: added up, or kept one by one (`stacked`).
+        imports: what it reads from other programs: values of the same micro-batch, or of earlier
+            rounds.
+        exports: what it makes for other programs, or for the user; `kept` are those that its own
+            stage reads again.
+        totals: what it makes of every micro-batch for the update: added up, or kept one by one
+            (`stacked`).
         combines: totals that it turns into the whole batch's values before anything else.
     """
 
@@ -65,7 +69,8 @@ class StagePrograms:
     Attributes:
         programs: in an order in which they could run.
         made_by: for each value that programs exchange, the (first) stage that makes it.
-        outputs: for each of the step's outputs the stage and round that hold it, or None if it is an input or literal.
+        outputs: for each of the step's outputs the stage and round that hold it, or None if it is
+            an input or literal.
         home: for each input that is no batch its stage.
     """
 

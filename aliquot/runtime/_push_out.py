@@ -1,6 +1,7 @@
 """Gradients of parameters that several stages use: each stage's share is added up where it is made.
 
-Left in the forward and backward pass, the sum over stages would cross between meshes for each micro-batch.
+Left in the forward and backward pass, the sum over stages would cross between meshes for each
+micro-batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
 def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging) -> MicroBatchGraphs:
-    """MicroBatchGraphs whose sums over stages, and over nothing else's operands, are in the late graph."""
+    """MicroBatchGraphs whose sums over stages, and over nothing else's operands, are in the late
+    graph.
+    """
     ops, items = parts.body.ops, parts.body.body.items
     # What was converted for micro-batches is another sum than that of the whole step.
     as_before = [
@@ -54,7 +57,9 @@ def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Stag
 
 
 def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
-    """True if it adds arrays up, or hands one on, and may as well do so behind the last micro-batch."""
+    """True if it adds arrays up, or hands one on, and may as well do so behind the last
+    micro-batch.
+    """
     return hands_on_gradients(op) and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
 
 

@@ -1,11 +1,12 @@
 """Choice of the forward results to keep for the backward program; the others are recomputed.
 
-A backward program of its own cannot fuse with the forward pass: every value that it reads is an array in memory, one more
-to hand over, for each micro-batch in flight. What is cheap is worked out again from the smallest set of arrays that allows
-it: a minimum cut between what only products can make and what the backward program reads.
+A backward program of its own cannot fuse with the forward pass: every value that it reads is an
+array in memory, one more to hand over, for each micro-batch in flight. What is cheap is worked out
+again from the smallest set of arrays that allows it: a minimum cut between what only products can
+make and what the backward program reads.
 
-Reference: the min-cut rematerialisation of functorch's AOTAutograd (Horace He, "Min-cut recomputation", 2022); here only
-for memory, as products are never repeated.
+Reference: the min-cut rematerialisation of functorch's AOTAutograd (Horace He, "Min-cut
+recomputation", 2022); here only for memory, as products are never repeated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Arrays between stages of unequal size, or with processes in common, of which one has devices of several processes.
+"""Arrays between stages of unequal size, or with processes in common, of which one has devices of
+several processes.
 
-JAX moves an array between processes only to as many devices of other processes, split alike. So the sending stage cuts it into as many
-pieces as the larger stage has devices, each piece goes from one device to one device, and the receiving stage puts them
-together in its own split: no byte crosses twice, and every device of either end takes its share.
+JAX moves an array between processes only to as many devices of other processes, split alike. So the
+sending stage cuts it into as many pieces as the larger stage has devices, each piece goes from one
+device to one device, and the receiving stage puts them together in its own split: no byte crosses
+twice, and every device of either end takes its share.
 
-Reference: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
-section 4.1 (scatter and gather around transfers between stages).
+Reference: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+Megatron-LM", 2021, section 4.1 (scatter and gather around transfers between stages).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ WORTH_CUTTING_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Cut of one array along `dim` into `count` pieces of `length`, the last one padded; one piece is the whole."""
+    """Cut of one array along `dim` into `count` pieces of `length`, the last one padded; one piece
+    is the whole.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
@@ -79,14 +83,16 @@ class _Leg:
 def plan_route(
     structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]
 ) -> Callable[..., Sequence[Any]]:
-    """This process's part in moving arrays between two meshes, each of any devices of any processes.
+    """This process's part in moving arrays between two meshes, each of any devices of any
+    processes.
 
     Args:
         structs: of each array, with its sharding at the sender; the same mesh for all.
         targets: where each shall lie; the same mesh for all.
 
     Returns:
-        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or gives none.
+        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or
+            gives none.
     """
     source: Any = structs[0].sharding
     ends = [_row(mesh) for mesh in (source.mesh, targets[0].mesh)]
@@ -109,7 +115,8 @@ def plan_route(
             else:
                 lead = SingleDeviceSharding(leg.source)
                 pieces = [stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces]
-            # Of arrays from or to different devices in one call, ends may pull different ones first, and wait for ever.
+            # Of arrays from or to different devices in one call, ends may pull different ones
+            # first, and wait for ever.
             moved = jax.device_put(pieces, SingleDeviceSharding(leg.target))
             if receiver == process:
                 arrived.update(zip(leg.pieces, moved, strict=True))

@@ -14,7 +14,8 @@ from ._stats import Stats
 
 
 class AbstractRunner(abc.ABC):
-    """A step on flat arrays: one for each input of the step as the user wrote it, and one for each result.
+    """A step on flat arrays: one for each input of the step as the user wrote it, and one for each
+    result.
 
     Attributes:
         graph: that step, on its whole batch.
@@ -32,7 +33,8 @@ class AbstractRunner(abc.ABC):
     def shardings(self) -> Mapping[str, NamedSharding]:
         """Sharding of each input, by path; of those that several stages read, on the first of them.
 
-        What lies in pieces on several stages has one path for each, such as `params.w[0:4]` and `params.w[4:8]`.
+        What lies in pieces on several stages has one path for each, such as `params.w[0:4]` and
+        `params.w[4:8]`.
         """
 
     @property
@@ -49,7 +51,8 @@ class AbstractRunner(abc.ABC):
         """One step, compiled if need be.
 
         Args:
-            keep: leave all arguments as they are; otherwise state that the step replaces is donated.
+            keep: leave all arguments as they are; otherwise state that the step replaces is
+                donated.
         """
 
     @abc.abstractmethod
@@ -66,7 +69,9 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def lower(self) -> Any:
-        """The programs before the compiler's optimizations: that of one program, or a dict of them by name."""
+        """The programs before the compiler's optimizations: that of one program, or a dict of them
+        by name.
+        """
 
     @abc.abstractmethod
     def as_text(self) -> str:
@@ -74,7 +79,9 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
-        """Run one step program by program, each waiting for the one before, and say when each began and ended."""
+        """Run one step program by program, each waiting for the one before, and say when each began
+        and ended.
+        """
 
 
 def interface_of(graph: Graph) -> tuple[ArrayInterface, ...]:

@@ -1,8 +1,9 @@
 """A step on micro-batches -> programs for the stages of a pipeline, as plain data.
 
-Every stage gets a forward and a backward program, run for each micro-batch, and one program for each round of the update.
-A round ends where scalars of other stages are needed, such as the norm of all gradients. What a program reads and neither
-makes nor is given becomes an import; `_stage_functions` makes functions of programs, `_instructions` moves arrays.
+Every stage gets a forward and a backward program, run for each micro-batch, and one program for
+each round of the update. A round ends where scalars of other stages are needed, such as the norm of
+all gradients. What a program reads and neither makes nor is given becomes an import;
+`_stage_functions` makes functions of programs, `_instructions` moves arrays.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def split_stages(
         parts: the step cut over time.
         plan: how it was cut; None for a step that runs on its whole batch at once.
         staging: stages of the whole step's items.
-        split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages in `recompute` one.
-        recompute: stages whose backward programs work everything out again from what enters the stage.
+        split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages
+            in `recompute` one.
+        recompute: stages whose backward programs work everything out again from what enters the
+            stage.
     """
     parts = push_out(parts, plan, staging)
     body = _Body(parts, staging, split_backward, plan, recompute)
@@ -51,7 +54,7 @@ def split_stages(
     )
 
 
-# ---- forward and backward --------------------------------------------------------------------------------------------
+# ---- forward and backward ------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -100,7 +103,9 @@ class _Body:
         self.programs = {key: self._program(draft, drafts, ()) for key, draft in drafts.items()}
 
     def _stages(self) -> dict[int, int]:
-        """Stages by item: those of the whole step's items, and for what was put in between those of its operands."""
+        """Stages by item: those of the whole step's items, and for what was put in between those of
+        its operands.
+        """
         by_op: dict[tuple[str, int], int] = {}
         for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
             by_op |= dict.fromkeys(_keys(item), stage)
@@ -154,7 +159,9 @@ class _Body:
                 drafts[last, Part.FORWARD].own.append(self._maker[value])
 
     def _close(self, draft: _Draft, again: Iterable[Item] = ()) -> None:
-        """Add the shared items that a program needs, and `again`: forward items that it works out once more."""
+        """Add the shared items that a program needs, and `again`: forward items that it works out
+        once more.
+        """
         items = {id(item): item for item in [*draft.own, *again]}
         waiting = list(items.values())
         while waiting:
@@ -169,7 +176,9 @@ class _Body:
         draft.reads = list(dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known))
 
     def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
-        """Work out again, in a backward program, what is cheaper to work out than to keep from the forward program."""
+        """Work out again, in a backward program, what is cheaper to work out than to keep from the
+        forward program.
+        """
         graph = self._graphs.body
         anybody = {o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs}
         free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | anybody

@@ -60,10 +60,11 @@ class Update:
         return max((self._round(stage, i) for i in self._items[k].inputs), default=0)
 
     def _late_as_can_be(self, rounds: list[int]) -> list[int]:
-        """Rounds of items, with those that only later rounds of their own stage read put off until then.
+        """Rounds of items, with those that only later rounds of their own stage read put off until
+        then.
 
-        So moments that decay in one round and take up clipped gradients in the next are neither copied in between nor
-        kept from being donated.
+        So moments that decay in one round and take up clipped gradients in the next are neither
+        copied in between nor kept from being donated.
         """
         readers: dict[int, set[int]] = {}
         for k, item in enumerate(self._items):
@@ -103,7 +104,8 @@ class Update:
         # What is worked out early and nothing but a result is read by nobody.
         for key, values in results.items():
             reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
-        # Totals are combined in the first round, also where only later rounds or other stages read them.
+        # Totals are combined in the first round, also where only later rounds or other stages read
+        # them.
         for v in {v for values in reads.values() for v in values if v in self._crossing}:
             closed.setdefault((self._crossing[v], 0), set())
             reads.setdefault((self._crossing[v], 0), [])

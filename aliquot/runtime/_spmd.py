@@ -1,7 +1,9 @@
-"""One program over one mesh: the whole step, or a loop over micro-batches with the update behind it.
+"""One program over one mesh: the whole step, or a loop over micro-batches with the update behind
+it.
 
-With data-parallel groups every part of the loop's body carries a dim for the group, split over the mesh's data axes.
-The gradients of a group are then added up where they arise, and cross between groups once, after the last micro-batch.
+With data-parallel groups every part of the loop's body carries a dim for the group, split over the
+mesh's data axes. The gradients of a group are then added up where they arise, and cross between
+groups once, after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Program:
     """A step as one jitted function over flat arrays.
 
     Attributes:
-        jitted: takes one array for each input of the step, returns one for each output. Donated inputs are used up.
+        jitted: takes one array for each input of the step, returns one for each output. Donated
+            inputs are used up.
         in_shardings, out_shardings: in that order.
         donated: positions of the donated inputs.
     """
@@ -52,7 +55,8 @@ def build_program(
         graph: the step.
         pins: its splits.
         mesh: where it runs; all axes `AxisType.Auto`.
-        micro_batches: how it is cut over time; its groups must be those of `data_axes`. None for no cut.
+        micro_batches: how it is cut over time; its groups must be those of `data_axes`. None for no
+            cut.
         data_axes: mesh axes over which gradients wait for the last micro-batch.
     """
     lowering = ConstraintLowering(mesh=mesh, pins=pins)
@@ -168,7 +172,8 @@ class _Loop:
 
 
 def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str]) -> Layout:
-    """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in that order.
+    """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in
+    that order.
 
     Arrays that hold fewer rows than there are examples must have a row for each shard, too.
     """

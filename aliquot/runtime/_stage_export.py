@@ -1,4 +1,6 @@
-"""A pipeline without devices: its programs in the form in which they are compiled, for whoever does that elsewhere."""
+"""A pipeline without devices: its programs in the form in which they are compiled, for whoever does
+that elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ class StageExport:
         name: such as `stage 1 backward`.
         stage: whose.
         form: what is compiled.
-        sources: for each argument whose split the compiler chooses, because it chose that of the result: which export
-            made it, and at which position; None for the others.
+        sources: for each argument whose split the compiler chooses, because it chose that of the
+            result: which export made it, and at which position; None for the others.
         paths: what each argument is, for people.
         runs: how often a step runs it.
     """
@@ -42,7 +44,9 @@ class StageExport:
 
 
 def abstract_pipeline(step: PlannedStep) -> Pipeline:
-    """The pipeline of a plan on meshes without devices, as it would be with one process for each host."""
+    """The pipeline of a plan on meshes without devices, as it would be with one process for each
+    host.
+    """
     plan = step.plan
     per_host = Cluster.from_dict(plan.cluster).devices_per_host
     meshes = [
@@ -105,7 +109,8 @@ def exported_memory(
         exports: of the pipeline.
         stages: those that share the devices.
         out_bytes: for each export the bytes of each result on each device.
-        temps, aliases: for each export the bytes of its temporaries, and of results in the place of arguments.
+        temps, aliases: for each export the bytes of its temporaries, and of results in the place of
+            arguments.
     """
     size: dict[tuple[int, Key], int] = {}
     for export, results in zip(exports, out_bytes, strict=True):

@@ -1,8 +1,8 @@
 """A stage's program -> a function over arrays on the stage's mesh.
 
-Between stages a value of a micro-batch travels as the array that the user would see: examples of all data-parallel groups
-in order. Within a stage it keeps a leading dim for the groups, split over the mesh's data axes, so that no gradient
-crosses between groups before the last micro-batch.
+Between stages a value of a micro-batch travels as the array that the user would see: examples of
+all data-parallel groups in order. Within a stage it keeps a leading dim for the groups, split over
+the mesh's data axes, so that no gradient crosses between groups before the last micro-batch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class StageContext:
         mesh: its devices.
         pins: its splits, for the operators of the whole step.
         data_axes: mesh axes that the data-parallel groups lie along; empty without micro-batches.
-        parts, plan: the step cut over time for this number of groups; no plan for a whole batch at once.
+        parts, plan: the step cut over time for this number of groups; no plan for a whole batch at
+            once.
         layout: groups and micro-batches.
         given_specs: how inputs are split here, by value.
         sent_specs: how values that it exchanges are split here, by value.
@@ -177,7 +178,7 @@ def _early(program: StageProgram, context: StageContext) -> StageFunction:
     )
 
 
-# ---- for each micro-batch --------------------------------------------------------------------------------------------
+# ---- for each micro-batch ------------------------------------------------------------------------
 
 
 def _body(
@@ -228,7 +229,9 @@ def _is_read_at_home(value: int, program: StageProgram, made_by: Mapping[int, in
 def _replay_part(
     program: StageProgram, context: StageContext, known: Mapping[Key, Any], outside: Mapping[int, int]
 ) -> dict[int, Any]:
-    """The program's results for one micro-batch, with a leading dim for the groups where there are several."""
+    """The program's results for one micro-batch, with a leading dim for the groups where there are
+    several.
+    """
     parts, layout = context.parts, context.layout
     number = known.get(Key(Form.NUMBER))
     plain: dict[int, Any] = {}
@@ -278,7 +281,9 @@ def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any)
 
 
 def _joined(context: StageContext, value: int, array: Any) -> Any:
-    """The form in which other stages see a value that each group has for itself; the dim of groups stays where all differ."""
+    """The form in which other stages see a value that each group has for itself; the dim of groups
+    stays where all differ.
+    """
     assert context.plan is not None
     spec = context.plan.specs[value]
     if spec.kind is TimeKind.CONCATENATE:
@@ -307,7 +312,9 @@ def _take_apart(context: StageContext, value: int, array: Any, plain: dict[int, 
 
 
 def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
-    """Groups' own values for another number of groups, those of the groups that have the same examples."""
+    """Groups' own values for another number of groups, those of the groups that have the same
+    examples.
+    """
     count = array.shape[0]
     if groups % count == 0:
         repeated = jnp.repeat(array, groups // count, axis=0)
@@ -319,7 +326,7 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
     return _REDUCE[kind](shares, axis=1) if kind in _REDUCE else shares.mean(1).astype(array.dtype)
 
 
-# ---- once a step -----------------------------------------------------------------------------------------------------
+# ---- once a step ---------------------------------------------------------------------------------
 
 
 def _update(program: StageProgram, context: StageContext) -> StageFunction:

@@ -24,10 +24,11 @@ class StageMemory:
     """Bytes on each device over a step.
 
     Attributes:
-        held_bytes: the most that arrays between programs take: state, what micro-batches in flight have left, totals,
-            what comes from other stages.
+        held_bytes: the most that arrays between programs take: state, what micro-batches in flight
+            have left, totals, what comes from other stages.
         peak_bytes: the most of both arrays and a running program's temporaries.
-        in_flight: the most micro-batches at once of which something is held, from their forward pass on.
+        in_flight: the most micro-batches at once of which something is held, from their forward
+            pass on.
         parts: what the peak is made of: `arguments` (state and batch), `residuals` (of all micro-batches in flight),
             `totals`, `update`, `other`, and of the program that runs then `results` that take no argument's place, and
             `temporaries`.
@@ -53,7 +54,8 @@ def stage_memory(
     Args:
         stages: those that share the devices; one without interleaving.
         sizes: bytes by slot.
-        temps, aliases: bytes by function: its temporaries, and results that lie in donated arguments.
+        temps, aliases: bytes by function: its temporaries, and results that lie in donated
+            arguments.
         donated: positions of donated arguments by function.
     """
     slots = instructions.slots

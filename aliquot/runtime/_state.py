@@ -20,8 +20,8 @@ def place(
 ) -> jax.Array:
     """An array where `sharding` wants it; the array itself if it lies there already.
 
-    With several processes, a host array of the global shape is taken to be the same in all of them, and one of another
-    shape to be the process's own part.
+    With several processes, a host array of the global shape is taken to be the same in all of them,
+    and one of another shape to be the process's own part.
 
     Args:
         leaf: a NumPy or JAX array.
@@ -85,8 +85,9 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
 def gather(array: Any) -> Any:
     """All of an array as a NumPy array, in every process. Random keys come back as their words.
 
-    Waits for the array; with several processes all must call it, in the same order. An array that has a mesh of some
-    processes only, such as a leaf of a pipeline's state, is taken to be known to all; one without a mesh is this process's.
+    Waits for the array; with several processes all must call it, in the same order. An array that
+    has a mesh of some processes only, such as a leaf of a pipeline's state, is taken to be known to
+    all; one without a mesh is this process's.
     """
     if isinstance(array, jax.Array):
         array = share_with_all(words(array)) if lies_elsewhere(array) else words(array)

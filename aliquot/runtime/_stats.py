@@ -29,8 +29,9 @@ class StageStats:
     """One stage, or a step that is one program. Bytes are those on each of its devices.
 
     Attributes:
-        held_bytes: the most that arrays between programs take at any moment of a step: state, what micro-batches in
-            flight have left, totals, what comes from other stages. Of one program its arguments and results.
+        held_bytes: the most that arrays between programs take at any moment of a step: state, what
+            micro-batches in flight have left, totals, what comes from other stages. Of one program
+            its arguments and results.
         temp_bytes: the most that a program needs beside its arguments and results.
         peak_bytes: the most of both at any moment.
         in_flight: the most micro-batches at once of which the stage holds something.
@@ -64,7 +65,9 @@ class Stats:
 
     @property
     def memory(self) -> CompiledMemory:
-        """The compiler's account of one program. Raises `InputError` for a pipeline, which has several."""
+        """The compiler's account of one program. Raises `InputError` for a pipeline, which has
+        several.
+        """
         memory = self.stages[0].memory
         if memory is None:
             raise InputError(
@@ -116,7 +119,9 @@ class Stats:
 def compiled_stats(
     compiled: Any, axis_names: Sequence[str], axis_sizes: Sequence[int], *, lower_s: float = 0.0, compile_s: float = 0.0
 ) -> Stats:
-    """Stats of what `jax.jit(...).lower(...).compile()` returned, for a mesh whose devices are numbered row by row."""
+    """Stats of what `jax.jit(...).lower(...).compile()` returned, for a mesh whose devices are
+    numbered row by row.
+    """
     memory = compiled_memory(compiled)
     stage = StageStats(
         stage=0,

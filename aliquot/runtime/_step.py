@@ -26,10 +26,12 @@ from ._stats import Stats
 
 
 class Step:
-    """A training step that runs on many devices with the user's signature: as one program, or as a pipeline.
+    """A training step that runs on many devices with the user's signature: as one program, or as a
+    pipeline.
 
-    It is traced, planned if it has no plan yet, and compiled when it is first called. State that the step replaces is
-    donated: after a call, use the state that it returned. Made by `aliquot.parallelize`.
+    It is traced, planned if it has no plan yet, and compiled when it is first called. State that
+    the step replaces is donated: after a call, use the state that it returned. Made by
+    `aliquot.parallelize`.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Step:
             "and make the step again where it is needed: parallelize(train_step, Plan.load(path))."
         )
 
-    # ---- before the first call ---------------------------------------------------------------------------------------
+    # ---- before the first call -------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The plan that it runs. Raises `InputError` for a step that is planned at its first call, before that call."""
+        """The plan that it runs. Raises `InputError` for a step that is planned at its first call,
+        before that call.
+        """
         if self._plan is None:
             raise InputError(
                 f"{self.__name__} is planned from the arguments of its first call, and was not called yet. Call it first, "
@@ -110,14 +114,16 @@ class Step:
         }
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the user's function that makes the state, so that every device makes only what it holds.
+        """Run the user's function that makes the state, so that every device makes only what it
+        holds.
 
         Args:
             init_fn: returns the step's state argument, or a tuple of its state arguments in order.
             *args, **kwargs: its arguments; the same in all processes.
 
         Raises:
-            PlanMismatchError: what it returns is not what the step takes; names the paths that differ.
+            PlanMismatchError: what it returns is not what the step takes; names the paths that
+                differ.
         """
         if self._plan is not None and spans_processes([d for mesh in self.meshes for d in mesh.devices.flat]):
             agree(plan_lines(self._plan))
@@ -125,7 +131,9 @@ class Step:
         return init_state(self._fn, inputs, places_of(self.shardings), init_fn, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
-        """Trace the step for these arguments (arrays or shapes) without running it; a call does so by itself."""
+        """Trace the step for these arguments (arrays or shapes) without running it; a call does so
+        by itself.
+        """
         with self._lock:
             if self._runner is None:
                 assert self._prepare is not None
@@ -139,15 +147,17 @@ class Step:
         self._arguments = Arguments(runner.graph)
         self._runner = runner
 
-    # ---- calls -------------------------------------------------------------------------------------------------------
+    # ---- calls -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. Returns at once with arrays that are still being computed, as JAX does.
 
-        Takes plain or placed arrays. With several processes, a host array may be the process's own part.
+        Takes plain or placed arrays. With several processes, a host array may be the process's own
+        part.
 
         Raises:
-            PlanMismatchError: the arguments are not those that were planned for; lists every difference.
+            PlanMismatchError: the arguments are not those that were planned for; lists every
+                difference.
             CaptureError: other arguments are passed.
         """
         runner, arguments = self.prepare(*args, **kwargs)._ready("call")
@@ -155,9 +165,11 @@ class Step:
         return runner.graph.calling.finish(results, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
-        """Run one step here and plainly on one device, and compare every output. The arguments stay as they are.
+        """Run one step here and plainly on one device, and compare every output. The arguments stay
+        as they are.
 
-        The plain step must fit on one device. With several processes, pass whole arrays, the same in all.
+        The plain step must fit on one device. With several processes, pass whole arrays, the same
+        in all.
         """
         runner, arguments = self.prepare(*args, **kwargs)._ready("check()")
         call = arguments.call(args, kwargs)
@@ -165,7 +177,8 @@ class Step:
         return compare([o.path for o in runner.graph.outputs], results, plain_results(runner.graph, call.leaves))
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The arguments with every array where the step wants it, for loops that prepare their next batch early.
+        """The arguments with every array where the step wants it, for loops that prepare their next
+        batch early.
 
         Positional arguments come back in order, then keyword arguments. Raises as a call does.
         """
@@ -175,11 +188,13 @@ class Step:
         return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
-        """Run one step program by program, each waiting for the one before, and say when each began and ended.
+        """Run one step program by program, each waiting for the one before, and say when each began
+        and ended.
 
-        So the times are those of each program and transfer by itself, one after the other: compare programs with the
-        predicted schedule; their sum is not the time of a step. The arguments stay as they are. Programs run
-        once before they are timed. Of several processes each sees its own stages, and all must call this.
+        So the times are those of each program and transfer by itself, one after the other: compare
+        programs with the predicted schedule; their sum is not the time of a step. The arguments
+        stay as they are. Programs run once before they are timed. Of several processes each sees
+        its own stages, and all must call this.
         """
         runner, arguments = self.prepare(*args, **kwargs)._ready("trace()")
         title = headline(self._plan) if self._plan is not None else self.__name__
@@ -207,7 +222,7 @@ class Step:
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)])
 
-    # ---- the compiled programs ---------------------------------------------------------------------------------------
+    # ---- the compiled programs -------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Memory on each device, collectives and compile time, stage by stage. Compiles if need be.

@@ -25,7 +25,8 @@ _REDUCE: dict[TimeKind, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """Accumulation of the parts' values into those of the batch. Arrays carry a leading dim for groups where there are several.
+    """Accumulation of the parts' values into those of the batch. Arrays carry a leading dim for
+    groups where there are several.
 
     Attributes:
         plan: how the step is cut.
@@ -87,7 +88,9 @@ class Totals:
         return total
 
     def _over_groups(self, total: Any, spec: Spec, minor: Sequence[int]) -> Any:
-        """The sum of the groups' totals, along the axes that split it first; at once, XLA would all-reduce all of it."""
+        """The sum of the groups' totals, along the axes that split it first; at once, XLA would
+        all-reduce all of it.
+        """
         names = [str(name) for name in self.mesh.axis_names]
         axes = [name for name in names if name in self.without]
         scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
@@ -99,7 +102,9 @@ class Totals:
         return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
 
     def combine(self, value: int, stack: Any) -> Any:
-        """The batch's value of what is no sum, stacked by micro-batch, and by group where there are any."""
+        """The batch's value of what is no sum, stacked by micro-batch, and by group where there are
+        any.
+        """
         spec = self.plan.specs[value]
         lead = (0, 1) if self.layout.groups > 1 else (0,)
         if spec.kind is TimeKind.CONCATENATE:
@@ -116,7 +121,8 @@ def is_summed(value: int, plan: MicroBatchPlan) -> bool:
 
 
 def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]]:
-    """Splits that results of pinned operators take on, one after the other, each with the axes that are minor in it.
+    """Splits that results of pinned operators take on, one after the other, each with the axes that
+    are minor in it.
 
     So do casts and transposes of them, which is what becomes of a product that makes a gradient.
     """

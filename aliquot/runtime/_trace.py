@@ -20,7 +20,8 @@ def measured_trace(pipeline: Pipeline, spans: Sequence[Span], title: str) -> Tra
     """The measured timeline of this process in a step.
 
     Args:
-        spans: for each instruction that it took part in the number, and when it began and ended, in seconds on any clock.
+        spans: for each instruction that it took part in the number, and when it began and ended, in
+            seconds on any clock.
         title: what ran.
     """
     begin = min((start for _, start, _ in spans), default=0.0)

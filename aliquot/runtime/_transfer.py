@@ -1,11 +1,12 @@
 """Arrays from one stage's mesh to another's, in one process or between processes.
 
-Within a process `jax.device_put` moves anything anywhere. Between processes arrays of CPU devices go through the memory of the
-hosts, see `_host_moves`. For other devices `jax.device_put` is a pull by the receiver, for which both ends must be split alike
-over equally many devices; `_route` takes arrays apart where an end has devices of several processes. Pulls are matched by
-their order alone, in every process: each must issue all of them, also those between two others, with an empty array of the
-sender's sharding in place of what it does not hold. What was sent must not be donated: nothing tells the sender when it was
-pulled.
+Within a process `jax.device_put` moves anything anywhere. Between processes arrays of CPU devices
+go through the memory of the hosts, see `_host_moves`. For other devices `jax.device_put` is a pull
+by the receiver, for which both ends must be split alike over equally many devices; `_route` takes
+arrays apart where an end has devices of several processes. Pulls are matched by their order alone,
+in every process: each must issue all of them, also those between two others, with an empty array of
+the sender's sharding in place of what it does not hold. What was sent must not be donated: nothing
+tells the sender when it was pulled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Move = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Crossing of one array between processes: laid out as `source` at the sender, arriving as `target`."""
+    """Crossing of one array between processes: laid out as `source` at the sender, arriving as
+    `target`.
+    """
 
     source: NamedSharding
     target: NamedSharding
@@ -42,7 +45,9 @@ def processes_of(sharding: Sharding) -> frozenset[int]:
 
 
 def channels_of_hosts() -> Channels | None:
-    """The channels that carry arrays between processes if devices cannot, or None. All must call it at the same point at first."""
+    """The channels that carry arrays between processes if devices cannot, or None. All must call it
+    at the same point at first.
+    """
     peers = watched()
     if peers is None or peers.transfers == "device" or (peers.transfers is None and jax.default_backend() != "cpu"):
         return None
@@ -57,7 +62,8 @@ def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSh
         targets: where each shall lie; the same mesh for all.
 
     Returns:
-        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or gives none. None where
+        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or
+            gives none. None where
         there is nothing to do.
     """
     source: Any = structs[0].sharding
@@ -126,7 +132,9 @@ def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire
 
 
 def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
-    """The cheapest form that both ends can make: no byte crosses twice, and all devices of the smaller end take part."""
+    """The cheapest form that both ends can make: no byte crosses twice, and all devices of the
+    smaller end take part.
+    """
     source: NamedSharding = look.sharding
     n, m = source.mesh.devices.size, target.mesh.devices.size
     if spans or (m <= n and _num_parts(look.shape, target) == m):
@@ -161,17 +169,19 @@ def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
     return NamedSharding(Mesh(devices, own_mesh.axis_names, axis_types=own_mesh.axis_types), form.spec)
 
 
-# ---- to every process ------------------------------------------------------------------------------------------------
+# ---- to every process ----------------------------------------------------------------------------
 
 
 def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
-    """This process's part in sending arrays that lie whole on each device of some processes to all processes.
+    """This process's part in sending arrays that lie whole on each device of some processes to all
+    processes.
 
     Args:
         structs: of each array; the same mesh for all.
 
     Returns:
-        A function from the arrays (nothing in processes without them) to arrays that this process can read.
+        A function from the arrays (nothing in processes without them) to arrays that this process
+            can read.
     """
     process, devices = jax.process_index(), list(structs[0].sharding.mesh.devices.flat)
     holders = {device.process_index for device in devices}

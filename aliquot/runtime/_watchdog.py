@@ -1,8 +1,9 @@
 """The other processes of a run: whether they live, and small messages among them.
 
-Each process holds a connection to process 0, which the system closes when its process dies, however that happens. A
-machine that vanishes is noticed by the system's probes. Neither needs a process to answer, so one that compiles for
-minutes is not taken for dead. Who is stopped is seen from its state on the same machine, and by its silence from others.
+Each process holds a connection to process 0, which the system closes when its process dies, however
+that happens. A machine that vanishes is noticed by the system's probes. Neither needs a process to
+answer, so one that compiles for minutes is not taken for dead. Who is stopped is seen from its
+state on the same machine, and by its silence from others.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _LAST_S = 5
 class Peers:
     """The processes that this one runs with, itself included. Watches them from its making on.
 
-    When one ends before all have called `leave`, this process says so, with what it was doing, and ends too: whatever it
-    waits for cannot come any more, and nothing can interrupt that wait.
+    When one ends before all have called `leave`, this process says so, with what it was doing, and
+    ends too: whatever it waits for cannot come any more, and nothing can interrupt that wait.
     """
 
     def __init__(self, met: Met) -> None:
@@ -74,13 +75,17 @@ class Peers:
         return self._channels
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The texts that all processes pass, in order of the processes. Waits until all have called it as often as this one."""
+        """The texts that all processes pass, in order of the processes. Waits until all have called
+        it as often as this one.
+        """
         return exchange(data)
 
-    # ---- leaving -----------------------------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------
 
     def leave(self, timeout_s: float | None = None) -> bool:
-        """Wait until all processes call this, then take no end for a death. False if they have not come in time."""
+        """Wait until all processes call this, then take no end for a death. False if they have not
+        come in time.
+        """
         if self._is_leaving:
             return True
         if self._channels is not None:
@@ -97,7 +102,9 @@ class Peers:
         return True
 
     def begin_to_fail(self) -> None:
-        """From now on this process ends by its own failure, and not by another's; only by another's death."""
+        """From now on this process ends by its own failure, and not by another's; only by another's
+        death.
+        """
         self._is_failing = True
 
     def fail(self, reason: str) -> None:
@@ -109,7 +116,9 @@ class Peers:
             self.part()
 
     def part(self) -> None:
-        """The last word to the others. Process 0, in which JAX's service for all lives, waits until they have gone."""
+        """The last word to the others. Process 0, in which JAX's service for all lives, waits until
+        they have gone.
+        """
         for peer in self._met.sockets.values():
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
@@ -121,7 +130,7 @@ class Peers:
             with suppress(OSError):
                 peer.sendall(message)
 
-    # ---- watching ----------------------------------------------------------------------------------------------------
+    # ---- watching --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()
@@ -178,7 +187,8 @@ class Peers:
     def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
         """Process 0 passes it on: the others are not connected to each other.
 
-        Without JAX's service, which lives in process 0, one that fails would be aborted before it has ended by itself.
+        Without JAX's service, which lives in process 0, one that fails would be aborted before it
+        has ended by itself.
         """
         if self._is_leaving:
             return
@@ -212,7 +222,9 @@ class Peers:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process without any of what Python and XLA do at an end: threads of theirs may wait for ever."""
+    """End this process without any of what Python and XLA do at an end: threads of theirs may wait
+    for ever.
+    """
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(1)
@@ -224,7 +236,8 @@ _peers: list[Peers] = []
 
 
 def watch(timeout_s: float = 300) -> Peers | None:
-    """The other processes, watched from the first call on; None where `jax.distributed` has connected none.
+    """The other processes, watched from the first call on; None where `jax.distributed` has
+    connected none.
 
     Those that `meet` did not bring together find each other through JAX.
     """
@@ -293,9 +306,10 @@ def stop_watching() -> None:
 def _delay_aborts() -> None:
     """Let a thread that aborts this process sleep for 6 seconds first.
 
-    JAX aborts from a thread of its own as soon as it loses process 0, often before the watch has had its turn. With the
-    number of the signal as its argument, `sleep` is a handler for it, which needs nothing of an interpreter that may be
-    about to fall; afterwards the abort goes on. (A signal from outside, which is no abort, then has no other effect.)
+    JAX aborts from a thread of its own as soon as it loses process 0, often before the watch has
+    had its turn. With the number of the signal as its argument, `sleep` is a handler for it, which
+    needs nothing of an interpreter that may be about to fall; afterwards the abort goes on. (A
+    signal from outside, which is no abort, then has no other effect.)
     """
     if os.name != "posix":
         return

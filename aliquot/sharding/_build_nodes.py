@@ -38,9 +38,10 @@ def build_nodes(
 
     Args:
         repeats: fold equal layers into one decision.
-        merges_partial_sums: whether the compiler reduces a sum of partial products once, not each of them.
-        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves, runs_latest: what else is
-            done that changes what is stored and when, see `find_storage`.
+        merges_partial_sums: whether the compiler reduces a sum of partial products once, not each
+            of them.
+        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves,
+            runs_latest: what else is done that changes what is stored and when, see `find_storage`.
         maxpool_gradient_stores_indices, product_itemsize: what is held besides, and in how many bytes operands of products are, see
             `residents`.
         on_missing_rule: see `dim_rule`.
@@ -161,9 +162,10 @@ def _group_label(naming: NodeIndex, slots: list[int]) -> str:
 def _sites(naming: NodeIndex) -> list[Site]:
     """Products, with both splits of their results; and group operators at a border.
 
-    These read something through another slot, or make an array that a product reads: were its split left to the compiler,
-    it would take on the product's, and with it what the array is made of. Of a primitive without a declared rule the
-    compiler knows nothing either, so its operands are split as its inferred rule wants them.
+    These read something through another slot, or make an array that a product reads: were its split
+    left to the compiler, it would take on the product's, and with it what the array is made of. Of
+    a primitive without a declared rule the compiler knows nothing either, so its operands are split
+    as its inferred rule wants them.
     """
     cuts = naming.cuts
     readers = _product_readers(naming)
@@ -213,7 +215,9 @@ def _sites(naming: NodeIndex) -> list[Site]:
 
 
 def _given_port(naming: NodeIndex, operand: object) -> Port:
-    """The port of an input or an output; arrays without elements, which JAX does not split, stay whole."""
+    """The port of an input or an output; arrays without elements, which JAX does not split, stay
+    whole.
+    """
     port = naming.operand_port(operand)
     if isinstance(operand, int) and 0 in naming.cuts.graph.values[operand].shape:
         return replace(port, projection=(REPLICATED,) * len(port.projection))
@@ -231,7 +235,9 @@ def _sources(naming: NodeIndex, op_class: int, operands: Sequence[Port | None]) 
 
 
 def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
-    """For each value class how the products that read it want it; and the stack of a loop that a product reads, too."""
+    """For each value class how the products that read it want it; and the stack of a loop that a
+    product reads, too.
+    """
     cuts = naming.cuts
     readers: dict[int, list[Port]] = {}
     stacked: dict[int, list[Port]] = {}

@@ -1,8 +1,10 @@
-"""Cuts of the graph into nodes: the slot that each operand reads, and the dims that each operator ties.
+"""Cuts of the graph into nodes: the slot that each operand reads, and the dims that each operator
+ties.
 
-Cut, so that an array may change its split there: around products; where something made of parameters alone meets
-activations; and where values of the backward pass enter the update. Arrays made of constants alone are not split by
-anyone: they are recomputed in whatever split their users want.
+Cut, so that an array may change its split there: around products; where something made of
+parameters alone meets activations; and where values of the backward pass enter the update. Arrays
+made of constants alone are not split by anyone: they are recomputed in whatever split their users
+want.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from ._slots import Slots
 
 @dataclass(slots=True, kw_only=True)
 class Cuts:
-    """The quotient graph, cut: for each operator class its rule and the slots of its operands and results."""
+    """The quotient graph, cut: for each operator class its rule and the slots of its operands and
+    results.
+    """
 
     graph: Graph
     folding: Folding
@@ -36,7 +40,9 @@ class Cuts:
         return self.graph.values[self.folding.value_members[value_class][0]].shape
 
     def times_made(self, value_class: int) -> float:
-        """Number of times a value is made in a step, or taken in; a loop writes a stack once, row by row."""
+        """Number of times a value is made in a step, or taken in; a loop writes a stack once, row
+        by row.
+        """
         producer = self.producer[value_class]
         if producer is None:
             return 1.0
@@ -68,7 +74,9 @@ class Cuts:
         return self.home(value_class)
 
     def zone(self, op_class: int) -> str:
-        """Update operators, and those that only rearrange a gradient on its way there, read through slots of their own."""
+        """Update operators, and those that only rearrange a gradient on its way there, read through
+        slots of their own.
+        """
         op = self.first[op_class]
         if op.phase is Phase.UPDATE:
             return "update"
@@ -76,7 +84,9 @@ class Cuts:
         return "update" if fresh else "main"
 
     def crosses(self, value_class: int) -> bool:
-        """True if a value is made before the update by something other than a product on its way there."""
+        """True if a value is made before the update by something other than a product on its way
+        there.
+        """
         producer = self.producer[value_class]
         if producer is None or self.fresh[value_class]:
             return False
@@ -92,7 +102,9 @@ class Cuts:
         return all(self.const_only[v] for v in result_classes)
 
     def operands(self, op_class: int) -> Iterator[tuple[int, int, int]]:
-        """`(position, value class, how many copies read it)` of an operator class; literals are left out."""
+        """`(position, value class, how many copies read it)` of an operator class; literals are
+        left out.
+        """
         for position, counter in enumerate(self.sources[op_class]):
             for value_class, count in counter.items():
                 yield position, value_class, count
@@ -137,7 +149,9 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
 
 
 def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
-    """For each value: whether constants alone made it; whether parameters (and constants) alone did, without growing."""
+    """For each value: whether constants alone made it; whether parameters (and constants) alone
+    did, without growing.
+    """
     const = [False] * len(graph.values)
     param = [False] * len(graph.values)
     for index in graph.constants:
@@ -164,13 +178,17 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
 
 
 def rearranges(op: Op) -> bool:
-    """True if it only rearranges one array, or casts it: behind a weight's gradient it belongs to what follows it."""
+    """True if it only rearranges one array, or casts it: behind a weight's gradient it belongs to
+    what follows it.
+    """
     moves = traits_of(op.name).moves
     return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)
 
 
 def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
-    """Mark gradients that a product made and that were only rearranged since, on their way to the update alone."""
+    """Mark gradients that a product made and that were only rearranged since, on their way to the
+    update alone.
+    """
     value_class = cuts.folding.value_class
     only_update = [True] * len(cuts.fresh)
     rearranging = [rearranges(cuts.first[c]) for c in range(len(cuts.first))]

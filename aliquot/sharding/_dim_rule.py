@@ -17,9 +17,9 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
     """The rule of one operator.
 
     Args:
-        on_missing_rule: what to do for a primitive without a rule. "infer": find out by evaluating the operator alone on
-            small random operands, on the host; what cannot be evaluated or split so runs whole. "replicate": let it run
-            whole. "error": raise.
+        on_missing_rule: what to do for a primitive without a rule. "infer": find out by evaluating
+            the operator alone on small random operands, on the host; what cannot be evaluated or
+            split so runs whole. "replicate": let it run whole. "error": raise.
 
     Raises:
         InputError: `on_missing_rule` is none of these.
@@ -68,7 +68,9 @@ class Inferred:
 
 
 def inferred_rules(graph: Graph) -> tuple[Inferred, ...]:
-    """Inferred rules of a step's operators whose primitives have none declared, in order of first use."""
+    """Inferred rules of a step's operators whose primitives have none declared, in order of first
+    use.
+    """
     counts: dict[tuple[str, str], tuple[bool, int]] = {}
     for op in graph.ops:
         if not is_declared(op):

@@ -86,7 +86,9 @@ class EdgeBuilder:
         return value_class, target
 
     def add_crossings(self) -> None:
-        """Edges into slots other than an array's own: behind products, parameters among activations, gradients."""
+        """Edges into slots other than an array's own: behind products, parameters among
+        activations, gradients.
+        """
         cuts = self.naming.cuts
         for key, slot in cuts.slots.by_key.items():
             if isinstance(key, int):
@@ -122,11 +124,12 @@ class EdgeBuilder:
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
-        """A name for the sum that a product's result only serves to make, if the compiler reduces that in place of its terms.
+        """A name for the sum that a product's result only serves to make, if the compiler reduces
+        that in place of its terms.
 
-        Terms that are converted to the sum's dtype are reduced before that, each by itself; but not where gradients wait for
-        the last micro-batch as one running total. The sum itself may be converted again; its name must not be that of its
-        array.
+        Terms that are converted to the sum's dtype are reduced before that, each by itself; but not
+        where gradients wait for the last micro-batch as one running total. The sum itself may be
+        converted again; its name must not be that of its array.
         """
         through = adds_transposes_or_casts if self.sums_gradients else adds_or_transposes
         total = self.naming.serves(value_class, through, ending=adds)

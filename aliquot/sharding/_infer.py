@@ -1,9 +1,10 @@
 """Rules of primitives for which none is declared, found out by evaluating the operator alone.
 
-A factor that runs through some operands and through every result may be split if the slices of the results are the
-results of the slices. That is tried on small random operands of two sizes, so that nothing is believed that holds for one
-size alone. A dim that the operator's parameters name cannot be cut, as the operator takes no other size there. Factors that
-are reduced are not inferred, nor is linearity: without them a plan is slower, never wrong.
+A factor that runs through some operands and through every result may be split if the slices of the
+results are the results of the slices. That is tried on small random operands of two sizes, so that
+nothing is believed that holds for one size alone. A dim that the operator's parameters name cannot
+be cut, as the operator takes no other size there. Factors that are reduced are not inferred, nor is
+linearity: without them a plan is slower, never wrong.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class _Trial:
 def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape]) -> DimRule | None:
     """The rule of an operator as far as it can be found out; None if nothing may be split.
 
-    Operators that have effects or that cannot be evaluated on the host have none. The same operator always gets the same
-    rule: operands are drawn from a fixed seed.
+    Operators that have effects or that cannot be evaluated on the host have none. The same operator
+    always gets the same rule: operands are drawn from a fixed seed.
     """
     lone = LoneOperator.of(eqn)
     if lone is None:
@@ -112,7 +113,9 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
 def _followed(
     lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...], places: Places
 ) -> _Factor | None:
-    """The factor of these dims, if another size of theirs is the size of one dim of every result; else None."""
+    """The factor of these dims, if another size of theirs is the size of one dim of every result;
+    else None.
+    """
     size = _size_at(shapes, places)
     result_shapes = lone.shapes_made(_resized(shapes, places, 2 * size))
     if result_shapes is None or not result_shapes:
@@ -131,7 +134,8 @@ def _followed(
 
 @functools.lru_cache(maxsize=1 << 12)
 def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> tuple[Shape, ...]:
-    """The same shapes with a small number in the place of each size, wherever the operator takes it.
+    """The same shapes with a small number in the place of each size, wherever the operator takes
+    it.
 
     Sizes that are equal stay equal, and larger ones larger.
     """
@@ -147,7 +151,9 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> 
 def _trials(
     lone: LoneOperator, shapes: tuple[Shape, ...], small: Sequence[tuple[Shape, ...]], factor: _Factor
 ) -> tuple[_Trial, ...] | None:
-    """Trials of a factor at small shapes; None if the operator does not take these, or they are too large."""
+    """Trials of a factor at small shapes; None if the operator does not take these, or they are too
+    large.
+    """
     trials = []
     for which, others in enumerate(small):
         size = _stand_in(shapes, _size_at(shapes, factor.operands), which)
@@ -190,7 +196,8 @@ def _resized(shapes: Sequence[Shape], places: Places, size: int) -> tuple[Shape,
 
 @functools.lru_cache(maxsize=1 << 10)
 def _passing(lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]], ...]) -> tuple[_Factor, ...]:
-    """The factors of which slices of results are the results of slices, at both sizes and for all draws.
+    """The factors of which slices of results are the results of slices, at both sizes and for all
+    draws.
 
     All in one program; each by itself where that program cannot be compiled.
     """

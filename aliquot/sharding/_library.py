@@ -1,12 +1,14 @@
 """Workspace of cuDNN convolutions, and of the code around them.
 
-A library reads kernels with their output features first. Kernels in another order of dims are copied when a step begins;
-the copy replaces the kernel in all that follows, so it stays until the update has read it. A remat region takes the kernel
-itself, behind a barrier, and copies it anew for its own products.
+A library reads kernels with their output features first. Kernels in another order of dims are
+copied when a step begins; the copy replaces the kernel in all that follows, so it stays until the
+update has read it. A remat region takes the kernel itself, behind a barrier, and copies it anew for
+its own products.
 
-The gradient of a maximum over windows is scattered to where the maxima were. Their positions, an int32 for each dim of the
-image, are found and zeroes to scatter into are written as soon as the image is there, as nothing makes either wait. Where
-the image is itself a maximum with a constant, the zeroes are that constant's array, and what is scattered into is a copy.
+The gradient of a maximum over windows is scattered to where the maxima were. Their positions, an
+int32 for each dim of the image, are found and zeroes to scatter into are written as soon as the
+image is there, as nothing makes either wait. Where the image is itself a maximum with a constant,
+the zeroes are that constant's array, and what is scattered into is a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _INDEX_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copied:
-    """Kernels of a value class, each copied for the convolutions from operator `births[k]` to `deaths[k]`.
+    """Kernels of a value class, each copied for the convolutions from operator `births[k]` to
+    `deaths[k]`.
 
     `op_class` is one of these convolutions.
     """
@@ -38,7 +41,9 @@ class Copied:
 
 
 def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
-    """Kernels that are held in another order of dims. `last_use[v]` is the last operator that reads value `v`."""
+    """Kernels that are held in another order of dims. `last_use[v]` is the last operator that reads
+    value `v`.
+    """
     value_classes, op_classes = cuts.folding.value_class.tolist(), cuts.folding.op_class.tolist()
     turned = {op.outputs[0]: op.inputs[0] for op in cuts.graph.ops if op.name == "rev"}
     readers: dict[tuple[int, int], list[int]] = {}
@@ -61,7 +66,9 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
 
 
 def only_convolved(cuts: Cuts) -> list[bool]:
-    """For each value class, whether it is a kernel turned round that only convolutions read: they can turn it."""
+    """For each value class, whether it is a kernel turned round that only convolutions read: they
+    can turn it.
+    """
     maker_names = [cuts.first[m[0]].name if m is not None else "" for m in cuts.producer]
     reversed_only = [name == "rev" for name in maker_names]
     for op_class, op in enumerate(cuts.first):
@@ -72,7 +79,9 @@ def only_convolved(cuts: Cuts) -> list[bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scattered:
-    """Images of a value class whose windows' maxima get gradients: bytes of indices and zeroes for each, and how long."""
+    """Images of a value class whose windows' maxima get gradients: bytes of indices and zeroes for
+    each, and how long.
+    """
 
     value_class: int
     num_bytes: int
@@ -102,7 +111,9 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
 
 
 def _features_first(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    """True if output features are the first dim that counts, where `order` says first which dim they are."""
+    """True if output features are the first dim that counts, where `order` says first which dim
+    they are.
+    """
     return shape[order[0]] == 1 or all(n == 1 for n in shape[: order[0]])
 
 
@@ -111,6 +122,8 @@ def _kernel(op: Op) -> Operand | None:
 
 
 def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
-    """True if it is a parameter, or a loop's slice of one. What a step computes is written in the order that is wanted."""
+    """True if it is a parameter, or a loop's slice of one. What a step computes is written in the
+    order that is wanted.
+    """
     producer = cuts.producer[value_class]
     return cuts.param_only[value_class] and (producer is None or cuts.first[producer[0]].name in ("scan_slice", "tie"))

@@ -1,8 +1,9 @@
 """Arrays that are written to memory, and their live ranges.
 
-A compiler fuses chains of element-wise operators; only what crosses a fusion's border is stored. An array is stored when
-a product makes or reads it, when another phase reads it, when a reduction and something else both read it (a fusion cannot
-hold both sides of a reduction), or when the step returns it.
+A compiler fuses chains of element-wise operators; only what crosses a fusion's border is stored. An
+array is stored when a product makes or reads it, when another phase reads it, when a reduction and
+something else both read it (a fusion cannot hold both sides of a reduction), or when the step
+returns it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _VIEWS = ("scan_slice", "tie")
 class Storage:
     """`stored[c]`: whether values of class `c` reach memory.
 
-    Value `v` is there from operator `made_at[v]` to `last_use[v]`, the last that needs it, or -1. If what only the update
-    needs is put off, operator `k` runs at the time of `late_run[k]`, and `v` is there until `late_use[v]`.
+    Value `v` is there from operator `made_at[v]` to `last_use[v]`, the last that needs it, or -1.
+    If what only the update needs is put off, operator `k` runs at the time of `late_run[k]`, and
+    `v` is there until `late_use[v]`.
     """
 
     stored: tuple[bool, ...]
@@ -50,13 +52,17 @@ def find_storage(
     """Storage of all arrays of a cut graph.
 
     Args:
-        repeats_cheap_work: whether the compiler computes an array again in each of its readers, whatever their phase,
-            where that moves fewer bytes than to store it.
-        zeroes_early: whether the results of backward loops are there from the last loop on, zeroed, waiting to be filled.
-        delays_gradients: whether products that nothing but the update waits for are put off until then.
-        sums_gradients: whether what enters the update is summed over micro-batches first, and stored for that.
+        repeats_cheap_work: whether the compiler computes an array again in each of its readers,
+            whatever their phase, where that moves fewer bytes than to store it.
+        zeroes_early: whether the results of backward loops are there from the last loop on, zeroed,
+            waiting to be filled.
+        delays_gradients: whether products that nothing but the update waits for are put off until
+            then.
+        sums_gradients: whether what enters the update is summed over micro-batches first, and
+            stored for that.
         library_convolves: whether convolutions turn their kernels round themselves.
-        runs_latest: whether products of the backward pass run no sooner than their results are needed.
+        runs_latest: whether products of the backward pass run no sooner than their results are
+            needed.
     """
     turned = only_convolved(cuts) if library_convolves else [False] * len(cuts.producer)
     stored = _stored_where_cheaper(cuts, sums_gradients, turned) if repeats_cheap_work else _stored(cuts)
@@ -99,11 +105,13 @@ def _stored(cuts: Cuts) -> list[bool]:
 
 
 def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) -> list[bool]:
-    """As `_stored`, for compilers that weigh storing an array once against computing it in every reader.
+    """As `_stored`, for compilers that weigh storing an array once against computing it in every
+    reader.
 
-    With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a + (1 + k) b` bytes and
-    repeating it `k a`. Results of reductions are always stored, and so is what a remat region takes, behind its barrier.
-    Kernels that convolutions turn round themselves (`turned`) are not.
+    With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a
+    + (1 + k) b` bytes and repeating it `k a`. Results of reductions are always stored, and so is
+    what a remat region takes, behind its barrier. Kernels that convolutions turn round themselves
+    (`turned`) are not.
     """
     readers: list[set[int]] = [set() for _ in cuts.producer]
     for op_class in range(len(cuts.first)):
@@ -148,7 +156,8 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
     for scatter, total in _scattered_into(cuts, readers):
         stored[scatter], stored[total] = False, True
     order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
-    # The kernels that need an array: readers that store or reduce, and the kernels of readers that do neither.
+    # The kernels that need an array: readers that store or reduce, and the kernels of readers that
+    # do neither.
     kernels: list[frozenset[int]] = [frozenset()] * len(num_bytes)
     for op_class in reversed(order):
         op_kernels = {op_class} if any(stored[v] for v in results[op_class]) else set()
@@ -172,7 +181,9 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
 
 
 def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, int]]:
-    """Scattered updates, and the sums into which they are scattered directly: their other term is an elementwise result."""
+    """Scattered updates, and the sums into which they are scattered directly: their other term is
+    an elementwise result.
+    """
     value_class = cuts.folding.value_class
     for op in cuts.first:
         if not op.name.startswith("scatter") or op.outputs[0] < 0:
@@ -201,10 +212,11 @@ def _other_phase(maker: Op, reader: Op) -> bool:
 
 
 def _latest(cuts: Cuts) -> list[int]:
-    """Positions of operators if backward products run right before what needs their results, outside of loops.
+    """Positions of operators if backward products run right before what needs their results,
+    outside of loops.
 
-    Of two that read the same array, such as those for the values and for the weights of attention, that with the longer way
-    to the end runs first.
+    Of two that read the same array, such as those for the values and for the weights of attention,
+    that with the longer way to the end runs first.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
@@ -222,17 +234,20 @@ def _latest(cuts: Cuts) -> list[int]:
 
 
 def _run_late(cuts: Cuts) -> list[int]:
-    """Positions of operators if gradients of parameters wait for the update that reads them, outside of loops.
+    """Positions of operators if gradients of parameters wait for the update that reads them,
+    outside of loops.
 
-    A sum does not wait where another one over the same dims reads the same array, and is needed before: one kernel makes
-    both, as of the sums in the gradient of a normalisation over the batch.
+    A sum does not wait where another one over the same dims reads the same array, and is needed
+    before: one kernel makes both, as of the sums in the gradient of a normalisation over the batch.
     """
     runs_at = _put_off(cuts, [frozenset()] * len(cuts.graph.values))
     return _put_off(cuts, _summed_in_turn(cuts, runs_at))
 
 
 def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
-    """See `_run_late`. `summed[v]`: over which dims something made of value `v` is summed in any case."""
+    """See `_run_late`. `summed[v]`: over which dims something made of value `v` is summed in any
+    case.
+    """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
     waits = [True] * len(graph.values)
@@ -254,7 +269,9 @@ def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
 
 
 def _summed_in_turn(cuts: Cuts, runs_at: list[int]) -> list[frozenset[Any]]:
-    """For each value of the backward pass, over which dims something made of it is summed in turn, element by element."""
+    """For each value of the backward pass, over which dims something made of it is summed in turn,
+    element by element.
+    """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     summed: list[frozenset[Any]] = [frozenset()] * len(graph.values)
     for op in reversed(graph.ops):
@@ -304,7 +321,9 @@ def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
 
 
 def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.int64]:
-    """Last readers, through arrays that are fused away, and to the end of a loop for what a loop reads from outside."""
+    """Last readers, through arrays that are fused away, and to the end of a loop for what a loop
+    reads from outside.
+    """
     graph = cuts.graph
     classes = cuts.folding.value_class.tolist()
     loop_end = _loop_ends(graph.ops)
@@ -327,7 +346,9 @@ def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.
 
 
 def _loop_ends(ops: tuple[Op, ...]) -> list[int]:
-    """For each operator inside a loop, the last operator of the stretch of loop bodies that it stands in."""
+    """For each operator inside a loop, the last operator of the stretch of loop bodies that it
+    stands in.
+    """
     ends = list(range(len(ops)))
     for k in range(len(ops) - 2, -1, -1):
         if ops[k].trips > 1 and ops[k + 1].trips > 1:

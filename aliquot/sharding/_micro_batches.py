@@ -1,9 +1,11 @@
-"""Analysis of an unmodified step on micro-batches: which operators run on each, and how their results combine.
+"""Analysis of an unmodified step on micro-batches: which operators run on each, and how their
+results combine.
 
-The step is traced a second time on a smaller batch. Dims that differ between the two traces are the batch's; the
-rules then decide for every array whether a micro-batch computes it as it is, its own slice of it, or a summand
-(`_time_specs`). Numbers that the user's code wrote down, such as the divisor of a mean, are those of the whole batch,
-so that summands add up to the step's own result, whether a loss is a mean or a sum.
+The step is traced a second time on a smaller batch. Dims that differ between the two traces are the
+batch's; the rules then decide for every array whether a micro-batch computes it as it is, its own
+slice of it, or a summand (`_time_specs`). Numbers that the user's code wrote down, such as the
+divisor of a mean, are those of the whole batch, so that summands add up to the step's own result,
+whether a loss is a mean or a sum.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ SEMANTICS = ("exact", "independent")
 class MicroBatchPlan:
     """A step cut over time.
 
-    A batch of `B` examples is cut into `num_groups * num_micro_batches` parts: each group of devices takes its own
-    contiguous share, micro-batch by micro-batch.
+    A batch of `B` examples is cut into `num_groups * num_micro_batches` parts: each group of
+    devices takes its own contiguous share, micro-batch by micro-batch.
 
     Attributes:
         whole: the step on the whole batch.
@@ -38,9 +40,10 @@ class MicroBatchPlan:
         specs: for each value how the parts' values make it up.
         actions: what becomes of operators that do not simply run on each part, by index.
         conversions: what happens to operands on their way in, by operator index and position.
-        early_calls, late_calls: structured operators that run before the first and after the last part.
-        combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is computed once, after
-            the last part), or another reduction.
+        early_calls, late_calls: structured operators that run before the first and after the last
+            part.
+        combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is
+            computed once, after the last part), or another reduction.
         independent: the operators that are applied to each micro-batch separately, for the reader.
     """
 
@@ -78,14 +81,16 @@ def plan_micro_batches(
         graph: the step as captured, on the whole batch.
         num_micro_batches: parts in time.
         num_groups: groups of devices that each take a share of the batch (data parallelism).
-        semantics: "exact": the step's own numbers, or an error. "independent": where a result is a non-linear function
-            of a sum over the batch (the statistics of BatchNorm), each part takes its own sum, scaled up to the batch;
-            what such values leave behind as state is averaged over the parts.
+        semantics: "exact": the step's own numbers, or an error. "independent": where a result is a
+            non-linear function of a sum over the batch (the statistics of BatchNorm), each part
+            takes its own sum, scaled up to the batch; what such values leave behind as state is
+            averaged over the parts.
         on_missing_rule: see `dim_rule`.
 
     Raises:
         InputError: the parts do not divide the batch, or there is none.
-        CaptureError: the step does not decompose, or its Python code looks at the size of the batch.
+        CaptureError: the step does not decompose, or its Python code looks at the size of the
+            batch.
     """
     if semantics not in SEMANTICS:
         raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
@@ -129,7 +134,9 @@ def _combine(walk: MicroBatchAnalysis, operand: Operand) -> str:
 def runs_in_groups(
     graph: Graph, num_micro_batches: int, num_groups: int, *, semantics: str = "exact", on_missing_rule: str = "infer"
 ) -> bool:
-    """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of them for each group."""
+    """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of
+    them for each group.
+    """
     try:
         plan_micro_batches(
             graph, num_micro_batches, num_groups=num_groups, semantics=semantics, on_missing_rule=on_missing_rule
@@ -140,7 +147,9 @@ def runs_in_groups(
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
-    """True if the step is the same program on the share of a micro-batch that each group takes; True where none can."""
+    """True if the step is the same program on the share of a micro-batch that each group takes;
+    True where none can.
+    """
     try:
         _align(graph, trace_part(graph, num_micro_batches, num_groups))
     except InputError:
@@ -150,7 +159,7 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
     return True
 
 
-# ---- the second trace ------------------------------------------------------------------------------------------------
+# ---- the second trace ----------------------------------------------------------------------------
 
 
 def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
@@ -230,7 +239,9 @@ class _Leaf:
 
 
 def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
-    """The part's operators and values with the whole's literals. Raises `CaptureError` if the programs differ."""
+    """The part's operators and values with the whole's literals. Raises `CaptureError` if the
+    programs differ.
+    """
     for a, b in zip(whole.ops, part.ops):
         if a.name != b.name or a.trips != b.trips or a.outputs != b.outputs or not _same_operands(a, b):
             raise _different(whole, a, b)
@@ -265,7 +276,7 @@ def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
     )
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def where(op: Op) -> str:
@@ -301,7 +312,8 @@ def _reached(graph: Graph, op: Op) -> str:
         if any(isinstance(i, int) and i in reached for i in later.inputs):
             reached.update(out for out in later.outputs if out >= 0)
     paths = [o.path or "the result" for o in graph.outputs if isinstance(o.value, int) and o.value in reached]
-    # A gradient's way through a loop is hidden from this walk; the first result then stands for all.
+    # A gradient's way through a loop is hidden from this walk; the first result then stands for
+    # all.
     first = paths[0] if paths else graph.outputs[0].path
     more = f" and {len(paths) - 1} more outputs depend" if len(paths) > 1 else " depends"
     return f"{first}{more}"

@@ -1,4 +1,6 @@
-"""Structured operators in the walk of `_micro_batch_analysis`: what is inside them, and which operator stands for them."""
+"""Structured operators in the walk of `_micro_batch_analysis`: what is inside them, and which
+operator stands for them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def phase_of(call: Call, graph: Graph) -> Phase:
 
 
 def standing_for(item: int | Call, graph: Graph) -> Iterator[int]:
-    """Every operator that can be named in a finding about an item: those inside, and those that stand for calls."""
+    """Every operator that can be named in a finding about an item: those inside, and those that
+    stand for calls.
+    """
     if isinstance(item, Call):
         yield first_op(item, graph).index
         for block in item.blocks:
@@ -80,7 +84,9 @@ def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[i
 
 
 def keeps_positions(op: Op) -> bool:
-    """True if the elements of its result along the batch are those of its operand: rearranged, cast or repeated."""
+    """True if the elements of its result along the batch are those of its operand: rearranged, cast
+    or repeated.
+    """
     moves = traits_of(op.name).moves
     return moves is not None and (moves.keeps_all or moves is Moves.REPEAT)
 

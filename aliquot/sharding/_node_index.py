@@ -80,7 +80,9 @@ class NodeIndex:
             self.group_ops.setdefault(node, []).append(op_class)
 
     def reads_by_phase(self, slot: int) -> dict[Phase, bool]:
-        """The phases in which operators read a slot as it is split, and whether only deferrable operators do so then."""
+        """The phases in which operators read a slot as it is split, and whether only deferrable
+        operators do so then.
+        """
         by_phase: dict[Phase, bool] = {}
         for op in self.readers_as_split.get(slot, ()):
             by_phase[op.phase] = by_phase.get(op.phase, True) and op.deferrable
@@ -153,7 +155,9 @@ class NodeIndex:
         return [self.slot_port(by_key[k]) for k in keys if k in by_key]
 
     def on_pieces(self, value_class: int) -> bool:
-        """True if each device can make its piece of it from pieces of two operands, for users that want it in one split."""
+        """True if each device can make its piece of it from pieces of two operands, for users that
+        want it in one split.
+        """
         producer = self.cuts.producer[value_class]
         is_product = producer is not None and self.cuts.first[producer[0]].name == "dot_general"
         return is_product and bool(self.landed_ports(value_class))
@@ -172,7 +176,9 @@ class NodeIndex:
         return True
 
     def runs_whole(self, op_class: int) -> bool:
-        """True if a group operator lets none of its dims be split, and works on more than single numbers."""
+        """True if a group operator lets none of its dims be split, and works on more than single
+        numbers.
+        """
         cuts = self.cuts
         op, rule = cuts.first[op_class], cuts.rules[op_class]
         if op.is_link or rearranges(op) or rule.contracts or rule.factors or cuts.made_of_constants(op_class):
@@ -233,7 +239,9 @@ def adds_transposes_or_casts(op: Op) -> bool:
 
 
 def adds_or_hands_on(op: Op) -> bool:
-    """True if it is a sum of arrays, or what a term may pass through on its way there: as partial behind as before."""
+    """True if it is a sum of arrays, or what a term may pass through on its way there: as partial
+    behind as before.
+    """
     traits = traits_of(op.name)
     return traits.adds or (traits.moves is not None and traits.moves.keeps_all)
 

@@ -97,9 +97,11 @@ def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollectiv
 
 
 def group_work(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Work, ...]:
-    """Memory traffic of a group, by phase: each stored array is written once and read once by each phase.
+    """Memory traffic of a group, by phase: each stored array is written once and read once by each
+    phase.
 
-    What runs whole reads and writes everything on every device, however its arrays are split before and behind.
+    What runs whole reads and writes everything on every device, however its arrays are split before
+    and behind.
     """
     cuts, storage = naming.cuts, naming.storage
     arrays: dict[tuple[Phase, bool], list[tuple[float, SplitBy]]] = defaultdict(list)

@@ -1,9 +1,10 @@
 """Decisions of a planner: nodes with factors, and edges along which arrays change their split.
 
-A *product* node is an operator that chooses its own split (`DimRule.contracts`). A *group* node is a set of arrays joined
-by operators that pass splits through; it has one factor for each class of dims that must be split together. A choice of a
-node assigns to each mesh axis one factor, or none. Everything else follows from choices by projection: the split of an
-array is, axis by axis, the dim that stands for the chosen factor.
+A *product* node is an operator that chooses its own split (`DimRule.contracts`). A *group* node is
+a set of arrays joined by operators that pass splits through; it has one factor for each class of
+dims that must be split together. A choice of a node assigns to each mesh axis one factor, or none.
+Everything else follows from choices by projection: the split of an array is, axis by axis, the dim
+that stands for the chosen factor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ..graph import Phase
 from ._spec import REPLICATED, Spec
 
 Projection: TypeAlias = tuple[int, ...]
-"""For each factor of a node the dim of an array that stands for it, `REPLICATED`, or `PARTIAL` and below."""
+"""For each factor of a node the dim of an array that stands for it, `REPLICATED`, or `PARTIAL` and
+below.
+"""
 
 Choice: TypeAlias = tuple[int, ...]
 """For each mesh axis the factor that it splits, or -1."""
@@ -28,7 +31,9 @@ Choice: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """An index space that a mesh axis may split. `size` is what the split must divide (the gcd over all dims in it)."""
+    """An index space that a mesh axis may split. `size` is what the split must divide (the gcd over
+    all dims in it).
+    """
 
     size: int
     label: str
@@ -57,8 +62,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCollective:
-    """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction, or a gather of what must
-    be whole. All axes that do join in one collective.
+    """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction,
+    or a gather of what must be whole. All axes that do join in one collective.
 
     `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens `count` times a step. For
     `deferrable` see `Op`.
@@ -101,12 +106,13 @@ class Edge:
         length: of its first dim; 1 if it has none.
         count: how often a step converts it, all copies together.
         share: edges with one share number and one conversion are converted once for all of them.
-        gradient: whether it ends in the update phase, so that with micro-batches it may wait for the last one.
+        gradient: whether it ends in the update phase, so that with micro-batches it may wait for
+            the last one.
         starts, ends: for each copy, the operators between which a converted array lives.
-        masked: whether it leaves a gather in fill mode. Rows outside the table are filled between its partial sums and any
-            slice of it, so XLA all-reduces them.
-        on_pieces: whether its partial sums are those of a product that each device can run on its own pieces, so that the runtime
-            reduce-scatters them where a compiler does not.
+        masked: whether it leaves a gather in fill mode. Rows outside the table are filled between
+            its partial sums and any slice of it, so XLA all-reduces them.
+        on_pieces: whether its partial sums are those of a product that each device can run on its
+            own pieces, so that the runtime reduce-scatters them where a compiler does not.
         deferrable: whether what reads it is; see `Op`.
     """
 
@@ -134,14 +140,16 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resident:
-    """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that are split.
+    """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that
+    are split.
 
     `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive. `stacked` ones are filled
     by a loop, step by step.
 
-    Only where a compiler may defer products that only the update needs: until `late_deaths` the array is kept for its
-    consumer, the product `reader`, as split by `read_projection`; from `unreduced_from` on the result of its producer, the
-    product `maker`, is there, not yet summed over devices.
+    Only where a compiler may defer products that only the update needs: until `late_deaths` the
+    array is kept for its consumer, the product `reader`, as split by `read_projection`; from
+    `unreduced_from` on the result of its producer, the product `maker`, is there, not yet summed
+    over devices.
     """
 
     node: int
@@ -161,7 +169,9 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """Relation of an array to a node: the node, or -1 if nothing depends on it (scalars and constants)."""
+    """Relation of an array to a node: the node, or -1 if nothing depends on it (scalars and
+    constants).
+    """
 
     node: int
     projection: Projection
@@ -169,12 +179,13 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Site:
-    """Place at which the runtime pins a split: an operator class, with the ports of its operands and results.
+    """Place at which the runtime pins a split: an operator class, with the ports of its operands
+    and results.
 
     `sources` are the ports at which the operands arise.
 
-    A result may pass two: the operator's own split, then its users'. Where `readers` are given for a result, it is pinned
-    only if one of them has another split. `on_pieces`: see `Edge`.
+    A result may pass two: the operator's own split, then its users'. Where `readers` are given for
+    a result, it is pinned only if one of them has another split. `on_pieces`: see `Edge`.
     """
 
     op_class: int
@@ -216,9 +227,11 @@ class NodeGraph:
         input_ports, output_ports: how each input and output of the step is split.
         num_ops: number of operators, the length of the time axis of `residents`.
         batch_factors: for each node the factors that the batch dim of the inputs runs through.
-        batch_sums: between how many products of the backward pass layers need sums over the batch, in a step.
+        batch_sums: between how many products of the backward pass layers need sums over the batch,
+            in a step.
         op_class: class of each operator.
-        loop_ports: how the values that loops carry and remat regions take are split, by value index.
+        loop_ports: how the values that loops carry and remat regions take are split, by value
+            index.
         folded: whether any node stands for more than one copy.
         on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
         whole: operators that run whole on every device.

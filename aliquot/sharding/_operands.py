@@ -1,7 +1,9 @@
-"""Operands of products as a compiler holds them: TPUs keep float32 operands of products as bfloat16.
+"""Operands of products as a compiler holds them: TPUs keep float32 operands of products as
+bfloat16.
 
-An array that nothing but products reads is written in the type in which they multiply, also where a loop stacks it up for
-another loop. A cast of a parameter gives the same in each turn of a loop, so it is done once, before the first turn.
+An array that nothing but products reads is written in the type in which they multiply, also where a
+loop stacks it up for another loop. A cast of a parameter gives the same in each turn of a loop, so
+it is done once, before the first turn.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Casts:
 
 
 def only_multiplied(cuts: Cuts) -> list[bool]:
-    """For each value class, whether nothing but products at default precision reads it, and it is float32."""
+    """For each value class, whether nothing but products at default precision reads it, and it is
+    float32.
+    """
     read = [False] * len(cuts.producer)
     otherwise = [False] * len(cuts.producer)
     for output in cuts.graph.outputs:

@@ -1,8 +1,9 @@
 """Choices -> the splits that the runtime pins while it replays a step.
 
-A product's operands are pinned to its own split, and its result twice: to its own split first (otherwise the compiler gives
-the product the split that its users want, and gathers the operands instead), then to its users'. An array of a group is
-pinned where a product wants it in another split.
+A product's operands are pinned to its own split, and its result twice: to its own split first
+(otherwise the compiler gives the product the split that its users want, and gathers the operands
+instead), then to its users'. An array of a group is pinned where a product wants it in another
+split.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ Landing: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Splits at one class of operators: of each operand (None: leave it), and of each result, one after the other.
+    """Splits at one class of operators: of each operand (None: leave it), and of each result, one
+    after the other.
 
-    On its way to an operand's split an array takes on those `between`. In the first split of each result the axes in `minor`
-    subdivide tiles last. `totals` are those of its running total, once that is added up over data axes.
+    On its way to an operand's split an array takes on those `between`. In the first split of each
+    result the axes in `minor` subdivide tiles last. `totals` are those of its running total, once
+    that is added up over data axes.
 
     `on_pieces`: each device runs the product on its pieces of the operands, and the runtime scatters the sums to the first of
     the result's splits.
@@ -47,9 +50,11 @@ class Pins:
 
     Attributes:
         by_class: pins of operator classes; `of(op)` looks up an operator.
-        inputs, outputs: splits of what the step takes and returns. A successor has the split of what it replaces.
+        inputs, outputs: splits of what the step takes and returns. A successor has the split of
+            what it replaces.
         values: split of each value that has one, by value index, for loop carries and the like.
-        totals: what running totals of these are split like, one after the other, once they are added up over data axes.
+        totals: what running totals of these are split like, one after the other, once they are
+            added up over data axes.
         rows: of each value that replaces an input row by row, that input, and how either is split.
         wide_sums: whether what products on pieces leave is scattered in float32 at least.
         on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
@@ -84,9 +89,10 @@ def make_pins(
 
     Args:
         axis_sizes: devices along each mesh axis.
-        reduce_scatter: whether the compiler makes them of partial sums that become split; see `landing`. Otherwise products
-            whose sums shall be reduce-scattered are to run on each device's pieces; with it only those whose sums are
-            all-reduced along other axes: of several such terms of a sum the compiler merges just the all-reduces.
+        reduce_scatter: whether the compiler makes them of partial sums that become split; see
+            `landing`. Otherwise products whose sums shall be reduce-scattered are to run on each
+            device's pieces; with it only those whose sums are all-reduced along other axes: of
+            several such terms of a sum the compiler merges just the all-reduces.
         data_axes: along which sums of gradients wait for the last micro-batch.
         rows_above_bytes: from what size on inputs are replaced row by row; see `gathered_by_rows`.
     """
@@ -157,14 +163,17 @@ def make_pins(
         values=values,
         totals=sums,
         rows=rows,
-        # As XLA's CPU backend, which makes none itself, all-reduces narrow types, and as they are priced there.
+        # As XLA's CPU backend, which makes none itself, all-reduces narrow types, and as they are
+        # priced there.
         wide_sums=not reduce_scatter,
         on_missing_rule=nodes.on_missing_rule,
     )
 
 
 def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], list[Spec]]:
-    """A result's own split and its users', for each summand along the axes `waiting`, and for their sum."""
+    """A result's own split and its users', for each summand along the axes `waiting`, and for their
+    sum.
+    """
     if len(specs) < 2:
         return specs, specs
     each, total = waiting_apart(specs[0], specs[1], waiting)
@@ -172,7 +181,8 @@ def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], lis
 
 
 def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], *, in_part: bool) -> bool:
-    """True if partial sums are reduce-scattered from a result's own split towards its users', if anything does that.
+    """True if partial sums are reduce-scattered from a result's own split towards its users', if
+    anything does that.
 
     Args:
         in_part: only if others of its sums are all-reduced.
@@ -200,7 +210,8 @@ def _looked_up(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int
 def _result_chain(
     specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool
 ) -> tuple[tuple[Spec, ...], tuple[int, ...]]:
-    """A product's own split, its partial sums already where the users want them, then the users' split.
+    """A product's own split, its partial sums already where the users want them, then the users'
+    split.
 
     With it the axes that are minor in the first.
     """

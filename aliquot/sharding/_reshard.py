@@ -1,4 +1,5 @@
-"""From one split of an array to another, as the list of collectives that XLA's partitioner emits for it.
+"""From one split of an array to another, as the list of collectives that XLA's partitioner emits
+for it.
 
 Partial sums are resolved where they arise; what remains is a change of tiling (`_tilings.py`).
 """
@@ -32,11 +33,13 @@ class Move:
 
 @functools.lru_cache(maxsize=1 << 18)
 def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool) -> tuple[Move, ...] | None:
-    """The collectives that turn `source` into `target`; None if nothing can (an array cannot become a partial sum).
+    """The collectives that turn `source` into `target`; None if nothing can (an array cannot become
+    a partial sum).
 
     Args:
         axis_sizes: devices along each axis.
-        reduce_scatter: whether sums that become split are reduce-scattered, or all-reduced and sliced.
+        reduce_scatter: whether sums that become split are reduce-scattered, or all-reduced and
+            sliced.
 
     >>> [m.kind for m in reshard((PARTIAL,), (0,), (8,), True)]
     ['reduce-scatter']
@@ -94,10 +97,12 @@ def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_sca
 
 @functools.lru_cache(maxsize=1 << 16)
 def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, ...]:
-    """The splits that an array should be asked for, one after the other, to get from one to another; the last is `target`.
+    """The splits that an array should be asked for, one after the other, to get from one to
+    another; the last is `target`.
 
-    Where the partitioner finds no way but to gather the array, axes change their places one after the other: of all such ways
-    that it finds step by step, the one whose collectives leave the fewest bytes on a device.
+    Where the partitioner finds no way but to gather the array, axes change their places one after
+    the other: of all such ways that it finds step by step, the one whose collectives leave the
+    fewest bytes on a device.
 
     >>> way((-1, 0), (2, -1), (4, 2))
     ((2, 0), (2, -1))
@@ -130,12 +135,14 @@ def _leaves(step: Step) -> float:
 
 
 def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
-    """`source` with its sums finished: the split that an array should be asked for first, on its way to `target`.
+    """`source` with its sums finished: the split that an array should be asked for first, on its
+    way to `target`.
 
-    A compiler with a reduce-scatter is asked for the target's split at once, but for one dim only: asked for several, XLA
-    all-reduces the whole array, where tiles of one dim can still be exchanged for those of another. One without all-reduces
-    the whole array for each dim that the sums' axes shall split, or, asked for a whole array, for each sum that a product
-    left: whichever is fewer. If only one dim is split, the other sums are finished on its shards.
+    A compiler with a reduce-scatter is asked for the target's split at once, but for one dim only:
+    asked for several, XLA all-reduces the whole array, where tiles of one dim can still be
+    exchanged for those of another. One without all-reduces the whole array for each dim that the
+    sums' axes shall split, or, asked for a whole array, for each sum that a product left: whichever
+    is fewer. If only one dim is split, the other sums are finished on its shards.
     """
     reduced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL < t]
     kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
@@ -152,9 +159,11 @@ def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
 
 
 def waiting_apart(source: Spec, target: Spec, waiting: Collection[int]) -> tuple[tuple[Spec, Spec], tuple[Spec, Spec]]:
-    """The change from `source` to `target` in two, where sums over some axes wait: of each summand, and of their sum.
+    """The change from `source` to `target` in two, where sums over some axes wait: of each summand,
+    and of their sum.
 
-    Along the axes `waiting` each device keeps a summand of its own, in the first change as if it were whole there.
+    Along the axes `waiting` each device keeps a summand of its own, in the first change as if it
+    were whole there.
 
     >>> waiting_apart((PARTIAL, PARTIAL), (0, 1), (0,))
     (((-1, -2), (-1, 1)), ((-2, 1), (0, 1)))
@@ -170,9 +179,11 @@ def waiting_apart(source: Spec, target: Spec, waiting: Collection[int]) -> tuple
 
 
 def scattered_behind(source: Spec, landed: Spec) -> tuple[int, ...]:
-    """The axes whose sums were scattered along a dim that a later axis of the mesh had split: theirs are the minor tiles.
+    """The axes whose sums were scattered along a dim that a later axis of the mesh had split:
+    theirs are the minor tiles.
 
-    A reduce-scatter cuts each device's own tile. Asked for another order, XLA gathers the operands instead.
+    A reduce-scatter cuts each device's own tile. Asked for another order, XLA gathers the operands
+    instead.
 
     >>> scattered_behind((PARTIAL, 0), (0, 0)), scattered_behind((0, PARTIAL), (0, 0))
     ((0,), ())

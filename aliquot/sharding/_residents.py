@@ -1,4 +1,6 @@
-"""Residents of memory: inputs for the whole step, and every stored array from its making to its last use."""
+"""Residents of memory: inputs for the whole step, and every stored array from its making to its
+last use.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ def residents(
     """All residents of a step. What replaces an input reuses its buffer and is not counted again.
 
     Args:
-        product_itemsize: bytes of an element of float32 in memory where only products read it, and of a parameter that is
-            cast before loops; 0 if operands are held as they are and cast where they are read.
-        maxpool_gradient_stores_indices: whether gradients of maxima over windows are scattered by positions found beforehand.
+        product_itemsize: bytes of an element of float32 in memory where only products read it, and
+            of a parameter that is cast before loops; 0 if operands are held as they are and cast
+            where they are read.
+        maxpool_gradient_stores_indices: whether gradients of maxima over windows are scattered by
+            positions found beforehand.
         habits: of compilers, see `find_storage`.
     """
     storage = find_storage(naming.cuts, **habits)
@@ -162,7 +166,9 @@ class _LateReaders:
                     self._operand.setdefault(value_class, port)
 
     def waited_for(self, value_class: int, last_use: int) -> Port | None:
-        """The product that reads an array, and how. What sums for biases and norms read waits as the next product does."""
+        """The product that reads an array, and how. What sums for biases and norms read waits as
+        the next product does.
+        """
         if value_class in self._operand:
             return self._operand[value_class]
         cuts = self._node_index.cuts

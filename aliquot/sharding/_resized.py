@@ -1,8 +1,9 @@
 """A step on a batch of another size, worked out from its traces on two sizes, operator by operator.
 
-That is quicker than another trace. And a dim of size one is special to the code that writes traces: it broadcasts, it is
-squeezed, so that the trace on one example may be another program than the trace on many. The operators themselves know no
-such cases: each runs on one example with the sizes that its sizes on two larger batches let one expect.
+That is quicker than another trace. And a dim of size one is special to the code that writes traces:
+it broadcasts, it is squeezed, so that the trace on one example may be another program than the
+trace on many. The operators themselves know no such cases: each runs on one example with the sizes
+that its sizes on two larger batches let one expect.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ def batch_size(graph: Graph) -> int:
 def resized(small: Graph, large: Graph, size: int) -> Graph:
     """The graph of a step on `size` examples, operator by operator that of `small`.
 
-    Its loops and regions hold the equations of `small`, of which only what no size changes is ever read.
+    Its loops and regions hold the equations of `small`, of which only what no size changes is ever
+    read.
 
     Raises:
-        CaptureError: the two are different programs, or something does not follow the size of the batch.
+        CaptureError: the two are different programs, or something does not follow the size of the
+            batch.
     """
     sizes = batch_size(small), batch_size(large)
     if any(call.eqn.params.get("branches_platforms") is not None for call in calls_of(small.body)):

@@ -1,7 +1,8 @@
 """New parameters that are gathered row by row, each into its place among the old ones.
 
-A gather along another dim than the first leaves a copy with that dim in front. Where the whole array is gathered at once, it
-is held twice, and with it all others that are gathered at the end of a step.
+A gather along another dim than the first leaves a copy with that dim in front. Where the whole
+array is gathered at once, it is held twice, and with it all others that are gathered at the end of
+a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Dims that must be split together: union-find over the dims of arrays, through every operator that passes splits on.
+"""Dims that must be split together: union-find over the dims of arrays, through every operator that
+passes splits on.
 
-A *slot* is an array as one group of operators sees it. Most arrays have one slot. An array gets another where its split may
-change: behind a product, where a parameter meets activations, and where gradients enter the update.
+A *slot* is an array as one group of operators sees it. Most arrays have one slot. An array gets
+another where its split may change: behind a product, where a parameter meets activations, and where
+gradients enter the update.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Slots:
         return root
 
     def unite(self, a: int, b: int) -> bool:
-        """Let two dims be split together. False, and nothing done, if an array would then meet the class in two dims."""
+        """Let two dims be split together. False, and nothing done, if an array would then meet the
+        class in two dims.
+        """
         a, b = self.dim_class(a), self.dim_class(b)
         if a == b:
             return True

@@ -1,10 +1,11 @@
 """Split of one array over a mesh: one placement for each mesh axis.
 
-A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the same), or `PARTIAL`
-(each device holds a summand of the array). Numbers below `PARTIAL` are partial sums too: a product that sums over several
-dims gives each its own, as compilers that do not merge reductions reduce them one by one. Where several axes split one
-dim, the axis that comes first in the mesh is the major one: the order is canonical, so that two ways to write one split
-cannot differ.
+A placement is a dim (the axis splits that dim), `REPLICATED` (all devices along the axis hold the
+same), or `PARTIAL` (each device holds a summand of the array). Numbers below `PARTIAL` are partial
+sums too: a product that sums over several dims gives each its own, as compilers that do not merge
+reductions reduce them one by one. Where several axes split one dim, the axis that comes first in
+the mesh is the major one: the order is canonical, so that two ways to write one split cannot
+differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Spec: TypeAlias = tuple[int, ...]
 def dims_of(
     spec: Spec, axis_names: Sequence[str], rank: int, minor: Collection[int] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes that split each dim, as a `jax.sharding.PartitionSpec` lists them; the axes `minor` stand last.
+    """The mesh axes that split each dim, as a `jax.sharding.PartitionSpec` lists them; the axes
+    `minor` stand last.
 
     >>> dims_of((0, -1, 0), ("x", "y", "z"), 2)
     (('x', 'z'), ())
@@ -35,7 +37,9 @@ def dims_of(
 
 
 def cutting_order(num_axes: int, minor: Collection[int]) -> list[int]:
-    """Mesh axes, major ones first: in the mesh's order, but for those that cut what all others have cut."""
+    """Mesh axes, major ones first: in the mesh's order, but for those that cut what all others have
+    cut.
+    """
     return sorted(range(num_axes), key=lambda a: (a in minor, a))
 
 

@@ -1,4 +1,6 @@
-"""A step cut into the stages of a pipeline, at the size of one micro-batch: what planners split and the runtime runs."""
+"""A step cut into the stages of a pipeline, at the size of one micro-batch: what planners split and
+the runtime runs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class LayeredStep:
         return sizes[0] if sizes else 1
 
     def boundary_bytes(self, last_layers: Sequence[int]) -> tuple[float, ...]:
-        """Bytes of a micro-batch that cross behind stages; `last_layers` (exclusive) is where these end.
+        """Bytes of a micro-batch that cross behind stages; `last_layers` (exclusive) is where these
+        end.
 
         Of a step whose scans are cut each stage has one range of layers, whatever the numbers say.
         """
@@ -83,8 +86,8 @@ def layer_step(
     """A step cut into micro-batches and layers.
 
     Args:
-        layers: see `cut_layers`; or those of the same step at another size. The layers of a step whose scans are cut are
-            the ranges of these.
+        layers: see `cut_layers`; or those of the same step at another size. The layers of a step
+            whose scans are cut are the ranges of these.
         num_micro_batches, semantics, on_missing_rule: see `plan_micro_batches`.
 
     Raises:
@@ -109,7 +112,9 @@ def layer_step(
 def sketch_step(
     graph: Graph, num_micro_batches: int, *, layers: str | int | None = None, on_missing_rule: str = "infer"
 ) -> LayeredStep:
-    """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as `trace_part` does."""
+    """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as
+    `trace_part` does.
+    """
     if num_micro_batches == 1:
         return layer_step(graph, 1, layers=layers, on_missing_rule=on_missing_rule)
     part = trace_part(graph, num_micro_batches)

@@ -1,16 +1,19 @@
 """Steps of XLA's SPMD partitioner from one tiling of an array to another.
 
-It looks at tilings, not at mesh axes: how many tiles each dim has, and which device holds which. An axis may so be cut
-in two, and axes of equal sizes may change places. Here an axis is a row of *atoms*, one for each prime factor, major
-first; a tiling lists for each dim its atoms, and those along which tiles are repeated. Ways are tried in the
-partitioner's order: exchange owners, exchange tiles between dims, slice what is repeated, gather what should be, two of
-these in a row; and otherwise gather down to what both tilings have in common, often everything, and slice, which XLA
+It looks at tilings, not at mesh axes: how many tiles each dim has, and which device holds which. An
+axis may so be cut in two, and axes of equal sizes may change places. Here an axis is a row of
+*atoms*, one for each prime factor, major first; a tiling lists for each dim its atoms, and those
+along which tiles are repeated. Ways are tried in the partitioner's order: exchange owners, exchange
+tiles between dims, slice what is repeated, gather what should be, two of these in a row; and
+otherwise gather down to what both tilings have in common, often everything, and slice, which XLA
 calls involuntary full rematerialization.
 
-On two axes this is what XLA emits for all but four of 312 pairs of splits, on three for all but six of 350. The few
-differ by one exchange done before a slice instead of after it, or by how much is gathered.
+On two axes this is what XLA emits for all but four of 312 pairs of splits, on three for all but six
+of 350. The few differ by one exchange done before a slice instead of after it, or by how much is
+gathered.
 
-Reference: OpenXLA, `xla/service/spmd/spmd_partitioner.cc`, `PartitionedHlo::ReshardNoCache` and what it calls.
+Reference: OpenXLA, `xla/service/spmd/spmd_partitioner.cc`, `PartitionedHlo::ReshardNoCache` and
+what it calls.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ Atoms: TypeAlias = tuple[Atom, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One collective over groups of `group` devices along `axes`. `tiles` is how many tiles there are before it."""
+    """One collective over groups of `group` devices along `axes`. `tiles` is how many tiles there
+    are before it.
+    """
 
     kind: str
     axes: tuple[int, ...]
@@ -41,7 +46,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """The atoms that cut each dim (in order, only dims that are cut), and those along which tiles are repeated."""
+    """The atoms that cut each dim (in order, only dims that are cut), and those along which tiles
+    are repeated.
+    """
 
     dims: tuple[tuple[int, Atoms], ...]
     repeated: Atoms
@@ -147,7 +154,9 @@ def _two_in_a_row(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
 
 
 def _exchange(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
-    """All-to-alls where the dims' numbers of tiles are the target's in another order; None where they are not."""
+    """All-to-alls where the dims' numbers of tiles are the target's in another order; None where
+    they are not.
+    """
     have, want = now.counts, target.counts
     differing = [d for d in sorted({*have, *want}) if have.get(d, 1) != want.get(d, 1)]
     if sorted(have.get(d, 1) for d in differing) != sorted(want.get(d, 1) for d in differing):
@@ -172,7 +181,9 @@ def _exchange(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
 
 
 def _merges(now: Tiling, target: Tiling) -> Iterable[tuple[int, int, int]]:
-    """Pairs of dims of which one can hand tiles to the other and both then have as many as they should."""
+    """Pairs of dims of which one can hand tiles to the other and both then have as many as they
+    should.
+    """
     if _product(now.repeated) != _product(target.repeated):
         return
     have, want = now.counts, target.counts
@@ -189,7 +200,9 @@ def _merges(now: Tiling, target: Tiling) -> Iterable[tuple[int, int, int]]:
 
 
 def _refined(coarse: Tiling, fine: Tiling) -> Tiling | None:
-    """`coarse` with its repeats sliced into as many tiles as `fine` has in each dim; None if these are no multiples."""
+    """`coarse` with its repeats sliced into as many tiles as `fine` has in each dim; None if these
+    are no multiples.
+    """
     have, want = coarse.counts, fine.counts
     if any(want.get(d, 1) % count for d, count in have.items()):
         return None
@@ -256,7 +269,9 @@ def _permute(now: Tiling, after: Tiling) -> Step:
 
 
 def _places(now: Tiling) -> set[tuple[Atom, int, int]]:
-    """Each atom with its dim (-1 where tiles are repeated) and the number of tiles that it is minor to."""
+    """Each atom with its dim (-1 where tiles are repeated) and the number of tiles that it is minor
+    to.
+    """
     places = {(atom, -1, 0) for atom in now.repeated}
     for d, atoms in now.dims:
         before = 1

@@ -1,7 +1,9 @@
-"""One operator on one micro-batch: what its operands being parts of the whole batch makes of its results.
+"""One operator on one micro-batch: what its operands being parts of the whole batch makes of its
+results.
 
-A micro-batch split is a split over time, so the same declarations that say how an array may be split over devices
-decide here. `follow` is the whole algebra for one operator; `_micro_batches` walks a step with it.
+A micro-batch split is a split over time, so the same declarations that say how an array may be
+split over devices decide here. `follow` is the whole algebra for one operator; `_micro_batches`
+walks a step with it.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ class Conversion(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """Way in which an operator runs: on a part; for the whole batch and then sliced (what it makes depends on the position, as
-    random bits do); on a part and then shifted by the part's position (an iota); before or after all parts.
+    """Way in which an operator runs: on a part; for the whole batch and then sliced (what it makes
+    depends on the position, as random bits do); on a part and then shifted by the part's position
+    (an iota); before or after all parts.
     """
 
     RUN = "run"
@@ -90,7 +93,9 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """An operator on one part: specs of its results, conversions by operand position, and its action."""
+    """An operator on one part: specs of its results, conversions by operand position, and its
+    action.
+    """
 
     results: tuple[TimeSpec, ...]
     conversions: tuple[tuple[int, Conversion], ...] = ()
@@ -98,7 +103,9 @@ class Followed:
 
 
 def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
-    """`EQUAL` for equal shapes, `CONCATENATE` where one dim is `parts` times as long; None otherwise."""
+    """`EQUAL` for equal shapes, `CONCATENATE` where one dim is `parts` times as long; None
+    otherwise.
+    """
     differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     if not differing:
         return EQUAL
@@ -158,7 +165,8 @@ def follow(
 
 
 def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
-    """Relation of an operator's results on each part's maximum (any truth, ...) to its result on that of the whole batch.
+    """Relation of an operator's results on each part's maximum (any truth, ...) to its result on
+    that of the whole batch.
 
     None where they do not, as for whatever does not grow with its operand.
     """
@@ -197,7 +205,9 @@ def _checked(outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: in
 
 
 def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Followed | str:
-    """Linear operators keep sums apart; what is not summed counts once where it is added, and any time as a factor."""
+    """Linear operators keep sums apart; what is not summed counts once where it is added, and any
+    time as a factor.
+    """
     reason = "it is not linear in a sum over the batch"
     if not rule.linear:
         return reason
@@ -215,7 +225,9 @@ def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Foll
 
 
 def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool) -> Followed | str:
-    """One factor runs through all slices; results that carry it are slices, those that reduce it are parts of a sum."""
+    """One factor runs through all slices; results that carry it are slices, those that reduce it
+    are parts of a sum.
+    """
     letters = {}
     for k, spec in enumerate(specs):
         if spec.kind is TimeKind.CONCATENATE:
@@ -266,7 +278,9 @@ def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> 
 
 
 def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str]) -> Followed | str:
-    """A lookup in which each index stands for its own example: local, once the positions are those in the part."""
+    """A lookup in which each index stands for its own example: local, once the positions are those
+    in the part.
+    """
     row = letters[1]
     others = {k: letter for k, letter in letters.items() if k not in (0, 1)}
     if not row.islower() and op.name == "gather" or any(letter != row for letter in others.values()):
@@ -278,7 +292,9 @@ def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict
 
 
 def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
-    """Equal operands give equal results, unless the operator itself writes down the size of the batch."""
+    """Equal operands give equal results, unless the operator itself writes down the size of the
+    batch.
+    """
     has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     results = []
     for whole, part in shapes:

@@ -29,7 +29,9 @@ def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
 
 
 def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> str:
-    """Keep an answer. Returns why that was not possible, or nothing: an answer is worth having without a cache."""
+    """Keep an answer. Returns why that was not possible, or nothing: an answer is worth having
+    without a cache.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / f"{key}.json", json.dumps(answer))

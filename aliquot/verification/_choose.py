@@ -18,8 +18,9 @@ def first_that_fits(
 ) -> Plan:
     """The best plan that fits by its compiler's account, with the compiled figures in it.
 
-    A plan that needs more memory than predicted is not hidden: the one that is chosen instead says so in its notes. The
-    next is planned with a limit lowered by as much as the prediction fell short.
+    A plan that needs more memory than predicted is not hidden: the one that is chosen instead says
+    so in its notes. The next is planned with a limit lowered by as much as the prediction fell
+    short.
 
     Args:
         propose: makes the best plan within a memory limit in bytes; None for the usual one.

@@ -1,4 +1,6 @@
-"""Collectives of a compiled program beside those of its plan, and those that the plan does not explain."""
+"""Collectives of a compiled program beside those of its plan, and those that the plan does not
+explain.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _NEGLIGIBLE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveComparison:
-    """Collectives of one kind along some mesh axes in one step; bytes are what they leave on each device."""
+    """Collectives of one kind along some mesh axes in one step; bytes are what they leave on each
+    device.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -103,19 +107,20 @@ def unintended_collectives(
 ) -> tuple[UnintendedCollective, ...]:
     """Compiled collectives that no predicted one explains.
 
-    The compiler merges collectives and reorders axes, so single ones cannot be matched. For each kind and axes that
-    moves more bytes than predicted (by 5 %, and by 1 % of all that is predicted), those are listed whose size is no
-    multiple of a predicted one's, largest first, until they make up the difference.
+    The compiler merges collectives and reorders axes, so single ones cannot be matched. For each
+    kind and axes that moves more bytes than predicted (by 5 %, and by 1 % of all that is
+    predicted), those are listed whose size is no multiple of a predicted one's, largest first,
+    until they make up the difference.
 
-    A reduce-scatter is the first half of an all-reduce: where nothing reads more than a part of the sum, it takes the
-    place of one that was predicted.
+    A reduce-scatter is the first half of an all-reduce: where nothing reads more than a part of the
+    sum, it takes the place of one that was predicted.
 
     Args:
         paths: of the step's inputs, for causes that are inputs.
         axis_sizes: devices along each mesh axis.
 
-    Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
-    section 4.5 (an all-reduce as a reduce-scatter and an all-gather).
+    Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+    Operations in MPICH", 2005, section 4.5 (an all-reduce as a reduce-scatter and an all-gather).
     """
     budget: dict[tuple[str, tuple[str, ...]], float] = {}
     units: dict[tuple[str, tuple[str, ...]], set[int]] = {}

@@ -1,4 +1,6 @@
-"""Compile a program for a target in a process of its own, so that no flag, platform or memory stays in the user's."""
+"""Compile a program for a target in a process of its own, so that no flag, platform or memory stays
+in the user's.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,17 @@ class CompiledProgram:
 
     Attributes:
         target: what it was compiled for.
-        argument_bytes, output_bytes, temp_bytes, alias_bytes: as the compiler assigned them; `alias_bytes` of the outputs
-            live in donated arguments.
-        out_dims, out_bytes: of each result the mesh axes that split its dims, and its bytes. None instead of axes where
-            the compiler's choice has no such form.
-        live_bytes: the most that is in use at any moment, holes between buffers not counted; 0 if unknown.
+        argument_bytes, output_bytes, temp_bytes, alias_bytes: as the compiler assigned them;
+            `alias_bytes` of the outputs live in donated arguments.
+        out_dims, out_bytes: of each result the mesh axes that split its dims, and its bytes. None
+            instead of axes where the compiler's choice has no such form.
+        live_bytes: the most that is in use at any moment, holes between buffers not counted; 0 if
+            unknown.
         collectives: every collective instruction; labels name causes.
         cycles: what a TPU's compiler expects a step to take; 0 for others.
         compile_s: seconds that the compiler took.
-        refusal: if the compiler found that it does not fit: its words. Then only `needed_bytes` is known.
+        refusal: if the compiler found that it does not fit: its words. Then only `needed_bytes` is
+            known.
         cached: whether the answer was there already.
         remark: what went wrong besides.
     """
@@ -59,16 +63,20 @@ class CompiledProgram:
 
     @property
     def peak_bytes(self) -> float:
-        """Memory that must be free on a device: arguments, outputs that reuse no argument's memory, and temporaries."""
+        """Memory that must be free on a device: arguments, outputs that reuse no argument's memory,
+        and temporaries.
+        """
         if self.needed_bytes is not None:
             return self.needed_bytes
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
 class Compiler:
-    """Compiles programs for a target, one after another, in one process; what was compiled before is not compiled again.
+    """Compiles programs for a target, one after another, in one process; what was compiled before
+    is not compiled again.
 
-    The process starts with the first program; `start` has it get ready before. Leaving the `with` block ends it.
+    The process starts with the first program; `start` has it get ready before. Leaving the `with`
+    block ends it.
 
     Args:
         target: what to compile for.
@@ -114,7 +122,8 @@ class Compiler:
 
         Raises:
             CompileError: the compiler refuses the program, or was stopped for want of memory.
-            InputError: there is no room for the program on disk, or the target's description is of another release.
+            InputError: there is no room for the program on disk, or the target's description is of
+                another release.
         """
         target = self._target
         topology = target.topology(program.num_devices, devices_per_host)
@@ -142,7 +151,9 @@ class Compiler:
 
 
 def _environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
-    """The compiling process's environment: the user's own flags for the compiler stay, as they would on the cluster."""
+    """The compiling process's environment: the user's own flags for the compiler stay, as they
+    would on the cluster.
+    """
     variables = require_compiler(target)
     # Of a flag that is given twice the last counts.
     flags = variables.get("XLA_FLAGS", "").split()

@@ -1,4 +1,6 @@
-"""A pipeline through the compiler, stage by stage: every program for its stage's own devices, equal ones once."""
+"""A pipeline through the compiler, stage by stage: every program for its stage's own devices, equal
+ones once.
+"""
 
 from __future__ import annotations
 
@@ -94,13 +96,15 @@ def _devices(stage: StagePlan, count: int) -> range:
     return range(stage.first_device, stage.first_device + count)
 
 
-# ---- compiling -------------------------------------------------------------------------------------------------------
+# ---- compiling -----------------------------------------------------------------------------------
 
 
 def _compile_all(
     plan: Plan, exports: Sequence[StageExport], cluster: Cluster, target: CompileTarget, compiler: Compiler
 ) -> list[ProgramVerification]:
-    """Every program, in order: what one leaves, split as its compiler chose, is what the next one takes."""
+    """Every program, in order: what one leaves, split as its compiler chose, is what the next one
+    takes.
+    """
     verified: list[ProgramVerification] = []
     known: dict[tuple[str, int], ProgramVerification] = {}
     for export in exports:
@@ -134,7 +138,8 @@ def _with_splits(
 
 
 def _devices_per_host(stage: StagePlan, per_host: int) -> int:
-    """Number of a stage's devices in each host; hosts with unequal numbers of them are taken in equal pieces.
+    """Number of a stage's devices in each host; hosts with unequal numbers of them are taken in
+    equal pieces.
 
     >>> from types import SimpleNamespace as Stage
     >>> [_devices_per_host(Stage(first_device=f, mesh_shape=(n,)), 8) for f, n in ((0, 16), (4, 4), (4, 8), (6, 4))]
@@ -144,7 +149,7 @@ def _devices_per_host(stage: StagePlan, per_host: int) -> int:
     return count if offset + count <= per_host else math.gcd(per_host, offset, count)
 
 
-# ---- one stage -------------------------------------------------------------------------------------------------------
+# ---- one stage -----------------------------------------------------------------------------------
 
 
 def _stage(

@@ -17,7 +17,8 @@ def verify_plan(
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> Verification:
-    """Compile the programs of a plan for a target that need not be here, and put the result beside the prediction.
+    """Compile the programs of a plan for a target that need not be here, and put the result beside
+    the prediction.
 
     Args:
         target: see `resolve_target`; by default the device that the plan was made for.

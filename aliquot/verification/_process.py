@@ -1,4 +1,6 @@
-"""The process in which a target's compiler runs: it compiles one program after another, and dies with its errors."""
+"""The process in which a target's compiler runs: it compiles one program after another, and dies
+with its errors.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class CompileError(AliquotError):
 
 
 class CompilerProcess:
-    """A process that compiles for one target. It starts with the first program, or before it; `close` ends it."""
+    """A process that compiles for one target. It starts with the first program, or before it;
+    `close` ends it.
+    """
 
     def __init__(self, target: CompileTarget, environment: Mapping[str, str], progress: Progress) -> None:
         self._target, self._environment, self._progress = target, dict(environment), progress
@@ -72,7 +76,8 @@ class CompilerProcess:
 
         Raises:
             CompileError: it refuses the program, or was stopped for want of memory.
-            InputError: there is no room for the program on disk, or the target's description is of another release.
+            InputError: there is no room for the program on disk, or the target's description is of
+                another release.
         """
         process, folder = self._send(program, request)
         started, most = time.monotonic(), 0
@@ -96,8 +101,8 @@ class CompilerProcess:
             self._place = Path(tempfile.mkdtemp(prefix="aliquot-verify-"))
         if self._process is None:
             with (self._place / "log.txt").open("wb") as stream:
-                # With the same path as this process: `-m` alone would put the current folder first, and whatever lies
-                # there with the name of a module would run.
+                # With the same path as this process: `-m` alone would put the current folder first,
+                # and whatever lies there with the name of a module would run.
                 command = [sys.executable, "-P", "-m", f"{__package__}._worker"]
                 path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
                 environment = {**self._environment, "PYTHONPATH": path}

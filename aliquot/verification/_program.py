@@ -1,7 +1,9 @@
-"""A plan's program in a form that can travel: lowered for its target in this process, compiled in another.
+"""A plan's program in a form that can travel: lowered for its target in this process, compiled in
+another.
 
-The step is traced here, where the user's function is, on a mesh without devices; `jax.export` writes the module down with
-its splits. What the other process compiles is the program that the runtime would compile.
+The step is traced here, where the user's function is, on a mesh without devices; `jax.export`
+writes the module down with its splits. What the other process compiles is the program that the
+runtime would compile.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class PortableProgram:
         module: what `jax.export` serialized.
         platform: it was lowered for.
         mesh_shape, axis_names: of its mesh.
-        in_dims, out_dims: mesh axes that split each dim of each input and output; None leaves one to the compiler.
+        in_dims, out_dims: mesh axes that split each dim of each input and output; None leaves one
+            to the compiler.
         donated: positions of donated inputs.
         x64: whether JAX keeps 64 bits.
     """
@@ -70,7 +73,8 @@ class PortableProgram:
 
 
 def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
-    """The program of a plan that is no pipeline, lowered for a platform of which no device need be here.
+    """The program of a plan that is no pipeline, lowered for a platform of which no device need be
+    here.
 
     Args:
         platform: `"cuda"`, `"tpu"` or `"cpu"`.
@@ -102,8 +106,8 @@ def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
 def portable_stage(export: StageExport, stage: StagePlan, platform: str) -> PortableProgram:
     """One program of a stage of a pipeline, lowered for a platform of which no device need be here.
 
-    Splits that the compiler chose for another program's results, where `export.sources` says so, are still to be put
-    into `in_dims`.
+    Splits that the compiler chose for another program's results, where `export.sources` says so,
+    are still to be put into `in_dims`.
     """
     form = export.form
     return PortableProgram(
@@ -129,8 +133,9 @@ def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
         return export.export(jitted, platforms=[platform], disabled_checks=checks)(*structs)
 
-    # The same release of JAX reads the module. So it need not be written for readers of other releases, which would be
-    # another program, and calls that promise later releases nothing are safe.
+    # The same release of JAX reads the module. So it need not be written for readers of other
+    # releases, which would be another program, and calls that promise later releases nothing are
+    # safe.
     promised = getattr(jax.config, _FOR_OTHERS)
     jax.config.update(_FOR_OTHERS, True)
     try:

@@ -1,6 +1,7 @@
 """Targets of compilation: GPUs by their descriptions, TPUs by their slices, virtual CPU devices.
 
-A GPU's description is the text from which XLA builds its model of the device: limits of its kernels, memory, caches.
+A GPU's description is the text from which XLA builds its model of the device: limits of its
+kernels, memory, caches.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _LIMITS = {
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
 }
-"""The same on every GPU of the table. Source: CUDA C++ Programming Guide, "Technical specifications per compute
-capability"."""
+"""The same on every GPU of the table. Source: CUDA C++ Programming Guide, "Technical specifications
+per compute capability".
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,9 @@ _VOLTA = ((80, 64), (98_304, 98_304))
 _AMPERE = ((108, 64), (167_936, 166_912))
 _HOPPER = ((132, 128), (233_472, 232_448))
 
-# (cores, units per core), (shared memory per core, per block), (L2, memory, bandwidth in bytes/s), clock, capability.
-# Source: the target descriptions that OpenXLA publishes with its compiler (`xla/backends/gpu/target_config/specs`).
+# (cores, units per core), (shared memory per core, per block), (L2, memory, bandwidth in bytes/s),
+# clock, capability. Source: the target descriptions that OpenXLA publishes with its compiler
+# (`xla/backends/gpu/target_config/specs`).
 _DESCRIPTIONS = (
     _gpu("V100-16GB", *_VOLTA, (6_291_456, 16_935_682_048, 898_048_000_000), 1.53, (7, 0), False),
     _gpu("V100-32GB", *_VOLTA, (6_291_456, 34_089_730_048, 898_048_000_000), 1.53, (7, 0), False),
@@ -165,10 +168,11 @@ def resolve_target(name: str | None, cluster: Cluster, *, limit_bytes: float | N
     """The target to compile for.
 
     Args:
-        name: a described GPU, a TPU, `"cpu"`, or the path of a file with a GPU's description; by default the cluster's
-            device.
+        name: a described GPU, a TPU, `"cpu"`, or the path of a file with a GPU's description; by
+            default the cluster's device.
         cluster: what the plan was made for.
-        limit_bytes: what a plan may fill of the cluster's own device; by default what its target leaves usable.
+        limit_bytes: what a plan may fill of the cluster's own device; by default what its target
+            leaves usable.
 
     Raises:
         InputError: nobody knows the name, or the file is no description.

@@ -1,7 +1,9 @@
-"""Reader of compiled programs' texts beyond that of the runtime: causes of collectives, and a TPU's cycles.
+"""Reader of compiled programs' texts beyond that of the runtime: causes of collectives, and a TPU's
+cycles.
 
-A collective that splits or gathers an array on its way to another split carries the runtime's own mark. Its cause is the
-operator that made the array: the nearest instruction up the chain of operands that carries a mark of the user's code.
+A collective that splits or gathers an array on its way to another split carries the runtime's own
+mark. Its cause is the operator that made the array: the nearest instruction up the chain of
+operands that carries a mark of the user's code.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
 def compiled_collectives(
     text: str, axis_names: Sequence[str], axis_sizes: Sequence[int]
 ) -> tuple[CompiledCollective, ...]:
-    """Every collective of a compiled program; labels name its cause: an operator with its line, or `input N`.
+    """Every collective of a compiled program; labels name its cause: an operator with its line, or
+    `input N`.
 
     Args:
         text: optimized HLO.
@@ -146,7 +149,9 @@ class _Causes:
 
 
 def _operator(op_name: str) -> str:
-    """The innermost name of a path such as `jit(run)/jvp()/dot_general`; merged ones are joined by colons."""
+    """The innermost name of a path such as `jit(run)/jvp()/dot_general`; merged ones are joined by
+    colons.
+    """
     parts = [part for part in re.split(r"[():]", op_name.rsplit("/", 1)[-1]) if part]
     return parts[0] if parts else ""
 
@@ -172,13 +177,17 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
 def reported_bytes(report: str) -> int | None:
-    """Bytes of a device's main memory, which comes first in XLA's memory usage report; None if it is not in there."""
+    """Bytes of a device's main memory, which comes first in XLA's memory usage report; None if it
+    is not in there.
+    """
     match = _TOTAL.search(report)
     return int(match[1]) if match else None
 
 
 def estimated_cycles(text: str) -> float:
-    """Cycles that a TPU's compiler expects all instructions of a step to take, loops by their trips; 0 for others."""
+    """Cycles that a TPU's compiler expects all instructions of a step to take, loops by their
+    trips; 0 for others.
+    """
     cycles: dict[str, float] = {}
     bodies: dict[str, list[tuple[str, int]]] = {}
     entry = current = ""

@@ -21,7 +21,8 @@ from ._targets import CompileTarget, resolve_target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramVerification:
-    """One program of a pipeline's stage: how often a step runs it, and the compiler's account of it.
+    """One program of a pipeline's stage: how often a step runs it, and the compiler's account of
+    it.
 
     `same_as` names the program of another stage that is the same and was compiled once for both; else it is empty.
     """
@@ -51,8 +52,8 @@ class StageVerification:
     Attributes:
         predicted_bytes: the plan's peak.
         predicted_parts: what it is made of, and `state and batch`, what the step is given.
-        compiled: the compiler's account; of a pipeline's stage that of all its programs over a step, at the moment when
-            its devices hold most.
+        compiled: the compiler's account; of a pipeline's stage that of all its programs over a
+            step, at the moment when its devices hold most.
         held: of a pipeline's stage what its devices hold at that moment, by kind.
         programs: of a pipeline's stage its programs.
         collectives: by kind and mesh axes, both sides.
@@ -113,7 +114,8 @@ class Verification:
         limit_bytes: what a program may take on each device; None where nobody knows.
         predicted_step_time_s, predicted_compute_s: of the plan.
         stages: in order.
-        submesh_bytes: of a pipeline what must be free on the devices of each submesh, for all stages there together.
+        submesh_bytes: of a pipeline what must be free on the devices of each submesh, for all
+            stages there together.
         remarks: what else the reader should know.
     """
 

@@ -14,7 +14,9 @@ _GPU_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
 
 
 class CompilerMissingError(AliquotError):
-    """A target whose compiler is not installed, or is of another release than JAX; says what to install."""
+    """A target whose compiler is not installed, or is of another release than JAX; says what to
+    install.
+    """
 
 
 def require_compiler(target: CompileTarget) -> Mapping[str, str]:
@@ -32,10 +34,10 @@ def require_compiler(target: CompileTarget) -> Mapping[str, str]:
     return {}
 
 
-# Without a GPU nothing is tuned. The compiler then writes a kernel of its own for every product, with tiles that it
-# guesses: a third of its time, and for some shapes it finds none and gives up. Tuned, large products are mostly calls of
-# cuBLAS, and this makes all of them that. Collectives stay the same; memory grows by a workspace (22 MiB of 9.6 GiB for
-# GPT-1.3B on 8 H100).
+# Without a GPU nothing is tuned. The compiler then writes a kernel of its own for every product,
+# with tiles that it guesses: a third of its time, and for some shapes it finds none and gives up.
+# Tuned, large products are mostly calls of cuBLAS, and this makes all of them that. Collectives
+# stay the same; memory grows by a workspace (22 MiB of 9.6 GiB for GPT-1.3B on 8 H100).
 _UNTUNED = {"--xla_gpu_enable_triton_gemm": "false"}
 
 

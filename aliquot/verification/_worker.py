@@ -44,7 +44,9 @@ def _compile(folder: Path) -> None:
 
 
 def _ask_for_reports(reports: Path) -> None:
-    """Have the compiler write down what it assigns; read when it is loaded. A user's own wish to see it goes first."""
+    """Have the compiler write down what it assigns; read when it is loaded. A user's own wish to
+    see it goes first.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_dump_to" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={reports}".strip()
@@ -53,8 +55,8 @@ def _ask_for_reports(reports: Path) -> None:
 def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:
     """Take the temporaries that the compiler holds against a chip's memory.
 
-    For TPUs, `memory_analysis` has a figure up to a fifth higher (libtpu 0.0.42): programs compile within limits below it,
-    and where one is refused, the compiler names the sum of its report.
+    For TPUs, `memory_analysis` has a figure up to a fifth higher (libtpu 0.0.42): programs compile
+    within limits below it, and where one is refused, the compiler names the sum of its report.
     """
     totals = [total for path in reports.glob(_REPORT) if (total := reported_bytes(path.read_text())) is not None]
     if totals:

@@ -1,6 +1,7 @@
 """Causal self-attention of a block, shared by the model families.
 
-Shape suffixes: B batch, S and T positions, H query heads, K key and value heads, G = H / K, E elements per head.
+Shape suffixes: B batch, S and T positions, H query heads, K key and value heads, G = H / K, E
+elements per head.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """`(B, S, H * E) -> (B, S, H, E)`; heads come first, so a split of the merged dim is a split of the heads."""
+    """`(B, S, H * E) -> (B, S, H, E)`; heads come first, so a split of the merged dim is a split of
+    the heads.
+    """
     return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
 
 
@@ -20,10 +23,11 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 def causal_attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array) -> jax.Array:
-    """Softmax attention in which a position sees itself and what precedes it; returns `(B, S, H, E)`.
+    """Softmax attention in which a position sees itself and what precedes it; returns `(B, S, H,
+    E)`.
 
-    Products run in the dtype of the operands, the softmax in float32 or wider. Where several query heads share a key
-    head, the query heads are grouped; the keys are not copied.
+    Products run in the dtype of the operands, the softmax in float32 or wider. Where several query
+    heads share a key head, the query heads are grouped; the keys are not copied.
     """
     seq_len, num_heads, head_dim = q_bshe.shape[1:]
     num_kv_heads = k_btke.shape[2]
@@ -32,7 +36,8 @@ def causal_attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array) ->
         weights = _causal_softmax(jnp.einsum("bshe,bthe->bhst", q_bshe, k_btke))
         return jnp.einsum("bhst,bthe->bshe", weights, v_btke)
     q_bskge = q_bshe.reshape(*q_bshe.shape[:2], num_kv_heads, num_heads // num_kv_heads, head_dim)
-    # Heads first, or JAX transposes the scores, which are as large as the sequence is long once more.
+    # Heads first, or JAX transposes the scores, which are as large as the sequence is long once
+    # more.
     q_bkgse = q_bskge.transpose(0, 2, 3, 1, 4)
     weights = _causal_softmax(jnp.einsum("bkgse,btke->bkgst", q_bkgse, k_btke))
     out_bkgse = jnp.einsum("bkgst,btke->bkgse", weights, v_btke)

@@ -1,7 +1,8 @@
 """Shapes of models: what a configuration says, checks, and knows about the work of one example.
 
-Nothing here imports JAX or Flax, so that a command line can list and check names for free. `_sizes.py` names the usual
-sizes, `_image_config.py` has the models of images, and the networks turn a configuration into functions.
+Nothing here imports JAX or Flax, so that a command line can list and check names for free.
+`_sizes.py` names the usual sizes, `_image_config.py` has the models of images, and the networks
+turn a configuration into functions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class AbstractConfig(abc.ABC):
     @property
     @abc.abstractmethod
     def flops_per_example(self) -> int:
-        """Floating point operations to train on one example: forward and backward, without recomputation."""
+        """Floating point operations to train on one example: forward and backward, without
+        recomputation.
+        """
 
     @abc.abstractmethod
     def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -67,7 +70,9 @@ class AbstractTextConfig(AbstractConfig):
     @property
     @abc.abstractmethod
     def flops_per_token(self) -> int:
-        """Floating point operations to train on one token: forward and backward, without recomputation."""
+        """Floating point operations to train on one token: forward and backward, without
+        recomputation.
+        """
 
     @property
     def flops_per_example(self) -> int:
@@ -89,7 +94,8 @@ class ModelConfig(AbstractTextConfig):
     `num_kv_heads < num_heads` several query heads share one key and value head. `rope_theta` only matters to Llama.
 
     Raises:
-        InputError: some sizes are not positive, or do not divide each other; every such fault is listed.
+        InputError: some sizes are not positive, or do not divide each other; every such fault is
+            listed.
     """
 
     name: str
@@ -133,13 +139,15 @@ class ModelConfig(AbstractTextConfig):
 
     @property
     def flops_per_token(self) -> int:
-        """Floating point operations to train on one token: forward and backward, without recomputation.
+        """Floating point operations to train on one token: forward and backward, without
+        recomputation.
 
         A weight that multiplies the token costs two operations forward and four backward. Attention adds
         `12 * seq_len * hidden_size` per layer: two products with all `seq_len` positions, the causal half not deducted.
 
-        Reference: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B; here only
-        weights that take part in a matrix product count, so an embedding lookup is free and the output head is not.
+        Reference: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix
+        B; here only weights that take part in a matrix product count, so an embedding lookup is
+        free and the output head is not.
         """
         heads = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         ffn = (3 if self.family == "llama" else 2) * self.hidden_size * self.ffn_size
@@ -158,7 +166,8 @@ class ModelConfig(AbstractTextConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(AbstractTextConfig):
-    """The shape of a GPT in which every other layer, the first among them, has experts for a feed-forward network.
+    """The shape of a GPT in which every other layer, the first among them, has experts for a
+    feed-forward network.
 
     Tokens choose their experts in groups of `group_size`, a whole part of one sequence: what becomes of a sequence then
     depends on no other, and cutting a batch changes no number. An expert takes up to
@@ -166,7 +175,8 @@ class MoEConfig(AbstractTextConfig):
     `balance_weight` is that of the loss that rewards equal use of the experts.
 
     Raises:
-        InputError: some sizes are not positive, or do not divide each other; every such fault is listed.
+        InputError: some sizes are not positive, or do not divide each other; every such fault is
+            listed.
     """
 
     name: str
@@ -232,10 +242,11 @@ class MoEConfig(AbstractTextConfig):
 
     @property
     def flops_per_token(self) -> int:
-        """Floating point operations to train on one token, as for `ModelConfig`, each token seen by two experts.
+        """Floating point operations to train on one token, as for `ModelConfig`, each token seen by
+        two experts.
 
-        The choice of experts counts. Carrying tokens to experts and back is done by products with masks here, and free
-        here as a lookup is; neither are the places counted that stay empty.
+        The choice of experts counts. Carrying tokens to experts and back is done by products with
+        masks here, and free here as a lookup is; neither are the places counted that stay empty.
         """
         expert = 2 * self.hidden_size * self.ffn_size
         gate = self.hidden_size * self.num_experts
@@ -252,7 +263,9 @@ class MoEConfig(AbstractTextConfig):
 
 
 def out_of_range(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
-    """Faults of fields that count something: less than one, or more than an array can have along a dim."""
+    """Faults of fields that count something: less than one, or more than an array can have along a
+    dim.
+    """
     faults = []
     for field in fields:
         value, most = getattr(config, field), _MOST_LAYERS if field == "num_layers" else LARGEST

@@ -1,6 +1,7 @@
 """Text as bytes: batches for a language model whose vocabulary is the 256 byte values.
 
-Without files of the user's own the text is what every machine with Python has: the standard library's sources.
+Without files of the user's own the text is what every machine with Python has: the standard
+library's sources.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class ByteData:
     several processes may each take their rows of it.
 
     Args:
-        paths: Files, or folders whose files are all read in order of name; None for the first 8 MB of the Python
-            standard library's own `.py` files.
+        paths: Files, or folders whose files are all read in order of name; None for the first 8 MB
+            of the Python standard library's own `.py` files.
         seq_len: Tokens per sequence.
         batch: Sequences per step.
         seed: Decides the windows.
 
     Raises:
-        InputError: a path is missing, unreadable or empty (every such path is named), or the text is shorter than one
-            sequence and the byte after it.
+        InputError: a path is missing, unreadable or empty (every such path is named), or the text
+            is shorter than one sequence and the byte after it.
     """
 
     paths: tuple[str | Path, ...] | None = None
@@ -87,7 +88,8 @@ def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None,
     """Text in batches as a workload takes them.
 
     Raises:
-        InputError: it takes no text or knows fewer tokens than there are bytes, or as for `ByteData`.
+        InputError: it takes no text or knows fewer tokens than there are bytes, or as for
+            `ByteData`.
     """
     config = workload.config
     if not isinstance(config, AbstractTextConfig):

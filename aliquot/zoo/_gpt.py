@@ -1,6 +1,8 @@
-"""GPT: LayerNorm before each half of a block, biases, learned positions, GELU, output head tied to the embedding.
+"""GPT: LayerNorm before each half of a block, biases, learned positions, GELU, output head tied to
+the embedding.
 
-Two modules, as in `_llama.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before and after them.
+Two modules, as in `_llama.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before
+and after them.
 
 Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
 """
@@ -93,7 +95,8 @@ class Ends(nnx.Module):
 def _linear(
     size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0, use_bias: bool = True
 ) -> nnx.Linear:
-    # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps its variance.
+    # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps
+    # its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
     return nnx.Linear(
         size_in,

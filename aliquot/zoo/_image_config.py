@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 
 from ._config import AbstractConfig, out_of_range, refuse
 
-# Bottlenecks in each of the four stages, by the number of layers: three each, the first convolution and the head.
+# Bottlenecks in each of the four stages, by the number of layers: three each, the first convolution
+# and the head.
 _STAGES = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _IMAGE_CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckConfig:
-    """The shape of one bottleneck: channels that enter it, lie inside around and at its 3 x 3 convolution, and leave.
+    """The shape of one bottleneck: channels that enter it, lie inside around and at its 3 x 3
+    convolution, and leave.
 
     `stride` is that of the 3 x 3 convolution and of the shortcut; `size_in` is the side in points of what enters.
     """
@@ -34,12 +36,16 @@ class BottleneckConfig:
 
     @property
     def projects(self) -> bool:
-        """True if the shortcut needs a convolution of its own, because what leaves has another shape."""
+        """True if the shortcut needs a convolution of its own, because what leaves has another
+        shape.
+        """
         return self.stride != 1 or self.channels_in != self.channels_out
 
     @property
     def forward_flops(self) -> int:
-        """Floating point operations of its convolutions on one image; what a window reads beyond the edge counts."""
+        """Floating point operations of its convolutions on one image; what a window reads beyond
+        the edge counts.
+        """
         before, after = self.size_in**2, self.size_out**2
         flops = before * self.channels_in * self.channels
         flops += after * self.wide_channels * (9 * self.channels + self.channels_out)
@@ -50,7 +56,8 @@ class BottleneckConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideResNetConfig(AbstractConfig):
-    """The shape of a ResNet of bottlenecks whose 3 x 3 convolutions are `width_factor` times as wide.
+    """The shape of a ResNet of bottlenecks whose 3 x 3 convolutions are `width_factor` times as
+    wide.
 
     `num_layers` is one of 14, 26, 50, 101 and 152; `num_channels` are those of the first convolution and of the first
     stage, and double from stage to stage. Images are squares of `image_size` points in three colours.
@@ -79,7 +86,9 @@ class WideResNetConfig(AbstractConfig):
         refuse(self.name, faults)
 
     def bottlenecks(self) -> Iterator[BottleneckConfig]:
-        """All of them, in order. The first convolution and the pooling behind it halve the image each."""
+        """All of them, in order. The first convolution and the pooling behind it halve the image
+        each.
+        """
         size, channels_in = _half(_half(self.image_size)), self.num_channels
         for stage, count in enumerate(_STAGES[self.num_layers]):
             for index in range(count):
@@ -96,9 +105,11 @@ class WideResNetConfig(AbstractConfig):
 
     @property
     def flops_per_image(self) -> int:
-        """Floating point operations to train on one image: forward and backward, without recomputation.
+        """Floating point operations to train on one image: forward and backward, without
+        recomputation.
 
-        Convolutions and the head cost as much again for each of their two gradients, but the image needs none.
+        Convolutions and the head cost as much again for each of their two gradients, but the image
+        needs none.
         """
         first = 2 * _half(self.image_size) ** 2 * 49 * _IMAGE_CHANNELS * self.num_channels
         blocks = list(self.bottlenecks())

@@ -22,7 +22,8 @@ from ._wide_resnet import Bottleneck, Head, Stem
 class ImageNetwork(AbstractNetwork):
     """A classifier of images.
 
-    Both trees are dicts of `stem`, `layers`, a list with one dict for each bottleneck, and `head`, which has no averages.
+    Both trees are dicts of `stem`, `layers`, a list with one dict for each bottleneck, and `head`,
+    which has no averages.
     """
 
     def __init__(self, config: WideResNetConfig, precision: Precision, *, recompute: str) -> None:
@@ -48,7 +49,9 @@ class ImageNetwork(AbstractNetwork):
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """Mean cross-entropy of `labels`; the running averages move a tenth of the way to this batch's."""
+        """Mean cross-entropy of `labels`; the running averages move a tenth of the way to this
+        batch's.
+        """
         averages = state["batch_stats"]
         x, stem = self._stem.apply(params["stem"], averages["stem"], batch["images"])
         layers = []
@@ -67,7 +70,9 @@ class ImageNetwork(AbstractNetwork):
 
 
 class _Part:
-    """One module: shapes and initial values of its parameters and averages, and its function, which returns new averages."""
+    """One module: shapes and initial values of its parameters and averages, and its function, which
+    returns new averages.
+    """
 
     def __init__(self, make: Callable[..., nnx.Module], *, recompute: str) -> None:
         key = jax.eval_shape(lambda: jax.random.key(0))

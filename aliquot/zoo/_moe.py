@@ -1,11 +1,14 @@
-"""MoE: a GPT in which every other layer has many feed-forward networks, of which each token sees two.
+"""MoE: a GPT in which every other layer has many feed-forward networks, of which each token sees
+two.
 
-Tokens are carried to their experts and back by products with masks, so that all shapes are known beforehand and
-experts may live on different devices. Shape suffixes: G groups of tokens, S tokens of a group, E experts, C places that
-an expert has for a group, M elements of a token, F elements inside an expert.
+Tokens are carried to their experts and back by products with masks, so that all shapes are known
+beforehand and experts may live on different devices. Shape suffixes: G groups of tokens, S tokens
+of a group, E experts, C places that an expert has for a group, M elements of a token, F elements
+inside an expert.
 
-Reference: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020,
-section 2 and algorithm 1; the order of layers is that of the benchmark suite of Alpa (Zheng et al., OSDI 2022).
+Reference: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic
+Sharding", 2020, section 2 and algorithm 1; the order of layers is that of the benchmark suite of
+Alpa (Zheng et al., OSDI 2022).
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from ._precision import Precision
 
 
 class Experts(nnx.Module):
-    """Feed-forward networks, two of which each token goes through; also says how unequally they were used."""
+    """Feed-forward networks, two of which each token goes through; also says how unequally they
+    were used.
+    """
 
     def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.group_size, self.capacity, self.compute = config.group_size, config.capacity, precision.compute
-        # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps its variance.
+        # What adds to the residual stream starts smaller the deeper the model, so that the stream
+        # keeps its variance.
         small = 0.02 / (2 * config.num_layers) ** 0.5
         inside = (config.num_experts, config.hidden_size, config.ffn_size)
         self.gate = _weight((config.hidden_size, config.num_experts), 0.02, precision, rngs)
@@ -75,14 +81,16 @@ class Ends(_gpt.Ends):
 
 
 def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Weight of each token at each place of each expert, `(G, S, E, C)`, and the loss for imbalance.
+    """Weight of each token at each place of each expert, `(G, S, E, C)`, and the loss for
+    imbalance.
 
-    The best expert of each token and the second have weights that sum to one. All best experts take their tokens in
-    order, then all second ones; a token that finds no place is dropped, and is not weighed elsewhere. Unlike in the
-    reference the second expert is always asked, so nothing is random.
+    The best expert of each token and the second have weights that sum to one. All best experts take
+    their tokens in order, then all second ones; a token that finds no place is dropped, and is not
+    weighed elsewhere. Unlike in the reference the second expert is always asked, so nothing is
+    random.
 
-    The cost is the mean over groups of `E * sum_e (share of tokens whose best is e) * (mean gate of e)`: one if all are
-    used alike, E if one is used alone.
+    The cost is the mean over groups of `E * sum_e (share of tokens whose best is e) * (mean gate of
+    e)`: one if all are used alike, E if one is used alone.
 
     Reference: GShard, algorithm 1, whose cost is this one divided by `E ** 2`.
     """
@@ -104,7 +112,9 @@ def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Arr
 
 
 def _placed(chosen_gse: jax.Array, before_gse: jax.Array, weight_gs: jax.Array, capacity: int) -> jax.Array:
-    """The weight at the place that is free when `before_gse` tokens have come; nowhere if there is none any more."""
+    """The weight at the place that is free when `before_gse` tokens have come; nowhere if there is
+    none any more.
+    """
     place_gs = jnp.sum(before_gse * chosen_gse, axis=-1)
     # What lies beyond the last place is all zeros.
     place_gsc = jax.nn.one_hot(place_gs, capacity, dtype=weight_gs.dtype)

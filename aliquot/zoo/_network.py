@@ -1,8 +1,10 @@
-"""Models as pure functions of plain trees: shapes, initial values, loss. Here what all have, and the models of text.
+"""Models as pure functions of plain trees: shapes, initial values, loss. Here what all have, and
+the models of text.
 
-Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it: what costs tens of
-seconds for 96 layers costs the same as for one. The families supply what stands around the layers and the kinds of
-layers (`_gpt.py`, `_llama.py`, `_moe.py`); `_image_network.py` has the models of images.
+Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it:
+what costs tens of seconds for 96 layers costs the same as for one. The families supply what stands
+around the layers and the kinds of layers (`_gpt.py`, `_llama.py`, `_moe.py`); `_image_network.py`
+has the models of images.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 class AbstractNetwork(abc.ABC):
     """The functions of one model.
 
-    Its part of a training state is a dict: `params`, which are trained, and whatever else the model keeps from step to
-    step. Both are nested dicts with what stands around the layers, and `layers`.
+    Its part of a training state is a dict: `params`, which are trained, and whatever else the model
+    keeps from step to step. Both are nested dicts with what stands around the layers, and `layers`.
     """
 
     @abc.abstractmethod
@@ -82,7 +84,9 @@ class Network(AbstractNetwork):
         return {"params": {**self._ends_shapes, "layers": layers}}
 
     def init(self, key: jax.Array) -> dict[str, Tree]:
-        """Initial parameters. The scanned and the unrolled form draw the same numbers from the same key."""
+        """Initial parameters. The scanned and the unrolled form draw the same numbers from the same
+        key.
+        """
         ends_key, layers_key = jax.random.split(key)
         if self.scan:
             step = len(self._kinds)
@@ -99,7 +103,9 @@ class Network(AbstractNetwork):
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """Mean cross-entropy of `targets` after `inputs`, and with experts what unequal use of them costs."""
+        """Mean cross-entropy of `targets` after `inputs`, and with experts what unequal use of them
+        costs.
+        """
         ends = nnx.merge(self._ends_def, {name: part for name, part in params.items() if name != "layers"})
         x, balance = self._apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
         loss = cross_entropy(ends.logits(x), batch["targets"])
@@ -166,9 +172,12 @@ def _module(make: Callable[[jax.Array], nnx.Module]) -> tuple[Any, Any, Callable
 
 
 def _once(block: Callable[..., Any], *, recompute: str, scan: bool) -> Callable[..., Any]:
-    """A block as every layer calls it; unrolled, `jit` makes JAX trace and differentiate it once for all layers."""
+    """A block as every layer calls it; unrolled, `jit` makes JAX trace and differentiate it once
+    for all layers.
+    """
     if recompute == "block":
-        # A loop already keeps the compiler from merging the recomputation away; unrolled, only barriers do.
+        # A loop already keeps the compiler from merging the recomputation away; unrolled, only
+        # barriers do.
         block = jax.checkpoint(block, prevent_cse=not scan)
     return block if scan else jax.jit(block)
 
@@ -179,7 +188,9 @@ def _folded(key: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over everything before the last dim of `logits`, whose indices the targets are; at least float32."""
+    """Mean over everything before the last dim of `logits`, whose indices the targets are; at least
+    float32.
+    """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(wide, targets[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - chosen)

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Names of the dtype of activations and matrix products (`compute`), and of parameters and optimizer state."""
+    """Names of the dtype of activations and matrix products (`compute`), and of parameters and
+    optimizer state.
+    """
 
     compute: str
     params: str
@@ -51,7 +53,8 @@ def precision(name: str) -> Precision:
     """The precision of that name.
 
     Raises:
-        InputError: no such name, or float64 while JAX is set to 32 bits and would silently narrow it.
+        InputError: no such name, or float64 while JAX is set to 32 bits and would silently narrow
+            it.
     """
     import jax
 

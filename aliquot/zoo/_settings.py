@@ -1,4 +1,6 @@
-"""Settings of a model that come from a file: all that is wrong with them, found before anything is built."""
+"""Settings of a model that come from a file: all that is wrong with them, found before anything is
+built.
+"""
 
 from __future__ import annotations
 

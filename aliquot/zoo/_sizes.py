@@ -74,10 +74,11 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
     return WideResNetConfig(name=name, num_layers=layers, num_channels=channels, width_factor=factor)
 
 
-# Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE and Wide-ResNet: the benchmark suite of Alpa (Zheng et al., OSDI
-# 2022); its experts choose among groups of two sequences, ours of one. GPT 13B and 175B: Brown et al., "Language Models
-# are Few-Shot Learners", 2020, table 2.1, 13B with 40 heads of 128 as its width, and the vocabulary padded as in the
-# suite. Llama 7B and 13B: Touvron et al., "LLaMA", 2023, table 2; 70B: "Llama 2", 2023.
+# Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE and Wide-ResNet: the benchmark suite of Alpa
+# (Zheng et al., OSDI 2022); its experts choose among groups of two sequences, ours of one. GPT 13B
+# and 175B: Brown et al., "Language Models are Few-Shot Learners", 2020, table 2.1, 13B with 40
+# heads of 128 as its width, and the vocabulary padded as in the suite. Llama 7B and 13B: Touvron et
+# al., "LLaMA", 2023, table 2; 70B: "Llama 2", 2023.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -112,21 +113,24 @@ _ALL: tuple[AbstractConfig, ...] = (
 )
 
 MODELS: dict[str, AbstractConfig] = {config.name: config for config in _ALL}
-"""Every named size, smallest first within a family; `gpt-10m` reads bytes and trains on a laptop."""
+"""Every named size, smallest first within a family; `gpt-10m` reads bytes and trains on a laptop.
+"""
 
 
 def configure(name: str, /, **overrides: Any) -> AbstractConfig:
     """The configuration of a named model with some fields changed.
 
-    Values may be text, as a command line gives them; they take the type of their field. What follows from a changed
-    field changes with it unless it is given too: `ffn_size` keeps its ratio to `hidden_size` (rounded up to a multiple
-    of 8), `num_kv_heads` its ratio to `num_heads`, and `group_size` its ratio to `seq_len`.
+    Values may be text, as a command line gives them; they take the type of their field. What
+    follows from a changed field changes with it unless it is given too: `ffn_size` keeps its ratio
+    to `hidden_size` (rounded up to a multiple of 8), `num_kv_heads` its ratio to `num_heads`, and
+    `group_size` its ratio to `seq_len`.
 
         >>> configure("gpt-125m", hidden_size="64", num_heads=4).ffn_size
         256
 
     Raises:
-        InputError: no such model, no such field, or a value its field cannot take; all bad fields are listed.
+        InputError: no such model, no such field, or a value its field cannot take; all bad fields
+            are listed.
     """
     if name not in MODELS:
         raise InputError(f"There is no model {name!r}: {nearest(name, MODELS)}")

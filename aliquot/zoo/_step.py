@@ -1,4 +1,5 @@
-"""From a model's name to something to plan and train: a pure training step with its state and batch.
+"""From a model's name to something to plan and train: a pure training step with its state and
+batch.
 
 `build` is the whole public surface; everything it makes is lazy or abstract, so a 175-billion-parameter step is built
 in about a second on a laptop and holds no array.
@@ -68,18 +69,21 @@ def build(
     """A model's training step; no array is created.
 
     Args:
-        model: A name in `MODELS`, or a configuration of one's own (as such, or as a mapping of its fields).
+        model: A name in `MODELS`, or a configuration of one's own (as such, or as a mapping of its
+            fields).
         global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
-        dtype: What the model computes in: `"bf16"`, `"float16"` or `"float32"`, on float32 parameters; or `"float64"`
-            throughout, for comparisons. `"bfloat16"`, `"fp16"` and the like mean the same. By default bf16, and float32 for
-            Wide-ResNet.
+        dtype: What the model computes in: `"bf16"`, `"float16"` or `"float32"`, on float32
+            parameters; or `"float64"` throughout, for comparisons. `"bfloat16"`, `"fp16"` and the
+            like mean the same. By default bf16, and float32 for Wide-ResNet.
         recompute: `"block"` keeps only what enters each block and computes its inside again in the backward pass;
             `"none"` keeps everything.
-        scan: Whether to stack the layers and loop over them instead of writing them out; not for Wide-ResNet.
+        scan: Whether to stack the layers and loop over them instead of writing them out; not for
+            Wide-ResNet.
         optimizer: `"adamw"`, or `"sgd"` without momentum.
         learning_rate: Constant over the steps.
-        loss_scaling: `"dynamic"` or `"none"`; by default dynamic for float16, where small gradients would vanish.
+        loss_scaling: `"dynamic"` or `"none"`; by default dynamic for float16, where small gradients
+            would vanish.
 
     Raises:
         InputError: an unknown name or a value out of range; the message lists all of them.
@@ -157,7 +161,9 @@ def _network(config: AbstractConfig, dtypes: Precision, *, recompute: str, scan:
 
 
 def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
-    """The `model` and `overrides` from which `configuration` makes this configuration again, as short as they can be."""
+    """The `model` and `overrides` from which `configuration` makes this configuration again, as
+    short as they can be.
+    """
     fields = as_fields(config)
     base = MODELS.get(config.name)
     if base is None or base.family != config.family:

@@ -1,7 +1,8 @@
 """The update half of a training step: optimizers, dynamic loss scaling, and their states.
 
-Optimizers here treat every array alone, so the layers of an unrolled model can be updated one after the other by one
-traced function. Optax maps each of its operations over each array: done at once, that is half the time to trace a step.
+Optimizers here treat every array alone, so the layers of an unrolled model can be updated one after
+the other by one traced function. Optax maps each of its operations over each array: done at once,
+that is half the time to trace a step.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ GROWTH_STEPS = 2000
 
 
 def adamw(learning_rate: float) -> optax.GradientTransformation:
-    """AdamW as language models are trained with it: second moment over 20 steps, weight decay 0.1 on every array.
+    """AdamW as language models are trained with it: second moment over 20 steps, weight decay 0.1
+    on every array.
 
-    Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; the constants are
-    those of Brown et al., "Language Models are Few-Shot Learners", 2020, appendix B.
+    Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
+    the constants are those of Brown et al., "Language Models are Few-Shot Learners", 2020, appendix
+    B.
     """
     return optax.adamw(learning_rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -37,7 +40,9 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {"adamw
 
 
 class Update:
-    """Applies an optimizer to a tree of parameters with `layers`, after undoing the loss scale if there is one."""
+    """Applies an optimizer to a tree of parameters with `layers`, after undoing the loss scale if
+    there is one.
+    """
 
     def __init__(self, optimizer: optax.GradientTransformation, *, dynamic_scale: bool) -> None:
         self.optimizer, self.dynamic_scale = optimizer, dynamic_scale
@@ -56,14 +61,16 @@ class Update:
         return state
 
     def scale(self, state: Tree, loss: jax.Array) -> jax.Array:
-        """The loss to differentiate: as it is, or large enough that float16 gradients do not vanish."""
+        """The loss to differentiate: as it is, or large enough that float16 gradients do not
+        vanish.
+        """
         return loss * state["loss_scale"]["scale"].astype(loss.dtype) if self.dynamic_scale else loss
 
     def __call__(self, state: Tree, grads: Tree) -> dict[str, Tree]:
         """The state after the update, without its step number.
 
-        Under a dynamic loss scale a gradient that is not finite changes neither parameters nor moments: the scale then
-        halves. It doubles after 2000 finite steps in a row.
+        Under a dynamic loss scale a gradient that is not finite changes neither parameters nor
+        moments: the scale then halves. It doubles after 2000 finite steps in a row.
 
         Reference: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
         """
@@ -83,7 +90,8 @@ class Update:
         def like_params(node: Tree) -> bool:
             return bool(jax.tree.structure(node) == structure)
 
-        # Moments have the tree of the parameters and are cut like it; what else there is, a count, goes to every part.
+        # Moments have the tree of the parameters and are cut like it; what else there is, a count,
+        # goes to every part.
         outer: Any
         nodes, outer = jax.tree.flatten(state["opt_state"], is_leaf=like_params)
         is_cut = [like_params(node) for node in nodes]
@@ -110,7 +118,9 @@ class Update:
 
 
 def _cut(tree: Tree) -> list[Tree]:
-    """The parameters around the layers, then those of each layer; a scanned model stays in one piece."""
+    """The parameters around the layers, then those of each layer; a scanned model stays in one
+    piece.
+    """
     if not isinstance(tree["layers"], list):
         return [tree]
     return [{name: part for name, part in tree.items() if name != "layers"}, *tree["layers"]]

@@ -1,10 +1,12 @@
-"""Wide-ResNet: bottlenecks of convolutions with BatchNorm, the 3 x 3 ones widened; images have their channels last.
+"""Wide-ResNet: bottlenecks of convolutions with BatchNorm, the 3 x 3 ones widened; images have
+their channels last.
 
-BatchNorm normalises by the mean and variance of the whole batch, and keeps running averages of them for later use.
+BatchNorm normalises by the mean and variance of the whole batch, and keeps running averages of them
+for later use.
 
-Reference: Zagoruyko and Komodakis, "Wide Residual Networks", 2016; He et al., "Deep Residual Learning for Image
-Recognition", 2016, table 1; the sizes and the place of the stride are those of the benchmark suite of Alpa (Zheng et
-al., OSDI 2022).
+Reference: Zagoruyko and Komodakis, "Wide Residual Networks", 2016; He et al., "Deep Residual
+Learning for Image Recognition", 2016, table 1; the sizes and the place of the stride are those of
+the benchmark suite of Alpa (Zheng et al., OSDI 2022).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from ._precision import Precision
 
 
 class Stem(nnx.Module):
-    """Layers before the bottlenecks: a 7 x 7 convolution and a 3 x 3 maximum, each halving the image."""
+    """Layers before the bottlenecks: a 7 x 7 convolution and a 3 x 3 maximum, each halving the
+    image.
+    """
 
     def __init__(self, config: WideResNetConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.compute = precision.compute
@@ -32,7 +36,9 @@ class Stem(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions added to what entered, which is projected where its shape changes."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions added to what entered, which is projected where its shape
+    changes.
+    """
 
     def __init__(self, config: BottleneckConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.projects, stride = config.projects, config.stride

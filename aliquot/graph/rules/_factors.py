@@ -38,7 +38,9 @@ class Factors:
         return tuple(self.whole(size) for size in shape)
 
     def pair(self, before: int, after: int, *, same: bool) -> tuple[str, str]:
-        """One dim before and after an operator: the same factor, or two whole ones where it is cut or extended."""
+        """One dim before and after an operator: the same factor, or two whole ones where it is cut
+        or extended.
+        """
         if same and before == after:
             letter = self.split(before)
             return letter, letter

@@ -1,4 +1,6 @@
-"""Fused attention by cuDNN (`jax.nn.dot_product_attention(..., implementation="cudnn")`): batch and heads may be split."""
+"""Fused attention by cuDNN (`jax.nn.dot_product_attention(..., implementation="cudnn")`): batch and
+heads may be split.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from .._rule import DimRule, DimRuleFn, Dims, HasShape, register_dim_rule, whole
 from .._traits import Traits
 from ._factors import Factors
 
-# Two products forward; backward the same scores again, and one product for each of their and the operands' gradients.
+# Two products forward; backward the same scores again, and one product for each of their and the
+# operands' gradients.
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
 _HEADS_FIRST = 1
@@ -21,8 +24,9 @@ _BIAS, _LENGTHS, _PAGES, _GIVEN_FORWARD = 3, slice(4, 8), slice(8, 10), 10
 def _attention(products: int) -> DimRuleFn:
     """Each example and each head attends for itself, the sequence stays whole.
 
-    Where several heads of the queries share one of keys and values, the shared heads are the factor. Random numbers
-    (dropout) and functions of the scores depend on the position in the whole, which a piece does not know.
+    Where several heads of the queries share one of keys and values, the shared heads are the
+    factor. Random numbers (dropout) and functions of the scores depend on the position in the
+    whole, which a piece does not know.
     """
 
     def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:

@@ -45,11 +45,13 @@ def _dot_general(
 def _ragged_dot_general(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """A product whose rows belong to groups, one after the other, as those of tokens sorted by their experts do.
+    """A product whose rows belong to groups, one after the other, as those of tokens sorted by
+    their experts do.
 
-    With a matrix for each group, `out[m, n] = sum_k lhs[m, k] * rhs[group(m), k, n]`, the matrices stay together: XLA
-    gathers them. In their gradient, `out[g, k, n] = sum_m lhs[m, k] * rhs[m, n]` over the rows of group `g`, groups are
-    parallel. The sizes of all groups tell where a row stands, so that each device needs them all.
+    With a matrix for each group, `out[m, n] = sum_k lhs[m, k] * rhs[group(m), k, n]`, the matrices
+    stay together: XLA gathers them. In their gradient, `out[g, k, n] = sum_m lhs[m, k] * rhs[m, n]`
+    over the rows of group `g`, groups are parallel. The sizes of all groups tell where a row
+    stands, so that each device needs them all.
     """
     lhs, rhs, group_sizes = operands
     numbers = params["ragged_dot_dimension_numbers"]

@@ -15,11 +15,13 @@ from ._factors import Factors
 def _conv_general_dilated(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """`out[n, o, x] = sum_iw image[n, i, x + w] * kernel[o, i, w]`, with groups of features or of the batch.
+    """`out[n, o, x] = sum_iw image[n, i, x + w] * kernel[o, i, w]`, with groups of features or of
+    the batch.
 
-    Groups are the major factor of the dims they cut: `image[n, (gI)]`, `kernel[(gO), I]`, `out[n, (gO)]` for groups of
-    features, `image[(gN), i]`, `kernel[(gO), i]`, `out[N, (gO)]` for groups of the batch. Two floating-point operations
-    for each output point, input channel and window point that is no inserted zero of the image.
+    Groups are the major factor of the dims they cut: `image[n, (gI)]`, `kernel[(gO), I]`, `out[n,
+    (gO)]` for groups of features, `image[(gN), i]`, `kernel[(gO), i]`, `out[N, (gO)]` for groups of
+    the batch. Two floating-point operations for each output point, input channel and window point
+    that is no inserted zero of the image.
     """
     f = Factors()
     image, kernel = operands
@@ -51,7 +53,8 @@ def _conv_general_dilated(
         (tuple(out),),
         linear=(1, 2),
         contracts=True,
-        # All factors count as work but those of the image, whose points the output and the window already number.
+        # All factors count as work but those of the image, whose points the output and the window
+        # already number.
         flops_per_point=2.0 / max(moved_over, 1) if math.prod(image.shape) else 0.0,
     )
 

@@ -1,4 +1,6 @@
-"""Operators that work element by element: every dim of the result is a dim of every operand, or of size one there."""
+"""Operators that work element by element: every dim of the result is a dim of every operand, or of
+size one there.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _NONLINEAR = (
 
 
 def _elementwise(linear: int | None) -> DimRuleFn:
-    """Operands of equal rank; dims of size one and scalars meet everything. `linear` None means none."""
+    """Operands of equal rank; dims of size one and scalars meet everything. `linear` None means
+    none.
+    """
 
     def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
         shape = results[0]
@@ -66,7 +70,9 @@ register_dim_rule(*_NONLINEAR, traits=_TRAITS)(_elementwise(None))
 
 @register_dim_rule("select_n", traits=_TRAITS)
 def _select_n(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """`select_n(which, *cases)`: linear in the cases together, as long as `which` is the same everywhere."""
+    """`select_n(which, *cases)`: linear in the cases together, as long as `which` is the same
+    everywhere.
+    """
     rule = _elementwise(None)(operands, results, params)
     return DimRule(
         operands=rule.operands,
@@ -80,7 +86,9 @@ def _select_n(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], 
 def _convert_element_type(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Linear as far as rounding goes: not where fractions are cut off, nor where numbers become truth values."""
+    """Linear as far as rounding goes: not where fractions are cut off, nor where numbers become
+    truth values.
+    """
     before, after = operands[0].dtype, str(params["new_dtype"])
     keeps = after != "bool" and (_is_integral(before) or not _is_integral(after))
     return _elementwise(1 if keeps else None)(operands, results, params)

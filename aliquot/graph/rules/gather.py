@@ -1,7 +1,8 @@
 """Lookups and updates by index.
 
-With one indexed dim a gather is a product with one-hot rows: the dim contracts, as each device looks up what it holds
-and the results are summed. Its transpose, the scatter, keeps the scattered dim and contracts the dims of the index.
+With one indexed dim a gather is a product with one-hot rows: the dim contracts, as each device
+looks up what it holds and the results are summed. Its transpose, the scatter, keeps the scattered
+dim and contracts the dims of the index.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ def _gather(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
 
 
 def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
-    """`out = array; out[index[i], f] (+)= updates[i, f]`: the scattered dim is parallel; updates are whole along it.
+    """`out = array; out[index[i], f] (+)= updates[i, f]`: the scattered dim is parallel; updates
+    are whole along it.
 
-    The dims of the index leave partial results of the kind `reduce`, in which the array itself counts once; None where
-    a later update overwrites an earlier one, so that their order matters and they stay together.
+    The dims of the index leave partial results of the kind `reduce`, in which the array itself
+    counts once; None where a later update overwrites an earlier one, so that their order matters
+    and they stay together.
     """
 
     def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
@@ -89,9 +92,9 @@ def _array_and_window(
 ) -> tuple[Dims, Dims]:
     """The dims of the array that is indexed, and those of the window that each index takes of it.
 
-    Batching dims are dims of the index. Dims taken in full pass: their start can only be zero. One dim of which an
-    index takes a single element may be split; with several, or with longer windows, the elements of one index stand on
-    more than one device, and both sides stay whole.
+    Batching dims are dims of the index. Dims taken in full pass: their start can only be zero. One
+    dim of which an index takes a single element may be split; with several, or with longer windows,
+    the elements of one index stand on more than one device, and both sides stay whole.
     """
     single = [d for d in indexed if taken[d] == 1 and shape[d] > 1]
     array, window = [], []

@@ -14,9 +14,11 @@ from ._factors import Factors
 
 @register_dim_rule(KERNEL, traits=Traits(costly=True, runs_on_pieces=True), replaceable=True)
 def _kernel(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """A dim of the grid that numbers blocks along one dim of every result is a factor; blocks stay whole.
+    """A dim of the grid that numbers blocks along one dim of every result is a factor; blocks stay
+    whole.
 
-    A kernel that asks where in the grid it is, or may keep something from one block to the next, is not split there.
+    A kernel that asks where in the grid it is, or may keep something from one block to the next, is
+    not split there.
     """
     kernel = kernel_of(params)
     f = Factors()

@@ -1,4 +1,6 @@
-"""Linear algebra and Fourier transforms: leading dims are a batch, the matrices or transformed dims stay whole."""
+"""Linear algebra and Fourier transforms: leading dims are a batch, the matrices or transformed dims
+stay whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from ._factors import Factors
 
 
 def _batched(inner: int) -> DimRuleFn:
-    """Routines on one problem for each element of a batch; `inner` dims of the first operand are the problem's."""
+    """Routines on one problem for each element of a batch; `inner` dims of the first operand are
+    the problem's.
+    """
 
     def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
         f = Factors()
@@ -56,7 +60,9 @@ def _triangular_solve(
 
 @register_dim_rule("fft", traits=Traits(runs_on_pieces=True))
 def _fft(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """The last dims are transformed, and a real transform leaves one of another size: `5 n log2 n` operations each."""
+    """The last dims are transformed, and a real transform leaves one of another size: `5 n log2 n`
+    operations each.
+    """
     f = Factors()
     shape, lengths = operands[0].shape, params["fft_lengths"]
     count = len(shape) - len(lengths)

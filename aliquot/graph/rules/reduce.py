@@ -21,7 +21,9 @@ _REDUCTIONS = {
 
 
 def _reduction(kind: str) -> DimRuleFn:
-    """`y[i] = reduce_j x[i, j]`: kept dims stay parallel, reduced dims leave a partial result of this kind."""
+    """`y[i] = reduce_j x[i, j]`: kept dims stay parallel, reduced dims leave a partial result of
+    this kind.
+    """
 
     def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
         f = Factors()
@@ -120,7 +122,9 @@ register_dim_rule("reduce_window_max", "reduce_window_min", "reduce_window")(_po
 def _select_and_gather_add(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The tangent of a pooling maximum: of each window the tangent that stands where the operand is largest."""
+    """The tangent of a pooling maximum: of each window the tangent that stands where the operand is
+    largest.
+    """
     f = Factors()
     before, after = _windowed(f, operands[0].shape, results[0], params)
     return f.rule((before, before), (after,), linear=(1, 0))
@@ -130,7 +134,9 @@ def _select_and_gather_add(
 def _select_and_scatter_add(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The gradient of a pooling maximum: each window's cotangent goes to where the operand is largest."""
+    """The gradient of a pooling maximum: each window's cotangent goes to where the operand is
+    largest.
+    """
     f = Factors()
     source, operand = operands
     whole, pooled = _windowed(f, operand.shape, source.shape, params)

@@ -1,4 +1,6 @@
-"""Operators that move elements without computing: reshapes, transposes, slices, joins, sorts, constants."""
+"""Operators that move elements without computing: reshapes, transposes, slices, joins, sorts,
+constants.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _ROW_BY_ROW = Traits(on_rows=same_parameters)
 
 @register_dim_rule("reshape", traits=Traits(moves=Moves.RESHAPE, on_rows=leading_size("new_sizes")))
 def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """Dims that split or merge share factors; of each split or merged dim only the major factor may carry an axis.
+    """Dims that split or merge share factors; of each split or merged dim only the major factor may
+    carry an axis.
 
     A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads, size)` passes a
     split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over the other side, and stay whole.
@@ -43,7 +46,9 @@ def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The finest cut of both shapes into runs of dims with equal products; dims of size one stand nowhere."""
+    """The finest cut of both shapes into runs of dims with equal products; dims of size one stand
+    nowhere.
+    """
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
     groups = []
@@ -67,13 +72,16 @@ def _refine(
     old: list[str],
     new: list[str],
 ) -> None:
-    """Give factors to one run: the leading factor that both sides share may be split, the rest stays whole."""
+    """Give factors to one run: the leading factor that both sides share may be split, the rest
+    stays whole.
+    """
     shared = math.gcd(before[left[0]], after[right[0]])
     major = f.split(shared)
     cuts = _boundaries(before, left) | _boundaries(after, right) | {1, shared}
     ends = sorted(cuts)
     if not all(b % a == 0 for a, b in zip(ends, ends[1:])):
-        # The two sides have no common refinement: each keeps its own whole factors behind the shared one.
+        # The two sides have no common refinement: each keeps its own whole factors behind the
+        # shared one.
         for dims, shape, names in ((left, before, old), (right, after, new)):
             names[dims[0]] = _merged(major, f.whole(shape[dims[0]] // shared))
             for d in dims[1:]:
@@ -155,7 +163,9 @@ def _slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], par
 
 @register_dim_rule("pad", traits=_ROW_BY_ROW)
 def _pad(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """Untouched dims pass. A dim may keep its size while it loses on one side what it gains on the other."""
+    """Untouched dims pass. A dim may keep its size while it loses on one side what it gains on the
+    other.
+    """
     f = Factors()
     same = [tuple(config) == (0, 0, 0) for config in params["padding_config"]]
     before, after = _cut(f, operands[0].shape, results[0], same)
