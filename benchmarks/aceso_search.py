@@ -85,9 +85,7 @@ def main() -> int:
         "bottleneck alone, at most above": max(row["bottleneck alone"] for row in rows),
         "peak memory of a process, MiB": peak_mb,
     }
-    met = all(
-        row["difference"] <= 0 and row["gap"] <= _GAP_BAR and row["command s"] <= row["bar s"] for row in rows
-    )
+    met = all(row["difference"] <= 0 and row["gap"] <= _GAP_BAR and row["command s"] <= row["bar s"] for row in rows)
     met = met and peak_mb <= _MEMORY_BAR_MB and all(row["bottleneck alone"] <= _BOTTLENECK_BAR for row in rows)
     return report.finish(chosen, met=met)
 

@@ -142,6 +142,8 @@ class _Search:
         if cuts is None:
             batch.bound_us = np.inf
             return True
+        if batch.bound_us >= self._best.best_us * (1 - self._planner.gap):
+            return True
         values = [batch.entry(cut) for cut in cuts.stages]
         # Shortest paths first; where all of these stages have theirs, those that leave a gap are enumerated.
         unsolved = [cut for cut in cuts.stages if batch.key(cut) not in batch.answers]
