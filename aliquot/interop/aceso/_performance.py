@@ -8,6 +8,7 @@ Iterative Bottleneck Alleviation", EuroSys 2024, and the performance model of it
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -201,11 +202,16 @@ class _StageView:
     def _resharding_ms(self, faults: Faults, missing: list[str]) -> float:
         total = 0.0
         sizes = self.column("input_size")
-        for k in range(1, len(self._operators)):
-            given, taken = self._layout(k - 1, 1), self._layout(k, 0)
-            if given == taken:
-                continue
-            for kind, devices in collectives_between(given, taken):
+        stage = self._stage
+        names = [operator.name for operator in self._operators]
+        states = list(zip(names, stage.tensor, stage.data, stage.algorithm, strict=True))
+        # Equal layers have equal neighbours: few pairs are distinct.
+        known: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
+        for k, pair in enumerate(itertools.pairwise(states), start=1):
+            if pair not in known:
+                given, taken = self._layout(k - 1, 1), self._layout(k, 0)
+                known[pair] = () if given == taken else tuple(collectives_between(given, taken))
+            for kind, devices in known[pair]:
                 total += collective_ms(self._database, kind, devices, float(sizes[k]), faults, missing)
         return total
 

@@ -20,7 +20,16 @@ import numpy as np
 from .._configuration import Configuration, StageConfiguration
 from ._exact import as_stage
 from ._grid import balance
-from ._problem import INTERRUPTED, Incumbents, OnProgress, Progress, SearchProblem, SearchResult, space_name
+from ._problem import (
+    INTERRUPTED,
+    MOST_OPERATORS,
+    Incumbents,
+    OnProgress,
+    Progress,
+    SearchProblem,
+    SearchResult,
+    space_name,
+)
 from ._quotes import UniformStages, quote_all
 from ._stage import StageAnswer, solve_stage
 
@@ -222,6 +231,9 @@ class _Search:
         chosen = _spread(ranked, max(self._planner.polished, self._planner.keep))
         for candidate in chosen:
             self._best.offer(self._uniform_configuration(candidate))
+        if len(self._problem.chain.operators) > MOST_OPERATORS:
+            # One stage of so many operators takes seconds.
+            return
         chosen.sort(key=self._balanced_us)
         for rank, candidate in enumerate(chosen):
             if rank < self._planner.relieved:

@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
 from ._cuts import Cut, Cuts, CutSearch
-from ._problem import INTERRUPTED, Incumbents, OnProgress, Progress, SearchProblem, SearchResult, space_name
+from ._problem import (
+    INTERRUPTED,
+    MOST_OPERATORS,
+    Incumbents,
+    OnProgress,
+    Progress,
+    SearchProblem,
+    SearchResult,
+    space_name,
+)
+from ._layers import GroupedSpace, find_layers, group_layers
 from ._space import Floats, StageSpace
 from ._stage import StageAnswer, solve_stage
 from ._tables import Period, bound_stretches, find_period
@@ -45,7 +55,7 @@ class Exact:
     """
 
     max_rounds: int = 60
-    max_entries: float = 5e7
+    max_entries: float = 8e7
     max_labels: int = 500
     gap: float = 0.002
     budget_s: float | None = None
@@ -156,10 +166,7 @@ class _Search:
                 self._best.scored += 1
         answers = [batch.answers[batch.key(cut)] for cut in cuts.stages]
         if all(np.isfinite(answer.time_us) for answer in answers):
-            stages = tuple(
-                as_stage(batch.spaces[cut.num_devices], answer)
-                for cut, answer in zip(cuts.stages, answers, strict=True)
-            )
+            stages = tuple(batch.as_stage(cut, answer) for cut, answer in zip(cuts.stages, answers, strict=True))
             if self._best.offer(self._problem.configuration(batch.size, stages)):
                 for each in self._batches:
                     each.shorten(self._best.best_us)
@@ -191,6 +198,7 @@ class _MicroBatch:
     size: int
     count: int
     spaces: dict[int, StageSpace]
+    grouped: dict[int, GroupedSpace]
     period: Period
     links: dict[int, tuple[tuple[int, int], ...]]
     tables: dict[int, Floats] = field(default_factory=dict)
@@ -209,12 +217,15 @@ class _MicroBatch:
         """Nothing but what can be chosen, and a bound that spreads the least work evenly over all devices."""
         spaces = problem.spaces(size)
         count = problem.num_micro_batches(size)
+        grouped = _grouped(spaces)
+        spaces = {n: each.space for n, each in grouped.items()} or spaces
         least = np.min([n * space.busy_us.min(axis=1) for n, space in spaces.items()], axis=0)
         kinds = next(iter(spaces.values())).kinds
         return cls(
             size=size,
             count=count,
             spaces=spaces,
+            grouped=grouped,
             period=find_period(kinds),
             links={n: tuple(_links(problem, n)) for n in spaces},
             bound_us=count * float(least[kinds].sum()) / problem.num_devices,
@@ -229,7 +240,7 @@ class _MicroBatch:
         self.search = CutSearch(
             self.tables,
             self.links,
-            num_operators=len(problem.chain.operators),
+            num_operators=len(next(iter(self.spaces.values())).kinds),
             num_devices=problem.num_devices,
             gpus_per_node=problem.gpus_per_node,
             max_stages=problem.max_stages,
@@ -277,6 +288,12 @@ class _MicroBatch:
                 problem, np.geomspace(min(known) / spread, max(known) * spread, _FINE_RATES), ceiling_us
             )
         self.chosen_rates.clear()
+
+    def as_stage(self, cut: Cut, answer: StageAnswer) -> StageConfiguration:
+        """A solved stage as configurations hold it."""
+        if self.grouped:
+            return self.grouped[cut.num_devices].as_stage(cut.first, answer)
+        return as_stage(self.spaces[cut.num_devices], answer)
 
     def key(self, cut: Cut) -> tuple[int, int, int, int, int]:
         """What tells stages apart."""
@@ -332,6 +349,16 @@ class _MicroBatch:
         ahead = (period.end - cut.last) // period.length
         shifts = [k * period.length for k in range(-back, ahead + 1)]
         return [s for s in shifts if cut.first + s > 0 and cut.last + s < num]
+
+
+def _grouped(spaces: dict[int, StageSpace]) -> dict[int, GroupedSpace]:
+    """Spaces of whole layers for chains that are too long to be cut at any operator; none for others."""
+    kinds = next(iter(spaces.values())).kinds
+    if len(kinds) <= MOST_OPERATORS:
+        return {}
+    units = find_layers(kinds)
+    made = {n: group_layers(space, units) for n, space in spaces.items()}
+    return {n: each for n, each in made.items() if each is not None}
 
 
 def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:

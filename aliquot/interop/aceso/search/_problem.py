@@ -119,6 +119,9 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 
+MOST_OPERATORS = 1000
+"""Longer chains are cut between layers only, so that tables of all stretches can be held."""
+
 INTERRUPTED = "interrupted"
 """Why a search ended that the user stopped."""
 
@@ -235,9 +238,13 @@ def space_name(problem: SearchProblem) -> str:
     sizes = ", ".join(map(str, problem.stage_sizes()))
     batches = ", ".join(map(str, problem.micro_batches))
     degrees = "tensor degree, data degree, algorithm and recomputation of each operator"
-    if not problem.chain.resharding:
+    cuts = "cut at any operator"
+    if len(problem.chain.operators) > MOST_OPERATORS:
+        cuts = "cut between layers"
+        degrees = "one tensor and data degree and one of 8 sets of recomputed operators for each layer"
+    elif not problem.chain.resharding:
         degrees = "one tensor and data degree for each stage; algorithm and recomputation of each operator"
     return (
-        f"at most {problem.max_stages} stages of {sizes} GPUs within a node, cut at any operator; {degrees}; "
+        f"at most {problem.max_stages} stages of {sizes} GPUs within a node, {cuts}; {degrees}; "
         f"micro-batches of {batches}"
     )

@@ -67,7 +67,7 @@ class UniformStages:
             work_us=_prefix(busy + again),
             kept_mb=_prefix(kept - saved),
             weights_mb=_prefix(space.weights_mb[kinds][:, columns].T),
-            peak_mb=_sparse(_runs(saved)),
+            peak_mb=_sparse(runs(saved)),
             forward_mb=_sparse(space.forward_reserved_mb[kinds][:, columns].T),
             backward_mb=_sparse(space.backward_reserved_mb[kinds][:, columns].T),
             recompute=recompute,
@@ -134,7 +134,7 @@ def _prefix(values: Floats) -> Floats:
     return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
 
 
-def _runs(saved: Floats) -> Floats:
+def runs(saved: Floats) -> Floats:
     """Up to each operator, what the run of recomputed operators that it ends saves."""
     sums = np.cumsum(saved, axis=-1)
     ends = np.maximum.accumulate(np.where(saved > 0, 0.0, sums), axis=-1)

@@ -36,6 +36,7 @@ class StageSpace:
         again_us: what recomputing it adds.
         weights_mb, kept_mb: weights, and activations kept for the backward pass.
         forward_reserved_mb, backward_reserved_mb: what the allocator holds besides.
+        peak_mb: what is alive while parts of it are worked out again; 0 for single operators.
         enters_mb: what crosses a stage boundary in front of it.
         enters_us: how long that takes: within a node, between nodes.
         leaves_us: what crosses behind it, by tensor degree of the stage's first operator: within a node, between nodes.
@@ -58,6 +59,7 @@ class StageSpace:
     kept_mb: Floats
     forward_reserved_mb: Floats
     backward_reserved_mb: Floats
+    peak_mb: Floats
     enters_mb: Floats
     enters_us: Floats
     leaves_us: Floats
@@ -139,6 +141,7 @@ def make_space(
         kept_mb=column("activations") * shares[:, None],
         forward_reserved_mb=column("fwd_reserved"),
         backward_reserved_mb=column("bwd_reserved"),
+        peak_mb=np.zeros(valid.shape),
         enters_mb=column("input_size"),
         enters_us=np.stack([_transfer_times(column("input_size"), link, faults) for link in links]),
         leaves_us=np.stack([_transfer_times(exits, link, faults) for link in links]),

@@ -349,6 +349,7 @@ class _Labels:
 
     def _reserve(self, labels: Floats, states: NDArray[np.int64], op: int) -> None:
         kind = self._kinds[op]
+        labels[:, 4] = np.maximum(labels[:, 4], self._space.peak_mb[kind][states])
         labels[:, 5] = np.maximum(labels[:, 5], self._space.forward_reserved_mb[kind][states])
         labels[:, 6] = np.maximum(labels[:, 6], self._space.backward_reserved_mb[kind][states])
 
