@@ -94,6 +94,9 @@ class _Search:
             ended = self._search(queue)
         except KeyboardInterrupt:
             ended = INTERRUPTED
+        else:
+            if any(batch.grouped for batch in self._batches):
+                self._solve_operators()
         bound = self._bound(queue)
         return SearchResult(
             best=self._best.results(),
@@ -127,6 +130,32 @@ class _Search:
             entries += sum(table.size for table in batch.tables.values())
             self._tell(queue)
         return "nothing was left to search"
+
+    def _solve_operators(self) -> None:
+        """Solve the stages of the best configurations operator by operator, where the search went layer by layer."""
+        for configuration, _ in self._best.results():
+            spaces = self._problem.spaces(configuration.micro_batch)
+            stages, first, device = [], 0, 0
+            for k, stage in enumerate(configuration.stages):
+                last = first + len(stage.tensor)
+                entered = int(device > 0 and device % self._problem.gpus_per_node == 0)
+                device += stage.num_devices
+                answer = solve_stage(
+                    spaces[stage.num_devices],
+                    first,
+                    last,
+                    in_flight=self._problem.in_flight(configuration.micro_batch, len(configuration.stages) - 1 - k),
+                    entered=entered,
+                    left=int(device % self._problem.gpus_per_node == 0),
+                    memory_limit_mb=self._problem.memory_limit_mb,
+                    ceiling_us=np.inf,
+                    rate_us_per_mb=0.0,
+                    max_labels=0,
+                )
+                fits = np.isfinite(answer.time_us)
+                stages.append(as_stage(spaces[stage.num_devices], answer) if fits else stage)
+                first = last
+            self._best.offer(self._problem.configuration(configuration.micro_batch, tuple(stages)))
 
     def _bound(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> float:
         return min([*(entry[0] for entry in queue), *self._exhausted, self._best.best_us])
