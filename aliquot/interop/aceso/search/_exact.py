@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
 from ._cuts import Cut, Cuts, CutSearch
+from ._layers import GroupedSpace, find_layers, group_layers
 from ._problem import (
     INTERRUPTED,
     MOST_OPERATORS,
@@ -29,7 +30,6 @@ from ._problem import (
     SearchResult,
     space_name,
 )
-from ._layers import GroupedSpace, find_layers, group_layers
 from ._space import Floats, StageSpace
 from ._stage import StageAnswer, solve_stage
 from ._tables import Period, bound_stretches, find_period
