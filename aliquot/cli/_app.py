@@ -8,6 +8,7 @@ import typer
 
 from ._aceso import evaluate, show
 from ._aceso_search import faults, search
+from ._bench_aceso import aceso as bench_aceso
 from ._catalog import clusters, models
 from ._cluster import cluster
 from ._compare import compare
@@ -35,6 +36,11 @@ _aceso = typer.Typer(help="Plan from Aceso's measured databases, and judge its c
 for _aceso_verb in (show, evaluate, search, faults):
     _aceso.command(_aceso_verb.__name__)(_aceso_verb)
 app.add_typer(_aceso, name="aceso")
+_bench = typer.Typer(
+    help="Draw the figures of papers, with our results beside the published ones.", no_args_is_help=True
+)
+_bench.command("aceso")(bench_aceso)
+app.add_typer(_bench, name="bench")
 
 
 def _print_version(asked: bool) -> None:

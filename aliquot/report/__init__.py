@@ -1,5 +1,7 @@
 """Floor 7: plans, differences and training curves as a person reads them, and as plain data."""
 
+from ._charts import bar_chart as bar_chart
+from ._charts import line_chart as line_chart
 from ._compare import compared as compared
 from ._compare import comparison as comparison
 from ._comparison import Candidate as Candidate

@@ -1,0 +1,100 @@
+"""Charts as PNG files: bars in groups, and lines over a logarithmic axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import MissingExtraError
+
+# Colours that people who see few colours can tell apart (Okabe and Ito).
+_COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
+
+
+def bar_chart(
+    path: Path,
+    *,
+    title: str,
+    unit: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    logarithmic: bool = False,
+) -> None:
+    """Write bars, one group for each of `groups` with a bar for each series.
+
+    Args:
+        unit: what the vertical axis shows.
+        series: by name, one value for each group; None and 0 leave a gap.
+        logarithmic: whether the vertical axis is.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure, axes = _figure(title, unit)
+    width = 0.8 / len(series)
+    for k, (name, values) in enumerate(series.items()):
+        shown = [(i, value) for i, value in enumerate(values) if value]
+        places = [i + (k - (len(series) - 1) / 2) * width for i, _ in shown]
+        bars = axes.bar(places, [value for _, value in shown], width, label=name, color=_COLOURS[k % len(_COLOURS)])
+        axes.bar_label(bars, fmt=lambda value: f"{value:.3g}", fontsize=7, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    if logarithmic:
+        axes.set_yscale("log")
+    axes.margins(y=0.18)
+    _finish(figure, axes, path)
+
+
+def line_chart(
+    path: Path,
+    *,
+    title: str,
+    horizontal: str,
+    unit: str,
+    points: Sequence[float],
+    series: Mapping[str, Sequence[float | None]],
+) -> None:
+    """Write lines over points; both axes are logarithmic.
+
+    Args:
+        horizontal, unit: what the axes show.
+        series: by name, one value for each point; None and 0 leave a gap.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure, axes = _figure(title, unit)
+    for k, (name, values) in enumerate(series.items()):
+        shown = [(point, value) for point, value in zip(points, values, strict=True) if value]
+        axes.plot(
+            [point for point, _ in shown],
+            [value for _, value in shown],
+            marker="o",
+            label=name,
+            color=_COLOURS[k % len(_COLOURS)],
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(points, [f"{point:g}" for point in points])
+    axes.set_xlabel(horizontal)
+    _finish(figure, axes, path)
+
+
+def _figure(title: str, unit: str) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("plot", "matplotlib") from None
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=11)
+    axes.set_ylabel(unit)
+    return figure, axes
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
