@@ -222,7 +222,7 @@ class EdgeBuilder:
                 share=share,
                 phase=phase,
                 gradient=gradient,
-                label=label or self.naming.label_of_value(value_class),
+                label=label or self.naming.name_of_value(value_class),
                 kind=kind,
                 starts=starts,
                 ends=ends,

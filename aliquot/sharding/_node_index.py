@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..graph import Moves, Op, Phase, Role, traits_of
+from ..graph import Moves, Op, Phase, Role, traits_of, wildcard
 from ._cuts import Cuts, rearranges
 from ._materialised import Storage, find_storage
 from ._nodes import Port
@@ -215,6 +215,26 @@ class NodeIndex:
             return self.label(producer[0])
         member = self.cuts.folding.value_members[value_class][0]
         return next((i.path for i in self.cuts.graph.inputs if i.value == member), f"constant:{member}")
+
+    def name_of_value(self, value_class: int) -> str:
+        """A name for readers: of a cast, slice or rearrangement of a parameter, the parameter's path."""
+        parameters = self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
+        paths = {self.label_of_value(v) for v in parameters}
+        if len(paths) > 1 or any(len(self.cuts.folding.value_members[v]) > 1 for v in parameters):
+            paths = {wildcard(path) for path in paths}
+        return paths.pop() if len(paths) == 1 else self.label_of_value(value_class)
+
+    def _parameters_behind(self, value_class: int) -> set[int]:
+        """Parameters of which a value is only a cast, slice or rearrangement, by value class."""
+        cuts, producer = self.cuts, self.cuts.producer[value_class]
+        if not cuts.param_only[value_class]:
+            return set()
+        if producer is None:
+            return {value_class}
+        op = cuts.first[producer[0]]
+        if not (rearranges(op) or op.name == "scan_slice"):
+            return set()
+        return {p for _, v, _ in cuts.operands(producer[0]) for p in self._parameters_behind(v)}
 
     def label(self, op_class: int) -> str:
         """A name for an operator class: what it is and the scope it stands in."""

@@ -246,3 +246,30 @@ def test_an_update_reads_nothing_that_it_writes():
     nodes = build_nodes(aq.capture(train_step, {"w": square, "m": square}, jax.ShapeDtypeStruct((8, 64), jnp.float32)))
     update = [work for node in nodes.nodes for work in node.work if work.phase is Phase.UPDATE]
     assert sum(num_bytes for work in update for num_bytes, _ in work.arrays) == 5 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_conversions_of_casts_of_parameters_are_named_after_the_parameters(scan):
+    """So that a reader sees which weights are gathered, and in every layer the same line."""
+
+    def step(layers, x):
+        def loss(layers):
+            def layer(x, w):
+                return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+            if scan:
+                return jnp.sum(jax.lax.scan(layer, x, layers["w"])[0])
+            y = x
+            for w in layers["w"]:
+                y, _ = layer(y, w)
+            return jnp.sum(y)
+
+        return jax.tree.map(lambda w, g: w - g, layers, jax.grad(loss)(layers))
+
+    weight = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    stacked = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
+    layers = {"w": stacked if scan else [weight] * 3}
+    nodes = build_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)))
+    labels = {edge.label for edge in nodes.edges if edge.num_bytes == 2 * 64 * 64}
+    named = {label for label in labels if label.startswith("layers.w")}
+    assert named == ({"layers.w"} if scan else {"layers.w[*]"}), labels
