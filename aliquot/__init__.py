@@ -16,6 +16,7 @@ _MODULE_OF = {
     "compare": "_questions",
     "largest_batch": "_questions",
     "size": "_questions",
+    "find_remedies": "_remedies",
     "Cluster": "cluster",
     "Plan": "plans",
     "DataParallel": "planners",

@@ -16,6 +16,7 @@ from ._api import verify as verify
 from ._questions import compare as compare
 from ._questions import largest_batch as largest_batch
 from ._questions import size as size
+from ._remedies import find_remedies as find_remedies
 from .cluster import Cluster as Cluster
 from .core import AliquotError as AliquotError
 from .core import CaptureError as CaptureError

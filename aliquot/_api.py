@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .cluster import Cluster
-from .core import CaptureError, InputError, collecting_seldom
+from .core import CaptureError, InfeasibleError, InputError, collecting_seldom
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
 from .graph import Graph, is_ordered, source_line
@@ -24,6 +24,7 @@ from .planners import (
     Auto,
     Decision,
     Interrupted,
+    PipeshardParallel,
     Progress,
     Task,
     apply_plan,
@@ -37,6 +38,8 @@ from .sharding import inferred_rules
 if TYPE_CHECKING:
     from .verification import Verification
 
+_MOST_MICRO_BATCHES = 1024
+
 
 @collecting_seldom()
 def plan(
@@ -44,7 +47,7 @@ def plan(
     *args: Any,
     cluster: Cluster | None = None,
     method: AbstractMethod | None = None,
-    num_micro_batches: int = 1,
+    num_micro_batches: int | Literal["auto"] = 1,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
@@ -60,7 +63,8 @@ def plan(
         *args, **kwargs: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
         cluster: what to plan for; by default the devices JAX sees.
         method: how to parallelize; by default `Auto()`.
-        num_micro_batches: number of micro-batches in a step.
+        num_micro_batches: number of micro-batches in a step; "auto" plans 1, 2, 4, ... of them for
+            as long as that helps, and keeps the fastest. Pipelines search the number by themselves.
         micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to
             each micro-batch separately.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
@@ -79,12 +83,12 @@ def plan(
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     started = time.perf_counter()
-    return _plan_captured(
+    make = functools.partial(
+        _plan_captured,
         capture(step, *args, **kwargs),
         started=started,
         cluster=cluster,
         method=method,
-        num_micro_batches=num_micro_batches,
         micro_batch_semantics=micro_batch_semantics,
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
@@ -92,6 +96,41 @@ def plan(
         verify=verify,
         progress=progress,
     )
+    if num_micro_batches == "auto":
+        return make() if isinstance(method, PipeshardParallel) else _fastest_count(make)
+    return make(num_micro_batches=num_micro_batches)
+
+
+def _fastest_count(make: Callable[..., Plan]) -> Plan:
+    """The fastest plan over numbers of micro-batches.
+
+    The number doubles until it no longer divides the batch, or until a plan that fits is no faster
+    than one with fewer: every micro-batch repeats collectives, and only memory asks for more.
+
+    Raises:
+        InfeasibleError: no number fits; says what one micro-batch needs.
+    """
+    best: Plan | None = None
+    refusal: InfeasibleError | None = None
+    count = 1
+    while count <= _MOST_MICRO_BATCHES:
+        try:
+            made = make(num_micro_batches=count)
+        except InfeasibleError as error:
+            refusal = refusal or error
+        except (InputError, CaptureError):
+            if count == 1:
+                raise
+            break
+        else:
+            if best is not None and made.prediction.step_time_s >= best.prediction.step_time_s:
+                break
+            best = made
+        count *= 2
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
 
 
 def _plan_captured(

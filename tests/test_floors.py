@@ -23,6 +23,7 @@ FLOORS = {
     "_api": 8,
     "zoo": 8,
     "_questions": 9,
+    "_remedies": 9,
     "cli": 10,
     "__main__": 11,
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -18,9 +19,11 @@ from ._max_batch import find_max_batch
 from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
 from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches
 from ._progress import search_progress
+from ._remedies import try_remedies, with_remedies
 from ._session import Session, session
 
 if TYPE_CHECKING:
+    from .._remedies import Remedy
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
     from ._model import Model
@@ -36,7 +39,7 @@ def plan(
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
     micro_batches: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Number of micro-batches; auto searches (pipelines only, their default)."),
+        typer.Option(metavar="N|auto", help="Number of micro-batches; auto searches it, as pipelines do anyway."),
     ] = None,
     micro_batch_semantics: Annotated[
         str,
@@ -64,6 +67,10 @@ def plan(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Find the largest batch that fits, and the one of highest throughput.")
     ] = False,
+    tries: Annotated[
+        bool,
+        typer.Option("--try-remedies/--no-remedies", help="Where nothing fits, try what may make it fit."),
+    ] = True,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Compile the plan for the cluster's devices, and keep searching until one fits."),
@@ -87,8 +94,7 @@ def plan(
 
         asked = PipelineOptions(stages=stages, schedule=schedule, micro_batches=parts, layers=read_layers(layers))
         how = method_by_name(method, shape, asked)
-        if micro_batches == "auto" and method not in PIPELINES:
-            raise InputError(f"--micro-batches auto: only pipelines search it, and {method} makes none. Give a number.")
+        searched = micro_batches == "auto" and method not in PIPELINES
         options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
         if max_batch:
             find_max_batch(model, options, where, how, 1 if parts is None else parts, limit, out, say)
@@ -100,15 +106,16 @@ def plan(
                 built,
                 where,
                 how,
-                1 if parts is None else parts,
+                "auto" if searched else 1 if parts is None else parts,
                 say,
                 semantics=micro_batch_semantics,
                 memory_limit_bytes=limit,
                 verify=verify,
             )
         except InfeasibleError as error:
-            say.finish(_no_plan(built, where, method, parts, error))
-            raise
+            remedies = try_remedies(model, options, built, where, how, parts, limit, say) if tries else ()
+            say.finish(_no_plan(built, where, method, parts, error, remedies))
+            raise with_remedies(error, remedies) from None
         except KeyboardInterrupt as stopped:
             _interrupted(getattr(stopped, "plan", None), time.perf_counter() - started, out, say)
             raise typer.Exit(INTERRUPTED) from None
@@ -119,7 +126,7 @@ def make_plan(
     model: Model,
     where: Cluster,
     how: AbstractMethod | PipeshardParallel,
-    micro_batches: int,
+    micro_batches: int | Literal["auto"],
     say: Session,
     *,
     semantics: str = "exact",
@@ -230,7 +237,12 @@ def _interrupted(best: Plan | None, plan_s: float, out: Path | None, say: Sessio
 
 
 def _no_plan(
-    model: Model, where: Cluster, method: str, micro_batches: int | None, error: InfeasibleError
+    model: Model,
+    where: Cluster,
+    method: str,
+    micro_batches: int | None,
+    error: InfeasibleError,
+    remedies: Sequence[Remedy],
 ) -> dict[str, Any]:
     """The same keys as for a plan, with the smallest memory found instead of a time."""
     return {
@@ -254,5 +266,6 @@ def _no_plan(
         "stages": [],
         "compiled": None,
         "reason": str(error),
+        "remedies": [each.to_dict() for each in remedies],
         "plan_file": None,
     }

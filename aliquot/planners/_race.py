@@ -268,22 +268,16 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
 
 
 def _remedy(problem: Problem, peak: float, parts: dict[str, float], limit: float, spaces: Sequence[Space]) -> str:
-    """What would make it fit."""
+    """What may make it fit. How much of it has to be tried: see `aliquot.find_remedies`."""
     fixed = sum(v for k, v in parts.items() if k in ("parameters", "optimizer state", "gradients", "other state"))
-    moving = peak - fixed
     advice = []
-    if fixed < limit and moving > 0:
-        factor = 2
-        while fixed + moving / factor > limit and factor < 1024:
-            factor *= 2
-        advice.append(f"{problem.num_micro_batches * factor} micro-batches (now {problem.num_micro_batches})")
+    if fixed < limit and peak > fixed:
+        advice.append(f"more micro-batches (now {problem.num_micro_batches})")
     if not any(_can_split(problem, space, Role.PARAMETER) for space in spaces):
         advice.append("method zero3, shard or auto, which split parameters too")
     if any(_can_split(problem, space, role) for space in spaces for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)):
         # Where every device holds the whole state, more of them do not help.
-        devices = problem.cluster.num_devices
-        needed = int(np.ceil(devices * peak / limit))
-        advice.append(f"about {max(needed, devices + 1)} such devices (now {devices})")
+        advice.append(f"more such devices (now {problem.cluster.num_devices})")
     return "It could fit with " + ", or ".join(advice) + "."
 
 

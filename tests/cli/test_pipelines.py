@@ -93,7 +93,6 @@ def test_nothing_fits():
     [
         ("dp --stages 2 --schedule gpipe", "--stages, --schedule: only for pipelines, and dp makes none"),
         ("auto --layers 2", "--layers: only for pipelines, and auto makes none"),
-        ("shard --micro-batches auto", "--micro-batches auto: only pipelines search it"),
         ("grid --schedule gpipe --stages 2", "--stages, --schedule: grid tries every number of equal stages"),
         ("pipeshard --mesh 4x2", "have meshes of their own"),
         ("pipeshard --schedule gpip", "did you mean 'gpipe'"),

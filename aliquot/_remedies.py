@@ -1,0 +1,162 @@
+"""What to do about a step that fits by no plan: changes that were tried, with the plans that they
+led to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from ._api import plan as make_plan
+from .cluster import Cluster
+from .core import InfeasibleError, InputError, format_bytes, format_seconds
+from .planners import AbstractMethod, Auto, PipeshardParallel, Progress, StageDP
+from .plans import ModelReference, Plan
+
+Method: TypeAlias = AbstractMethod | PipeshardParallel
+
+_MOST_DOUBLINGS = 5
+_MOST_HOSTS_TIMES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A change to try.
+
+    Attributes:
+        change: in words, or as options of the command line.
+        make: plans with it. Raises `InfeasibleError` if that does not fit, `InputError` if it
+            cannot be.
+    """
+
+    change: str
+    make: Callable[[], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change that was tried.
+
+    Attributes:
+        change: in words, or as options of the command line.
+        plan: what came out; None if it does not fit.
+        required_bytes: memory per device of the smallest plan where none fits.
+    """
+
+    change: str
+    plan: Plan | None
+    required_bytes: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        prediction = self.plan.prediction if self.plan else None
+        return {
+            "change": self.change,
+            "fits": self.plan is not None,
+            "step_time_s": prediction.step_time_s if prediction else None,
+            "memory_bytes_per_device": prediction.peak_memory_bytes if prediction else self.required_bytes,
+        }
+
+
+def find_remedies(
+    step: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster,
+    method: Method | None = None,
+    num_micro_batches: int = 1,
+    memory_limit_bytes: float | None = None,
+    model: ModelReference | None = None,
+    others: Sequence[Sequence[Attempt]] = (),
+    budget_s: float = 60.0,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> tuple[Remedy, ...]:
+    """Try what may make a step fit: more micro-batches, another method, more hosts of the same kind.
+
+    Changes of one kind are tried from small to large until one fits.
+
+    Args:
+        step, *args, **kwargs, cluster, method, num_micro_batches, memory_limit_bytes, model, progress:
+            as for `aliquot.plan`, which found no plan.
+        others: further changes, kind by kind.
+        budget_s: seconds after which nothing new is begun.
+    """
+
+    def planned(changed: dict[str, Any]) -> Plan:
+        asked = {
+            "cluster": cluster,
+            "method": method,
+            "num_micro_batches": num_micro_batches,
+            "memory_limit_bytes": memory_limit_bytes,
+            "model": model,
+        }
+        return make_plan(step, *args, **{**asked, **changed}, **kwargs)
+
+    def attempt(change: str, **changed: Any) -> Attempt:
+        return Attempt(change=change, make=lambda: planned(changed))
+
+    counts = [num_micro_batches * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
+    kinds: list[Sequence[Attempt]] = [
+        [attempt(f"--micro-batches {count}", num_micro_batches=count) for count in counts],
+        *others,
+    ]
+    if isinstance(method, PipeshardParallel):
+        # A pipeline chooses its number of micro-batches itself.
+        kinds = [*others, [attempt("--method auto", method=Auto())]]
+    elif method is None or isinstance(method, Auto):
+        kinds.append([attempt("--method pipeshard", method=PipeshardParallel(inter=StageDP()))])
+    else:
+        kinds.append([attempt("--method auto", method=Auto())])
+    kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in _larger(cluster)])
+    return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
+
+
+def _tried(kinds: Sequence[Sequence[Attempt]], until_s: float, progress: Progress | None) -> Iterator[Remedy]:
+    for kind in kinds:
+        for each in kind:
+            if time.perf_counter() > until_s:
+                return
+            if progress:
+                progress(f"nothing fits; trying {each.change}", 0, 0)
+            try:
+                made = each.make()
+            except InfeasibleError as error:
+                yield Remedy(change=each.change, plan=None, required_bytes=error.required_bytes)
+            except InputError:
+                # Such as micro-batches that do not divide the batch: larger ones do not either.
+                break
+            else:
+                yield Remedy(change=each.change, plan=made)
+                break
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    """Clusters of 2, 4 and 8 times as many of the same hosts."""
+    times = 2
+    while times <= _MOST_HOSTS_TIMES:
+        hosts = cluster.num_hosts * times
+        name = f"{hosts}x{cluster.devices_per_host}x{cluster.device.name}"
+        yield replace(cluster, num_hosts=hosts, name=name)
+        times *= 2
+
+
+def remedies_text(remedies: Sequence[Remedy]) -> str:
+    """What fits with its step time, the fastest first, then what was tried in vain."""
+    fitting = [(each, each.plan.prediction) for each in remedies if each.plan is not None]
+    fitting.sort(key=lambda pair: pair[1].step_time_s)
+    width = max((len(each.change) for each in remedies), default=0)
+    lines = ["Tried, and fits:"] if fitting else []
+    lines += [
+        f"  {each.change:{width}}  {format_seconds(prediction.step_time_s)} a step, "
+        f"{format_bytes(prediction.peak_memory_bytes)} on each device"
+        for each, prediction in fitting
+    ]
+    vain = [each for each in remedies if each.plan is None]
+    lines += ["Tried, and does not fit:"] if vain else []
+    lines += [
+        f"  {each.change:{width}}" + (f"  needs {format_bytes(each.required_bytes)}" if each.required_bytes else "")
+        for each in vain
+    ]
+    return "\n".join(lines)

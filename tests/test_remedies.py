@@ -1,0 +1,101 @@
+"""Answers where a step does not fit: advice that was tried, and numbers of micro-batches searched."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import run
+from planners.small_steps import mlp
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.core import InfeasibleError
+from aliquot.planners import Auto, DataParallel
+
+CLUSTER = Cluster.preset("1x4xH100")
+# Activations weigh more than parameters, so that micro-batches help.
+STEP = mlp((64, 128, 64), 4096)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """A limit between what one micro-batch needs and what four need."""
+    needs = [
+        aq.plan(*STEP, cluster=CLUSTER, method=DataParallel(), num_micro_batches=count).prediction.peak_memory_bytes
+        for count in (1, 4)
+    ]
+    assert needs[1] < 0.8 * needs[0]
+    return (needs[0] + needs[1]) / 2
+
+
+def test_every_advice_is_true_when_taken(tight):
+    remedies = aq.find_remedies(*STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight)
+    fitting = [each for each in remedies if each.plan is not None]
+    assert {each.change.split()[0] for each in fitting} >= {"--micro-batches", "--cluster"}
+    for each in fitting:
+        assert each.plan.prediction.peak_memory_bytes <= tight
+    taken = next(each for each in fitting if each.change.startswith("--micro-batches"))
+    again = aq.plan(
+        *STEP,
+        cluster=CLUSTER,
+        method=DataParallel(),
+        memory_limit_bytes=tight,
+        num_micro_batches=int(taken.change.split()[1]),
+    )
+    assert again.prediction.step_time_s == taken.plan.prediction.step_time_s
+    larger = next(each for each in fitting if each.change.startswith("--cluster"))
+    other = Cluster.preset(larger.change.split()[1])
+    assert aq.plan(*STEP, cluster=other, method=DataParallel(), memory_limit_bytes=tight).prediction.step_time_s > 0
+
+
+def test_what_was_tried_in_vain_says_what_it_needs(tight):
+    remedies = aq.find_remedies(*STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight / 1000)
+    assert remedies and all(each.plan is None and each.required_bytes > tight / 1000 for each in remedies)
+
+
+def test_micro_batches_that_do_not_divide_the_batch_are_not_advised():
+    step = mlp((64, 128, 64), 12)
+    remedies = aq.find_remedies(*step, cluster=CLUSTER, memory_limit_bytes=100.0)
+    counts = [int(each.change.split()[1]) for each in remedies if each.change.startswith("--micro-batches")]
+    assert all(12 % count == 0 for count in counts)
+
+
+def test_a_spent_budget_begins_nothing(tight):
+    assert aq.find_remedies(*STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=-1.0) == ()
+
+
+def test_auto_micro_batches_are_the_fastest_that_fit(tight):
+    found = aq.plan(*STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight, num_micro_batches="auto")
+    times = {}
+    for count in (1, 2, 4, 8, 16):
+        try:
+            made = aq.plan(
+                *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight, num_micro_batches=count
+            )
+        except InfeasibleError:
+            continue
+        times[count] = made.prediction.step_time_s
+    assert 1 not in times and found.num_micro_batches == min(times, key=times.get)
+
+
+def test_auto_micro_batches_without_need_are_one():
+    assert aq.plan(*STEP, cluster=CLUSTER, method=Auto(), num_micro_batches="auto").num_micro_batches == 1
+
+
+def test_auto_micro_batches_say_what_one_needs_where_nothing_fits():
+    with pytest.raises(InfeasibleError, match="No plan of method"):
+        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100.0, num_micro_batches="auto")
+
+
+def test_the_command_prints_what_was_tried_with_step_times():
+    given = ("plan", "gpt-10m", "--cluster", "1x4xV100-16GB", "--global-batch", 64, "--memory-limit", "60MiB")
+    found = run(*given)
+    assert found.exit_code == 1 and "It could fit" not in found.stderr
+    assert "Tried, and" in found.stderr
+    answer = json.loads(run(*given, "--json").stdout)
+    assert answer["feasible"] is False and answer["remedies"]
+    for each in answer["remedies"]:
+        assert each["fits"] == (each["step_time_s"] is not None)
+    quick = run(*given, "--no-remedies")
+    assert "Tried" not in quick.stderr and "It could fit with" in quick.stderr
