@@ -419,4 +419,5 @@ def _longest(space: StageSpace, stage_ceiling_us: float) -> int:
         return num
     sums = np.concatenate([[0.0], np.cumsum(space.busy_us.min(axis=1)[space.kinds])])
     ends = np.searchsorted(sums, sums[:-1] + stage_ceiling_us, side="right") - 1
-    return int(max((ends - np.arange(num)).max(), 1))
+    lengths: NDArray[np.int64] = ends - np.arange(num)
+    return max(int(lengths.max()), 1)
