@@ -243,12 +243,11 @@ class _MicroBatch:
 
     @classmethod
     def make(cls, problem: SearchProblem, size: int) -> _MicroBatch:
-        """Nothing but what can be chosen, and a bound that spreads the least work evenly over all devices."""
+        """What can be chosen, and a bound that spreads work and memory evenly over all devices."""
         spaces = problem.spaces(size)
         count = problem.num_micro_batches(size)
         grouped = _grouped(spaces)
         spaces = {n: each.space for n, each in grouped.items()} or spaces
-        least = np.min([n * space.busy_us.min(axis=1) for n, space in spaces.items()], axis=0)
         kinds = next(iter(spaces.values())).kinds
         return cls(
             size=size,
@@ -257,7 +256,7 @@ class _MicroBatch:
             grouped=grouped,
             period=find_period(kinds),
             links={n: tuple(_links(problem, n)) for n in spaces},
-            bound_us=count * float(least[kinds].sum()) / problem.num_devices,
+            bound_us=count * _spread_evenly_us(spaces, problem) / problem.num_devices,
         )
 
     def bound_coarsely(self, problem: SearchProblem, ceiling_us: float) -> None:
@@ -378,6 +377,25 @@ class _MicroBatch:
         ahead = (period.end - cut.last) // period.length
         shifts = [k * period.length for k in range(-back, ahead + 1)]
         return [s for s in shifts if cut.first + s > 0 and cut.last + s < num]
+
+
+def _spread_evenly_us(spaces: dict[int, StageSpace], problem: SearchProblem) -> float:
+    """The least work of all devices together for one micro-batch that their memory together has room for.
+
+    Every stage holds one micro-batch at least. Memory costs time at a rate and the limit is paid back, as in the tables; each
+    operator chooses for itself.
+    """
+    kinds = next(iter(spaces.values())).kinds
+    low, high = _rate_range(spaces)
+    rates = np.concatenate([[0.0], np.geomspace(low, high, 12)])[:, None, None]
+    least = np.full((len(rates), len(next(iter(spaces.values())).busy_us)), np.inf)
+    for n, space in spaces.items():
+        held = rates * (space.state_copies * space.weights_mb + space.kept_mb)
+        again = space.again_us + rates * (space.state_copies * space.weights_mb)
+        own = n * (space.busy_us + np.minimum(held, again))
+        least = np.minimum(least, np.where(space.valid, own, np.inf).min(axis=-1))
+    room = rates[:, 0, 0] * problem.num_devices * problem.memory_limit_mb
+    return float((least[:, kinds].sum(axis=1) - room).max())
 
 
 def _grouped(spaces: dict[int, StageSpace]) -> dict[int, GroupedSpace]:

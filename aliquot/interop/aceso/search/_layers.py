@@ -59,8 +59,8 @@ class GroupedSpace:
 def find_layers(kinds: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Units as first operator and end: every layer of every run of equal layers, and each operator between them.
 
-    >>> find_layers(np.array([0, 1, 2, 1, 2, 3, 4, 4]))
-    [(0, 1), (1, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
+    >>> find_layers(np.array([0, 1, 2, 1, 2, 1, 2, 3]))
+    [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
     """
     period = find_period(kinds)
     if not period.count:
