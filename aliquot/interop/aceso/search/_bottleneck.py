@@ -85,14 +85,16 @@ class Bottleneck:
         starts: balanced uniform configurations to begin with.
         polished: how many of the best are solved operator by operator.
         relieved: from how many of these operators are moved on, judged by the solved stages.
+        max_solved_operators: of all stages that are solved; what is left over is not relieved.
         keep: how many distinct configurations to return.
     """
 
     max_steps: int = 200
     max_hops: int = 7
     starts: int = 6
-    polished: int = 10
-    relieved: int = 3
+    polished: int = 20
+    relieved: int = 6
+    max_solved_operators: int = 10_000
     keep: int = 1
 
     def search(
@@ -115,6 +117,7 @@ class _Search:
         self._neighbours = _Neighbours(problem, self._uniform)
         self._scores: dict[_Candidate, _Score] = {}
         self._answers: dict[tuple[int, ...], StageAnswer] = {}
+        self._solved_operators = 0
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
@@ -228,7 +231,9 @@ class _Search:
     def _polish(self) -> None:
         """Solve the stages of the best candidates, and relieve the bottlenecks that remain."""
         ranked = sorted(self._scores, key=lambda candidate: self._scores[candidate].key)
-        chosen = _spread(ranked, max(self._planner.polished, self._planner.keep))
+        # Half of the effort goes into solving them as they are, the rest into moving operators.
+        affordable = self._planner.max_solved_operators // (2 * len(self._problem.chain.operators))
+        chosen = _spread(ranked, max(min(self._planner.polished, affordable), self._planner.keep, 1))
         for candidate in chosen:
             self._best.offer(self._uniform_configuration(candidate))
         if len(self._problem.chain.operators) > MOST_OPERATORS:
@@ -236,7 +241,7 @@ class _Search:
             return
         chosen.sort(key=self._balanced_us)
         for rank, candidate in enumerate(chosen):
-            if rank < self._planner.relieved:
+            if rank < self._planner.relieved and self._solved_operators < self._planner.max_solved_operators:
                 candidate = self._relieved(candidate)
             answers = self._solved(candidate)
             if all(np.isfinite(answer.time_us) for answer in answers):
@@ -255,7 +260,7 @@ class _Search:
         """Move operators away from the slowest stage, or from one that does not fit, in steps that halve."""
         count = max(sum(stage.operators for stage in at.stages) // (8 * len(at.stages)), 1)
         key = self._solved_key(at)
-        while count and len(at.stages) > 1:
+        while count and len(at.stages) > 1 and self._solved_operators < self._planner.max_solved_operators:
             slow = int(np.argmax([answer.time_us for answer in self._solved(at)]))
             if at.stages[slow].operators > count:
                 moves = [_with_moved(at, slow, k, count) for k in range(len(at.stages)) if k != slow]
@@ -285,6 +290,7 @@ class _Search:
             held = self._problem.in_flight(candidate.micro_batch, len(candidate.stages) - 1 - k)
             key = candidate.micro_batch, stage.devices, first, last, held, entered, left
             if key not in self._answers:
+                self._solved_operators += last - first
                 self._answers[key] = solve_stage(
                     self._uniform[candidate.micro_batch][stage.devices].space,
                     first,
