@@ -208,7 +208,7 @@ class _Sweep:
             if last and not left:
                 # What leaves the last stage leaves its node.
                 left = 1
-            bounds = (least[:, self._entries.index(entered)] + self._leaves[left, kind]).min(axis=-1) - refund
+            bounds = _least(least[:, self._entries.index(entered)] + self._leaves[left, kind]) - refund
             best = bounds.argmax(axis=-1)
             value = np.take_along_axis(bounds, best[..., None], axis=-1)[..., 0]
             begins = starts[chosen]
@@ -228,6 +228,14 @@ class _Sweep:
             at = phase_starts[:, None] + later
             self.bound_us[:, index, at, phase_offset[:, None]] = value[fits].T[:, phased, None]
             self.rate[:, index, at, phase_offset[:, None]] = best[fits].T[:, phased, None]
+
+
+def _least(values: Floats) -> Floats:
+    """Minima over the last axis, which is short: a loop over it beats a reduction."""
+    result = values[..., 0].copy()
+    for k in range(1, values.shape[-1]):
+        np.minimum(result, values[..., k], out=result)
+    return result
 
 
 def _shortest(paths: Floats, edges: Floats) -> Floats:
