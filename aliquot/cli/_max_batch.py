@@ -42,6 +42,7 @@ def find_max_batch(
         )
     from .._questions import largest_batch
     from ..report import batch_table
+    from ..zoo import configure
     from ._model import resolve
 
     models: dict[int, Model] = {}
@@ -53,7 +54,7 @@ def find_max_batch(
     def reference(batch: int) -> ModelReference:
         return models[batch].reference
 
-    unit = math.lcm(where.num_devices, micro_batches)
+    unit = math.lcm(where.num_devices, micro_batches * configure(name, **options.overrides).batch_multiple)
     with search_progress(say) as report:
         batches = largest_batch(
             make,

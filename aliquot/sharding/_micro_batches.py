@@ -193,14 +193,15 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
     except (TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise CaptureError(
             f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch: {error}. "
-            "Take sizes from the arrays (x.shape[0]) instead of writing them down, or use num_micro_batches=1."
+            "Take sizes from the arrays (x.shape[0]) instead of writing them down, or use fewer micro-batches."
         ) from error
 
 
 def _of_size(graph: Graph, size: int) -> Graph:
     """The step on so many examples, and cut as the graph is if its layers are cut into ranges.
 
-    A step is traced on two sizes at most, where others follow from these.
+    A step is traced on two sizes at most, where others follow from these, and on a third where JAX
+    writes another program for the second.
     """
     if graph.split is not None:
         return split_scans(_of_size(graph.split.original, size), graph.split.bounds).graph
@@ -211,7 +212,15 @@ def _of_size(graph: Graph, size: int) -> Graph:
     if size not in known and not known:
         # JAX may write another program for a single example.
         other = size if size > 1 else 2 if whole > 2 else 4
-        known[other] = _trace(graph, other)
+        traced = _trace(graph, other)
+        if not _same_operators(graph, traced):
+            # Nor need it write the same one where what is left is a single group of examples.
+            larger = 2 * other if 2 * other != whole else 3 * other
+            with contextlib.suppress(CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
+                retraced = _trace(graph, larger)
+                if _same_operators(graph, retraced):
+                    other, traced = larger, retraced
+        known[other] = traced
     if size not in known:
         with contextlib.suppress(CaptureError):
             known[size] = resized(next(iter(known.values())), graph, size)
@@ -257,6 +266,10 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
     others = calls_of(part.body)
     eqns = {call: next(others).eqn for call in calls_of(whole.body)}
     return replace(part, ops=ops), eqns
+
+
+def _same_operators(whole: Graph, part: Graph) -> bool:
+    return [op.name for op in whole.ops] == [op.name for op in part.ops]
 
 
 def _same_operands(a: Op, b: Op) -> bool:

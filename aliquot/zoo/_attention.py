@@ -1,4 +1,4 @@
-"""Causal self-attention of a block, shared by the model families.
+"""Self-attention of a block, shared by the model families.
 
 Shape suffixes: B batch, S and T positions, H query heads, K key and value heads, G = H / K, E
 elements per head.
@@ -22,26 +22,32 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def causal_attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array) -> jax.Array:
-    """Softmax attention in which a position sees itself and what precedes it; returns `(B, S, H,
-    E)`.
+def attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Softmax attention to all positions, or, if causal, to a position itself and those before it;
+    returns `(B, S, H, E)`.
 
     Products run in the dtype of the operands, the softmax in float32 or wider. Where several query
     heads share a key head, the query heads are grouped; the keys are not copied.
     """
     seq_len, num_heads, head_dim = q_bshe.shape[1:]
     num_kv_heads = k_btke.shape[2]
+    softmax = _causal_softmax if is_causal else _softmax
     q_bshe = q_bshe * jnp.asarray(head_dim**-0.5, q_bshe.dtype)
     if num_kv_heads == num_heads:
-        weights = _causal_softmax(jnp.einsum("bshe,bthe->bhst", q_bshe, k_btke))
+        weights = softmax(jnp.einsum("bshe,bthe->bhst", q_bshe, k_btke))
         return jnp.einsum("bhst,bthe->bshe", weights, v_btke)
     q_bskge = q_bshe.reshape(*q_bshe.shape[:2], num_kv_heads, num_heads // num_kv_heads, head_dim)
     # Heads first, or JAX transposes the scores, which are as large as the sequence is long once
     # more.
     q_bkgse = q_bskge.transpose(0, 2, 3, 1, 4)
-    weights = _causal_softmax(jnp.einsum("bkgse,btke->bkgst", q_bkgse, k_btke))
+    weights = softmax(jnp.einsum("bkgse,btke->bkgst", q_bkgse, k_btke))
     out_bkgse = jnp.einsum("bkgst,btke->bkgse", weights, v_btke)
     return out_bkgse.transpose(0, 3, 1, 2, 4).reshape(q_bshe.shape)
+
+
+def _softmax(scores: jax.Array) -> jax.Array:
+    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    return jax.nn.softmax(wide, axis=-1).astype(scores.dtype)
 
 
 def _causal_softmax(scores: jax.Array) -> jax.Array:

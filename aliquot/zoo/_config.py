@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1
 """The most that any size of a model may be: what indices of 32 bits count."""
 
 _MOST_LAYERS = 10_000
-_DECODERS = ("gpt", "llama")
+_ALIKE = ("gpt", "llama", "bert")
 _POSITIVE = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "seq_len")
 
 
@@ -46,6 +46,11 @@ class AbstractConfig(abc.ABC):
         """Floating point operations to train on one example: forward and backward, without
         recomputation.
         """
+
+    @property
+    @abc.abstractmethod
+    def batch_multiple(self) -> int:
+        """Examples that are computed together; a batch is a multiple of them."""
 
     @abc.abstractmethod
     def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -87,11 +92,14 @@ class AbstractTextConfig(AbstractConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(AbstractTextConfig):
-    """The shape of a decoder-only language model whose layers are all alike.
+    """The shape of a language model whose layers are all alike.
 
-    `family` decides the operators: `"gpt"` has LayerNorm, biases, learned positions and GELU; `"llama"` has RMSNorm,
-    rotary positions, SwiGLU and no biases. Sizes are counts of elements; `seq_len` counts tokens. With
-    `num_kv_heads < num_heads` several query heads share one key and value head. `rope_theta` only matters to Llama.
+    `family` decides the operators: `"gpt"` has LayerNorm, biases, learned positions and GELU;
+    `"llama"` has RMSNorm, rotary positions, SwiGLU and no biases; `"bert"` has those of GPT, but
+    attends in both directions, normalises after each half of a layer, and predicts masked tokens.
+    Sizes are counts of elements; `seq_len` counts tokens. With `num_kv_heads < num_heads` several
+    query heads share one key and value head. `head_size` is that of one head, 0 for
+    `hidden_size / num_heads`. `rope_theta` only matters to Llama.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -108,14 +116,17 @@ class ModelConfig(AbstractTextConfig):
     vocab_size: int
     seq_len: int
     tied_embedding: bool
+    head_size: int = 0
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
         faults = []
-        if self.family not in _DECODERS:
-            faults.append(f"family={self.family!r} is not one of {', '.join(_DECODERS)}")
+        if self.family not in _ALIKE:
+            faults.append(f"family={self.family!r} is not one of {', '.join(_ALIKE)}")
         small = out_of_range(self, _POSITIVE)
+        if self.head_size:
+            small += out_of_range(self, ("head_size",))
         faults += small
         if not small:
             faults += self._indivisible()
@@ -124,10 +135,11 @@ class ModelConfig(AbstractTextConfig):
 
     def _indivisible(self) -> list[str]:
         faults = []
-        if self.hidden_size % self.num_heads:
+        if not self.head_size and self.hidden_size % self.num_heads:
             faults.append(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
         elif self.family == "llama" and self.head_dim % 2:
-            faults.append(f"hidden_size / num_heads = {self.head_dim} is odd, rotary positions turn pairs of elements")
+            what = "head_size" if self.head_size else "hidden_size / num_heads"
+            faults.append(f"{what} = {self.head_dim} is odd, rotary positions turn pairs of elements")
         if self.num_heads % self.num_kv_heads:
             faults.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         return faults
@@ -135,15 +147,27 @@ class ModelConfig(AbstractTextConfig):
     @property
     def head_dim(self) -> int:
         """Elements per attention head."""
-        return self.hidden_size // self.num_heads
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def is_causal(self) -> bool:
+        """True if a token attends to itself and earlier tokens only."""
+        return self.family != "bert"
+
+    @property
+    def batch_multiple(self) -> int:
+        """1: no sequence depends on another."""
+        return 1
 
     @property
     def flops_per_token(self) -> int:
         """Floating point operations to train on one token: forward and backward, without
         recomputation.
 
-        A weight that multiplies the token costs two operations forward and four backward. Attention adds
-        `12 * seq_len * hidden_size` per layer: two products with all `seq_len` positions, the causal half not deducted.
+        A weight that multiplies the token costs two operations forward and four backward. Attention
+        adds `12 * seq_len * num_heads * head_dim` per layer: two products with all `seq_len`
+        positions, the causal half not deducted. BERT's output head is computed for all tokens,
+        masked or not.
 
         Reference: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix
         B; here only weights that take part in a matrix product count, so an embedding lookup is
@@ -151,8 +175,9 @@ class ModelConfig(AbstractTextConfig):
         """
         heads = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         ffn = (3 if self.family == "llama" else 2) * self.hidden_size * self.ffn_size
-        weights = self.num_layers * (heads + ffn) + self.hidden_size * self.vocab_size
-        return 6 * weights + 12 * self.num_layers * self.seq_len * self.hidden_size
+        head = self.hidden_size * (self.vocab_size + (self.hidden_size if self.family == "bert" else 0))
+        attention = 12 * self.num_layers * self.seq_len * self.num_heads * self.head_dim
+        return 6 * (self.num_layers * (heads + ffn) + head) + attention
 
     def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """`ffn_size` follows `hidden_size`, `num_kv_heads` follows `num_heads`."""
@@ -169,10 +194,12 @@ class MoEConfig(AbstractTextConfig):
     """The shape of a GPT in which every other layer, the first among them, has experts for a
     feed-forward network.
 
-    Tokens choose their experts in groups of `group_size`, a whole part of one sequence: what becomes of a sequence then
-    depends on no other, and cutting a batch changes no number. An expert takes up to
-    `capacity_factor * group_size / num_experts` tokens of a group, and each token goes to at most two experts.
-    `balance_weight` is that of the loss that rewards equal use of the experts.
+    Tokens choose their experts in groups of `group_size`: a whole part of one sequence, or several
+    whole sequences, of which a batch is then a multiple (`batch_multiple`). In the first case what
+    becomes of a sequence depends on no other. Micro-batches hold whole groups, so that they change
+    no number. An expert takes up to `capacity_factor * group_size / num_experts` tokens of a group,
+    and each token goes to at most two experts. `balance_weight` is that of the loss that rewards
+    equal use of the experts.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -214,9 +241,16 @@ class MoEConfig(AbstractTextConfig):
             faults.append(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
         if self.num_layers % 2:
             faults.append(f"num_layers={self.num_layers} must be even, as every other layer has experts")
-        if self.seq_len % self.group_size:
-            faults.append(f"seq_len={self.seq_len} is not a multiple of group_size={self.group_size}")
+        if self.seq_len % self.group_size and self.group_size % self.seq_len:
+            faults.append(
+                f"seq_len={self.seq_len} is not a multiple of group_size={self.group_size}, nor the other way round"
+            )
         return faults
+
+    @property
+    def batch_multiple(self) -> int:
+        """Sequences in a group of tokens, at least one."""
+        return max(1, self.group_size // self.seq_len)
 
     @property
     def dense(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Text as bytes: batches for a language model whose vocabulary is the 256 byte values.
+"""Text as bytes: batches for a language model whose vocabulary begins with the 256 byte values.
 
 Without files of the user's own the text is what every machine with Python has: the standard
 library's sources.
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from ._step import Workload
 
 BYTE_VOCABULARY = 256
-"""Number of token ids `ByteData` may give."""
+"""Number of token ids that `ByteData` may give; one more, the mask, where tokens are masked."""
 
+_MASK = BYTE_VOCABULARY
+_MASKED_SHARE = 0.15
 _STDLIB_BYTES = 8_000_000
 
 
@@ -35,12 +37,19 @@ class ByteData:
     `i` gives the same batch whether or not the steps before it were asked for, so training may resume anywhere, and
     several processes may each take their rows of it.
 
+    With a `masked_share`, inputs are to be restored instead: that share of the bytes is chosen at
+    random and is the target, at all other positions the target is -1. Of the chosen ones 80 % read
+    256, the mask, 10 % any byte, and 10 % what they are.
+
+    Reference: Devlin et al., "BERT", 2019, section 3.1, task 1.
+
     Args:
         paths: Files, or folders whose files are all read in order of name; None for the first 8 MB
             of the Python standard library's own `.py` files.
         seq_len: Tokens per sequence.
         batch: Sequences per step.
         seed: Decides the windows.
+        masked_share: Of the bytes, between 0, for the next byte as a target, and 1.
 
     Raises:
         InputError: a path is missing, unreadable or empty (every such path is named), or the text
@@ -51,6 +60,7 @@ class ByteData:
     seq_len: int
     batch: int
     seed: int = 0
+    masked_share: float = 0.0
     text: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +69,8 @@ class ByteData:
                 "Training data needs seq_len and batch of at least 1 and a seed of at least 0, "
                 f"got seq_len={self.seq_len}, batch={self.batch}, seed={self.seed}."
             )
+        if not 0 <= self.masked_share <= 1:
+            raise InputError(f"masked_share must be between 0 and 1, got {self.masked_share}.")
         text = _standard_library() if self.paths is None else _read_all(self.paths)
         if len(text) <= self.seq_len:
             source = "the standard library" if self.paths is None else ", ".join(map(str, self.paths))
@@ -74,6 +86,8 @@ class ByteData:
         random = np.random.default_rng((self.seed, step))
         starts = random.integers(0, len(tokens) - self.seq_len, size=self.batch)
         windows = tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int32)
+        if self.masked_share:
+            return _masked(windows[:, :-1], self.masked_share, random)
         return {"inputs": windows[:, :-1].copy(), "targets": windows[:, 1:].copy()}
 
     def batches(self, start: int = 0) -> Iterator[dict[str, NDArray[np.int32]]]:
@@ -85,7 +99,7 @@ class ByteData:
 
 
 def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None, seed: int = 0) -> ByteData:
-    """Text in batches as a workload takes them.
+    """Text in batches as a workload takes them: for BERT with 15 % of the bytes masked.
 
     Raises:
         InputError: it takes no text or knows fewer tokens than there are bytes, or as for
@@ -97,12 +111,32 @@ def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None,
             f"{config.name} reads {config.examples}, and the data here are text. Train it from Python on batches of your "
             f"own ({', '.join(workload.batch)}): step = aliquot.parallelize(workload.train_step, plan)."
         )
-    if config.vocab_size < BYTE_VOCABULARY:
+    is_masked = config.family == "bert"
+    needed = BYTE_VOCABULARY + is_masked
+    if config.vocab_size < needed:
+        mask = " with a mask" if is_masked else ""
         raise InputError(
-            f"{config.name} knows {config.vocab_size} tokens, and text as bytes has {BYTE_VOCABULARY}. "
-            f"Plan it with --set vocab_size={BYTE_VOCABULARY} or more."
+            f"{config.name} knows {config.vocab_size} tokens, and text as bytes{mask} has {needed}. "
+            f"Plan it with --set vocab_size={needed} or more."
         )
-    return ByteData(paths=paths, seq_len=config.seq_len, batch=workload.settings["global_batch"], seed=seed)
+    return ByteData(
+        paths=paths,
+        seq_len=config.seq_len,
+        batch=workload.settings["global_batch"],
+        seed=seed,
+        masked_share=_MASKED_SHARE if is_masked else 0.0,
+    )
+
+
+def _masked(tokens: NDArray[np.int32], share: float, random: np.random.Generator) -> dict[str, NDArray[np.int32]]:
+    is_chosen = random.random(tokens.shape) < share
+    fate = random.random(tokens.shape)
+    others = random.integers(0, BYTE_VOCABULARY, tokens.shape, np.int32)
+    replaced = np.where(fate < 0.8, np.int32(_MASK), np.where(fate < 0.9, others, tokens))
+    return {
+        "inputs": np.where(is_chosen, replaced, tokens),
+        "targets": np.where(is_chosen, tokens, np.int32(-1)),
+    }
 
 
 def _standard_library() -> bytes:

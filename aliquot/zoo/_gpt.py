@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ._attention import causal_attention, merge_heads, split_heads
+from ._attention import attention, merge_heads, split_heads
 from ._config import ModelConfig
 from ._precision import Precision
 
@@ -24,26 +24,27 @@ class Attention(nnx.Module):
     """Self-attention with separate query, key and value projections."""
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.num_heads, self.num_kv_heads, self.is_causal = config.num_heads, config.num_kv_heads, config.is_causal
         kv_size = config.num_kv_heads * config.head_dim
-        self.q = _linear(config.hidden_size, config.hidden_size, precision, rngs)
-        self.k = _linear(config.hidden_size, kv_size, precision, rngs)
-        self.v = _linear(config.hidden_size, kv_size, precision, rngs)
-        self.out = _linear(config.hidden_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        q_size = config.num_heads * config.head_dim
+        self.q = linear(config.hidden_size, q_size, precision, rngs)
+        self.k = linear(config.hidden_size, kv_size, precision, rngs)
+        self.v = linear(config.hidden_size, kv_size, precision, rngs)
+        self.out = linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q = split_heads(self.q(x), self.num_heads)
         k = split_heads(self.k(x), self.num_kv_heads)
         v = split_heads(self.v(x), self.num_kv_heads)
-        return self.out(merge_heads(causal_attention(q, k, v)))
+        return self.out(merge_heads(attention(q, k, v, is_causal=self.is_causal)))
 
 
 class FeedForward(nnx.Module):
     """Two projections with a GELU (in its tanh form) between them."""
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.up = _linear(config.hidden_size, config.ffn_size, precision, rngs)
-        self.down = _linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.up = linear(config.hidden_size, config.ffn_size, precision, rngs)
+        self.down = linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x)))
@@ -68,18 +69,11 @@ class Ends(nnx.Module):
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.tied = config.tied_embedding
-        self.embed = nnx.Embed(
-            config.vocab_size,
-            config.hidden_size,
-            dtype=precision.compute,
-            param_dtype=precision.params,
-            embedding_init=_NORMAL,
-            rngs=rngs,
-        )
-        self.position = nnx.Param(_NORMAL(rngs.params(), (config.seq_len, config.hidden_size), precision.params))
+        self.embed = embedding(config, precision, rngs)
+        self.position = positions(config, precision, rngs)
         self.norm = norm(config, precision, rngs)
         if not self.tied:
-            self.head = _linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
+            self.head = linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """`(B, S)` token ids to `(B, S, hidden_size)`."""
@@ -92,9 +86,29 @@ class Ends(nnx.Module):
         return self.embed.attend(x) if self.tied else self.head(x)
 
 
-def _linear(
+def embedding(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.Embed:
+    """Token embeddings."""
+    return nnx.Embed(
+        config.vocab_size,
+        config.hidden_size,
+        dtype=precision.compute,
+        param_dtype=precision.params,
+        embedding_init=_NORMAL,
+        rngs=rngs,
+    )
+
+
+def positions(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+    """Learned position embeddings."""
+    return nnx.Param(_NORMAL(rngs.params(), (config.seq_len, config.hidden_size), precision.params))
+
+
+def linear(
     size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0, use_bias: bool = True
 ) -> nnx.Linear:
+    """A projection; with the number of layers as `depth`, one whose result adds to the residual
+    stream.
+    """
     # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps
     # its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
@@ -110,6 +124,7 @@ def _linear(
 
 
 def norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """LayerNorm in float32 or wider."""
     return nnx.LayerNorm(
         config.hidden_size,
         epsilon=config.norm_epsilon,

@@ -121,6 +121,11 @@ class WideResNetConfig(AbstractConfig):
         """`flops_per_image`."""
         return self.flops_per_image
 
+    @property
+    def batch_multiple(self) -> int:
+        """1: a batch may have any size."""
+        return 1
+
     def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Images, channels last, and the number of each one's class."""
         shape = (global_batch, self.image_size, self.image_size, _IMAGE_CHANNELS)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ._attention import causal_attention, merge_heads, split_heads
+from ._attention import attention, merge_heads, split_heads
 from ._config import ModelConfig
 from ._precision import Precision
 
@@ -24,16 +24,17 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.num_heads, self.num_kv_heads, self.theta = config.num_heads, config.num_kv_heads, config.rope_theta
         kv_size = config.num_kv_heads * config.head_dim
-        self.q = _linear(config.hidden_size, config.hidden_size, precision, rngs)
+        q_size = config.num_heads * config.head_dim
+        self.q = _linear(config.hidden_size, q_size, precision, rngs)
         self.k = _linear(config.hidden_size, kv_size, precision, rngs)
         self.v = _linear(config.hidden_size, kv_size, precision, rngs)
-        self.out = _linear(config.hidden_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.out = _linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q = _rotate(split_heads(self.q(x), self.num_heads), self.theta)
         k = _rotate(split_heads(self.k(x), self.num_kv_heads), self.theta)
         v = split_heads(self.v(x), self.num_kv_heads)
-        return self.out(merge_heads(causal_attention(q, k, v)))
+        return self.out(merge_heads(attention(q, k, v, is_causal=True)))
 
 
 class FeedForward(nnx.Module):

@@ -3,7 +3,7 @@ the models of text.
 
 Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it:
 what costs tens of seconds for 96 layers costs the same as for one. The families supply what stands
-around the layers and the kinds of layers (`_gpt.py`, `_llama.py`, `_moe.py`); `_image_network.py`
+around the layers and the kinds of layers (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`); `_image_network.py`
 has the models of images.
 """
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import _gpt, _llama, _moe
+from . import _bert, _gpt, _llama, _moe
 from ._config import AbstractTextConfig, MoEConfig
 from ._precision import Precision, abstract
 
@@ -28,6 +28,7 @@ Tree = Any
 # What stands around the layers, and the kinds of layers in the order in which they take turns.
 _FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (_gpt.Ends, {"block": _gpt.Block}),
+    "bert": (_bert.Ends, {"block": _bert.Block}),
     "llama": (_llama.Ends, {"block": _llama.Block}),
     "moe": (_moe.Ends, {"experts": _moe.ExpertBlock, "dense": _moe.DenseBlock}),
 }
@@ -64,6 +65,7 @@ class Network(AbstractNetwork):
 
     def __init__(self, config: AbstractTextConfig, precision: Precision, *, recompute: str, scan: bool) -> None:
         ends, kinds = _FAMILIES[config.family]
+        self._cross_entropy = masked_cross_entropy if config.family == "bert" else cross_entropy
         self.num_layers, self.scan = config.num_layers, scan
         self.balance_weight = config.balance_weight if isinstance(config, MoEConfig) else 0.0
         self._ends_def, self._ends_shapes, self._init_ends = _module(lambda k: _make(ends, config, precision, k))
@@ -103,12 +105,12 @@ class Network(AbstractNetwork):
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """Mean cross-entropy of `targets` after `inputs`, and with experts what unequal use of them
+        """Mean cross-entropy of `targets` given `inputs`, and with experts what unequal use of them
         costs.
         """
         ends = nnx.merge(self._ends_def, {name: part for name, part in params.items() if name != "layers"})
         x, balance = self._apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
-        loss = cross_entropy(ends.logits(x), batch["targets"])
+        loss = self._cross_entropy(ends.logits(x), batch["targets"])
         if not balance:
             return loss, {}, {}
         mean = sum(balance[1:], start=balance[0]) / (self.num_layers // len(self._kinds))
@@ -191,6 +193,17 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over everything before the last dim of `logits`, whose indices the targets are; at least
     float32.
     """
+    return jnp.mean(_cross_entropies(logits, targets))
+
+
+def masked_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The same over the targets that are not negative; zero if all are."""
+    is_asked = targets >= 0
+    losses = jnp.where(is_asked, _cross_entropies(logits, jnp.maximum(targets, 0)), 0)
+    return jnp.sum(losses) / jnp.maximum(jnp.sum(is_asked, dtype=losses.dtype), 1)
+
+
+def _cross_entropies(logits: jax.Array, targets: jax.Array) -> jax.Array:
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(wide, targets[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - chosen)
+    return jax.nn.logsumexp(wide, axis=-1) - chosen

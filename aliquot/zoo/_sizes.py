@@ -11,6 +11,7 @@ from ._image_config import WideResNetConfig
 
 FAMILIES: dict[str, type[AbstractConfig]] = {
     "gpt": ModelConfig,
+    "bert": ModelConfig,
     "llama": ModelConfig,
     "moe": MoEConfig,
     "wide-resnet": WideResNetConfig,
@@ -38,8 +39,22 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024
     )
 
 
+def _bert(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200) -> ModelConfig:
+    gpt = _gpt(name, layers, hidden, heads, seq_len=seq_len, vocab=vocab)
+    return dataclasses.replace(gpt, family="bert", norm_epsilon=1e-12)
+
+
 def _llama(
-    name: str, layers: int, hidden: int, heads: int, *, kv_heads: int, ffn: int, seq_len: int, epsilon: float = 1e-5
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    *,
+    kv_heads: int,
+    ffn: int,
+    seq_len: int,
+    epsilon: float = 1e-5,
+    head_size: int = 0,
 ) -> ModelConfig:
     return ModelConfig(
         name=name,
@@ -52,6 +67,7 @@ def _llama(
         vocab_size=32000,
         seq_len=seq_len,
         tied_embedding=False,
+        head_size=head_size,
         norm_epsilon=epsilon,
     )
 
@@ -75,10 +91,14 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
 
 
 # Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE and Wide-ResNet: the benchmark suite of Alpa
-# (Zheng et al., OSDI 2022); its experts choose among groups of two sequences, ours of one. GPT 13B
+# (Zheng et al., OSDI 2022); its experts choose among groups of two sequences (group_size=2048), ours
+# of one. BERT base and large: Devlin et al., "BERT", 2019, section 3, the vocabulary padded to a
+# multiple of 128; from 350M to 2.6B the sizes B to E of CFP's benchmarks (arXiv 2504.00598). GPT 13B
 # and 175B: Brown et al., "Language Models are Few-Shot Learners", 2020, table 2.1, 13B with 40
 # heads of 128 as its width, and the vocabulary padded as in the suite. Llama 7B and 13B: Touvron et
-# al., "LLaMA", 2023, table 2; 70B: "Llama 2", 2023.
+# al., "LLaMA", 2023, table 2; Llama 2 7B, 13B and 70B: "Llama 2", 2023, appendix A.2. Llama 11B: the
+# wider of CFP's two, with heads and feed-forward networks of the 7B; CFP runs a few layers of each
+# on sequences of 128.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -92,8 +112,17 @@ _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-39b", 48, 8192, 64),
     _gpt("gpt-76b", 60, 10240, 80),
     _gpt("gpt-175b", 96, 12288, 96, seq_len=2048),
+    _bert("bert-base", 12, 768, 12, seq_len=512, vocab=30592),
+    _bert("bert-large", 24, 1024, 16, seq_len=512, vocab=30592),
+    _bert("bert-350m", 24, 1024, 16),
+    _bert("bert-760m", 24, 1536, 16),
+    _bert("bert-1.3b", 24, 2048, 32),
+    _bert("bert-2.6b", 32, 2560, 32),
     _llama("llama-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=2048, epsilon=1e-6),
+    _llama("llama-11b", 32, 6656, 32, kv_heads=32, ffn=11008, seq_len=2048, head_size=128),
     _llama("llama-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=2048, epsilon=1e-6),
+    _llama("llama-2-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=4096),
+    _llama("llama-2-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=4096),
     _llama("llama-70b", 80, 8192, 64, kv_heads=8, ffn=28672, seq_len=4096),
     _moe("moe-380m", 8, 768, 8),
     _moe("moe-690m", 8, 768, 16),

@@ -37,7 +37,8 @@ class Workload:
     `train_step(state, batch)` returns `(new_state, metrics)` and is pure; the metrics are scalars, `loss` and, with
     experts, `balance_loss`. `state` and `batch` are trees of `jax.ShapeDtypeStruct`: the state holds `params`,
     `opt_state`, `step`, under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds
-    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`. `init(key)` makes a
+    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`; BERT's targets are
+    -1 where nothing is to be predicted. `init(key)` makes a
     real state and may be jitted, so that it can be born sharded. `build(**settings)` makes this workload again, and
     `settings` is plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts forward
     and backward over the global batch, without recomputation and without the update; `flops_per_example` of the
@@ -187,6 +188,11 @@ def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -
         faults.append(f"global_batch={global_batch} must be at least 1.")
     elif global_batch > LARGEST:
         faults.append(f"global_batch={shortened(str(global_batch), 30)} must be at most {LARGEST}.")
+    elif config is not None and global_batch % config.batch_multiple:
+        faults.append(
+            f"global_batch={global_batch} is not a multiple of {config.batch_multiple}, the {config.examples} whose "
+            "tokens choose their experts together (group_size / seq_len)."
+        )
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         faults.append(f"learning_rate={learning_rate} must be a positive number.")
     if settings.get("scan") and config is not None and not config.loops:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aliquot.zoo._attention import causal_attention, merge_heads, split_heads
+from aliquot.zoo._attention import attention, merge_heads, split_heads
 from aliquot.zoo._llama import _rotate
 
-attention, rotate = jax.jit(causal_attention), jax.jit(_rotate)
+causal_attention = partial(attention, is_causal=True)
+attend, rotate = jax.jit(causal_attention), jax.jit(_rotate)
 
 
 def draw(seed, *shape):
@@ -21,7 +22,7 @@ def draw(seed, *shape):
 def test_equals_the_library_function(num_kv_heads):
     q, k, v = draw(0, 2, 6, 4, 8), draw(1, 2, 6, num_kv_heads, 8), draw(2, 2, 6, num_kv_heads, 8)
     want = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True))(q, k, v)
-    np.testing.assert_allclose(attention(q, k, v), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attend(q, k, v), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
@@ -35,16 +36,22 @@ def test_scores_are_never_transposed(num_kv_heads):
 
 def test_later_tokens_do_not_matter():
     q, k, v = (draw(seed, 1, 5, 2, 4) for seed in range(3))
-    changed = attention(q, k.at[:, 3:].add(1.0), v.at[:, 3:].add(1.0))
-    np.testing.assert_array_equal(changed[:, :3], attention(q, k, v)[:, :3])
+    changed = attend(q, k.at[:, 3:].add(1.0), v.at[:, 3:].add(1.0))
+    np.testing.assert_array_equal(changed[:, :3], attend(q, k, v)[:, :3])
+
+
+def test_all_tokens_matter_where_attention_is_not_causal():
+    q, k, v = draw(0, 2, 6, 4, 8), draw(1, 2, 6, 4, 8), draw(2, 2, 6, 4, 8)
+    want = jax.jit(jax.nn.dot_product_attention)(q, k, v)
+    np.testing.assert_allclose(jax.jit(partial(attention, is_causal=False))(q, k, v), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_dtypes_stay_narrow_with_a_wide_softmax(dtype):
     q, k, v = (draw(seed, 1, 5, 2, 4).astype(dtype) for seed in range(3))
-    out = attention(q, k, v)
+    out = attend(q, k, v)
     assert out.dtype == dtype
-    want = attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    want = attend(*(x.astype(jnp.float32) for x in (q, k, v)))
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
     assert "f32[1,2,5,5] = exp" in str(jax.make_jaxpr(causal_attention)(q, k, v))
 

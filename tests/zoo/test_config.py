@@ -18,8 +18,17 @@ PUBLISHED = {
     "gpt-39b": 39e9,
     "gpt-76b": 76e9,
     "gpt-175b": 175e9,
+    "bert-base": 110e6,
+    "bert-large": 335e6,
+    "bert-350m": 350e6,
+    "bert-760m": 760e6,
+    "bert-1.3b": 1.3e9,
+    "bert-2.6b": 2.6e9,
     "llama-7b": 6.738e9,
+    "llama-11b": 10.95e9,
     "llama-13b": 13.016e9,
+    "llama-2-7b": 6.738e9,
+    "llama-2-13b": 13.016e9,
     "llama-70b": 68.98e9,
     "moe-380m": 380e6,
     "moe-690m": 690e6,
@@ -61,6 +70,22 @@ def test_flops_are_about_six_per_parameter_and_token(name):
     assert workload.flops_per_step == 4 * config.seq_len * config.flops_per_token == 4 * config.flops_per_example
 
 
+def test_head_size_of_its_own():
+    config = MODELS["llama-11b"]
+    assert (config.head_dim, config.num_heads * config.head_dim, config.hidden_size) == (128, 4096, 6656)
+    layer = build("llama-11b", 1, scan=True).state["params"]["layers"]["attn"]
+    assert layer["q"]["kernel"].shape == (32, 6656, 4096)
+    assert layer["out"]["kernel"].shape == (32, 4096, 6656)
+    # The published count of a layer of CFP's GPT-F: 72 * tokens * width ** 2, without attention's own products.
+    gpt = configure("gpt-6.7b", num_layers=2)
+    ends = 6 * gpt.hidden_size * gpt.vocab_size + 12 * 2 * gpt.seq_len * gpt.hidden_size
+    assert 24 * gpt.seq_len * (gpt.flops_per_token - ends) == pytest.approx(59.3736e12, rel=1e-4)
+    with pytest.raises(InputError, match=r"head_size=-1 must be at least 1"):
+        configure("gpt-125m", head_size=-1)
+    with pytest.raises(InputError, match=r"head_size = 9 is odd"):
+        configure("llama-7b", head_size=9)
+
+
 def test_overrides_are_parsed_and_followed():
     config = configure("llama-70b", hidden_size="1024", num_heads="16", norm_epsilon="1e-3", tied_embedding="yes")
     assert (config.hidden_size, config.num_heads, config.norm_epsilon) == (1024, 16, 1e-3)
@@ -100,5 +125,5 @@ def test_all_impossible_sizes_are_listed():
 
 def test_config_is_checked_however_it_is_made():
     fields = {f: getattr(MODELS["gpt-10m"], f) for f in ModelConfig.__slots__}
-    with pytest.raises(InputError, match="family='rnn' is not one of gpt, llama"):
+    with pytest.raises(InputError, match="family='rnn' is not one of gpt, llama, bert"):
         ModelConfig(**(fields | {"family": "rnn"}))

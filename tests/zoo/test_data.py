@@ -28,6 +28,19 @@ def test_batches_are_windows_shifted_by_one(tmp_path):
         assert batch["targets"].max() < BYTE_VOCABULARY
 
 
+def test_masked_bytes_are_the_only_targets():
+    data = ByteData(seq_len=512, batch=64, seed=3, masked_share=0.15)
+    inputs, targets = (data.batch_at(2)[name] for name in ("inputs", "targets"))
+    assert inputs.dtype == targets.dtype == np.int32
+    plain = ByteData(seq_len=512, batch=64, seed=3).batch_at(2)["inputs"]
+    chosen = targets >= 0
+    assert (np.where(chosen, targets, inputs) == plain).all() and (targets[~chosen] == -1).all()
+    assert chosen.mean() == pytest.approx(0.15, abs=0.01)
+    assert (inputs[chosen] == BYTE_VOCABULARY).mean() == pytest.approx(0.8, abs=0.03)
+    assert (inputs[chosen] == targets[chosen]).mean() == pytest.approx(0.1, abs=0.03)
+    assert (data.batch_at(2)["inputs"] == inputs).all()
+
+
 def test_any_step_can_be_asked_for(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)) * 5)
@@ -68,5 +81,7 @@ def test_all_bad_paths_are_named(tmp_path):
 
 
 def test_impossible_sizes():
+    with pytest.raises(InputError, match=r"masked_share must be between 0 and 1, got 1\.5"):
+        ByteData(seq_len=4, batch=1, masked_share=1.5)
     with pytest.raises(InputError, match="seq_len=0, batch=0, seed=-1"):
         ByteData(seq_len=0, batch=0, seed=-1)

@@ -1,4 +1,4 @@
-"""What the training steps of MoE and Wide-ResNet have in common with the others, and the plans that are found for them."""
+"""What the training steps of BERT, MoE and Wide-ResNet have in common with the others, and the plans that are found for them."""
 
 import functools
 import json
@@ -24,7 +24,9 @@ MOE = {
     "group_size": 4,
 }
 RESNET = {"num_layers": 14, "num_channels": 8, "image_size": 16, "num_classes": 16}
-TINY = {"moe-380m": MOE, "wide-resnet-250m": RESNET}
+BERT = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 40, "seq_len": 8}
+# Groups of two sequences choose experts together.
+TINY = {"moe-380m": MOE, "moe-690m": MOE | {"group_size": 16}, "wide-resnet-250m": RESNET, "bert-base": BERT}
 ROWS = 16
 
 
@@ -34,12 +36,16 @@ def tiny(name, rows=ROWS, **options):
 
 def batch_of(workload, seed=0):
     random = np.random.default_rng(seed)
-    return {
+    batch = {
         key: random.integers(0, 16, leaf.shape, np.int32)
         if leaf.dtype == np.int32
         else random.standard_normal(leaf.shape).astype(leaf.dtype)
         for key, leaf in workload.batch.items()
     }
+    if workload.config.family == "bert":
+        # Unequally many in each sequence.
+        batch["targets"] = np.where(random.random(batch["targets"].shape) < 0.3, batch["targets"], np.int32(-1))
+    return batch
 
 
 def start_of(workload):
@@ -62,7 +68,16 @@ def stacked(layers):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
-@pytest.mark.parametrize(("name", "scan"), [("moe-380m", False), ("moe-380m", True), ("wide-resnet-250m", False)])
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [
+        ("moe-380m", False),
+        ("moe-380m", True),
+        ("wide-resnet-250m", False),
+        ("bert-base", False),
+        ("bert-base", True),
+    ],
+)
 def test_abstract_state_is_what_init_and_step_give(name, scan, dtype):
     workload = tiny(name, dtype=dtype, scan=scan, optimizer="adamw")
     assert shapes(jax.eval_shape(workload.init, jax.random.key(0))) == shapes(workload.state)
@@ -74,7 +89,13 @@ def test_abstract_state_is_what_init_and_step_give(name, scan, dtype):
 
 def test_settings_rebuild_the_workload():
     own = MoEConfig(**{"name": "mine", **MOE})
-    for workload in (tiny("moe-380m", scan=True), tiny("wide-resnet-250m"), build(own, 4), build("moe-70b", 8)):
+    for workload in (
+        tiny("moe-380m", scan=True),
+        tiny("wide-resnet-250m"),
+        tiny("bert-base"),
+        build(own, 4),
+        build("moe-70b", 8),
+    ):
         again = build(**json.loads(json.dumps(workload.settings)))
         assert again.config == workload.config
         assert again.settings == workload.settings
@@ -128,7 +149,7 @@ def test_bad_sizes_are_all_listed():
     for part in (
         "num_layers=3 must be even",
         "num_experts=1 must be",
-        "seq_len=100 is not a multiple of group_size=64",
+        "seq_len=100 is not a multiple of group_size=64, nor the other way round",
     ):
         assert part in str(error.value)
     assert "capacity_factor=0.0 must be positive" in str(error.value)
@@ -142,6 +163,14 @@ def test_sizes_that_follow():
     assert configure("moe-380m", hidden_size=64, num_heads=4).ffn_size == 512
     assert configure("moe-380m", seq_len="256").group_size == 256
     assert configure("moe-27b").capacity == 42
+    assert configure("moe-380m", seq_len=512, group_size=2048).batch_multiple == 4
+    assert configure("moe-380m", group_size=512).batch_multiple == 1
+
+
+def test_a_batch_holds_whole_groups_of_tokens():
+    assert build("moe-7.1b", 32, overrides={"group_size": 2048}).config.batch_multiple == 2
+    with pytest.raises(InputError, match=r"global_batch=3 is not a multiple of 2, the sequences whose tokens choose"):
+        build("moe-7.1b", 3, overrides={"group_size": 2048})
 
 
 def test_text_is_not_given_to_models_of_images():
@@ -150,7 +179,10 @@ def test_text_is_not_given_to_models_of_images():
     with pytest.raises(InputError, match=r"knows 40 tokens.*--set vocab_size=256"):
         text_for(tiny("moe-380m"))
     text = text_for(build("moe-380m", 4, overrides=MOE | {"vocab_size": 256}), seed=3)
-    assert (text.seq_len, text.batch, text.seed) == (8, 4, 3)
+    assert (text.seq_len, text.batch, text.seed, text.masked_share) == (8, 4, 3, 0)
+    with pytest.raises(InputError, match=r"text as bytes with a mask has 257.*--set vocab_size=257"):
+        text_for(tiny("bert-base"))
+    assert text_for(build("bert-base", 4)).masked_share == 0.15
 
 
 @functools.cache
@@ -182,6 +214,7 @@ def assert_same(got, want, start):
 
 METHODS = {
     "dp": (DataParallel(), 8),
+    "dp 1": (DataParallel(), 1),
     "zero3": (Zero3Parallel(), 8),
     # Few choices: found in a tenth of the time that the next one takes, and it splits channels.
     "shard 2": (ShardParallel(mesh_shape=(2,)), 2),
@@ -196,6 +229,13 @@ METHODS = {
         ("moe-380m", "zero3", 2),
         pytest.param("moe-380m", "shard 4x2", 4, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "zero3", 1, marks=pytest.mark.slow),
+        ("moe-690m", "zero3", 1),
+        # One group in each micro-batch: JAX writes another program for it.
+        ("moe-690m", "dp 1", 8),
+        pytest.param("moe-690m", "shard 4x2", 4, marks=pytest.mark.slow),
+        ("bert-base", "zero3", 2),
+        pytest.param("bert-base", "dp", 1, marks=pytest.mark.slow),
+        ("bert-base", "shard 4x2", 2),
         ("wide-resnet-250m", "shard 2", 1),
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
     ],

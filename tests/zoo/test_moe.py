@@ -92,6 +92,16 @@ def test_a_sequence_depends_on_no_other(group_size):
     assert (np.abs(together).max(axis=-1) == 0).any()
 
 
+def test_groups_of_several_sequences_hold_them_one_after_the_other():
+    x = jax.random.normal(jax.random.key(1), (4, 8, 8))
+    together, balance = run(experts(group_size=16, capacity_factor=0.5), x)
+    # The same tokens as two sequences of twice the length.
+    longer = experts(seq_len=16, group_size=16, capacity_factor=0.5)
+    want, want_balance = run(longer, x.reshape(2, 16, 8))
+    np.testing.assert_allclose(together.reshape(2, 16, 8), want, rtol=1e-6)
+    assert float(balance) == pytest.approx(float(want_balance))
+
+
 def test_the_choice_is_made_in_float32():
     config = configure("moe-380m", **TINY, num_experts=4)
     module = Experts(config, PRECISIONS["bf16"], rngs=nnx.Rngs(params=0))
