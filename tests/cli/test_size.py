@@ -91,6 +91,17 @@ def test_the_largest_batch_is_where_one_more_does_not_fit(tmp_path):
     assert aq.Plan.load(path).inputs[-1].shape[0] == answer["fastest_batch"]
 
 
+def test_batches_hold_whole_groups_of_tokens():
+    sizes = "num_layers=2 hidden_size=16 num_heads=2 vocab_size=32 seq_len=8 num_experts=4 group_size=32".split()
+    settings = [part for size in sizes for part in ("--set", size)]
+    model = ["moe-380m", *settings, "--cluster", "2xH100", "--method", "dp", "--global-batch", "6"]
+    found = run("plan", *model, "--max-batch", "--memory-limit", "1MiB", "--json")
+    assert json.loads(found.stdout)["multiple_of"] == 4
+    refused(run("plan", *model), "global_batch=6 is not a multiple of 4, the sequences whose tokens choose")
+    model[-1] = "4"
+    refused(run("plan", *model, "--micro-batches", "2"), "on a micro-batch", "use fewer micro-batches")
+
+
 def test_one_call_finds_the_largest_batch():
     def make(batch):
         work = build("gpt-10m", batch, overrides={"num_layers": 1, "vocab_size": 64, "hidden_size": 64})

@@ -10,7 +10,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import CaptureError, InputError
-from aliquot.planners import DataParallel, ShardParallel, Zero3Parallel
+from aliquot.planners import DataParallel, PipeshardParallel, ShardParallel, Zero3Parallel
 from aliquot.zoo import MODELS, MoEConfig, WideResNetConfig, build, configure, text_for
 
 MOE = {
@@ -215,6 +215,7 @@ def assert_same(got, want, start):
 METHODS = {
     "dp": (DataParallel(), 8),
     "dp 1": (DataParallel(), 1),
+    "pipeline": (PipeshardParallel(num_stages=2, schedule="1f1b"), 2),
     "zero3": (Zero3Parallel(), 8),
     # Few choices: found in a tenth of the time that the next one takes, and it splits channels.
     "shard 2": (ShardParallel(mesh_shape=(2,)), 2),
@@ -229,13 +230,15 @@ METHODS = {
         ("moe-380m", "zero3", 2),
         pytest.param("moe-380m", "shard 4x2", 4, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "zero3", 1, marks=pytest.mark.slow),
-        ("moe-690m", "zero3", 1),
+        pytest.param("moe-690m", "zero3", 1, marks=pytest.mark.slow),
         # One group in each micro-batch: JAX writes another program for it.
         ("moe-690m", "dp 1", 8),
         pytest.param("moe-690m", "shard 4x2", 4, marks=pytest.mark.slow),
         ("bert-base", "zero3", 2),
+        pytest.param("moe-690m", "pipeline", 4, marks=pytest.mark.slow),
         pytest.param("bert-base", "dp", 1, marks=pytest.mark.slow),
-        ("bert-base", "shard 4x2", 2),
+        ("bert-base", "pipeline", 4),
+        pytest.param("bert-base", "shard 4x2", 2, marks=pytest.mark.slow),
         ("wide-resnet-250m", "shard 2", 1),
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
     ],
