@@ -29,6 +29,7 @@ _MODULE_OF = {
     "Grid": "planners",
     "ManualStages": "planners",
     "Auto": "planners",
+    "Blocks": "planners",
     "ILP": "planners",
     "Fixed": "planners",
     "plan_chain": "planners",

@@ -35,6 +35,7 @@ from .inter import StageLimits as StageLimits
 from .intra import ILP as ILP
 from .intra import AbstractIntra as AbstractIntra
 from .intra import AbstractSearch as AbstractSearch
+from .intra import Blocks as Blocks
 from .intra import Fixed as Fixed
 from .intra import IntraCosts as IntraCosts
 from .intra import IntraSolution as IntraSolution

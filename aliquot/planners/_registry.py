@@ -11,16 +11,19 @@ from ._base import AbstractMethod
 from ._methods import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
 from .inter import AbstractInter, Grid, StageDP, StageLimits
+from .intra import Blocks
 
 METHODS: dict[str, Callable[[], AbstractMethod]] = {
     "dp": DataParallel,
     "zero2": Zero2Parallel,
     "zero3": Zero3Parallel,
     "shard": ShardParallel,
+    "blocks": lambda: ShardParallel(intra=Blocks()),
     "auto": Auto,
 }
 _ON_MESH: dict[str, Callable[[tuple[int, ...]], AbstractMethod]] = {
     "shard": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape),
+    "blocks": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape, intra=Blocks()),
     "auto": lambda mesh_shape: Auto(mesh_shape=mesh_shape),
 }
 SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {

@@ -8,6 +8,9 @@ from ..graph import registered_primitives as registered_primitives
 from ..graph import rule as rule
 from ..graph import same_parameters as same_parameters
 from ..graph import whole as whole
+from ._blocks import BLOCK_FACTORS as BLOCK_FACTORS
+from ._blocks import ParallelBlock as ParallelBlock
+from ._blocks import find_blocks as find_blocks
 from ._build_nodes import build_nodes as build_nodes
 from ._dim_rule import Inferred as Inferred
 from ._dim_rule import dim_rule as dim_rule

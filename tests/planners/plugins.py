@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.planners import ILP, AbstractInter, AbstractIntra, Fixed, Grid, StageDP
+from aliquot.planners import ILP, AbstractInter, AbstractIntra, Blocks, Fixed, Grid, StageDP
 from aliquot.plans import SCHEDULES, AbstractScheduleKind
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,6 +34,8 @@ INTRAS: dict[str, AbstractIntra] = {
     "fixed": Fixed(),
     "zero2": Fixed(zero_stage=2),
     "zero3": Fixed(zero_stage=3),
+    "blocks": Blocks(),
+    "blocks, cfp": Blocks(factors="cfp"),
     "example": example("add-a-planner.md").Greedy(),
 }
 

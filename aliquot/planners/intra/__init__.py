@@ -6,5 +6,6 @@ from ._base import IntraCosts as IntraCosts
 from ._base import IntraSolution as IntraSolution
 from ._base import Space as Space
 from ._base import judge_picks as judge_picks
+from .blocks import Blocks as Blocks
 from .fixed import Fixed as Fixed
 from .ilp import ILP as ILP

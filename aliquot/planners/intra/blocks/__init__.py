@@ -1,0 +1,5 @@
+"""Splits by ParallelBlocks: one decision for all products through which a split passes."""
+
+from ._blocks import Blocks as Blocks
+from ._options import BlockOptions as BlockOptions
+from ._options import block_options as block_options

@@ -1,0 +1,86 @@
+"""`Blocks`: one decision for each ParallelBlock, and what these leave open by another planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ....core import InputError, nearest
+from ....cost import Problem
+from ....sharding import BLOCK_FACTORS
+from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
+from ..ilp import ILP
+from ._options import block_options
+from ._search import BlockSearch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(AbstractIntra):
+    """Split all products of a ParallelBlock as its entry is split; another planner decides what is then left.
+
+    Attributes:
+        factors: which factors of an entry options split; see `find_blocks`.
+        rest: decides about everything that belongs to no block, such as storage of parameters.
+        branch_limit: how often `rest` is asked on one mesh; reaching it is said in the plan.
+
+    Reference: W. Hu et al., "CFP: Efficient Optimization of Intra-Operator Parallelism Plans for
+    Large Model Training", arXiv 2504.00598.
+    """
+
+    factors: str = "all"
+    rest: AbstractIntra = field(default_factory=ILP)
+    branch_limit: int = 32
+
+    def __post_init__(self) -> None:
+        if self.factors not in BLOCK_FACTORS:
+            raise InputError(f"factors={self.factors!r}: {nearest(self.factors, BLOCK_FACTORS)}")
+        if self.branch_limit < 1:
+            raise InputError(f"branch_limit={self.branch_limit}: pass at least 1.")
+
+    @property
+    def name(self) -> str:
+        """See `AbstractIntra.name`."""
+        return "blocks"
+
+    @property
+    def relative_gap(self) -> float:
+        """See `AbstractIntra.relative_gap`."""
+        return self.rest.relative_gap
+
+    def solve(
+        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+    ) -> IntraSolution | None:
+        """See `AbstractIntra.solve`."""
+        search = self.begin(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        return search.improve(ceiling_s) if search.bound() is not None else None
+
+    def begin(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+        notes: dict[str, Any] | None = None,
+    ) -> AbstractSearch:
+        """See `AbstractIntra.begin`."""
+        return BlockSearch(
+            problem,
+            space,
+            block_options(problem, space, factors=self.factors),
+            self.rest,
+            memory_limit_bytes=memory_limit_bytes,
+            ceiling_s=ceiling_s,
+            branch_limit=self.branch_limit,
+            notes=notes,
+        )
+
+    def coarser(self, *, relative_gap: float, node_limit: int) -> Blocks:
+        """See `AbstractIntra.coarser`."""
+        return replace(self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit))
+
+    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
+        """See `AbstractIntra.required_profiles`."""
+        return self.rest.required_profiles(problem)

@@ -1,0 +1,76 @@
+"""The options of ParallelBlocks as masks over the choices that are priced on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....cost import Problem
+from ....sharding import Choice, ParallelBlock, find_blocks
+from .._base import Ints, Masks, Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockOptions:
+    """A block on one mesh.
+
+    Attributes:
+        block: what is split together.
+        choices: for each option how it splits the entry.
+        masks: for each option and each product of the block the rows of its table of choices that
+            go with it.
+    """
+
+    block: ParallelBlock
+    choices: tuple[Choice, ...]
+    masks: tuple[Mapping[int, NDArray[np.bool_]], ...]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def option_of(self, picks: Ints) -> int | None:
+        """The option that picks follow, or None if its products are split each its own way."""
+        for option, masks in enumerate(self.masks):
+            if all(mask[picks[product]] for product, mask in masks.items()):
+                return option
+        return None
+
+
+def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[BlockOptions, ...]:
+    """The blocks of a step with the options that a space leaves them; a block with none is left out.
+
+    Raises:
+        InputError: as `find_blocks` does.
+    """
+    found = []
+    priced = space.priced
+    for block in find_blocks(problem.graph, problem.nodes, factors=factors):
+        sizes = [factor.size for factor in problem.nodes.nodes[block.entry].factors]
+        choices, masks = [], []
+        for option in block.options(priced.axis_sizes, sizes):
+            of_option = {p: space.allowed[p] & block.allows(p, priced.nodes[p].choices, option) for p in block.products}
+            if all(mask.any() for mask in of_option.values()):
+                choices.append(option)
+                masks.append(of_option)
+        if choices:
+            found.append(BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks)))
+    return tuple(found)
+
+
+def restrict(space: Space, blocks: Sequence[BlockOptions], fixed: Mapping[int, int]) -> Space:
+    """A space in which every block follows one of its options, or the one that `fixed` gives it by its position."""
+    allowed: list[NDArray[np.bool_]] = list(space.allowed)
+    for k, options in enumerate(blocks):
+        for product in options.block.products:
+            masks = [of_option[product] for of_option in options.masks]
+            open_choices = masks[fixed[k]] if k in fixed else np.logical_or.reduce(masks)
+            allowed[product] = allowed[product] & open_choices
+    return replace(space, allowed=allowed)
+
+
+def allowed_by(masks: Masks) -> bool:
+    """True if every node is left a choice."""
+    return all(mask.any() for mask in masks)

@@ -1,0 +1,367 @@
+"""ParallelBlocks: products of a step through which one split passes without communication.
+
+A block is decided by its *entry*, its first product of the forward pass: how the entry is split says
+how every other product of the block is. The products of a block are found from the node graph alone,
+whose factors follow from the dimension rules:
+
+1. Every product of the forward pass with a parameter is an entry. All products with the same
+   parameter, and those that make its gradient, belong to it: recomputed ones and both products of the
+   backward pass.
+2. Entries that read one activation and sum over one of its dims are one block (query, key and value;
+   gate and up).
+3. A product with a parameter joins the block that makes its other operand if both share a batch
+   factor (the second product of experts).
+4. A product of two activations (scores, context, dispatch and combine, and their gradients) joins the
+   first block that alone makes one of its arrays.
+
+Reference: W. Hu et al., "CFP: Efficient Optimization of Intra-Operator Parallelism Plans for Large
+Model Training", arXiv 2504.00598, which finds the groups of step 1 and lists those of steps 2 to 4 by
+hand for each model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import InputError, nearest
+from ..graph import Graph, Phase, Role
+from ._nodes import Choice, Edge, Node, NodeGraph
+
+NodeFactor: TypeAlias = tuple[int, int]
+"""A node and one of its factors."""
+
+BLOCK_FACTORS = ("cfp", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParallelBlock:
+    """Products that are split together.
+
+    Attributes:
+        entry: the product that decides, a node.
+        products: all of them, in program order.
+        parameters: nodes of the parameters that they multiply by.
+        factors: of the entry, which an option may split.
+        may_repeat: whether an option may leave a mesh axis without a split, so that its devices do
+            the same.
+        linked: for each product and each factor of the entry the product's factor that a split of
+            the entry's reaches; -1 where it is summed up before, or would reach two (queries and
+            keys, both split along the sequence), so that the product is free.
+    """
+
+    entry: int
+    products: tuple[int, ...]
+    parameters: tuple[int, ...]
+    factors: tuple[int, ...]
+    may_repeat: bool
+    linked: Mapping[int, tuple[int, ...]]
+
+    def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
+        """The choices of one of the products that go with an option of the entry.
+
+        Args:
+            choices: one row for each choice, one column for each mesh axis.
+            option: for each mesh axis the factor of the entry that it splits, or -1.
+        """
+        mask = np.ones(len(choices), bool)
+        for axis, factor in enumerate(option):
+            if product == self.entry:
+                mask &= choices[:, axis] == factor
+            elif factor == -1:
+                mask &= choices[:, axis] == -1
+            elif (reached := self.linked[product][factor]) >= 0:
+                mask &= choices[:, axis] == reached
+        return mask
+
+    def options(self, axis_sizes: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
+        """The ways to split the entry: on each mesh axis one of `factors`, as far as they divide, or
+        none (see `may_repeat`).
+
+        An axis that divides none of them splits nothing.
+
+        Args:
+            sizes: of the entry's factors.
+        """
+        columns = []
+        for n in axis_sizes:
+            dividing = [f for f in self.factors if sizes[f] % n == 0]
+            columns.append([*dividing, -1] if self.may_repeat or not dividing else dividing)
+        options = []
+        for option in itertools.product(*columns):
+            pieces = dict.fromkeys(option, 1)
+            for factor, n in zip(option, axis_sizes, strict=True):
+                pieces[factor] *= n
+            if all(f == -1 or sizes[f] % n == 0 for f, n in pieces.items()):
+                options.append(option)
+        return options
+
+
+def find_blocks(graph: Graph, nodes: NodeGraph, *, factors: str = "cfp") -> tuple[ParallelBlock, ...]:
+    """The blocks of a step in program order.
+
+    Lookups, and products of the update, belong to none.
+
+    Args:
+        factors: `"all"` lets options split every factor of an entry, or none; `"cfp"` as in the
+            paper, which leaves out the dims of the activation that are not the batch, such as the
+            sequence, and always splits.
+
+    Raises:
+        InputError: for other `factors`.
+    """
+    if factors not in BLOCK_FACTORS:
+        raise InputError(f"factors={factors!r}: {nearest(factors, BLOCK_FACTORS)}")
+    finder = _Finder(graph, nodes)
+    return tuple(finder.block(entries, products, factors) for entries, products in finder.partition())
+
+
+class _Finder:
+    """The edges of a node graph by what they join; see the rules above."""
+
+    def __init__(self, graph: Graph, nodes: NodeGraph) -> None:
+        self.nodes = nodes
+        self.products = {n.index: n for n in nodes.nodes if _is_product(n)}
+        roles = zip(graph.inputs, nodes.input_ports, strict=True)
+        given = {port.node for item, port in roles if item.role is Role.PARAMETER and port.node >= 0}
+        self.operands: dict[int, list[Edge]] = defaultdict(list)
+        self.results: dict[int, list[Edge]] = defaultdict(list)
+        self.makers: dict[int, set[int]] = defaultdict(set)
+        for edge in nodes.edges:
+            if edge.target in self.products and edge.kind == "operand":
+                self.operands[edge.target].append(edge)
+            if edge.source in self.products:
+                self.results[edge.source].append(edge)
+                self.makers[edge.target].add(edge.source)
+        self.parameters = self._made_of_parameters(given)
+        self.parameter_of_gradient = self._gradients(given)
+
+    def _made_of_parameters(self, given: set[int]) -> dict[int, int]:
+        """Groups that hold a parameter, or what is made of one alone (its cast, kept by a loop); and that parameter's group."""
+        entering: dict[int, list[Edge]] = defaultdict(list)
+        for edge in self.nodes.edges:
+            if edge.target not in self.products:
+                entering[edge.target].append(edge)
+        made = {node: node for node in given}
+        for node in range(len(self.nodes.nodes)):
+            sources = {made.get(e.source, -1) if e.kind == "parameter" else -1 for e in entering[node]}
+            if node not in made and len(sources) == 1 and not self.nodes.batch_factors[node]:
+                (root,) = sources
+                made.update({node: root} if root >= 0 else {})
+        return made
+
+    def _gradients(self, given: set[int]) -> dict[int, int]:
+        """The parameter for which the arrays of a group are the gradient, or its successor."""
+        onward: dict[int, set[int]] = defaultdict(set)
+        for edge in self.nodes.edges:
+            if edge.kind in ("gradient", "alias"):
+                onward[edge.target].add(edge.source)
+        found: dict[int, int] = {}
+        for parameter in sorted(given):
+            reached, waiting = {parameter}, [parameter]
+            while waiting:
+                fresh = onward[waiting.pop()] - reached
+                reached |= fresh
+                waiting += fresh
+            for group in reached - {parameter}:
+                found.setdefault(group, parameter)
+        return found
+
+    def partition(self) -> list[tuple[list[int], list[int]]]:
+        """For each block its entries and all of its products."""
+        owner: dict[int, int] = {}
+        for product in self.products:
+            touched = {self.parameters[e.source] for e in self.operands[product] if e.source in self.parameters}
+            gradients = [e for e in self.results[product] if e.gradient or e.target in self.parameters]
+            touched |= {self.parameter_of_gradient.get(e.target, -1) for e in gradients} - {-1}
+            if len(touched) == 1:
+                owner[product] = touched.pop()
+        entries = [p for p, node in self.products.items() if p in owner and _phase(node) is Phase.FORWARD]
+        joined = _Sets()
+        first_reader: dict[tuple[int, int, int], int] = {}
+        for product in entries:
+            for edge in self.operands[product]:
+                for factor in self._summed(product, edge):
+                    key = (edge.share, edge.source, factor)
+                    joined.join(owner[product], owner[first_reader.setdefault(key, product)])
+        for product in entries:
+            for edge in self.operands[product]:
+                before = [p for p in entries if p < product and (p == edge.source or p in self.makers[edge.source])]
+                owners = {joined.root(owner[p]) for p in before}
+                if len(owners) == 1 and any(self._share_batch_factor(product, edge, p) for p in before):
+                    joined.join(owner[product], owners.pop())
+        members: dict[int, list[int]] = defaultdict(list)
+        for product in self.products:
+            if product in owner:
+                members[joined.root(owner[product])].append(product)
+        starts = {root: min((p for p in ps if p in entries), default=-1) for root, ps in members.items()}
+        # A product of two activations may only join once the one that makes its operand has.
+        is_waiting = True
+        while is_waiting:
+            is_waiting = False
+            for product in self.products:
+                if product in owner:
+                    continue
+                near = [e.source for e in self.operands[product]] + [e.target for e in self.results[product]]
+                roots = {self._only_owner(n, owner, joined) for n in near}
+                known = sorted((starts[r], r) for r in roots if r is not None and starts[r] >= 0)
+                if known:
+                    owner[product] = known[0][1]
+                    members[known[0][1]].append(product)
+                    is_waiting = True
+        return [
+            ([p for p in sorted(members[root]) if p in entries], sorted(members[root]))
+            for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
+        ]
+
+    def _only_owner(self, node: int, owner: Mapping[int, int], joined: _Sets) -> int | None:
+        """The set whose products alone make a node's arrays, as far as these are known; None if there are several."""
+        makers = {node} if node in self.products else self.makers[node]
+        roots = {joined.root(owner[m]) for m in makers if m in owner}
+        return roots.pop() if len(roots) == 1 and node not in self.parameters else None
+
+    def _summed(self, product: int, edge: Edge) -> Iterator[int]:
+        """Factors of an operand's node over which a product sums."""
+        if edge.source in self.parameters:
+            return
+        for here, there in _pairs(edge.target_projection, edge.source_projection):
+            if all(e.source_projection[here] < 0 for e in self.results[product]):
+                yield there
+
+    def _share_batch_factor(self, product: int, edge: Edge, maker: int) -> bool:
+        """True if a factor of all arrays of a product is also one of all arrays of the maker of an operand."""
+        mine = {
+            there
+            for here, there in _pairs(edge.target_projection, edge.source_projection)
+            if self._in_all(product, here)
+        }
+        theirs: set[int] = set()
+        for made in self.results[maker]:
+            if made.target == edge.source:
+                pairs = _pairs(made.source_projection, made.target_projection)
+                theirs |= {there for here, there in pairs if self._in_all(maker, here)}
+            elif maker == edge.source:
+                theirs |= {here for here in range(len(made.source_projection)) if self._in_all(maker, here)}
+        return bool(mine & theirs)
+
+    def _in_all(self, product: int, factor: int) -> bool:
+        operands = [e.target_projection[factor] for e in self.operands[product]]
+        return min(operands + [e.source_projection[factor] for e in self.results[product]]) >= 0
+
+    def block(self, entries: Sequence[int], products: Sequence[int], factors: str) -> ParallelBlock:
+        """A block of these products."""
+        entry = entries[0]
+        classes = _Classes()
+        for product in products:
+            for edge in self.operands[product]:
+                links = _pairs(edge.source_projection, edge.target_projection)
+                classes.join_all(((edge.source, a), (product, b)) for a, b in links)
+            weights = self._weights_of(product)
+            for edge in [e for e in self.nodes.edges if e.target in weights and e.kind == "parameter"]:
+                links = _pairs(edge.source_projection, edge.target_projection)
+                classes.join_all(((edge.source, a), (edge.target, b)) for a, b in links)
+            for edge in self.results[product]:
+                if not edge.gradient:
+                    links = _pairs(edge.source_projection, edge.target_projection)
+                    classes.join_all(((product, a), (edge.target, b)) for a, b in links)
+        for product, again in self._repeated(products):
+            classes.join_all(((product, f), (again, f)) for f in range(len(self.products[product].factors)))
+        of_entry = [classes.root((entry, f)) for f in range(len(self.products[entry].factors))]
+        linked = {}
+        for product in products:
+            roots = [classes.root((product, f)) for f in range(len(self.products[product].factors))]
+            linked[product] = tuple([roots.index(r) if roots.count(r) == 1 else -1 for r in of_entry])
+        return ParallelBlock(
+            entry=entry,
+            products=tuple(products),
+            parameters=tuple(sorted({self.parameters[w] for p in products for w in self._weights_of(p)})),
+            factors=tuple(self._open_factors(entry, factors)),
+            may_repeat=factors == "all",
+            linked=linked,
+        )
+
+    def _repeated(self, products: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Pairs of a product and the same one, recomputed in the backward pass."""
+        known: dict[object, int] = {}
+        for product in products:
+            weights = [
+                (self.parameters[e.source], e.target_projection)
+                for e in self.operands[product]
+                if e.source in self.parameters
+            ]
+            made = tuple(sorted({e.source_projection for e in self.results[product]}))
+            first = known.setdefault((self.products[product].factors, tuple(weights), made), product)
+            if weights and first != product:
+                yield first, product
+
+    def _weights_of(self, product: int) -> set[int]:
+        return {e.source for e in self.operands[product] if e.source in self.parameters}
+
+    def _open_factors(self, entry: int, factors: str) -> list[int]:
+        every = range(len(self.products[entry].factors))
+        if factors == "all":
+            return list(every)
+        batch = self.nodes.batch_factors[entry]
+        of_parameter = {
+            f for e in self.operands[entry] if e.source in self.parameters for f in every if e.target_projection[f] >= 0
+        }
+        return [f for f in every if f in batch or f in of_parameter]
+
+
+class _Sets:
+    """Disjoint sets of nodes, each known by its least member."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def root(self, member: int) -> int:
+        """The set of a member."""
+        while (parent := self._parent.get(member, member)) != member:
+            member = parent
+        return member
+
+    def join(self, one: int, other: int) -> None:
+        """Make one set of two."""
+        low, high = sorted((self.root(one), self.root(other)))
+        self._parent[high] = low
+
+
+class _Classes:
+    """Factors of nodes that are split together."""
+
+    def __init__(self) -> None:
+        self._parent: dict[NodeFactor, NodeFactor] = {}
+
+    def root(self, member: NodeFactor) -> NodeFactor:
+        """The class of a factor."""
+        while (parent := self._parent.get(member, member)) != member:
+            member = parent
+        return member
+
+    def join_all(self, pairs: Iterable[tuple[NodeFactor, NodeFactor]]) -> None:
+        """Make one class of the classes of each pair."""
+        for one, other in pairs:
+            low, high = sorted((self.root(one), self.root(other)))
+            self._parent[high] = low
+
+
+def _is_product(node: Node) -> bool:
+    return node.kind == "product" and any(w.flops for w in node.work) and _phase(node) is not Phase.UPDATE
+
+
+def _phase(node: Node) -> Phase:
+    return node.work[0].phase
+
+
+def _pairs(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Factors of two nodes that stand for the same dim of an array between them."""
+    by_dim = {dim: factor for factor, dim in enumerate(other) if dim >= 0}
+    for factor, dim in enumerate(one):
+        if dim >= 0 and dim in by_dim:
+            yield factor, by_dim[dim]

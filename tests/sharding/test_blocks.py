@@ -1,0 +1,133 @@
+"""ParallelBlocks of the zoo's models and of small steps of one's own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.core import InputError
+from aliquot.graph import Phase, capture
+from aliquot.sharding import build_nodes, find_blocks
+
+ATTENTION = ["k q v", "out"]
+LAYERS = {
+    "gpt-10m": [ATTENTION + ["up", "down"]],
+    "llama-7b": [ATTENTION + ["gate up", "down"]],
+    "moe-380m": [ATTENTION + ["gate", "down up"], ATTENTION + ["up", "down"]],
+}
+
+
+def nodes_of(model: str, num_layers: int, **options: object):
+    workload = zoo.build(model, 16, overrides={"num_layers": num_layers}, **options)
+    graph = capture(workload.train_step, workload.state, workload.batch)
+    return graph, build_nodes(graph)
+
+
+def name(path: str) -> str:
+    """The last part of a parameter's path that says which it is."""
+    return path.removesuffix(".kernel").rpartition(".")[2]
+
+
+def blocks_by_name(graph, nodes, **options):
+    return [
+        (" ".join(sorted(name(nodes.nodes[p].label) for p in b.parameters)), b)
+        for b in find_blocks(graph, nodes, **options)
+    ]
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["written out", "scanned"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_layer_has_four_blocks_of_three_or_four_options(model, recompute, scan):
+    graph, nodes = nodes_of(model, 4, recompute=recompute, scan=scan)
+    blocks = blocks_by_name(graph, nodes)
+    names = [n for n, _ in blocks]
+    assert names[:-1] == [n for layer in LAYERS[model] for n in layer]
+    for n, block in blocks:
+        sizes = [f.size for f in nodes.nodes[block.entry].factors]
+        assert len(block.options((4,), sizes)) == (4 if n == "down up" else 3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_product_of_forward_and_backward_pass_is_in_one_block(model, recompute):
+    graph, nodes = nodes_of(model, 4, recompute=recompute)
+    products = [p for block in find_blocks(graph, nodes) for p in block.products]
+    with_flops = [n.index for n in nodes.nodes if n.kind == "product" and any(w.flops for w in n.work)]
+    assert sorted(products) == with_flops
+
+
+def test_the_number_of_blocks_does_not_depend_on_depth():
+    counts = {len(find_blocks(*nodes_of("moe-380m", depth))) for depth in (4, 8)}
+    assert counts == {9}
+
+
+def test_gradients_are_split_as_the_paper_lists_them():
+    """Options rows, columns and contraction of y = x w: of dw contraction, columns, rows; of dx rows, contraction, columns."""
+
+    def step(state, batch):
+        def loss(w):
+            return (((batch @ w["one"]) @ w["two"]) ** 2).sum()
+
+        grads = jax.grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads)
+
+    shape = jax.ShapeDtypeStruct
+    graph = capture(
+        step, {"one": shape((16, 32), jnp.float32), "two": shape((32, 64), jnp.float32)}, shape((8, 16), jnp.float32)
+    )
+    nodes = build_nodes(graph)
+    first, second = find_blocks(graph, nodes, factors="all")
+    assert [len(first.products), len(second.products)] == [2, 3]  # the batch needs no gradient
+    sizes = {p: [f.size for f in nodes.nodes[p].factors] for p in second.products}
+    rows, columns, contraction = 8, 64, 32
+    for product in second.products:
+        assert [sizes[product][k] for k in second.linked[product]] == sizes[second.entry]
+        assert sorted(sizes[product]) == sorted([rows, columns, contraction])
+
+
+def test_a_contraction_that_is_summed_up_leaves_attention_free():
+    graph, nodes = nodes_of("gpt-10m", 2)
+    block = find_blocks(graph, nodes)[0]
+    batch, contracted, columns = block.factors
+    scores = [p for p in block.products if len(nodes.nodes[p].factors) == 5]
+    assert len(scores) == 8
+    for product in scores:
+        assert block.linked[product][contracted] == -1
+        labels = [f.size for f in nodes.nodes[product].factors]
+        assert labels[block.linked[product][columns]] == 8  # heads
+        assert labels[block.linked[product][batch]] == 16
+
+
+def test_masks_leave_the_entry_exactly_the_option():
+    graph, nodes = nodes_of("gpt-10m", 2)
+    block = find_blocks(graph, nodes)[0]
+    choices = np.array([[-1, -1], [0, 0], [0, 3], [3, 0], [1, 2]])
+    assert block.allows(block.entry, choices, (0, 3)).tolist() == [False, False, True, False, False]
+
+
+def test_options_split_what_divides():
+    graph, nodes = nodes_of("gpt-10m", 2)
+    block = find_blocks(graph, nodes, factors="cfp")[0]
+    sizes = [f.size for f in nodes.nodes[block.entry].factors]
+    assert len(block.options((4, 2), sizes)) == 9
+    assert block.options((7,), sizes) == [(-1,)]
+    assert len(block.options((8, 8), sizes)) == 8  # a batch of 16 cannot be split in 64
+
+
+def test_every_block_begins_in_the_forward_pass():
+    graph, nodes = nodes_of("moe-380m", 2, recompute="block")
+    for block in find_blocks(graph, nodes):
+        assert nodes.nodes[block.entry].work[0].phase is Phase.FORWARD and block.entry == min(block.products)
+
+
+def test_other_factors_are_refused():
+    graph, nodes = nodes_of("gpt-10m", 2)
+    with pytest.raises(InputError, match="factors='dense'.*cfp, all"):
+        find_blocks(graph, nodes, factors="dense")
+    with pytest.raises(InputError, match="factors='dense'"):
+        aq.Blocks(factors="dense")
