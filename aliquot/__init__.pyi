@@ -28,8 +28,8 @@ from .core import MissingRuleError as MissingRuleError
 from .core import PlanFileError as PlanFileError
 from .core import PlanMismatchError as PlanMismatchError
 from .planners import ILP as ILP
-from .planners import Blocks as Blocks
 from .planners import Auto as Auto
+from .planners import Blocks as Blocks
 from .planners import DataParallel as DataParallel
 from .planners import Fixed as Fixed
 from .planners import Grid as Grid
