@@ -23,6 +23,8 @@ _MODULE_OF = {
     "Zero2Parallel": "planners",
     "Zero3Parallel": "planners",
     "ManualParallel": "planners",
+    "TensorParallel": "planners",
+    "Megatron": "planners",
     "ShardParallel": "planners",
     "PipeshardParallel": "planners",
     "StageDP": "planners",

@@ -35,9 +35,11 @@ from .planners import Fixed as Fixed
 from .planners import Grid as Grid
 from .planners import ManualParallel as ManualParallel
 from .planners import ManualStages as ManualStages
+from .planners import Megatron as Megatron
 from .planners import PipeshardParallel as PipeshardParallel
 from .planners import ShardParallel as ShardParallel
 from .planners import StageDP as StageDP
+from .planners import TensorParallel as TensorParallel
 from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
 from .planners import plan_chain as plan_chain

@@ -24,7 +24,8 @@ def compare(
     ] = None,
     global_batch: BatchSize = None,
     methods: Annotated[
-        str | None, typer.Option(metavar="M1,M2", help="Methods as in aliquot plan; by default the usual ones.")
+        str | None,
+        typer.Option(metavar="M1,M2", help="Methods as in aliquot plan, such as auto,tp:8; by default the usual ones."),
     ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches.")] = 1,
     memory_limit: MemoryLimit = None,
@@ -46,6 +47,7 @@ def compare(
             use_host_only()
         where = [read_cluster(name) for name in names]
         from .._questions import compare as find
+        from ..planners import method_names
         from ..report import comparison_table
         from ._model import resolve, user_code
 
@@ -57,7 +59,7 @@ def compare(
                 built.state,
                 built.batch,
                 clusters=where,
-                methods=_listed(methods),
+                methods=method_names(methods or ""),
                 num_micro_batches=micro_batches,
                 memory_limit_bytes=limit,
                 model=built.reference,

@@ -34,7 +34,11 @@ def plan(
     cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)],
     global_batch: BatchSize = None,
     method: Annotated[
-        str, typer.Option(help="dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard or grid.")
+        str,
+        typer.Option(
+            help="dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard, grid, or a layout: tp:8, "
+            "megatron:dp4,tp8,pp2."
+        ),
     ] = "auto",
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
     micro_batches: Annotated[

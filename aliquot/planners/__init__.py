@@ -12,6 +12,10 @@ from ._follow import OtherSplit as OtherSplit
 from ._follow import find_alternatives as find_alternatives
 from ._follow import follow as follow
 from ._helper import HelperProcess as HelperProcess
+from ._layout_names import LAYOUTS as LAYOUTS
+from ._layout_names import method_names as method_names
+from ._megatron import Megatron as Megatron
+from ._megatron import TensorParallel as TensorParallel
 from ._methods import Auto as Auto
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel
@@ -28,6 +32,7 @@ from ._registry import method_by_name as method_by_name
 from ._write import write_plan as write_plan
 from .inter import NO_LIMITS as NO_LIMITS
 from .inter import AbstractInter as AbstractInter
+from .inter import EqualStages as EqualStages
 from .inter import Grid as Grid
 from .inter import ManualStages as ManualStages
 from .inter import StageDP as StageDP
@@ -39,5 +44,6 @@ from .intra import Blocks as Blocks
 from .intra import Fixed as Fixed
 from .intra import IntraCosts as IntraCosts
 from .intra import IntraSolution as IntraSolution
+from .intra import MegatronSplit as MegatronSplit
 from .intra import Space as Space
 from .intra import judge_picks as judge_picks

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, subcluster
+from ..cluster import Cluster, LogicalMesh, subcluster
 from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
 from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
 from ..sharding import LayeredStep, traces_in_groups
@@ -119,19 +119,24 @@ def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
     return [tuple(own) for own in ops]
 
 
-def price_option(problem: Problem, shape: tuple[int, ...]) -> Priced | None:
+def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra) -> Priced | None:
     """A mesh (dp, tp) priced, with no other choices than its axes allow; None if the batch cannot be split so.
 
-    The first axis splits the batch alone; over the second, parameters are split as far as they can.
+    The first axis splits the batch alone; over the second, parameters are split as far as they can, unless the intra
+    planner says otherwise.
     """
     kept = [k for k, n in enumerate(shape) if n > 1] or [0]
     mesh = LogicalMesh(
-        shape=tuple(shape[k] for k in kept), axis_names=tuple(AXIS_NAMES[k] for k in kept), cluster=problem.cluster
+        shape=tuple(shape[k] for k in kept),
+        axis_names=tuple(intra.stage_axes[k] for k in kept),
+        cluster=problem.cluster,
     )
     data_axes = frozenset(p for p, k in enumerate(kept) if k == 0 and shape[0] > 1)
-    kinds = fixed.kinds_of(problem.graph, problem.nodes)
-    choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
+    choices = intra.stage_choices(problem, mesh.shape, data_axes)
     if choices is None:
+        kinds = fixed.kinds_of(problem.graph, problem.nodes)
+        choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
+    if not choices:
         return None
     return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
 
@@ -162,7 +167,7 @@ def _solve_layer(layer: _Layer, mesh: tuple[tuple[int, int], tuple[int, ...]]) -
     """Costs of the best splits on a submesh as a mesh (dp, tp), memory aside; None if the batch cannot be split so."""
     submesh, shape = mesh
     problem = replace(layer.problem, cluster=subcluster(layer.problem.cluster, submesh))
-    priced = price_option(problem, shape)
+    priced = price_option(problem, shape, layer.intra)
     if priced is None:
         return None
     if all(len(node.choices) == 1 for node in priced.nodes):

@@ -350,7 +350,7 @@ def _alike(
 
 
 def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> Solved:
-    priced = price_option(problem, option.mesh_shape)
+    priced = price_option(problem, option.mesh_shape, method.intra)
     if priced is None:
         raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)

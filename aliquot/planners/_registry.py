@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from ..core import InputError, nearest
 from ..plans import training_schedules
 from ._base import AbstractMethod
+from ._layout_names import LAYOUTS, layout_by_name
+from ._megatron import Megatron
 from ._methods import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
 from .inter import AbstractInter, Grid, StageDP, StageLimits
@@ -80,10 +82,12 @@ def method_by_name(
         InputError: The name is unknown, or what is given does not go with it.
     """
     pipeline = pipeline or PipelineOptions()
+    if name.partition(":")[0] in LAYOUTS:
+        return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
     if name not in METHODS and name not in SYNONYMS:
-        raise InputError(f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES])}")
+        raise InputError(f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES, *LAYOUTS.values()])}")
     if pipeline.given:
         raise InputError(
             f"{', '.join(pipeline.given)}: only for pipelines, and {name} makes none. Add --method pipeshard."
@@ -93,6 +97,18 @@ def method_by_name(
     if name not in _ON_MESH:
         raise InputError(f"Method {name} uses all devices as one axis; --mesh goes with {' and '.join(_ON_MESH)}.")
     return _ON_MESH[name](mesh_shape)
+
+
+def _layout(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> AbstractMethod:
+    refused = [*(["--mesh"] if mesh_shape else []), *(flag for flag in options.given if flag != "--layers")]
+    if refused:
+        raise InputError(
+            f"{', '.join(refused)}: {name} says how devices are laid out itself, pipelines by 1f1b. Leave that out."
+        )
+    method = layout_by_name(name, options.micro_batches, options.layers)
+    if options.layers is not None and not (isinstance(method, Megatron) and method.pipeline > 1):
+        raise InputError(f"--layers: only for pipelines, and {name} makes none. Add pp, such as {name},pp2.")
+    return method
 
 
 def _pipeline(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> PipeshardParallel:

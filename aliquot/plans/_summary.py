@@ -5,7 +5,7 @@ runner-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..core import format_seconds
@@ -48,8 +48,12 @@ def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
         if axis in axes
     }
     parameters, state = _share(plan, stage, axis, "parameter"), _share(plan, stage, axis, "optimizer_state")
+    expert = _share(plan, stage, axis, "parameter", _is_expert)
+    dense = _share(plan, stage, axis, "parameter", lambda path: not _is_expert(path))
     names = [name for name in ("data", "sequence") if name in batch]
     if "data" in names:
+        if expert > _MOST and dense <= _MOST:
+            return f"{', '.join(names)} and expert: {expert:.0%} of the experts' parameters are split"
         if parameters > _MOST:
             return f"{', '.join(names)} with FSDP: {parameters:.0%} of the parameters are split too"
         if state > _MOST:
@@ -57,20 +61,26 @@ def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
         whole = f"{parameters:.0%} of the parameters are split too" if parameters else "parameters are whole"
         return f"{', '.join(names)}: {whole}"
     if parameters > _MOST:
-        expert = _share(plan, stage, axis, "parameter", "expert")
+        what = "expert" if expert > _MOST and dense <= _MOST else "tensor"
         also = f"; {expert:.0%} of the experts" if expert else ""
-        return f"{parameters:.0%} of the parameters are split, the batch's arrays are not{also}"
+        return f"{what}: {parameters:.0%} of the parameters are split, the batch's arrays are not{also}"
     if names or parameters or state:
         share = f"{parameters:.0%} of the parameters, {state:.0%} of the optimizer state"
         return ", ".join([*names, share])
     return "operators inside the step"
 
 
-def _share(plan: Plan, stage: StagePlan, axis: str, role: str, word: str = "") -> float:
-    """The share of the bytes of a role that an axis splits."""
+def _is_expert(path: str) -> bool:
+    return "expert" in path or "moe" in path
+
+
+def _share(
+    plan: Plan, stage: StagePlan, axis: str, role: str, among: Callable[[str], bool] = lambda path: True
+) -> float:
+    """The share of the bytes of a role that an axis splits, among arrays of some paths."""
     split = total = 0.0
     for array in plan.inputs:
-        if array.role == role and word in array.path:
+        if array.role == role and among(array.path):
             size = math.prod(array.shape) * item_bytes(array.dtype)
             total += size
             split += size * any(axis in axes for axes in stage.shardings.get(array.path, ()))

@@ -22,6 +22,14 @@ def test_methods_are_compared_fastest_first_with_what_they_lose():
     assert 0 < fsdp["mfu"] < 1 and fsdp["tokens_per_s"] == pytest.approx(8 * 1024 / fsdp["step_time_s"])
 
 
+def test_layouts_are_compared_by_name():
+    found = run("compare", *TINY, "--methods", "auto,tp:2,megatron:dp4,tp2,zero1,megatron:dp2-tp2-pp2", "--json")
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)["candidates"]
+    assert {row["method"] for row in rows} == {"auto", "tp:2", "megatron:dp4,tp2,zero1", "megatron:dp2-tp2-pp2"}
+    assert all(row["step_time_s"] for row in rows), rows
+
+
 def test_methods_that_do_not_fit_are_listed_with_the_memory_they_need():
     found = run("compare", *TINY, "--methods", "ddp,auto", "--memory-limit", "40MiB")
     assert found.exit_code == 1

@@ -32,7 +32,7 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
         (BATCH | WEIGHTS, "x (4): data with FSDP: 100% of the parameters are split too"),
         (BATCH | {MOMENT: (("x",), ())}, "x (4): data with ZeRO-2: 100% of the optimizer state is split"),
         ({"batch.inputs": ((), ("x",))}, "x (4): sequence"),
-        (WEIGHTS, "x (4): 100% of the parameters are split, the batch's arrays are not"),
+        (WEIGHTS, "x (4): tensor: 100% of the parameters are split, the batch's arrays are not"),
     ],
 )
 def test_axes_in_the_fields_words(shardings, wanted):

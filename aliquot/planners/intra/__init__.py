@@ -8,4 +8,5 @@ from ._base import Space as Space
 from ._base import judge_picks as judge_picks
 from .blocks import Blocks as Blocks
 from .fixed import Fixed as Fixed
+from .fixed import MegatronSplit as MegatronSplit
 from .ilp import ILP as ILP

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ...cluster import AXIS_NAMES
 from ...cost import Priced, Problem, evaluate, known_memory, timeline
 
 Ints = NDArray[np.int64]
@@ -144,6 +145,20 @@ class AbstractIntra(abc.ABC):
                 serves them all.
         """
         return SolvedAtOnce(self, problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Names of the axes of a pipeline's stage: the one that splits the batch alone, and the other."""
+        return AXIS_NAMES[:2]
+
+    def stage_choices(
+        self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
+    ) -> list[Ints] | None:
+        """For each node the choices to price on a mesh of a pipeline's stage; none if the planner does not use that mesh.
+
+        None, the default: `data_axes` split the batch alone, and the others parameters as far as they can.
+        """
+        return None
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> AbstractIntra:
         """This planner for answers that need not be exact: with at least this gap and at most this much work."""

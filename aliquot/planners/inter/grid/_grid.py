@@ -64,7 +64,7 @@ class Grid(AbstractInter):
         fitting.sort(key=lambda pair: pair[0].closed_form_s)
         best = fastest([simulated(chains, plan) for plan in worth_simulating(fitting, max(self.simulated, 1))])
         if best is None:
-            raise _nothing_fits(plans)
+            raise nothing_fits(plans)
         return best
 
 
@@ -99,7 +99,8 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
     return stages
 
 
-def _nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]]) -> InfeasibleError:
+def nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid") -> InfeasibleError:
+    """What to raise where all plans of a kind need too much memory; describes the smallest."""
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)
@@ -111,7 +112,7 @@ def _nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]]) -> Infeasibl
     }
     listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
     return InfeasibleError(
-        f"No grid fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(chain.memory_limit_bytes)} "
+        f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(chain.memory_limit_bytes)} "
         f"usable on each).\n"
         f"  The smallest, {len(plan.stages)} stages of {option.name} with {plan.num_micro_batches} micro-batches, needs "
         f"{format_bytes(figures.peak_bytes)} on stage {k}: {listed}.\n"

@@ -1,6 +1,7 @@
 """Splits that an expert writes by hand, as restrictions on the choices that a solver may take."""
 
 from ._fixed import Fixed as Fixed
+from ._megatron import MegatronSplit as MegatronSplit
 from ._restrict import Kinds as Kinds
 from ._restrict import Masks as Masks
 from ._restrict import batch_restriction as batch_restriction

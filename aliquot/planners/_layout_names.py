@@ -1,0 +1,78 @@
+"""Names of layouts with their degrees: `tp:8`, `megatron:dp4,tp8,pp2`."""
+
+from __future__ import annotations
+
+import re
+
+from ..core import InputError, nearest
+from ._base import AbstractMethod
+from ._megatron import ZERO_STAGES, Megatron, TensorParallel
+
+LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}
+"""Names that take degrees behind a colon, each with an example."""
+
+_DEGREES = ("dp", "tp", "pp", "ep")
+_SEPARATORS = re.compile(r"[,\-+]")
+_DEGREE = re.compile(r"(dp|tp|pp|ep)(\d{1,6})")
+
+
+def layout_by_name(name: str, num_micro_batches: int | None = None, layers: str | int | None = None) -> AbstractMethod:
+    """The layout that `tp:8` or `megatron:dp4,tp8,pp2` means. Degrees may be joined by "-" as well, as lists of methods need.
+
+    Raises:
+        InputError: says every part that cannot be read, and what can be typed.
+    """
+    kind, _, words = name.partition(":")
+    if kind not in LAYOUTS or not words:
+        raise InputError(f"Unknown layout {name!r}: type {' or '.join(LAYOUTS.values())}.")
+    if kind == "tp":
+        if not words.isdecimal() or not 0 < int(words) < 1 << 20:
+            raise InputError(f"{name}: tensor parallelism takes its degree, such as tp:8.")
+        return TensorParallel(degree=int(words))
+    degrees: dict[str, int] = {}
+    zero: list[str] = []
+    faults = []
+    for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
+        found = _DEGREE.fullmatch(word)
+        if found and found[1] in degrees:
+            faults.append(f"{found[1]} is given twice")
+        elif found and int(found[2]) < 1:
+            faults.append(f"{word}: a degree is at least 1")
+        elif found:
+            degrees[found[1]] = int(found[2])
+        elif word in ZERO_STAGES:
+            zero.append(word)
+        else:
+            faults.append(f"{word!r}: {nearest(word, [*(f'{d}8' for d in _DEGREES), *filter(None, ZERO_STAGES)])}")
+    if len(zero) > 1:
+        faults.append(f"{' and '.join(zero)} exclude each other")
+    if faults or not (degrees or zero):
+        raise InputError(
+            f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has degrees dp, tp, pp and ep, and may "
+            f"end in {', '.join(filter(None, ZERO_STAGES))}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a list of methods."
+        )
+    return Megatron(
+        data=degrees.get("dp"),
+        tensor=degrees.get("tp", 1),
+        pipeline=degrees.get("pp", 1),
+        expert=degrees.get("ep", 1),
+        zero_stage=ZERO_STAGES[zero[0]] if zero else 0,
+        num_micro_batches=num_micro_batches,
+        layers=layers,
+    )
+
+
+def method_names(text: str) -> list[str]:
+    """The methods of a list such as `auto,tp:8,megatron:dp1,tp8`: a bare degree belongs to the layout before it.
+
+    >>> method_names("auto, megatron:dp1,tp8,zero1, fsdp, tp:8")
+    ['auto', 'megatron:dp1,tp8,zero1', 'fsdp', 'tp:8']
+    """
+    names: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        # `fsdp` and `zero2` are methods of their own: after a comma they begin one.
+        if names and names[-1].startswith("megatron:") and (_DEGREE.fullmatch(part) or part == "zero1"):
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names

@@ -1,0 +1,172 @@
+"""Layouts that experts write by hand: degrees of data, expert, tensor and pipeline parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..cluster import Cluster, LogicalMesh
+from ..core import InputError
+from ..cost import Problem, price
+from ._base import AbstractMethod, Decision, Progress, Task
+from ._pipeshard import PipeshardParallel
+from ._race import Entry, race
+from .inter import EqualStages
+from .intra import MegatronSplit, Space, fixed
+
+ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+"""What a layout may split over its data axis besides the batch, and the stages of ZeRO that this is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron(AbstractMethod):
+    """Data, expert, tensor and pipeline parallelism of given degrees, with products computed as in Megatron-LM.
+
+    Of two products in a row the first is split by columns and the second by rows, attention by heads, embedding and output head by
+    vocabulary; all-reduces of activations stand behind every second product. Stages are equally deep and run 1f1b.
+
+    Attributes:
+        data: None takes all devices that the other degrees leave.
+        tensor: neighbours in a host.
+        pipeline: number of stages; 1 makes one program.
+        expert: splits the experts of an MoE model; elsewhere these devices split the batch.
+        zero_stage: 0 keeps the whole state on every data rank, 1 and 2 split optimizer state (2 gradients too, in
+            every micro-batch), 3 parameters too.
+        num_micro_batches: of a pipeline; None tries the largest two that keep micro-batches worth splitting.
+        layers: where a pipeline may be cut, see `PipeshardParallel`.
+
+    References: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021.
+    """
+
+    data: int | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    zero_stage: int = 0
+    num_micro_batches: int | None = None
+    layers: str | int | None = None
+
+    def __post_init__(self) -> None:
+        degrees = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        faults = [f"{name}={n}" for name, n in degrees.items() if n is not None and n < 1]
+        if faults:
+            raise InputError(f"A layout has degrees of at least 1, got {', '.join(faults)}.")
+        if self.zero_stage not in ZERO_STAGES.values():
+            raise InputError(f"zero_stage={self.zero_stage}: pass 0, 1, 2 or 3.")
+        if self.pipeline > 1 and self.expert > 1:
+            raise InputError(
+                "Expert parallelism is laid out in one program only: use pp or ep, not both, or method pipeshard, which splits "
+                "experts as it finds best."
+            )
+
+    @property
+    def name(self) -> str:
+        """As it is typed: `megatron:dp4,tp8,pp2`."""
+        degrees = (("dp", self.data), ("ep", self.expert), ("tp", self.tensor), ("pp", self.pipeline))
+        words = [f"{word}{n}" for word, n in degrees if n is not None and (n > 1 or word == "dp")]
+        zero = next(word for word, stage in ZERO_STAGES.items() if stage == self.zero_stage)
+        return f"megatron:{','.join([*words, *([zero] if zero else [])])}"
+
+    def on(self, cluster: Cluster) -> Megatron:
+        """The layout with every degree given. Raises `InputError` where they do not make up the cluster's devices."""
+        others = self.expert * self.tensor * self.pipeline
+        data = self.data or cluster.num_devices // others
+        if data * others != cluster.num_devices:
+            raise InputError(self._refusal(cluster))
+        return replace(self, data=data)
+
+    def decide(self, task: Task) -> Decision:
+        """See `AbstractMethod.decide`."""
+        laid_out = self.on(task.cluster)
+        if laid_out.pipeline == 1:
+            count = task.num_micro_batches if task.num_micro_batches > 1 else self.num_micro_batches or 1
+            decision = laid_out.solve(task.problem(count), task.progress)
+            return replace(decision, combine=task.combine(count))
+        laid_out._rule.check(task.problem(1))
+        pipeline = PipeshardParallel(
+            inter=EqualStages(
+                data=laid_out.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=laid_out.name
+            ),
+            intra=laid_out._rule,
+            num_micro_batches=self.num_micro_batches,
+            layers=self.layers,
+        )
+        return pipeline.decide(task)
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        laid_out = self.on(problem.cluster)
+        if laid_out.pipeline > 1:
+            raise InputError(f"{laid_out.name} makes a pipeline, and one program was asked for. Leave pp out.")
+        return laid_out._solved(problem, progress, laid_out.name)
+
+    @property
+    def _rule(self) -> MegatronSplit:
+        # Where gradients wait for the last micro-batch, stages 1 and 2 of ZeRO are the same.
+        stage = 2 if self.zero_stage == 1 else self.zero_stage
+        return MegatronSplit(data=self.data or 1, expert=self.expert, tensor=self.tensor, zero_stage=stage)
+
+    def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
+        rule = self._rule
+        rule.check(problem)
+        return race(
+            problem,
+            list(self._entries(problem, name)),
+            method=name,
+            planner=rule.name,
+            relative_gap=rule.relative_gap,
+            exact_space=False,
+            progress=progress,
+        )
+
+    def _entries(self, problem: Problem, name: str) -> Iterator[Entry]:
+        rule = self._rule
+        names, sizes = zip(*rule.axes, strict=True)
+        mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
+        choices = rule.choices(problem, names)
+        data = frozenset({names.index("data")} if "data" in names else ())
+        can_wait = (
+            problem.num_micro_batches > 1 and bool(data) and problem.runs_in_groups(math.prod(sizes[a] for a in data))
+        )
+        # Gradients that wait for the last micro-batch wait whole; where these do not fit, each micro-batch adds to its shards.
+        waiting = [data] if can_wait else []
+        for data_axes in [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting:
+            priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+            each = problem.num_micro_batches > 1 and not data_axes
+            label = f"{name}, gradients summed in each micro-batch" if each else name
+            space = Space(name=label, priced=priced, allowed=fixed.everything(priced))
+            yield Entry(space=space, intra=rule)
+
+    def _refusal(self, cluster: Cluster) -> str:
+        others = self.expert * self.tensor * self.pipeline
+        given = self.data or 1
+        words = [("dp", self.data), ("ep", self.expert), ("tp", self.tensor), ("pp", self.pipeline)]
+        product = " x ".join(f"{word}{n}" for word, n in words if n is not None and (n > 1 or word == "dp")) or "dp1"
+        found = f"{product} makes {given * others} devices, and {cluster.name} has {cluster.num_devices}."
+        if cluster.num_devices % others == 0:
+            return f"{found} Use dp{cluster.num_devices // others}, or leave dp out."
+        fitting = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
+        return (
+            f"{found} The product of the degrees ep, tp and pp, {others}, must divide the number of devices: use one of "
+            f"{', '.join(map(str, fitting))}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel(AbstractMethod):
+    """Tensor parallelism of a degree as in Megatron-LM, and data parallelism over the other devices.
+
+    Attributes:
+        degree: devices that share each weight, neighbours in a host where they fit there.
+    """
+
+    degree: int
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise InputError(f"degree={self.degree}: tensor parallelism has a degree of at least 1.")
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        return Megatron(tensor=self.degree).on(problem.cluster)._solved(problem, progress, f"tp:{self.degree}")

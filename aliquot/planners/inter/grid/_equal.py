@@ -1,0 +1,79 @@
+"""`EqualStages`: a given number of stages with as many units each, all under the option of given degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....core import InputError
+from ....cost import AbstractChain, ChainPlan
+from ..._helper import HelperProcess
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from .._simulated import fastest, simulated, worth_simulating
+from ._grid import GRID_SCHEDULE, layouts, nothing_fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualStages(AbstractInter):
+    """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b: a layout that is given, not searched.
+
+    Where the units cannot be dealt out equally, later stages have one more. Stages recompute where they do not fit
+    without, and of several numbers of micro-batches the fastest is taken.
+
+    Attributes:
+        data, tensor: degrees inside each stage.
+        num_stages: how many stages.
+        name: of the method, as plans show it.
+    """
+
+    data: int
+    tensor: int
+    num_stages: int
+    name: str = "megatron"
+
+    @property
+    def method(self) -> str:
+        """See `AbstractInter.method`."""
+        return self.name
+
+    @property
+    def own_way(self) -> str:
+        """See `AbstractInter.own_way`."""
+        return f"has {self.num_stages} equal stages, with {GRID_SCHEDULE}"
+
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
+        """See `AbstractInter.solve`. The layout is given, whatever there is to start from."""
+        self.check_limits(limits)
+        check_chains(chains)
+        plans = [(plan, chain) for chain in chains for plan in layouts(chain) if self._is_asked_for(plan, chain)]
+        if not plans:
+            raise InputError(self._refusal(chains[0]))
+        fitting = [(plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes]
+        fitting.sort(key=lambda pair: pair[0].closed_form_s)
+        best = fastest([simulated(chains, plan) for plan in worth_simulating(fitting, len(fitting))])
+        if best is None:
+            raise nothing_fits(plans, f"layout dp{self.data},tp{self.tensor},pp{self.num_stages}")
+        return best
+
+    def _is_asked_for(self, plan: ChainPlan, chain: AbstractChain) -> bool:
+        option = chain.options[plan.stages[0].option]
+        return (option.dp, option.tp, len(plan.stages)) == (self.data, self.tensor, self.num_stages)
+
+    def _refusal(self, chain: AbstractChain) -> str:
+        if self.num_stages > chain.num_units:
+            return (
+                f"{self.num_stages} stages were asked for, and the step can be cut into {chain.num_units} at most. "
+                f"Use pp{chain.num_units} or fewer."
+            )
+        return (
+            f"dp{self.data},tp{self.tensor},pp{self.num_stages} cannot be laid out over {chain.num_hosts}x"
+            f"{chain.devices_per_host} devices: in a pipeline tp must divide the {chain.devices_per_host} devices of a host, and the "
+            f"rows of a micro-batch must be a multiple of dp {self.data}. Use other degrees, or other --micro-batches."
+        )

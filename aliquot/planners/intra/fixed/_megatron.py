@@ -1,0 +1,228 @@
+"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....core import InputError, listing
+from ....cost import Problem, enumerate_choices, shards
+from ....sharding import Node
+from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
+from ..ilp import ILP
+from ._restrict import Kinds, kinds_of
+from ._tensor_split import TooFine, expert_split, tensor_split
+
+Ints = NDArray[np.int64]
+MEGATRON_AXES = ("data", "expert", "tensor")
+"""The axes of its meshes, outermost first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSplit(AbstractIntra):
+    """Split the batch over a data axis and products with weights over a tensor axis; another planner decides what is then left.
+
+    Attributes:
+        data: devices along the data axis.
+        expert: devices along the expert axis, which splits the batch too, and where experts compute, these.
+        tensor: devices along the tensor axis.
+        zero_stage: what the data axis splits besides the batch: 0 nothing, 2 optimizer state and gradients, 3 parameters too.
+        rest: decides what the rule leaves open, such as where temporary values of the update are split.
+    """
+
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+    zero_stage: int = 0
+    rest: AbstractIntra = field(default_factory=ILP)
+
+    @property
+    def name(self) -> str:
+        """See `AbstractIntra.name`."""
+        return "megatron"
+
+    @property
+    def relative_gap(self) -> float:
+        """See `AbstractIntra.relative_gap`."""
+        return self.rest.relative_gap
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes that split anything; one of a single device where none does."""
+        sizes = zip(MEGATRON_AXES, (self.data, self.expert, self.tensor), strict=True)
+        return tuple((name, size) for name, size in sizes if size > 1) or (("data", 1),)
+
+    def choices(self, problem: Problem, axis_names: Sequence[str]) -> list[Ints]:
+        """For each node the choices that follow the rule.
+
+        Args:
+            axis_names: which axis of the mesh is "data", "expert" or "tensor"; others split nothing.
+
+        Raises:
+            InputError: The batch does not divide.
+        """
+        kinds = kinds_of(problem.graph, problem.nodes)
+        place = {name: axis_names.index(name) for name in MEGATRON_AXES if name in axis_names}
+        sizes = [dict(self.axes).get(name, 1) for name in axis_names]
+        tensor = tensor_split(problem.nodes, kinds, self.tensor if "tensor" in place else 1)
+        experts = expert_split(problem.nodes, kinds) if "expert" in place else {}
+        split = tensor.factors if "tensor" in place else {}
+        chosen = []
+        for node in problem.nodes.nodes:
+            choices = enumerate_choices(node, sizes)
+            if "tensor" in place:
+                choices = _split_by(choices, place["tensor"], split.get(node.index, frozenset()))
+            batch_axes = [place[name] for name in ("data", "expert") if name in place]
+            if node.index in experts:
+                choices = _split_by(choices, place["expert"], {experts[node.index]})
+                batch_axes.remove(place["expert"])
+            chosen.append(self._on_batch_axes(problem, kinds, node, choices, batch_axes, sizes))
+        return chosen
+
+    def check(self, problem: Problem) -> None:
+        """Refuse a step that has nothing for the tensor or the expert axis to split, or not in so many parts.
+
+        Raises:
+            InputError: Says what is in the way, and which degrees there are.
+        """
+        kinds = kinds_of(problem.graph, problem.nodes)
+        tensor = tensor_split(problem.nodes, kinds, self.tensor)
+        experts = expert_split(problem.nodes, kinds) if self.expert > 1 else {}
+        if self.tensor > 1 and not tensor.factors:
+            raise InputError(
+                f"Tensor parallelism of degree {self.tensor} splits products of a weight and what is computed from the "
+                f"batch, and {problem.graph.name} has none that could be. Use method dp, fsdp or auto."
+            )
+        if self.expert > 1 and not experts:
+            raise InputError(
+                f"Expert parallelism of degree {self.expert} splits weights that come once for each expert, and "
+                f"{problem.graph.name} has none. Leave ep out, or use method auto."
+            )
+        self._refuse_what_does_not_divide(problem, tensor.too_fine, experts)
+
+    def solve(
+        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+    ) -> IntraSolution | None:
+        """See `AbstractIntra.solve`. The space holds the rule's choices already."""
+        return self.rest.solve(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+
+    def begin(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+        notes: dict[str, Any] | None = None,
+    ) -> AbstractSearch:
+        """See `AbstractIntra.begin`."""
+        return self.rest.begin(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes)
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """See `AbstractIntra.stage_axes`."""
+        return "data", "tensor"
+
+    def stage_choices(
+        self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
+    ) -> list[Ints] | None:
+        """See `AbstractIntra.stage_choices`: those of its own mesh, none of any other."""
+        axes = dict(self.axes)
+        is_mine = mesh_shape == tuple(axes.values()) and bool(data_axes) == (self.data > 1)
+        chosen = self.choices(problem, tuple(axes)) if is_mine and self.expert == 1 else []
+        return chosen if all(map(len, chosen)) else []
+
+    def coarser(self, *, relative_gap: float, node_limit: int) -> MegatronSplit:
+        """See `AbstractIntra.coarser`."""
+        return replace(self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit))
+
+    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
+        """See `AbstractIntra.required_profiles`."""
+        return self.rest.required_profiles(problem)
+
+    def _on_batch_axes(
+        self,
+        problem: Problem,
+        kinds: Kinds,
+        node: Node,
+        choices: Ints,
+        axes: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Ints:
+        """Choices that split the batch, or as a stage of ZeRO does, over the given axes."""
+        columns = choices[:, list(axes)]
+        batch = problem.nodes.batch_factors[node.index]
+        unsplit = (columns == -1).all(axis=1)
+        is_parameter, is_update = node.index in kinds.parameters, node.index in kinds.update
+        if is_parameter or is_update:
+            if self.zero_stage < (3 if is_parameter else 2):
+                return _rows(choices, unsplit)
+            pieces = shards(choices, [True] * len(node.factors), sizes)
+            return _rows(choices, pieces == pieces.max())
+        if not batch:
+            return choices if self.zero_stage >= 2 else _rows(choices, unsplit)
+        mine = np.isin(columns, list(batch))
+        clean = (mine | (columns == -1)).all(axis=1)
+        most = clean & (mine.sum(axis=1) == mine[clean].sum(axis=1).max())
+        if node.index in kinds.batch_inputs and not mine[most].all():
+            self._refuse_batch(problem, node)
+        return _rows(choices, most)
+
+    def _refuse_what_does_not_divide(
+        self, problem: Problem, too_fine: Sequence[TooFine], experts: dict[int, int]
+    ) -> None:
+        faults = [
+            f"{fine.label}: {fine.size} rows or columns"
+            + (f" in {fine.parts} parts that stay together, such as heads," if fine.parts < fine.size else "")
+            + f" cannot be split over tp {self.tensor}"
+            for fine in too_fine
+        ]
+        counts = {problem.nodes.nodes[n].factors[f].size for n, f in experts.items()}
+        faults += [f"{count} experts cannot be split over ep {self.expert}" for count in counts if count % self.expert]
+        if not faults:
+            return
+        advice = []
+        if too_fine:
+            common = math.gcd(*(fine.parts for fine in too_fine))
+            degrees = [n for n in range(2, self.tensor) if self.tensor % n == 0 and common % n == 0]
+            advice = (
+                [f"a tensor degree that divides them, such as tp:{degrees[-1]}"] if degrees else ["method fsdp or auto"]
+            )
+            advice += [
+                f"{fine.size} padded to {-(-fine.size // self.tensor) * self.tensor}, as is usual for vocabularies"
+                for fine in too_fine[:1]
+                if fine.parts == fine.size
+            ]
+        if any(count % self.expert for count in counts):
+            advice.append(f"an expert degree that divides {math.gcd(*counts)}")
+        raise InputError(
+            listing(
+                "This layout does not apply to the step", list(dict.fromkeys(faults)), f"Use {', or '.join(advice)}."
+            )
+        )
+
+    def _refuse_batch(self, problem: Problem, node: Node) -> None:
+        ways = self.data * self.expert
+        count = problem.num_micro_batches
+        rows = node.factors[next(iter(problem.nodes.batch_factors[node.index]), 0)].size
+        per = f" in each of {count} micro-batches" if count > 1 else ""
+        raise InputError(
+            f"A batch of {rows * count} ({node.label} has {rows} rows{per}) cannot be split over dp {ways}. Use a global "
+            f"batch that is a multiple of {ways * count}, or a smaller data degree."
+        )
+
+
+def _split_by(choices: Ints, axis: int, factors: Iterable[int]) -> Ints:
+    """Choices that let an axis split one of some factors, or nothing where they cannot."""
+    column = choices[:, axis]
+    wanted = np.isin(column, list(factors))
+    return _rows(choices, wanted if wanted.any() else column == -1)
+
+
+def _rows(choices: Ints, wanted: NDArray[np.bool_]) -> Ints:
+    return np.asarray(choices[wanted], np.int64)

@@ -1,0 +1,330 @@
+"""Tensor parallelism: which factor of each node a mesh axis splits where products are computed Megatron-LM's way.
+
+The forward pass is followed in program order. A product with a weight is split by its output features (by columns) where
+what it reads is whole, and by its contraction (by rows) where what it reads is split; a lookup is split by its table's rows. Products
+without weights, such as those of attention, keep the split of their operands: by heads. The residual stream stays whole. What
+the backward pass and the update do follows from the same index spaces.
+
+Reference: M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism", 2019,
+section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ....graph import Phase, wildcard
+from ....sharding import Edge, NodeGraph, Projection
+from ._restrict import Kinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooFine:
+    """Something that must be split into more pieces than it has parts that stay together."""
+
+    label: str
+    size: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSplit:
+    """For each node the factors of which a tensor axis splits one; nodes that are not listed stay whole.
+
+    Attributes:
+        factors: by node.
+        too_fine: what a degree does not divide.
+    """
+
+    factors: dict[int, frozenset[int]]
+    too_fine: tuple[TooFine, ...]
+
+
+def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
+    """How a tensor axis of a degree splits the nodes of a step."""
+    walk = Forward(nodes=nodes, kinds=kinds, degree=degree)
+    for product in walk.products:
+        walk.decide(product)
+    return TensorSplit(factors=walk.spread(), too_fine=tuple(walk.too_fine))
+
+
+def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
+    """For each node that holds or computes something for each expert the factor that counts the experts.
+
+    An expert's weights are those with a dim that stands in both what their product reads and what it makes. What only
+    such products make and read is split by experts too; tokens change from a split by batch where they enter and leave.
+    """
+    walk = Forward(nodes=nodes, kinds=kinds, degree=1)
+    found: dict[int, int] = {}
+    for product in walk.products:
+        for edge in walk.incoming[product]:
+            if edge.source in walk.weights:
+                for factor in walk.parts(product).experts:
+                    found[product] = factor
+                    found[edge.source] = edge.source_projection.index(edge.target_projection[factor])
+    # What weights meet without products between: casts, gradients, the state of the optimizer; and the products beside.
+    pending = [n for n in found if nodes.nodes[n].kind == "group"]
+    while pending:
+        node = pending.pop()
+        for other, factor in walk.neighbours(node, found[node]):
+            if other not in found:
+                found[other] = factor
+                if nodes.nodes[other].kind == "group":
+                    pending.append(other)
+    beside: dict[int, dict[int, int]] = defaultdict(dict)
+    for product in [n for n in found if nodes.nodes[n].kind == "product"]:
+        for other, factor in walk.neighbours(product, found[product]):
+            beside[other][product] = factor
+    groups = {n: found_beside for n, found_beside in beside.items() if nodes.nodes[n].kind == "group"}
+    for node, by_product in groups.items():
+        products = {n for n in walk.beside(node) if nodes.nodes[n].kind == "product"}
+        if node not in found and products == set(by_product) and len(set(by_product.values())) == 1:
+            found[node] = next(iter(by_product.values()))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The factors of a product with a weight: what it sums over, its output features, and those it shares with what it reads."""
+
+    contraction: tuple[int, ...] = ()
+    features: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    is_lookup: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Forward:
+    """A walk over the forward pass.
+
+    `split` holds what has been decided, `whole` the groups that sums over the axis end in.
+    """
+
+    nodes: NodeGraph
+    kinds: Kinds
+    degree: int
+    split: dict[int, int] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    too_fine: list[TooFine] = field(default_factory=list)
+    incoming: dict[int, list[Edge]] = field(init=False)
+    outgoing: dict[int, list[Edge]] = field(init=False)
+    every: dict[int, list[tuple[int, Projection, Projection]]] = field(init=False)
+    weights: frozenset[int] = field(init=False)
+    products: tuple[int, ...] = field(init=False)
+    streams: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.incoming, self.outgoing, self.every = defaultdict(list), defaultdict(list), defaultdict(list)
+        for edge in self.nodes.edges:
+            self.every[edge.source].append((edge.target, edge.source_projection, edge.target_projection))
+            self.every[edge.target].append((edge.source, edge.target_projection, edge.source_projection))
+            if edge.phase <= Phase.FORWARD and not edge.gradient:
+                self.incoming[edge.target].append(edge)
+                self.outgoing[edge.source].append(edge)
+        self.products = tuple(
+            node.index
+            for node in self.nodes.nodes
+            if node.kind == "product" and any(work.phase <= Phase.FORWARD for work in node.work)
+        )
+        self.weights = self._weights()
+        self.streams = self._streams()
+
+    def decide(self, product: int) -> None:
+        """Choose the factor of a product, and what follows for the arrays it makes."""
+        parts = self.parts(product)
+        carried = self._carried(product)
+        chosen: int | None = None
+        if parts.is_lookup:
+            chosen = parts.contraction[0] if self._is_largest_lookup(product) else None
+        elif shared := [f for f in carried if f in parts.contraction] or carried:
+            chosen = shared[0]
+        elif parts.features and not any(e.target in self.streams for e in self.outgoing[product]):
+            chosen = self._column(product, parts.features)
+        if chosen is None:
+            return
+        self.split[product] = chosen
+        finest = self._finest(product, chosen)
+        # What has no weight follows from products that have.
+        if finest % self.degree and any(e.source in self.weights for e in self.incoming[product]):
+            self._note(product, chosen, finest)
+        for edge in self.outgoing[product]:
+            self._land(edge, chosen)
+
+    def parts(self, product: int) -> Parts:
+        """The factors of a product, if it has a weight."""
+        weight, activation, made = set[int](), set[int](), set[int]()
+        order: list[int] = []
+        for edge in self.incoming[product]:
+            dims = {f: d for f, d in enumerate(edge.target_projection) if d >= 0}
+            if edge.source in self.weights:
+                weight |= set(dims)
+                order += sorted(dims, key=dims.__getitem__)
+            else:
+                activation |= set(dims)
+        for edge in self.outgoing[product]:
+            made |= {f for f, d in enumerate(edge.source_projection) if d >= 0}
+        if not weight or not activation or self.nodes.nodes[product].kind != "product":
+            return Parts()
+        ordered = list(dict.fromkeys(order))
+        contraction = tuple(f for f in ordered if f not in made)
+        return Parts(
+            contraction=contraction,
+            features=tuple(f for f in ordered if f in made and f not in activation),
+            experts=tuple(f for f in ordered if f in made and f in activation),
+            is_lookup=bool(contraction) and not activation & set(contraction),
+        )
+
+    def neighbours(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
+        """Nodes that share an array's dim with a factor of a node, with their factor."""
+        for other, mine, theirs in self.every[node]:
+            if mine[factor] >= 0 and mine[factor] in theirs:
+                yield other, theirs.index(mine[factor])
+
+    def beside(self, node: int) -> set[int]:
+        """Nodes that share an array with a node."""
+        return {other for other, _, _ in self.every[node]}
+
+    def spread(self) -> dict[int, frozenset[int]]:
+        """What was decided, taken on to the backward pass, the weights and the update."""
+        decided = {*self.split, *self.whole, *self.streams, *self.products}
+        factors = {node: {factor} for node, factor in self.split.items()}
+        pending = list(self.split.items())
+        while pending:
+            node, factor = pending.pop()
+            for other, same in self.neighbours(node, factor):
+                if other not in decided and same not in factors.setdefault(other, set()):
+                    factors[other].add(same)
+                    pending.append((other, same))
+        return {node: frozenset(some) for node, some in factors.items() if some}
+
+    def _weights(self) -> frozenset[int]:
+        """Groups that hold parameters or what is made of these alone, such as casts."""
+        weights = set(self.kinds.parameters)
+        for node in self.nodes.nodes:
+            sources = [e.source for e in self.incoming[node.index]]
+            derived = bool(sources) and all(s in weights for s in sources)
+            if node.kind == "group" and derived and node.index not in self.kinds.update:
+                if not self.nodes.batch_factors[node.index]:
+                    weights.add(node.index)
+        return frozenset(weights)
+
+    def _streams(self) -> frozenset[int]:
+        """Groups that hold a residual stream: features that products of theirs are added to again."""
+        features = self._features()
+        streams: set[int] = set()
+        on_path: set[int] = set()
+        seen: set[int] = set()
+        fed = [n.index for n in self.nodes.nodes if n.kind == "group" and n.index not in self.weights]
+        for root in sorted(fed, key=lambda n: n not in self.kinds.batch_inputs):
+            stack = [(root, iter(self.outgoing[root]))] if root not in seen else []
+            seen.add(root)
+            on_path.add(root)
+            while stack:
+                node, edges = stack[-1]
+                edge = next(edges, None)
+                if edge is None:
+                    stack.pop()
+                    on_path.discard(node)
+                elif edge.target not in seen:
+                    seen.add(edge.target)
+                    on_path.add(edge.target)
+                    stack.append((edge.target, iter(self.outgoing[edge.target])))
+                elif edge.target in on_path and self._adds_features(edge, features[edge.target]):
+                    streams.add(edge.target)
+            on_path.discard(root)
+        return frozenset(streams)
+
+    def _features(self) -> dict[int, set[int]]:
+        """For each node the factors that output features of products with weights run through."""
+        features: dict[int, set[int]] = defaultdict(set)
+        pending = [(p, f) for p in self.products for f in self.parts(p).features]
+        while pending:
+            node, factor = pending.pop()
+            if factor in features[node]:
+                continue
+            features[node].add(factor)
+            for edge in self.outgoing[node]:
+                dim = edge.source_projection[factor]
+                if dim >= 0 and dim in edge.target_projection:
+                    pending.append((edge.target, edge.target_projection.index(dim)))
+        return features
+
+    def _adds_features(self, edge: Edge, features: set[int]) -> bool:
+        made = {d for d in edge.source_projection if d >= 0}
+        return any(edge.target_projection[f] in made for f in features)
+
+    def _carried(self, product: int) -> list[int]:
+        """Factors by which what a product reads is split already."""
+        carried: dict[int, None] = {}
+        for edge in self.incoming[product]:
+            if edge.source in self.split and edge.source not in self.weights:
+                dim = edge.source_projection[self.split[edge.source]]
+                if dim >= 0 and dim in edge.target_projection:
+                    carried[edge.target_projection.index(dim)] = None
+        return list(carried)
+
+    def _column(self, product: int, features: tuple[int, ...]) -> int | None:
+        """The output features to split; None for those that count experts, which a router scores for each token."""
+        candidates = [f for f in features if not self._counts_experts(product, f)]
+        divided = [f for f in candidates if self._finest(product, f) % self.degree == 0]
+        return next(iter(divided or candidates), None)
+
+    def _counts_experts(self, product: int, factor: int) -> bool:
+        seen: set[tuple[int, int]] = set()
+        pending = [(product, factor)]
+        while pending:
+            node, mine = pending.pop()
+            for edge in self.outgoing[node]:
+                dim = edge.source_projection[mine]
+                if dim < 0 or dim not in edge.target_projection or edge.target in self.streams:
+                    continue
+                reached = edge.target, edge.target_projection.index(dim)
+                if reached[1] in self.parts(reached[0]).experts:
+                    return True
+                if reached not in seen:
+                    seen.add(reached)
+                    pending.append(reached)
+        return False
+
+    def _finest(self, product: int, factor: int) -> int:
+        """Parts of a product's factor that stay together, here and in the arrays it makes, such as heads."""
+        sizes = [self.nodes.nodes[product].factors[factor].size]
+        for edge in self.outgoing[product]:
+            dim = edge.source_projection[factor]
+            if dim >= 0 and dim in edge.target_projection:
+                sizes.append(self.nodes.nodes[edge.target].factors[edge.target_projection.index(dim)].size)
+        return math.gcd(*sizes)
+
+    def _is_largest_lookup(self, product: int) -> bool:
+        """Whether no larger table is looked up for the same array; small ones, such as those of positions, stay whole."""
+        targets = {e.target for e in self.outgoing[product]}
+        rivals = [
+            p for p in self.products if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
+        ]
+        return max(rivals, key=self._table_bytes) == product
+
+    def _table_bytes(self, product: int) -> int:
+        return max(e.num_bytes for e in self.incoming[product] if e.source in self.weights)
+
+    def _land(self, edge: Edge, factor: int) -> None:
+        """Split a group as the product that fills it, and the groups that read this one."""
+        pending = [(edge, factor)]
+        while pending:
+            edge, factor = pending.pop()
+            dim = edge.source_projection[factor]
+            node = edge.target
+            if self.nodes.nodes[node].kind == "product" or node in self.split:
+                continue
+            if dim < 0 or dim not in edge.target_projection or node in self.streams or node in self.whole:
+                self.whole.add(node)
+                continue
+            self.split[node] = edge.target_projection.index(dim)
+            pending += [(e, self.split[node]) for e in self.outgoing[node]]
+
+    def _note(self, product: int, factor: int, finest: int) -> None:
+        label = wildcard(next(e.label for e in self.incoming[product] if e.source in self.weights))
+        size = self.nodes.nodes[product].factors[factor].size
+        self.too_fine.append(TooFine(label=label, size=size, parts=finest))

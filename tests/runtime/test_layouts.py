@@ -1,0 +1,72 @@
+"""A step laid out by name is the plain step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from runtime.equality import largest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.planners import method_by_name
+
+ROWS = 16
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, "vocab_size": 40, "seq_len": 8}
+MODELS = {
+    "gpt": ("gpt-125m", SIZES),
+    "llama": ("llama-7b", SIZES),
+    "moe": ("moe-380m", {**SIZES, "num_experts": 4, "group_size": 8}),
+}
+
+
+@functools.cache
+def workload(model: str, scan: bool) -> Any:
+    name, sizes = MODELS[model]
+    return zoo.build(zoo.configure(name, **sizes), ROWS, dtype="float64", scan=scan, learning_rate=1e-3)
+
+
+@functools.cache
+def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
+    """A state and a batch, and what the plain step makes of them on one device."""
+    work = workload(model, scan)
+    state = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, ROWS, SIZES["seq_len"]), np.int32)
+    batch = {"inputs": tokens[0], "targets": tokens[1]}
+    after, metrics = jax.jit(work.train_step)(state, batch)
+    return state, batch, jax.device_get(after), float(metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "micro_batches", "scan"),
+    [
+        ("tp:4", "gpt", 1, False),
+        ("megatron:dp2,tp4", "llama", 2, True),
+        ("megatron:dp2,tp4,zero1", "gpt", 2, False),
+        ("megatron:dp4,tp2,fsdp", "llama", 1, False),
+        ("megatron:dp2,tp4", "moe", 1, False),
+        ("megatron:ep4,tp2", "moe", 1, False),
+        ("megatron:dp2,ep2,tp2,zero2", "moe", 2, False),
+        ("megatron:dp2,tp2,pp2", "gpt", 4, False),
+        ("megatron:tp4,pp2,zero1", "llama", 4, True),
+    ],
+)
+def test_a_layout_by_name_is_the_plain_step(name, model, micro_batches, scan):
+    with jax.enable_x64(True):
+        work = workload(model, scan)
+        state, batch, wanted, loss = plain(model, scan)
+        plan = aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=aq.Cluster.preset("8xcpu"),
+            method=method_by_name(name),
+            num_micro_batches=micro_batches,
+        )
+        found, metrics = aq.parallelize(work.train_step, plan)(state, batch)
+        assert abs(float(metrics["loss"]) - loss) <= 1e-9 * abs(loss)
+        difference, path = largest("float64", state, jax.device_get(found), wanted)
+        assert difference <= 1e-9, path
