@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, LogicalMesh
-from ..core import InputError
+from ..core import InfeasibleError, InputError
 from ..cost import Problem, price
+from ..graph import Graph, Role
 from ._base import AbstractMethod, Decision, Progress, Task
 from ._pipeshard import PipeshardParallel
 from ._race import Entry, race
@@ -17,6 +18,8 @@ from .intra import MegatronSplit, Space, fixed
 
 ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """What a layout may split over its data axis besides the batch, and the stages of ZeRO that this is."""
+
+_ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class Megatron(AbstractMethod):
         expert: splits the experts of an MoE model; elsewhere these devices split the batch.
         zero_stage: 0 keeps the whole state on every data rank, 1 and 2 split optimizer state (2 gradients too, in
             every micro-batch), 3 parameters too.
-        num_micro_batches: of a pipeline; None tries the largest two that keep micro-batches worth splitting.
+        num_micro_batches: None is 1 for one program; for a pipeline it tries 1, 2, 4, ... rows on each data rank.
         layers: where a pipeline may be cut, see `PipeshardParallel`.
 
     References: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021.
@@ -84,15 +87,7 @@ class Megatron(AbstractMethod):
             decision = laid_out.solve(task.problem(count), task.progress)
             return replace(decision, combine=task.combine(count))
         laid_out._rule.check(task.problem(1))
-        pipeline = PipeshardParallel(
-            inter=EqualStages(
-                data=laid_out.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=laid_out.name
-            ),
-            intra=laid_out._rule,
-            num_micro_batches=self.num_micro_batches,
-            layers=self.layers,
-        )
-        return pipeline.decide(task)
+        return laid_out._fastest_pipeline(task)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
@@ -100,6 +95,45 @@ class Megatron(AbstractMethod):
         if laid_out.pipeline > 1:
             raise InputError(f"{laid_out.name} makes a pipeline, and one program was asked for. Leave pp out.")
         return laid_out._solved(problem, progress, laid_out.name)
+
+    def _fastest_pipeline(self, task: Task) -> Decision:
+        """The pipeline with the number of micro-batches asked for, or else the fastest: from one row on each data rank on, doubled
+        for as long as that helps.
+        """
+        pipeline = PipeshardParallel(
+            inter=EqualStages(data=self.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=self.name),
+            intra=self._rule,
+            layers=self.layers,
+        )
+        best: Decision | None = None
+        for count in self._counts(task):
+            try:
+                found = replace(pipeline, num_micro_batches=count).decide(task)
+            except InfeasibleError:
+                if best is None:
+                    raise
+                break
+            if best is not None and found.step_time_s >= best.step_time_s:
+                break
+            best = found
+        assert best is not None
+        return best
+
+    def _counts(self, task: Task) -> list[int]:
+        """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""
+        data = self.data or 1
+        asked = task.num_micro_batches if task.num_micro_batches > 1 else self.num_micro_batches
+        rows = _batch_rows(task.graph)
+        if rows % (data * (asked or 1)):
+            per = f" in each of {asked} micro-batches" if asked else ""
+            raise InputError(
+                f"A batch of {rows} cannot be split over dp{data}{per}. Use a global batch that is a multiple of "
+                f"{data * (asked or 1)}, fewer micro-batches, or a smaller data degree."
+            )
+        if asked or not rows:
+            return [asked or 1]
+        most = rows // data
+        return [most // each for each in _ROWS_OF_A_RANK if most % each == 0]
 
     @property
     def _rule(self) -> MegatronSplit:
@@ -151,6 +185,12 @@ class Megatron(AbstractMethod):
             f"{found} The product of the degrees ep, tp and pp, {others}, must divide the number of devices: use one of "
             f"{', '.join(map(str, fitting))}."
         )
+
+
+def _batch_rows(graph: Graph) -> int:
+    """Rows of the batch's arrays: what micro-batches and data ranks must divide. 0 without a batch."""
+    shapes = [graph.values[i.value].shape for i in graph.inputs if i.role is Role.BATCH]
+    return math.gcd(*(shape[0] for shape in shapes if shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -310,3 +310,32 @@ def test_nothing_to_split():
     step = momentum_step(loss, {"scale": array(64)}, {"x": array(32, 64)})
     with pytest.raises(InputError, match="has none that could be. Use method dp, fsdp or auto"):
         aq.plan(*step, cluster=CLUSTER, method=layout_by_name("tp:8"))
+
+
+def test_an_output_head_is_split_by_vocabulary_and_what_stands_before_it_stays_whole():
+    sizes = {**SIZES, "num_layers": 1}
+    work = zoo.build(zoo.configure("bert-base", **sizes), ROWS, dtype="bf16")
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:4"))
+    split = {path.removeprefix("state.params."): dims for path, dims in plan.stages[0].shardings.items()}
+    assert (split["embed.embedding"], split["bias"]) == ((TENSOR, ()), (TENSOR,))
+    assert split["transform.kernel"] == ((), ())
+
+
+def test_keys_and_values_of_fewer_heads():
+    sizes = {**SIZES, "num_kv_heads": 4}
+    work = zoo.build(zoo.configure("llama-70b", **sizes), ROWS, dtype="bf16", scan=True)
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:4"))
+    assert plan.stages[0].shardings["state.params.layers.attn.k.kernel"] == ((), (), TENSOR)
+    with pytest.raises(InputError, match=r"(?s)attn.k.kernel: 32 rows or columns in 4 parts.*such as tp:4"):
+        aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:8"))
+
+
+def test_a_pipeline_tries_numbers_of_micro_batches():
+    work = gpt("block")
+    layout = method_by_name("megatron:dp2,tp2,pp2")
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout)
+    counts = (1, 2, 4, 8)
+    tried = {n: planned("megatron:dp2,tp2,pp2", micro_batches=n, recompute="block") for n in counts if n > 1}
+    assert plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried.values()) * 1.001
+    with pytest.raises(InputError, match="A batch of 16 cannot be split over dp2 in each of 3 micro-batches"):
+        aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout, num_micro_batches=3)

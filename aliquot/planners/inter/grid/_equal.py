@@ -72,8 +72,8 @@ class EqualStages(AbstractInter):
                 f"{self.num_stages} stages were asked for, and the step can be cut into {chain.num_units} at most. "
                 f"Use pp{chain.num_units} or fewer."
             )
+        hosts, per_host = chain.num_hosts, chain.devices_per_host
         return (
-            f"dp{self.data},tp{self.tensor},pp{self.num_stages} cannot be laid out over {chain.num_hosts}x"
-            f"{chain.devices_per_host} devices: in a pipeline tp must divide the {chain.devices_per_host} devices of a host, and the "
-            f"rows of a micro-batch must be a multiple of dp {self.data}. Use other degrees, or other --micro-batches."
+            f"dp{self.data},tp{self.tensor},pp{self.num_stages} cannot be laid out over {hosts}x{per_host} devices: in a pipeline tp "
+            f"must divide the {per_host} devices of a host, and a stage takes whole hosts or a part of one."
         )

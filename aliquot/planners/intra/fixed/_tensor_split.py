@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ....graph import Phase, wildcard
@@ -115,6 +115,7 @@ class Forward:
     weights: frozenset[int] = field(init=False)
     products: tuple[int, ...] = field(init=False)
     streams: frozenset[int] = field(init=False)
+    heads: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.incoming, self.outgoing, self.every = defaultdict(list), defaultdict(list), defaultdict(list)
@@ -131,6 +132,7 @@ class Forward:
         )
         self.weights = self._weights()
         self.streams = self._streams()
+        self.heads = frozenset(p for p in self.products if self._is_head(p))
 
     def decide(self, product: int) -> None:
         """Choose the factor of a product, and what follows for the arrays it makes."""
@@ -139,6 +141,8 @@ class Forward:
         chosen: int | None = None
         if parts.is_lookup:
             chosen = parts.contraction[0] if self._is_largest_lookup(product) else None
+        elif product in self.heads:
+            chosen = self._column(product, parts.features)
         elif shared := [f for f in carried if f in parts.contraction] or carried:
             chosen = shared[0]
         elif parts.features and not any(e.target in self.streams for e in self.outgoing[product]):
@@ -267,12 +271,34 @@ class Forward:
         return list(carried)
 
     def _column(self, product: int, features: tuple[int, ...]) -> int | None:
-        """The output features to split; None for those that count experts, which a router scores for each token."""
-        candidates = [f for f in features if not self._counts_experts(product, f)]
+        """The output features to split, if any should be.
+
+        Those that count experts, which a router scores for each token, stay whole; and those that an output head sums
+        over, which is split by columns itself.
+        """
+        candidates = [f for f in features if not self._leads_to(product, f, self._wants_whole)]
         divided = [f for f in candidates if self._finest(product, f) % self.degree == 0]
         return next(iter(divided or candidates), None)
 
-    def _counts_experts(self, product: int, factor: int) -> bool:
+    def _wants_whole(self, product: int, factor: int) -> bool:
+        parts = self.parts(product)
+        return factor in parts.experts or (product in self.heads and factor in parts.contraction)
+
+    def _is_head(self, product: int) -> bool:
+        """Whether it makes more features than it reads, for no further weights, as for the words of a vocabulary."""
+        parts, factors = self.parts(product), self.nodes.nodes[product].factors
+        if not parts.features or parts.is_lookup:
+            return False
+        made, read = (math.prod(factors[f].size for f in some) for some in (parts.features, parts.contraction))
+        if made <= read or any(e.target in self.streams for e in self.outgoing[product]):
+            return False
+        return not any(self._leads_to(product, f, self._has_weight) for f in parts.features)
+
+    def _has_weight(self, product: int, factor: int) -> bool:
+        return self.parts(product) != Parts()
+
+    def _leads_to(self, product: int, factor: int, found: Callable[[int, int], bool]) -> bool:
+        """Whether a factor of a product runs, outside residual streams, through something that is looked for."""
         seen: set[tuple[int, int]] = set()
         pending = [(product, factor)]
         while pending:
@@ -282,7 +308,7 @@ class Forward:
                 if dim < 0 or dim not in edge.target_projection or edge.target in self.streams:
                     continue
                 reached = edge.target, edge.target_projection.index(dim)
-                if reached[1] in self.parts(reached[0]).experts:
+                if found(*reached):
                     return True
                 if reached not in seen:
                     seen.add(reached)
