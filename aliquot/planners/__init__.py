@@ -1,4 +1,4 @@
-"""Who decides: methods, the race between them, and what they write into a plan."""
+"""Planners: methods, the race between them, and the plans that they write."""
 
 from ._apply import apply_plan as apply_plan
 from ._base import AbstractMethod as AbstractMethod

@@ -1,4 +1,4 @@
-"""The interface of methods, and what they answer."""
+"""The interface of methods, with their task and their decision."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StageDecision:
     """A choice for every node of one stage, or of a whole step that is no pipeline.
 
     Attributes:
-        problem: what was decided about.
+        problem: the problem that was solved.
         priced, picks: the choices with their prices, and which of them was made for each node.
         first_device: of the cluster; the stage takes as many as its mesh has.
         first_layer, layer_names: its layers; none without a pipeline.
-        recompute: whether its backward pass works everything out again from what enters the stage.
+        recompute: whether its backward pass recomputes everything from the inputs of the stage.
         like: an earlier stage with the same operators and choices, or None.
     """
 
@@ -64,7 +64,7 @@ class StageDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineParts:
-    """How a step was cut into the stages of a pipeline, and what that costs."""
+    """A step cut into the stages of a pipeline, with its predicted costs."""
 
     layered: LayeredStep
     staged: StagedStep
@@ -75,18 +75,20 @@ class PipelineParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """How to run a step, with what is proved about it.
+    """Choices for every stage of a step, with a lower bound where one was proved.
 
     Attributes:
-        method, planner: who decided.
+        method, planner: names of those that decided.
         stages: one for a step that stays one program.
         pipeline: how it was cut into several; None for one program.
         combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
         step_time_s: predicted.
-        lower_bound_s: bounds every plan of the space named by `bound_holds_for`; None if nothing is proved.
-        gap: relative distance of what the search compared to that bound; by default that of the step time.
+        lower_bound_s: bounds every plan of the space named by `bound_holds_for`; None if nothing is
+            proved.
+        gap: relative distance of what the search compared to that bound; by default that of the
+            step time.
         status: how the search ended.
-        candidates: what was tried.
+        candidates: the meshes or methods that were tried.
     """
 
     method: str
@@ -108,7 +110,7 @@ class Decision:
 
     @property
     def picks(self) -> NDArray[np.int64]:
-        """Which of them were made."""
+        """The row that was chosen for each node of the first stage."""
         return self.stages[0].picks
 
     @property
@@ -124,11 +126,11 @@ class Task:
     Attributes:
         graph: the step on its whole batch.
         cluster: what it runs on.
-        num_micro_batches: that the user wants; 1 leaves their number to methods that search for it.
+        num_micro_batches: as the user wants; 1 lets methods that search for the number choose it.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
-        progress: told what is going on.
+        progress: called while a method searches.
     """
 
     graph: Graph
@@ -151,11 +153,13 @@ class Task:
         return replace(self, memory_limit_bytes=memory_limit_bytes)
 
     def problem(self, num_micro_batches: int) -> Problem:
-        """The step as one program in so many micro-batches. Raises as `plan_micro_batches` and `make_problem` do."""
+        """The step as one program in so many micro-batches. Raises as `plan_micro_batches` and
+        `make_problem` do.
+        """
         return self._problem(num_micro_batches)[0]
 
     def combine(self, num_micro_batches: int) -> Mapping[str, str]:
-        """How the outputs of so many micro-batches combine."""
+        """For each output, how those of so many micro-batches combine; see `MicroBatchPlan`."""
         return self._problem(num_micro_batches)[1]
 
     def _problem(self, count: int) -> tuple[Problem, Mapping[str, str]]:
@@ -180,7 +184,8 @@ class Task:
 
 
 class AbstractMethod(abc.ABC):
-    """A way to parallelize a step. Methods are frozen, pure and deterministic: no devices, no clocks, no files.
+    """A way to parallelize a step. Methods are frozen, pure and deterministic: no devices, no
+    clocks, no files.
 
     Attributes:
         layers: where methods that make stages may cut the step; see `PipeshardParallel`.
@@ -189,7 +194,8 @@ class AbstractMethod(abc.ABC):
     layers: str | int | None = None
 
     def decide(self, task: Task) -> Decision:
-        """How to run a captured step; by default as one program, in as many micro-batches as the task says.
+        """Plan a captured step; by default as one program, in as many micro-batches as the task
+        says.
 
         Raises:
             InfeasibleError, InputError, Interrupted: as `solve` does.
@@ -200,17 +206,17 @@ class AbstractMethod(abc.ABC):
 
     @abc.abstractmethod
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """How to run a step as one program.
+        """Plan a step as one program.
 
         Raises:
-            InfeasibleError: Nothing fits; what needs least is described.
-            InputError: The problem is none that this method can be asked.
-            Interrupted: Ctrl-C; carries the best decision until then.
+            InfeasibleError: Nothing fits; describes the plan that needs the least memory.
+            InputError: The method cannot plan this problem.
+            Interrupted: Ctrl-C; carries the best decision so far.
         """
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a search; `decision` is the best found until then, or None, and `plan` what was written of it."""
+    """Ctrl-C during a search; `decision` is the best so far, or None, and `plan` the plan of it."""
 
     def __init__(self, decision: Decision | None) -> None:
         super().__init__("interrupted")

@@ -1,4 +1,6 @@
-"""Questions to a plan that exists: the best interior under its own splits, and what other splits would cost."""
+"""Questions about an existing plan: the best interior under its splits of the inputs, and the cost
+of other splits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .intra import ILP, AbstractIntra, Space, fixed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherSplit:
-    """One array split another way: how, and the step time of the best plan that does so (None if none fits)."""
+    """One array split another way: how, and the step time of the best plan that does so (None if
+    none fits).
+    """
 
     subject: str
     chosen: str
@@ -28,7 +32,8 @@ class OtherSplit:
 
 
 def follow(problem: Problem, stage: StagePlan, intra: AbstractIntra | None = None) -> tuple[Choice, ...]:
-    """The best choices that split the inputs as a stage does; `intra` finds them, by default `ILP()`.
+    """The best choices that split the inputs as a stage does; `intra` finds them, by default
+    `ILP()`.
 
     Raises:
         InputError: no choice can.
@@ -64,7 +69,9 @@ def find_alternatives(
     most: int = 5,
     intra: AbstractIntra | None = None,
 ) -> list[OtherSplit]:
-    """For the largest inputs, the best plan on the same mesh that splits them otherwise, by `intra` or `ILP()`."""
+    """For the largest inputs, the best plan on the same mesh that splits them otherwise, by `intra`
+    or `ILP()`.
+    """
     quick = (intra or ILP()).coarser(relative_gap=1e-2, node_limit=20)
     priced = _priced(problem, stage, choices, quick, frozenset())
     picks = find_picks(priced, choices)
@@ -76,8 +83,8 @@ def find_alternatives(
             total, first = weight.get(port.node, (0, k))
             weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
     largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
-    others = [_without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest]
-    return [other for other in others if other is not None]
+    alternatives = [_without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest]
+    return [alternative for alternative in alternatives if alternative is not None]
 
 
 def _priced(
@@ -101,17 +108,19 @@ def _without(
     k: int,
     intra: AbstractIntra,
 ) -> OtherSplit | None:
-    """The best choices that do not split input `k` as `picks` do; None if it cannot be split otherwise."""
+    """The best choices that do not split input `k` as `picks` do; None if it cannot be split
+    otherwise.
+    """
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)
     table = priced.nodes[node].choices
     specs = [without_partial(project(tuple(int(f) for f in c), port.projection)) for c in table]
     chosen = specs[int(picks[node])]
-    others = masks[node] & np.array([s != chosen for s in specs])
-    if not others.any():
+    is_other_split = masks[node] & np.array([s != chosen for s in specs])
+    if not is_other_split.any():
         return None
     open_choices = list(masks)
-    open_choices[node] = others
+    open_choices[node] = is_other_split
     space = Space(name="another split", priced=priced, allowed=open_choices)
     solution = intra.solve(problem, space, memory_limit_bytes=problem.memory_limit_bytes)
     names = priced.mesh.axis_names

@@ -1,9 +1,10 @@
-"""A helper process that takes part in a search: searches are mostly Python, which keeps one core busy at a time.
+"""A helper process that takes part in a search: searches are mostly Python, which keeps one core
+busy.
 
-The two processes share calls of pure functions of this package on values that say all there is to
-know, so that answers do not depend on which process gives them. A call that the helper does not
-answer, because it could not be started, does not know a class of the caller's, or has died, is made
-here: its error, if it is one, comes from here, too.
+The two processes share calls of pure functions of this package whose arguments hold everything that
+the functions need, so that answers do not depend on which process gives them. A call that the
+helper does not answer, because it could not be started, does not know a class of the caller's, or
+has died, is made in this process, and so are its errors raised here.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from typing import IO, Any, Generic, TypeVar
 from ..core import collect_seldom
 
 T = TypeVar("T")
-# While one call is worked on the next one waits there, not here for its turn on this process's
-# interpreter.
+# While the helper works on one call the next one already waits there, as sending it needs a turn of
+# this process's interpreter.
 _AHEAD = 2
 _POLL_S = 0.02
 _READY = b"."
 
 
 class HelperProcess:
-    """A process of its own beside this one, to be used with `with`; it starts at once, and is ready a second later.
+    """A second process, used with `with`; it starts at once and is ready a second later.
 
     It imports this package and neither the user's program nor its modules, touches no accelerator,
-    and ends with the block, whatever ends that. Ctrl-C reaches this process alone.
+    and ends with the block, whatever ends that. Ctrl-C reaches only the calling process.
 
     Args:
-        wanted: whether there is enough to do. On a single core it is not started either.
+        wanted: whether there is enough work for it. On a single core it is never started.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -66,10 +67,10 @@ class HelperProcess:
         self.end()
 
     def share(self, function: Callable[[Any, Any], T]) -> SharedQueue[T]:
-        """Calls of a function of a module of this package, with what many calls have in common and what each has of its own.
+        """A queue of calls `function(context, item)`; the function must belong to a module of this
+        package.
 
-        Those of the last `SharedQueue` are over then: where their answers were not taken, this ends
-        the process.
+        A new queue ends the last one: if its answers were not read, the process ends as well.
         """
         if self._shared is not None and not self._shared.is_over:
             self.end()
@@ -78,7 +79,7 @@ class HelperProcess:
         return shared
 
     def end(self) -> None:
-        """End the process; what is open is done without it."""
+        """End the process; calls that it has not answered are made in this one."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -87,14 +88,16 @@ class HelperProcess:
         if self._shared is not None:
             self._shared.wait()
         for stream in (process.stdin, process.stdout):
-            # What it did not take any more is lost.
+            # Calls that it has not read are lost.
             with contextlib.suppress(OSError):
                 assert stream is not None
                 stream.close()
 
 
 class SharedQueue(Generic[T]):
-    """Calls that two processes divide between them: the helper takes them from the front, this process from the back."""
+    """Calls that two processes divide between them: the helper takes them from the front, this
+    process from the back.
+    """
 
     def __init__(self, function: Callable[[Any, Any], T], helper: HelperProcess) -> None:
         self.is_over = False
@@ -107,7 +110,7 @@ class SharedQueue(Generic[T]):
         self._feeder: threading.Thread | None = None
 
     def add(self, context: Any, items: Iterable[Any]) -> None:
-        """Calls with one context; they begin as soon as there is a process for them."""
+        """Add calls with one context; the helper begins as soon as it is ready."""
         packed = b""
         if self._helper.process is not None:
             try:
@@ -127,23 +130,23 @@ class SharedQueue(Generic[T]):
             self._feeder.start()
 
     def answers(self, report: Callable[[int, int], None] | None = None) -> list[T]:
-        """Of all calls, in the order in which they were added. `report` hears how many of how many have begun."""
+        """Answers of all calls, in the order in which they were added; calls `report(begun, of)`."""
         self._close()
         while (number := self._take(last=True)) is not None:
             if report:
                 report(len(self._calls) - len(self._open) - 1, len(self._calls))
             self._call(number)
         self.wait()
-        left = [number for number, answer in enumerate(self._answers) if isinstance(answer, _Nothing)]
-        if left:
+        unanswered = [number for number, answer in enumerate(self._answers) if isinstance(answer, _Nothing)]
+        if unanswered:
             self._helper.end()
-        for number in left:
+        for number in unanswered:
             self._call(number)
         self.is_over = True
         return [answer for answer in self._answers if not isinstance(answer, _Nothing)]
 
     def wait(self) -> None:
-        """Until nothing more comes from the other process."""
+        """Wait until nothing more comes from the other process."""
         self._close()
         if self._feeder is not None:
             self._feeder.join()
@@ -162,14 +165,14 @@ class SharedQueue(Generic[T]):
             return (self._open.pop() if last else self._open.popleft()) if self._open else None
 
     def _feed(self, process: subprocess.Popen[bytes]) -> None:
-        """Hand over calls and take in answers, until there are no more or the process is gone."""
+        """Send calls and receive answers, until there are no more or the process is gone."""
         assert process.stdin is not None and process.stdout is not None
         under_way: deque[int] = deque()
         sent: bytes | None = None
-        # Whatever goes wrong there, it is done here.
+        # Calls that fail in the helper are made in this process.
         with contextlib.suppress(Exception):
             while not self._helper.is_ready:
-                # Calls wait here as long as they would wait there, so that this process can have
+                # Until the helper is ready calls stay in the queue, where this process can take
                 # them.
                 if self._complete and not self._open:
                     return
@@ -205,9 +208,9 @@ _NOTHING = _Nothing()
 
 
 def serve() -> None:
-    """Run the helper process: answer what comes by standard input, until that ends."""
+    """Run the helper process: answer calls from standard input, until that ends."""
     collect_seldom()
-    # What imports and functions print is no answer.
+    # Standard output carries answers only; whatever imports and functions print goes elsewhere.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answers.write(_READY)
@@ -223,12 +226,12 @@ def serve() -> None:
 
 
 def _receive(requests: queue.SimpleQueue[Any]) -> None:
-    """Take in whatever comes, so that neither process waits for the other to read."""
+    """Read all calls at once, so that neither process waits for the other to read."""
     try:
         while True:
             requests.put(pickle.load(sys.stdin.buffer))
     except (OSError, EOFError):
-        # Nobody waits for what is under way.
+        # The caller has gone; nobody waits for the call under way.
         os._exit(0)
 
 

@@ -1,7 +1,8 @@
-"""Choices worth pricing on meshes of three axes and more, where all of them are too many.
+"""Choices worth pricing on meshes of three axes and more, which have too many to price them all.
 
-Each way to read such a mesh as one of two axes is solved first. Its solution is a choice on the finer mesh too. Tried there
-are these choices, their mixtures axis by axis, and all choices that differ from one of them in one axis.
+Neighbouring axes are first joined to two in every possible way, and each such mesh is solved. Its
+solution is a choice on the finer mesh too. Priced there are these choices, their mixtures axis by
+axis, and all choices that differ from one of them in one axis.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def choices_to_try(
 
     Args:
         intra: solves the meshes of two axes.
-        also: nodes of which all choices are wanted nevertheless.
+        also: nodes whose choices are all priced nevertheless.
     """
     nodes = problem.nodes.nodes
     if len(mesh.shape) <= FEW_AXES:
@@ -51,7 +52,9 @@ def choices_to_try(
 
 
 def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
-    """Seeds, their mixtures, and what differs from a seed in one axis. The choice that splits nothing is always there."""
+    """Seeds, their mixtures, and choices that differ from a seed in one axis; always the choice
+    that splits nothing.
+    """
     whole: Choice = (-1,) * num_axes
     near = {whole, *itertools.product(*({seed[a] for seed in seeds or (whole,)} for a in range(num_axes)))}
     for seed in {whole, *seeds}:

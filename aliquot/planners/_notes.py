@@ -1,4 +1,4 @@
-"""Remarks of a plan: what a reader might have expected to be split and is not."""
+"""Notes of a plan: operators and arrays that are not split although a reader might expect it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _MOST_WHOLE = 5
 
 
 def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
-    """How much work every device does alike, if it is much, which large operators run whole, and what is not divided."""
+    """Notes on replicated work, if it is much, on large operators that run whole, and on dims that
+    are not split.
+    """
     undivided = list(_undivided(stages[0]))[:_MOST] if len(stages) == 1 else []
     return (*_much_alike(stages), *_run_whole(stages), *undivided)
 
@@ -27,10 +29,10 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
     alike_s: dict[str, float] = defaultdict(float)
     total_s = 0.0
     for stage in stages:
-        found = work_alike(stage.priced, stage.picks)
-        for reason, seconds in found.alike_s.items():
+        work = work_alike(stage.priced, stage.picks)
+        for reason, seconds in work.alike_s.items():
             alike_s[reason] += seconds
-        total_s += found.total_s
+        total_s += work.total_s
     share = sum(alike_s.values()) / total_s if total_s else 0.0
     if share > _ALIKE:
         largest = sorted(alike_s.items(), key=lambda item: -item[1])

@@ -1,7 +1,8 @@
-"""One program instead of stages: with fewer, larger micro-batches than keep stages busy, that may be the fastest.
+"""One program instead of stages, which may be the fastest with fewer and larger micro-batches than
+a pipeline needs.
 
-What a program gathers for every micro-batch, such as parameters that are held split, grows with their number; so does what
-it starts. Memory falls with it. Prices of single layers show neither.
+With the number of micro-batches a program's gathers of split parameters and its launches grow, and
+its memory falls. Prices of single layers show neither.
 """
 
 from __future__ import annotations
@@ -17,20 +18,25 @@ from ..graph import Role
 from ._base import Decision, Progress
 from ._methods import ShardParallel
 
-# Declared infeasible only 10 % above the limit, as larger micro-batches change what a compiler holds.
+# Declared infeasible only 10 % above the limit, as a compiler may hold less with larger
+# micro-batches.
 _MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProgram:
-    """A step as one program on all devices: the mesh on which layers take least in sum, and how long if all fitted."""
+    """A step as one program on all devices: the mesh of the least total time of its layers, and
+    that time without a memory limit.
+    """
 
     mesh_shape: tuple[int, ...]
     least_s: float
 
 
 def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
-    """Seconds of the layers on all devices, on the mesh where these are least; None if they cannot run there."""
+    """The mesh of all devices with the least total time of the layers; None if they cannot run on
+    all devices.
+    """
     seconds = [
         (_seconds(chain, k), option.mesh_shape)
         for chain in chains
@@ -55,14 +61,15 @@ def fewer_micro_batches(
     is_hopeless: Callable[[Problem, int], bool] = lambda problem, count: False,
     progress: Progress | None = None,
 ) -> Decision | None:
-    """The best program with fewer micro-batches; None if none is faster than what there is already.
+    """The best program with fewer micro-batches; None if none takes less than `faster_than_s`.
 
-    From the square root of `most` by halves downwards as long as that makes it faster, or upwards until it fits.
+    Starts at the square root of `most` and halves the number as long as that is faster, or doubles
+    it until a program fits.
 
     Args:
         problem_with: the problem for a number of micro-batches.
-        most: micro-batches; its divisors are tried.
-        is_hopeless: whether a problem that was solved shows that with so many micro-batches nothing fits.
+        most: the number of micro-batches whose divisors are tried.
+        is_hopeless: whether a solved problem shows that no program with so many micro-batches fits.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -91,31 +98,35 @@ def fewer_micro_batches(
 
 
 def _next(divisors: Sequence[int], place: int, step: int) -> int:
-    """The place of the next divisor that is half or less, or twice or more; outside if there is none."""
-    wanted = divisors[place] * 2**step
+    """Position of the next divisor that is at most half as large, or at least twice; out of range
+    if there is none.
+    """
+    target = divisors[place] * 2**step
     if step < 0:
-        return bisect.bisect_right(divisors, wanted) - 1
-    return bisect.bisect_left(divisors, wanted)
+        return bisect.bisect_right(divisors, target) - 1
+    return bisect.bisect_left(divisors, target)
 
 
 def is_too_large(problem: Problem, count: int) -> bool:
-    """True if no split of a step with fewer micro-batches than a problem has can fit. It proves this in few of the cases.
+    """True if a lower bound on memory shows that no split of the step with only `count`
+    micro-batches fits.
 
-    Every array is there when the problem's own is, at most split over all devices. A single micro-batch is another
-    program: nothing adds up its gradients.
+    The bound gives every array the live range that it has in the problem and splits it over all
+    devices. It says nothing of a single micro-batch, which is another program, without accumulators
+    of gradients.
     """
     if not 1 < count < problem.num_micro_batches:
         return False
     graph, nodes = problem.graph, problem.nodes
     sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
-    with_batch = [
+    batch_factors = [
         {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
         for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
     ]
     larger = problem.num_micro_batches / count
-    parts = []
+    live_ranges = []
     for r in nodes.residents:
-        grows = r.node >= 0 and any(r.projection[f] >= 0 for f in with_batch[r.node])
-        parts.append((r, r.num_bytes * (larger if grows else 1.0)))
-    least_bytes = float(alive_over_time(parts, nodes.num_ops + 1).max()) / problem.cluster.num_devices
+        holds_batch = r.node >= 0 and any(r.projection[f] >= 0 for f in batch_factors[r.node])
+        live_ranges.append((r, r.num_bytes * (larger if holds_batch else 1.0)))
+    least_bytes = float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices
     return least_bytes > _MARGIN * problem.memory_limit_bytes

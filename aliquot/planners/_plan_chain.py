@@ -1,4 +1,4 @@
-"""`plan_chain`: stages for a chain that was made elsewhere, such as from another system's measurements."""
+"""`plan_chain`: stages for a chain from elsewhere, such as from another system's measurements."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def plan_chain(
     limits: StageLimits = NO_LIMITS,
     start: ChainPlan | None = None,
 ) -> ChainPlan:
-    """Cut a chain into stages, and give each its devices and options. Needs no graph and touches no device.
+    """Cut a chain into stages, and give each its devices and options. Needs no graph and touches no
+    device.
 
     Args:
         chain: one chain, or one for each number of micro-batches to choose from, such as
             `aliquot.cost.Chain`.
         inter: how stages are found; by default `StageDP()`.
-        limits: a number of stages or a schedule that is wanted.
+        limits: a number of stages or a schedule that the stages must have.
         start: stages to begin from.
 
     Returns:
@@ -30,19 +31,19 @@ def plan_chain(
         simulation.
 
     Raises:
-        InfeasibleError: nothing fits; what needs least is described.
-        InputError: the chains, or what is wanted of them, cannot be planned.
-        PlanMismatchError: the planner's stages cannot be run; says all that is wrong with them.
+        InfeasibleError: nothing fits; describes the stages that need the least memory.
+        InputError: the chains do not go together, or the planner cannot keep to the limits.
+        PlanMismatchError: the planner's stages cannot be run; lists all their faults.
     """
     chains = (chain,) if isinstance(chain, AbstractChain) else tuple(chain)
     inter = inter or StageDP()
     check_chains(chains)
     inter.check_limits(limits)
     plan = inter.solve(chains, limits=limits, start=start)
-    own = [c for c in chains if c.num_micro_batches == plan.num_micro_batches]
+    its_chains = [c for c in chains if c.num_micro_batches == plan.num_micro_batches]
     faults = (
-        find_stage_faults(own[0], plan.stages, plan.schedule, num_submeshes=plan.num_submeshes)
-        if own
+        find_stage_faults(its_chains[0], plan.stages, plan.schedule, num_submeshes=plan.num_submeshes)
+        if its_chains
         else (f"it has {plan.num_micro_batches} micro-batches, for which there is no chain",)
     )
     if faults:

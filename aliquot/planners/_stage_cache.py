@@ -1,4 +1,4 @@
-"""Solved stages, kept from one proposal of a search to the next: proposals often have stages in common."""
+"""Cache of solved stages: proposals of a search often have stages in common."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Solved = tuple[StageDecision, PricedStage]
 
 @dataclass(slots=True)
 class CachedStage:
-    """A stage's problem on any submesh, and its solutions so far."""
+    """A stage's problem, with its solutions so far by submesh and mesh."""
 
     problem: Problem
     _solutions: dict[object, Solved] = field(default_factory=dict)
 
     def solved(self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]) -> Solved:
-        """The solution that `solve` finds, or found before. Raises what `solve` raises.
+        """The cached solution, or that of `solve`, which is then kept. Raises what `solve` raises.
 
         Args:
             problem: the stage's, on the submesh of the option.
@@ -39,7 +39,9 @@ class StageCache:
         self._stages: dict[object, CachedStage] = {}
 
     def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> CachedStage:
-        """A stage by what it runs, which the same layers need not do in every proposal: another may run the update."""
+        """The entry of a stage by its operators. The same layers may have others in another
+        proposal, such as the update.
+        """
         key = _key(extract)
         if key not in self._stages:
             self._stages[key] = CachedStage(make(extract.graph))

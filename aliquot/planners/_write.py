@@ -40,8 +40,8 @@ def write_plan(
     """The plan of a decision.
 
     Args:
-        task: what was asked; the plan describes the interface of its step.
-        layers: how the step was cut into layers, as the method was told.
+        task: whose step's interface the plan describes.
+        layers: the method's setting for the layers that a step is cut into.
     """
     full, pipeline = task.graph, decision.pipeline
     split = pipeline.layered.graph.split if pipeline else None
@@ -132,7 +132,9 @@ def _interior(stage: StageDecision) -> Any:
 
 
 def _shardings(decision: Decision, k: int) -> _Shardings:
-    """Splits of what a stage keeps or reads of the batch, and of what it returns."""
+    """Splits of the inputs that a stage keeps or reads of the batch, and of the outputs that it
+    returns.
+    """
     stage, pipeline = decision.stages[k], decision.pipeline
     graph, nodes = stage.problem.graph, stage.problem.nodes
     names, choices = stage.priced.mesh.axis_names, stage.choices
@@ -143,11 +145,11 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
         spec = without_partial(project(choices[port.node], port.projection)) if port.node >= 0 else whole
         return dims_of(spec, names, len(value.shape))
 
-    stays = {i.path for i in graph.inputs} if pipeline is None else _kept(pipeline.staged, k)
+    kept_or_read = {i.path for i in graph.inputs} if pipeline is None else _kept(pipeline.staged, k)
     inputs = {
         item.path: dims(port, item.value)
         for item, port in zip(graph.inputs, nodes.input_ports, strict=True)
-        if item.path in stays
+        if item.path in kept_or_read
     }
     returned = {o.path for o in (pipeline.staged.graph if pipeline else graph).outputs}
     outputs = {
@@ -162,30 +164,32 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
 
 
 def _kept(staged: StagedStep, k: int) -> set[str]:
-    """Inputs of a stage that are inputs of the step, and that no other stage keeps."""
+    """Inputs of a stage that are inputs of the step and kept by no other stage."""
     extract, home = staged.extracts[k], staged.staging.home
-    named = {item.path for item in staged.graph.inputs}
-    own = {item.path for item in extract.graph.inputs if home.get(extract.values[item.value], k) == k}
-    return own & named
+    step_inputs = {item.path for item in staged.graph.inputs}
+    homed = {item.path for item in extract.graph.inputs if home.get(extract.values[item.value], k) == k}
+    return homed & step_inputs
 
 
 def _add_anywhere(full: Graph, stages: list[_Shardings]) -> None:
-    """Put what no stage reads or makes on the first: scalars that nothing computes with, results that are arguments."""
+    """Put inputs that no stage reads and outputs that none computes on the first: unused scalars,
+    returned arguments.
+    """
     placed = {unranged(path) for inputs, _ in stages for path in inputs}
-    made = {unranged(path) for _, outputs in stages for path in outputs}
+    computed = {unranged(path) for _, outputs in stages for path in outputs}
     inputs, outputs = stages[0]
     for item in full.inputs:
         if item.path not in placed:
             inputs[item.path] = ((),) * len(full.values[item.value].shape)
     for output in full.outputs:
-        if output.path not in made:
+        if output.path not in computed:
             value = full.values[output.value] if isinstance(output.value, int) else output.value
             source = next((i.path for i in full.inputs if i.value == output.value), None)
             outputs[output.path] = inputs.get(source or "", ((),) * len(value.shape))
 
 
 def _inferred_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ...]:
-    """What was inferred about primitives without a declared rule, if that was asked for."""
+    """Rules inferred for primitives without a declared one, if the task lets them be inferred."""
     rules = inferred_rules(full) if on_missing_rule == "infer" else ()
     return tuple(InferredRule(primitive=r.primitive, rule=r.text, count=r.count) for r in rules)
 

@@ -1,4 +1,4 @@
-"""Which stretch of a step goes to which devices, with which option, and under which schedule."""
+"""Inter planners: they cut a step into stages and give each its devices, option and schedule."""
 
 from ._base import NO_LIMITS as NO_LIMITS
 from ._base import AbstractInter as AbstractInter

@@ -1,4 +1,4 @@
-"""The interface of inter planners, and what they are given."""
+"""The interface of inter planners, and the limits that their answers keep to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StageLimits:
     """Limits that the answer must keep to; None leaves a choice to the planner.
 
     Attributes:
-        num_stages: how many stages, interleaved ones counted one by one.
+        num_stages: the number of stages, interleaved ones counted one by one.
         schedule: a name of `plans.SCHEDULES`.
 
     Raises:
@@ -38,7 +38,9 @@ NO_LIMITS = StageLimits()
 
 
 class AbstractInter(abc.ABC):
-    """A way to cut a chain into stages. Inter planners are frozen, pure and deterministic: no devices, clocks or files."""
+    """A way to cut a chain into stages. Inter planners are frozen, pure and deterministic: no
+    devices, clocks or files.
+    """
 
     @abc.abstractmethod
     def solve(
@@ -54,14 +56,14 @@ class AbstractInter(abc.ABC):
         Args:
             chains: of the same step and cluster, one for each number of micro-batches to choose
                 from.
-            limits: what the stages must keep to; `check_limits` has accepted them.
-            helper: a process that takes calls off this one; answers must not depend on it.
-            start: stages to begin from, such as those of another planner; the answer is no slower
-                than they are. A planner whose answer is given by its settings ignores them.
+            limits: that the stages must keep to; `check_limits` has accepted them.
+            helper: a second process that may take part; answers must not depend on it.
+            start: stages to begin from, such as those of another planner; the answer is no slower.
+                A planner whose answer follows from its settings ignores them.
 
         Raises:
-            InfeasibleError: nothing fits; what needs least is described.
-            InputError: the chains, or what is wanted of them, cannot be planned.
+            InfeasibleError: nothing fits; describes the stages that need the least memory.
+            InputError: the chains do not go together, or the planner cannot keep to the limits.
         """
 
     @property
@@ -71,25 +73,27 @@ class AbstractInter(abc.ABC):
 
     @property
     def own_way(self) -> str:
-        """A few words on how it decides what `check_limits` refuses, for messages: "grid tries ..."."""
+        """A verb phrase for messages on how it chooses stages and schedule itself: "tries ..."."""
         return "has its own number of stages and schedule"
 
     @property
     def searches(self) -> bool:
-        """True if it looks for the fastest stages of all. One stage is then a good answer, and so is one program."""
+        """True if it searches for the fastest stages; one stage, or one program, may then be the
+        answer.
+        """
         return False
 
     def check_limits(self, limits: StageLimits) -> None:
         """Refuse limits that this planner cannot keep to; by default any. Raises `InputError`."""
-        given = [name for name in ("num_stages", "schedule") if getattr(limits, name) is not None]
-        if given:
+        limited = [name for name in ("num_stages", "schedule") if getattr(limits, name) is not None]
+        if limited:
             raise InputError(
-                f"{' and '.join(given)}: a planner that searches stages, such as StageDP, keeps to these; "
+                f"{' and '.join(limited)}: a planner that searches stages, such as StageDP, keeps to these; "
                 f"{type(self).__name__} has its own. Leave them out."
             )
 
     def required_profiles(self, chains: Sequence[AbstractChain]) -> tuple[str, ...]:
-        """Names of measurements that it wants and the chains do not hold; none by default."""
+        """Names of measurements that it needs and the chains lack; none by default."""
         return ()
 
 

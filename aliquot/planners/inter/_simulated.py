@@ -1,4 +1,4 @@
-"""The last word among a few plans: a simulation, which knows what closed forms leave out."""
+"""Simulation of the best few plans by closed form, which leaves out what the simulation knows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _ROUNDING = 1e-9
 def worth_simulating(
     plans: Iterable[tuple[ChainPlan, AbstractChain]], most: int, known: Iterable[ChainPlan] = ()
 ) -> list[ChainPlan]:
-    """The first `most` different plans of each schedule, less those that are known.
+    """The first `most` different plans of each schedule, without those that are known.
 
     Args:
         plans: each with its chain, best first.
         most: at least 1.
     """
-    seen: Counter[str] = Counter()
-    looked_at: set[object] = set()
-    left_out = {_key(plan) for plan in known}
+    num_chosen: Counter[str] = Counter()
+    seen: set[object] = set()
+    known_keys = {_key(plan) for plan in known}
     chosen = []
     for plan, _ in plans:
         key = _key(plan)
-        if key in looked_at or seen[plan.schedule] == most:
+        if key in seen or num_chosen[plan.schedule] == most:
             continue
-        looked_at.add(key)
-        seen[plan.schedule] += 1
-        if key not in left_out:
+        seen.add(key)
+        num_chosen[plan.schedule] += 1
+        if key not in known_keys:
             chosen.append(plan)
     return chosen
 
@@ -39,7 +39,7 @@ def _key(plan: ChainPlan) -> object:
 
 
 def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
-    """A plan of one of some chains with its step time by simulation."""
+    """The plan, of one of the chains, with its step time by simulation."""
     (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
     result, peak_bytes = simulate_stages(chain, plan)
     assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), "bounds on what is in flight were too low"
@@ -47,5 +47,5 @@ def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
 
 
 def fastest(plans: Sequence[ChainPlan]) -> ChainPlan | None:
-    """The first of those with the least step time; None without plans."""
+    """The plan of least step time, the first of equals; None if there are no plans."""
     return min(plans, key=lambda plan: plan.step_time_s, default=None)

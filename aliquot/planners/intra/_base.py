@@ -1,4 +1,4 @@
-"""The interface of intra planners, which choose a split for each operator among those open on one mesh."""
+"""The interface of intra planners, which choose a split for each operator on one mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Masks: TypeAlias = Sequence[NDArray[np.bool_]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Space:
-    """The choices open on one mesh, with their prices: what an intra planner chooses from.
+    """The choices on one mesh that an intra planner may take, with their prices.
 
     Attributes:
         name: for people, such as "zero3" or "ilp, batch alone on x".
@@ -34,7 +34,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntraCosts:
-    """Cost of chosen splits, by the one judge (`cost.evaluate`): seconds of a step, bytes of the fullest moment."""
+    """Cost of chosen splits by `cost.evaluate`: time of a step, peak memory of a device."""
 
     step_time_s: float
     peak_bytes: float
@@ -42,12 +42,13 @@ class IntraCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IntraSolution:
-    """Chosen splits with what is proved about them.
+    """Chosen splits with a lower bound.
 
     Attributes:
         picks: for each node the row of its table of choices.
         costs: of these picks.
-        lower_bound_s: no picks of the space that fit in memory take less; 0 if nothing is proved.
+        lower_bound_s: no picks of the space that fit in memory take less time; 0 if nothing is
+            proved.
         status: how the search ended, such as "optimal", "optimal within the gap" or "rounded".
     """
 
@@ -68,9 +69,10 @@ class IntraSolution:
 
 
 class AbstractSearch(abc.ABC):
-    """A search of one space in steps, so that bounds of several spaces can be compared before any is searched to its end.
+    """A search of one space in steps, so that a race can compare bounds of several spaces before it
+    completes any.
 
-    Called in this order: `start`, `bound`, then `incumbent` and `improve`. `gave_up` says whether a
+    Called in this order: `start`, `bound`, then `incumbent` and `improve`. `gave_up` is true if a
     limit on its work ended it.
     """
 
@@ -79,42 +81,49 @@ class AbstractSearch(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> float | None:
-        """A first lower bound in seconds; None if no picks are possible. May be called in a thread of its own."""
+        """A first lower bound in seconds; None if no picks are possible. May be called in another
+        thread.
+        """
 
     @abc.abstractmethod
     def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The lower bound in seconds, lifted no further than `cutoff_s`; None if nothing fits in memory."""
+        """The lower bound in seconds, raised no further than `cutoff_s`; None if nothing fits in
+        memory.
+        """
 
     @property
     @abc.abstractmethod
     def picks(self) -> Ints | None:
-        """The best guess after `bound`, whether it fits in memory or not; None if there is none."""
+        """The best picks after `bound`, within the memory limit or not; None if there are none."""
 
     @abc.abstractmethod
     def incumbent(self) -> IntraSolution | None:
-        """The best solution known after `bound`; None if none that fits is known yet."""
+        """The best solution that fits, as known after `bound`; None if there is none yet."""
 
     @abc.abstractmethod
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """Search to the end: the best solution; None if nothing fits, or nothing below `cutoff_s` was found."""
+        """Complete the search: the best solution; None if nothing fits, or nothing takes less than
+        `cutoff_s`.
+        """
 
     @abc.abstractmethod
     def least_memory(self) -> Ints:
-        """Picks that need little memory, to say how far from fitting a step is."""
+        """Picks that need little memory, for messages on how much a step lacks."""
 
 
 class AbstractIntra(abc.ABC):
-    """A way to split the operators of a step on one mesh. Frozen, pure and deterministic: no devices, clocks or files.
+    """A way to split the operators of a step on one mesh. Frozen, pure and deterministic: no
+    devices, clocks or files.
 
-    A planner must say `name` and `solve`. Races between meshes, prices of layers and stages of
-    pipelines go through `begin`, which by default solves at once; a planner that knows bounds
-    before solutions has a search of its own there.
+    A planner defines `name` and `solve`. Races between meshes, prices of layers and stages of
+    pipelines call `begin`, which by default solves at once; a planner that knows bounds before
+    solutions returns a search of its own.
     """
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """As plans and tables show it."""
+        """The name that plans and tables show."""
 
     @abc.abstractmethod
     def solve(
@@ -123,10 +132,9 @@ class AbstractIntra(abc.ABC):
         """The best picks of a space; None if nothing fits, or nothing takes less than `ceiling_s`.
 
         Args:
-            problem: the step, which prices do not tell all of: roles of arrays, number of
-                micro-batches.
+            problem: the step, for what prices do not say: roles of arrays, number of micro-batches.
             memory_limit_bytes: for each device, infinite where memory does not matter.
-            ceiling_s: the step time of a solution known elsewhere.
+            ceiling_s: the step time of the incumbent, from another search.
         """
 
     def begin(
@@ -141,8 +149,7 @@ class AbstractIntra(abc.ABC):
         """The search that `solve` makes, in steps.
 
         Args:
-            notes: kept from one space of a problem to its next ones; a planner may put there what
-                serves them all.
+            notes: shared by all spaces of a problem; a planner may keep there what serves them all.
         """
         return SolvedAtOnce(self, problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
 
@@ -161,21 +168,23 @@ class AbstractIntra(abc.ABC):
         return None
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> AbstractIntra:
-        """This planner for answers that need not be exact: with at least this gap and at most this much work."""
+        """This planner with at least this gap and at most this many nodes, for answers that need
+        not be exact.
+        """
         return self
 
     def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """Names of measurements that it wants and the problem's cluster does not describe; none by default."""
+        """Names of measurements that it needs and the problem's cluster lacks; none by default."""
         return ()
 
     @property
     def relative_gap(self) -> float:
-        """Improvements by a smaller share of the step time are not looked for."""
+        """Smallest improvement that is searched for, as a share of the step time."""
         return 0.0
 
 
 class SolvedAtOnce(AbstractSearch):
-    """The search of a planner that knows no steps: everything is done when its bound is asked for."""
+    """The search of a planner that solves in one call, which `bound` makes."""
 
     def __init__(
         self, intra: AbstractIntra, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float
@@ -191,7 +200,7 @@ class SolvedAtOnce(AbstractSearch):
         return self.lower_bound_s
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The bound of the planner's solution; that of no solution where none takes less than the ceiling."""
+        """The bound of the planner's solution; the ceiling if none takes less."""
         if not self._is_solved:
             self._solution = self._intra.solve(
                 self._problem, self._space, memory_limit_bytes=self._limit_bytes, ceiling_s=self._ceiling_s
@@ -216,7 +225,7 @@ class SolvedAtOnce(AbstractSearch):
         return self._solution if self._solution and self._solution.step_time_s < cutoff_s else None
 
     def least_memory(self) -> Ints:
-        """The planner's picks without a limit on memory, as far as it tells; else the first allowed choices."""
+        """The planner's picks without a memory limit; the first allowed choices if there are none."""
         free = self._intra.solve(self._problem, self._space, memory_limit_bytes=np.inf)
         return free.picks if free else np.array([int(np.argmax(mask)) for mask in self._space.allowed], np.int64)
 
@@ -224,7 +233,7 @@ class SolvedAtOnce(AbstractSearch):
 def judge_picks(
     space: Space, picks: Ints, *, memory_limit_bytes: float, lower_bound_s: float = 0.0, status: str = "judged"
 ) -> IntraSolution | None:
-    """Picks with what they cost by the one judge; None if they do not fit in memory or cannot be run."""
+    """Picks with their costs; None if they do not fit in memory or cannot be run."""
     peak_bytes = float(timeline(known_memory(space.priced, picks), space.priced, picks).max())
     step_time_s = evaluate(space.priced, picks).total_s
     if peak_bytes > memory_limit_bytes * (1 + 1e-9) or not np.isfinite(step_time_s):

@@ -1,4 +1,6 @@
-"""`Grid`: the same degrees of data, tensor and pipeline parallelism everywhere, as experts set them by hand."""
+"""`Grid`: the same degrees of data and tensor parallelism in all stages, as experts set them by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,19 @@ GRID_SCHEDULE = "1f1b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid(AbstractInter):
-    """Megatron-LM's way: dp x tp x pp, every stage with the same option and as many units as the others, 1f1b.
+    """A regular grid dp x tp x pp as in Megatron-LM: equal stages with the same option, scheduled
+    by 1f1b.
 
-    All options that state `dp` and `tp` are tried, recomputing or not, with every number of micro-batches given. Where
-    the units cannot be dealt out equally, later stages have one more. It proves nothing: a baseline.
+    All options that state `dp` and `tp` are tried, recomputing or not, with every number of
+    micro-batches given. Where the number of stages does not divide the units, later stages have one
+    more. A baseline: it proves no bound.
 
     Attributes:
-        simulated: how many of the best plans by closed form are simulated; the fastest of them is the answer.
+        simulated: the number of best plans by closed form that are simulated; the fastest is the
+            answer.
 
-    Reference: Narayanan et al., Efficient large-scale language model training on GPU clusters using Megatron-LM, 2021.
+    Reference: Narayanan et al., Efficient large-scale language model training on GPU clusters using
+    Megatron-LM, 2021.
     """
 
     simulated: int = 3
@@ -49,7 +55,7 @@ class Grid(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. It tries every grid, whatever there is to start from."""
+        """See `AbstractInter.solve`. It tries every grid and ignores `start`."""
         self.check_limits(limits)
         check_chains(chains)
         plans = [(plan, chain) for chain in chains for plan in layouts(chain)]
@@ -69,13 +75,13 @@ class Grid(AbstractInter):
 
 
 def layouts(chain: AbstractChain) -> Iterator[ChainPlan]:
-    """Every regular plan that can run, whatever its memory."""
+    """All regular plans that can run, with or without enough memory."""
     for k, option in enumerate(chain.options):
         if option.dp is None or option.tp is None:
             continue
         size = option.num_devices
-        count, rest = divmod(chain.num_devices, size)
-        if rest or count > chain.num_units:
+        count, remainder = divmod(chain.num_devices, size)
+        if remainder or count > chain.num_units:
             continue
         stages = _equal_stages(chain, k, count)
         if stages and not find_stage_faults(chain, stages, GRID_SCHEDULE, check_memory=False):
@@ -83,14 +89,16 @@ def layouts(chain: AbstractChain) -> Iterator[ChainPlan]:
 
 
 def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageChoice]:
-    """Stages of as many units each under one option, that fit where any are known to; none if it cannot run them."""
+    """Equal stages under one option, within the memory limit if possible; none if the option cannot
+    run them.
+    """
     edges = [stage * chain.num_units // count for stage in range(count + 1)]
-    kept = chain_in_flight(GRID_SCHEDULE, chain.num_micro_batches, count, count)
+    in_flight = chain_in_flight(GRID_SCHEDULE, chain.num_micro_batches, count, count)
     size = chain.options[option].num_devices
     stages = []
     for stage, (first, last) in enumerate(zip(edges, edges[1:])):
         propose = functools.partial(
-            chain.propose, option, first, last, first_device=stage * size, in_flight=float(kept[stage])
+            chain.propose, option, first, last, first_device=stage * size, in_flight=float(in_flight[stage])
         )
         choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
         if choice is None:

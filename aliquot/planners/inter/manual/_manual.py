@@ -1,4 +1,4 @@
-"""`ManualStages`: the cuts and options that a user gives, checked and priced like any other plan."""
+"""`ManualStages`: stages that a user gives, checked and priced like those of any planner."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManualStages(AbstractInter):
-    """Stages as given: for each its units and its option, and, if wanted, where its submesh begins.
+    """Stages as given: for each its units and its option, and optionally the first device.
 
     Attributes:
         boundaries: for each stage its units [first, last).
         options: for each stage the name of an option, or its position among the chain's.
-        first_devices: for each stage; None puts submeshes one behind the other.
+        first_devices: for each stage; None puts submeshes one after the other.
         schedule: of the pipeline.
         num_submeshes: fewer than stages where these are interleaved.
         num_micro_batches: which of the chains to take; None: the fastest.
@@ -48,19 +48,19 @@ class ManualStages(AbstractInter):
 
     def __post_init__(self) -> None:
         faults = []
-        known = training_schedules()
-        if self.schedule not in known:
-            faults.append(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, known)}")
+        schedules = training_schedules()
+        if self.schedule not in schedules:
+            faults.append(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, schedules)}")
         for name in ("options", "first_devices"):
-            given = getattr(self, name)
-            if given is not None and len(given) != len(self.boundaries):
-                faults.append(f"{len(self.boundaries)} stages have {len(given)} {name.replace('_', ' ')}")
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.boundaries):
+                faults.append(f"{len(self.boundaries)} stages have {len(values)} {name.replace('_', ' ')}")
         if self.num_submeshes is not None and self.num_submeshes < 1:
             faults.append(f"{self.num_submeshes} submeshes were asked for; there is at least 1")
         shared = self.num_submeshes not in (None, len(self.boundaries))
-        if shared and self.schedule in known and not SCHEDULES[self.schedule].interleaves:
-            others = " or ".join(name for name in known if SCHEDULES[name].interleaves)
-            faults.append(f"schedule {self.schedule!r} runs each stage on a submesh of its own; try {others}")
+        if shared and self.schedule in schedules and not SCHEDULES[self.schedule].interleaves:
+            interleaved = " or ".join(name for name in schedules if SCHEDULES[name].interleaves)
+            faults.append(f"schedule {self.schedule!r} runs each stage on a submesh of its own; try {interleaved}")
         if faults:
             raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
 
@@ -72,21 +72,22 @@ class ManualStages(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. The stages are given, whatever there is to start from.
+        """See `AbstractInter.solve`. The stages are given; `start` is ignored.
 
         Raises:
-            PlanMismatchError: Units left out or in two stages, devices used twice or beyond the cluster, unknown options.
-            InfeasibleError: Nothing but memory is wrong; names each stage that has too little.
+            PlanMismatchError: Units left out or in two stages, devices used twice or beyond the
+                cluster, unknown options.
+            InfeasibleError: Only memory is short; names each stage that has too little.
         """
         self.check_limits(limits)
         check_chains(chains)
-        wanted = [c for c in chains if self.num_micro_batches in (None, c.num_micro_batches)]
-        if not wanted:
-            known = ", ".join(str(c.num_micro_batches) for c in chains)
-            raise InputError(f"{self.num_micro_batches} micro-batches were asked for; there are chains for {known}.")
+        candidates = [c for c in chains if self.num_micro_batches in (None, c.num_micro_batches)]
+        if not candidates:
+            counts = ", ".join(str(c.num_micro_batches) for c in chains)
+            raise InputError(f"{self.num_micro_batches} micro-batches were asked for; there are chains for {counts}.")
         plans: list[ChainPlan] = []
-        short: list[tuple[float, AbstractChain, tuple[str, ...]]] = []
-        for chain in wanted:
+        too_large: list[tuple[float, AbstractChain, tuple[str, ...]]] = []
+        for chain in candidates:
             stages = self._stages(chain)
             if faults := find_stage_faults(
                 chain, stages, self.schedule, num_submeshes=self.num_submeshes, check_memory=False
@@ -95,11 +96,11 @@ class ManualStages(AbstractInter):
             plan = judge_stages(chain, stages, self.schedule, num_submeshes=self.num_submeshes)
             faults = find_stage_faults(chain, stages, self.schedule, num_submeshes=self.num_submeshes)
             if faults:
-                short.append((plan.peak_bytes, chain, faults))
+                too_large.append((plan.peak_bytes, chain, faults))
             else:
                 plans.append(simulate_stages(chain, plan)[0])
         if not plans:
-            raise _too_large(min(short, key=lambda entry: entry[0]))
+            raise _too_large(min(too_large, key=lambda entry: entry[0]))
         return min(plans, key=lambda plan: plan.step_time_s)
 
     def _stages(self, chain: AbstractChain) -> list[StageChoice]:
@@ -122,23 +123,26 @@ class ManualStages(AbstractInter):
             StageChoice(first_unit=i, last_unit=j, option=o, first_device=d)
             for (i, j), o, d in zip(self.boundaries, options, firsts)
         ]
-        # Options of units can only be chosen for stages that exist.
+        # Options of units are chosen only where all stages are possible ones; faults are reported
+        # later.
         count, submeshes = len(stages), self.num_submeshes or len(stages)
         whole = stages and all(0 <= s.first_unit < s.last_unit <= chain.num_units for s in stages)
         if not whole or count % submeshes:
             return stages
-        kept = chain_in_flight(self.schedule, chain.num_micro_batches, count, submeshes).tolist()
-        return [self._with_unit_options(chain, s, k, count // submeshes) for s, k in zip(stages, kept)]
+        in_flight = chain_in_flight(self.schedule, chain.num_micro_batches, count, submeshes).tolist()
+        return [self._with_unit_options(chain, s, k, count // submeshes) for s, k in zip(stages, in_flight)]
 
-    def _with_unit_options(self, chain: AbstractChain, stage: StageChoice, kept: float, chunks: int) -> StageChoice:
-        """A stage with the fastest options of its units that fit, or that do not, where none do."""
+    def _with_unit_options(
+        self, chain: AbstractChain, stage: StageChoice, in_flight: float, chunks: int
+    ) -> StageChoice:
+        """The stage with the fastest options of its units, within the memory limit if possible."""
         for limit_bytes in (chain.memory_limit_bytes, math.inf):
             proposed = chain.propose(
                 stage.option,
                 stage.first_unit,
                 stage.last_unit,
                 first_device=stage.first_device,
-                in_flight=kept,
+                in_flight=in_flight,
                 chunks=chunks,
                 limit_bytes=limit_bytes,
             )

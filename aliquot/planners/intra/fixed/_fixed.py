@@ -16,14 +16,15 @@ from ._restrict import batch_restriction, kinds_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(AbstractIntra):
-    """Split the batch over all axes, and what a stage of ZeRO splits besides; another planner decides what is then left.
+    """Split the batch over all axes, and parameters and states as a stage of ZeRO does; another
+    planner decides the rest.
 
     Attributes:
         zero_stage: 0 replicates everything but the batch (data parallelism), 2 splits optimizer
             state and gradients, 3 parameters too.
         first_shard_axis: ZeRO splits over this mesh axis and those after it; 1 replicates over the
             first axis.
-        rest: decides what the rule leaves open, such as temporary values of the update.
+        rest: the planner of all other choices, such as those of temporary values of the update.
     """
 
     zero_stage: int = 0

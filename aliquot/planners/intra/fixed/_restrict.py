@@ -1,7 +1,8 @@
-"""Masks over choices: which splits a fixed method leaves open.
+"""Masks over choices: the splits that a fixed method may take.
 
-References: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020
-(stages 2 and 3); Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2 (sharding within a group, replicating across).
+References: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
+models", SC 2020 (stages 2 and 3); Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2
+(sharding within a group, replicating across).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Masks: TypeAlias = list[NDArray[np.bool_]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Nodes by what they hold: parameters, what only the update touches, the batch itself."""
+    """Nodes by role: parameters, values that only the update touches, inputs of the batch."""
 
     parameters: frozenset[int]
     update: frozenset[int]
@@ -56,7 +57,9 @@ def everything(priced: Priced) -> Masks:
 
 
 def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) -> Masks | None:
-    """Let some axes split nothing but the batch in forward and backward; None if the batch does not divide."""
+    """Masks that let some axes split only the batch in forward and backward; None if these do not
+    divide it.
+    """
     masks = everything(priced)
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
         if node.index in kinds.parameters or node.index in kinds.update:
@@ -73,9 +76,10 @@ def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) ->
 def regular_choices(
     nodes: NodeGraph, kinds: Kinds, axis_sizes: Sequence[int], data_axes: frozenset[int]
 ) -> list[NDArray[np.int64]] | None:
-    """Choices of a data-parallel mesh: `data_axes` split the batch alone, the others split parameters as far as they can.
+    """Choices of a data-parallel mesh: `data_axes` split only the batch, the others split
+    parameters as far as possible.
 
-    What only the update touches stays free. None if the batch does not divide.
+    Values that only the update touches have all choices. None if the axes do not divide the batch.
     """
     regular = []
     for node in nodes.nodes:
@@ -114,14 +118,15 @@ def _batch_alone(
 def batch_restriction(
     problem: Problem, priced: Priced, kinds: Kinds, *, zero_stage: int, shard_axes: frozenset[int]
 ) -> Masks:
-    """All axes split the batch; optimizer state (stage 2) and parameters too (stage 3) are split over `shard_axes`.
+    """Masks of ZeRO: all axes split the batch, `shard_axes` the optimizer state (stage 2) and
+    parameters (stage 3).
 
     Raises:
         InputError: the batch cannot be split over all devices.
     """
     masks = []
     all_axes = frozenset(range(len(priced.axis_sizes)))
-    # A stage inside a pipeline is fed by the stage before it instead of by the batch.
+    # A stage inside a pipeline reads what the stage before it sends instead of the batch.
     fed_by = kinds.batch_inputs or range(len(priced.graph.batch_factors))
     if not any(priced.graph.batch_factors[n] for n in fed_by):
         _refuse_batch(problem, priced)
@@ -133,10 +138,10 @@ def batch_restriction(
         elif node.index in kinds.update:
             masks.append(_most_split(choices, priced, shard_axes) if zero_stage >= 2 else _unsplit(choices))
         elif batch:
-            mine = np.isin(choices, list(batch))
-            clean = (mine | (choices == -1)).all(axis=1)
-            most = clean & (mine.sum(axis=1) == mine[clean].sum(axis=1).max())
-            if node.index in kinds.batch_inputs and not mine[most].all():
+            on_batch = np.isin(choices, list(batch))
+            is_regular = (on_batch | (choices == -1)).all(axis=1)
+            most = is_regular & (on_batch.sum(axis=1) == on_batch[is_regular].sum(axis=1).max())
+            if node.index in kinds.batch_inputs and not on_batch[most].all():
                 _refuse_batch(problem, priced)
             masks.append(most)
         else:
@@ -150,11 +155,11 @@ def _unsplit(choices: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _most_split(choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]) -> NDArray[np.bool_]:
-    """Choices that use only `axes`, and these as much as they can."""
+    """Choices that split over `axes` alone, as far as possible."""
     outside = [a for a in range(len(priced.axis_sizes)) if a not in axes]
-    clean = (choices[:, outside] == -1).all(axis=1)
+    is_regular = (choices[:, outside] == -1).all(axis=1)
     pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
-    return np.asarray(clean & (pieces == pieces[clean].max()))
+    return np.asarray(is_regular & (pieces == pieces[is_regular].max()))
 
 
 def _refuse_batch(problem: Problem, priced: Priced) -> None:
@@ -174,10 +179,11 @@ def _refuse_batch(problem: Problem, priced: Priced) -> None:
 
 
 def pinned(problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any]], axis_names: Sequence[str]) -> Masks:
-    """Choices that give the inputs whose path matches a pattern the split that it asks for.
+    """Masks that give inputs whose path matches a pattern the split that the pattern names.
 
     Raises:
-        InputError: with every pattern that matches nothing, names no axis, or asks for an impossible split.
+        InputError: with every pattern that matches nothing, names no axis, or asks for an
+            impossible split.
     """
     masks = everything(priced)
     faults = []
@@ -224,11 +230,11 @@ def _pin(
         return [f"`{pattern}` names the axis {twice!r} twice; an axis splits one dim"]
     if len(dims) > rank:
         return [f"`{pattern}` splits {len(dims)} dims, {item.path} has {rank}"]
-    wanted: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)
+    spec: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)
     if port.node < 0 or 0 in problem.graph.values[item.value].shape:
         return []
     choices = priced.nodes[port.node].choices
-    fits = np.array([project(tuple(c), port.projection) == wanted for c in choices.tolist()])
+    fits = np.array([project(tuple(c), port.projection) == spec for c in choices.tolist()])
     if not (fits & masks[port.node]).any():
         shape = problem.graph.values[item.value].shape
         return [f"{item.path} of shape {shape} cannot be split as {tuple(partition)} on a mesh {priced.mesh}"]
