@@ -1,4 +1,6 @@
-"""Chains of operators: which stand one after the other, how their arrays are laid out, and what recomputing them saves."""
+"""Chains of operators: their order, the layouts of their arrays, and the activations that they
+keep.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any, TypeAlias
 from ...core import InputError
 
 Layout: TypeAlias = tuple[str, ...]
-"""Number of replicas, then into how many parts each dim is cut: each "1", "tp" or "dp"."""
+"""Number of replicas, then the number of parts of each dim: each "1", "tp" or "dp"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +24,13 @@ class Operator:
 
     Attributes:
         name: as the database calls it.
-        starts_layer: whether recomputation never runs across its beginning.
+        starts_layer: whether a run of recomputed operators ends before it.
         never_recomputed: whether Aceso's greedy choice leaves it alone.
-        kept_share: of its measured activations, what is kept: buffers that neighbours share are counted once.
-        layouts: for each algorithm, what it takes and what it gives.
-        chooses_algorithm: whether algorithms but the first are its own choice; the database has rows for all of them.
+        kept_share: share of its measured activations that is kept; counts buffers shared with a
+            neighbour once.
+        layouts: for each algorithm, the layouts of its input and its output.
+        chooses_algorithm: whether its algorithms differ; the database has rows for all algorithms
+            of any operator.
     """
 
     name: str
@@ -44,7 +48,8 @@ class OperatorChain:
     Attributes:
         operators: in order.
         resharding: whether changing layouts between operators costs time.
-        copies_of_weights: bytes of parameters, gradients and optimizer state, in units of the parameters' own.
+        copies_of_weights: bytes of parameters, gradients and optimizer state, in units of the
+            parameters' own.
     """
 
     operators: tuple[Operator, ...]

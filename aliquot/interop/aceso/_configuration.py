@@ -1,4 +1,4 @@
-"""Aceso's configurations: stages, and for each operator its degrees, its algorithm and whether it is recomputed."""
+"""Aceso's configurations: stages, with the degrees, algorithm and recomputation of each operator."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StageConfiguration:
     Attributes:
         num_devices: tensor degree times data degree of each of its operators.
         tensor, data: degrees.
-        algorithm: which way tensor parallelism splits the operator.
-        recompute: whether the backward pass works the operator out again.
+        algorithm: how tensor parallelism splits the operator.
+        recompute: whether the backward pass recomputes the operator.
     """
 
     num_devices: int
@@ -43,7 +43,7 @@ class Configuration:
     Attributes:
         model_name, model_size: as in the names of the database's files.
         global_batch: samples in a step.
-        micro_batch: samples in a micro-batch, of all data-parallel ranks of a stage together.
+        micro_batch: samples in a micro-batch, summed over the data-parallel ranks of a stage.
         stages: in order; together they hold every operator once.
         settings: all other keys of the file, such as `num_layers`.
     """
@@ -82,15 +82,15 @@ def read_configuration(path: Path) -> Configuration:
         )
         for k in range(content["num_stages"])
     )
-    own = {"model_name", "model_size", "global_batch_size", "micro_batch_size", "num_stages", "num_gpus"}
-    own |= {"num_ops_in_each_stage", "checkpoint_activations", "resharding_stages", *_LISTS.values()}
+    known_keys = {"model_name", "model_size", "global_batch_size", "micro_batch_size", "num_stages", "num_gpus"}
+    known_keys |= {"num_ops_in_each_stage", "checkpoint_activations", "resharding_stages", *_LISTS.values()}
     return Configuration(
         model_name=str(content["model_name"]),
         model_size=str(content["model_size"]),
         global_batch=content["global_batch_size"],
         micro_batch=content["micro_batch_size"],
         stages=stages,
-        settings={key: value for key, value in content.items() if key not in own},
+        settings={key: value for key, value in content.items() if key not in known_keys},
     )
 
 
@@ -152,11 +152,11 @@ def _stage_faults(content: Mapping[str, Any], k: int) -> list[str]:
         return [f"stage {k} needs at least one device and one operator, got {devices!r} and {operators!r}"]
     faults = []
     for key in _LISTS.values():
-        found = content[key][k]
-        if not isinstance(found, list) or len(found) != operators:
-            length = len(found) if isinstance(found, list) else repr(found)
+        entries = content[key][k]
+        if not isinstance(entries, list) or len(entries) != operators:
+            length = len(entries) if isinstance(entries, list) else repr(entries)
             faults.append(f"{key} of stage {k} has {length} entries, and the stage {operators} operators")
-        elif not all(type(x) in (int, bool) and x >= 0 for x in found):
+        elif not all(type(x) in (int, bool) and x >= 0 for x in entries):
             faults.append(f"{key} of stage {k} must hold numbers of at least 0")
     if not faults:
         degrees = zip(content[_LISTS["tensor"]][k], content[_LISTS["data"]][k], strict=True)

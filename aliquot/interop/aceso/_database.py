@@ -1,7 +1,9 @@
-"""Aceso's database: times and sizes of operators, collectives and transfers, measured once and kept as CSV files.
+"""Aceso's database: times and sizes of operators, collectives and transfers, measured once and kept
+as CSV files.
 
-Operators have one file for each micro-batch, tensor degree and algorithm, `MODEL_SIZE_mbsB_tpT_algoA.csv`; collectives one
-for each kind and number of devices, `prim_MODEL_SIZE_KIND_Ngpus.csv`; transfers one within and one between nodes.
+Operators have one file for each micro-batch, tensor degree and algorithm,
+`MODEL_SIZE_mbsB_tpT_algoA.csv`; collectives one for each kind and number of devices,
+`prim_MODEL_SIZE_KIND_Ngpus.csv`; transfers one within and one between nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _OPERATOR_FILE = re.compile(r"(?P<model>.+)_mbs(?P<mbs>\d+)_tp(?P<tp>\d+)_algo(?
 _COLLECTIVE_FILE = re.compile(
     r"prim_(?P<model>.+)_(?P<kind>all_gather|all_reduce|reduce_scatter|all_to_all)_(?P<n>\d+)gpus\.csv"
 )
-# What Aceso's profiler writes for an operator or a collective that failed or was too large to try.
+# Written by Aceso's profiler for an operator or a collective that failed or was too large to try.
 _FAILED = 1e6
 
 
@@ -53,10 +55,12 @@ class Database:
         model: model and size, such as `gpt_1_3B`.
         operators: position of each operator in `table`.
         micro_batches, tensor_degrees, algorithms: the measured settings, ascending.
-        table: by operator, micro-batch, tensor degree, algorithm and column; NaN where nothing was measured.
+        table: by operator, micro-batch, tensor degree, algorithm and column; NaN where nothing was
+            measured.
         collectives: milliseconds by kind and number of devices, then by whole MiB.
         within_nodes, between_nodes: transfers from stage to stage.
-        missing: combinations of micro-batch, tensor degree and algorithm without a file, or with rows that failed.
+        missing: combinations of micro-batch, tensor degree and algorithm without a file, or with
+            rows that failed.
     """
 
     model: str
@@ -72,14 +76,14 @@ class Database:
 
 
 def models_in(folder: Path) -> tuple[str, ...]:
-    """Models, with their sizes, that a folder has operator files of. Raises `InputError` if it is no such folder."""
-    found = {match["model"] for path in _files(folder) if (match := _OPERATOR_FILE.fullmatch(path.name))}
-    if not found:
+    """Models, with their sizes, of a folder's operator files. Raises `InputError` if it has none."""
+    models = {match["model"] for path in _files(folder) if (match := _OPERATOR_FILE.fullmatch(path.name))}
+    if not models:
         raise InputError(
             f"{folder} is no database of Aceso's: it has no files such as gpt_1_3B_mbs1_tp1_algo0.csv. Give the folder that "
             "Aceso's profiler wrote, such as profiled-time-eurosys."
         )
-    return tuple(sorted(found))
+    return tuple(sorted(models))
 
 
 def load_database(folder: Path, model: str) -> Database:
@@ -89,11 +93,11 @@ def load_database(folder: Path, model: str) -> Database:
         model: model and size, such as `gpt_1_3B`.
 
     Raises:
-        InputError: the folder, the model or a file is not what it should be; rows are named by file, line and column.
+        InputError: a folder without the model, or a malformed file, with line and column.
     """
-    known = models_in(folder)
-    if model not in known:
-        raise InputError(f"{folder} has no measurements of {model}. It has {', '.join(known)}.")
+    models = models_in(folder)
+    if model not in models:
+        raise InputError(f"{folder} has no measurements of {model}. It has {', '.join(models)}.")
     files = {}
     for path in _files(folder):
         match = _OPERATOR_FILE.fullmatch(path.name)

@@ -1,4 +1,6 @@
-"""Which performance model judges a configuration: Aceso's own with its faults, or one with what it leaves out."""
+"""Performance models: Aceso's own with its faults, or one without these that also counts the
+update.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,21 @@ from ._database import Database
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What Aceso's performance model gets wrong. All are on by default; each can be mended alone.
+    """Faults of Aceso's performance model. All are on by default; each can be mended alone.
 
     Attributes:
-        exit_by_first_degree: what leaves a stage has the tensor degree of the stage's first operator, not of its last.
-        coarse_bandwidths: transfers run at the bandwidth of the next smaller measured size, and those below 1 MiB at one
-            from the other end of the table; mended, bandwidths are interpolated and small messages take the smallest's.
-        exact_collectives: a collective of a size that was not measured takes 100 s; mended, times are interpolated.
-        uncapped_in_flight: a stage holds a micro-batch for each stage behind it, even if there are not so many.
-        last_reserved_ignored: what the last operator of a stage reserves does not count.
-        partial_batch_dropped: micro-batches that do not divide the batch drop the rest; mended, the last one counts whole.
+        exit_by_first_degree: the output of a stage has the tensor degree of its first operator
+            instead of its last.
+        coarse_bandwidths: transfers have the bandwidth of the next smaller measured size, and those
+            below 1 MiB one from the other end of the table; mended, bandwidths are interpolated and
+            small messages have the smallest's.
+        exact_collectives: a collective of a size that was not measured takes 100 s; mended, times
+            are interpolated.
+        uncapped_in_flight: a stage holds a micro-batch for each stage after it, even if there are
+            fewer micro-batches.
+        last_reserved_ignored: the reserved memory of the last operator of a stage does not count.
+        partial_batch_dropped: samples left over by micro-batches that do not divide the batch are
+            dropped; mended, they count as a whole micro-batch.
     """
 
     exit_by_first_degree: bool = True
@@ -37,11 +44,13 @@ class Judge:
 
     Attributes:
         name: as on the command line.
-        faults: which of Aceso's faults it has.
-        counts_update: whether it counts the synchronisation of gradients and the optimizer step, which Aceso leaves out. They
-            come once in a step, and each micro-batch is charged its share.
-        memory_bandwidth_gb_per_s: at which the optimizer reads and writes its state. The database has no such measurement; the
-            default is what element-wise kernels reach of the 900 GB/s on the data sheet of a V100.
+        faults: Aceso's faults that it has.
+        counts_update: whether it counts the synchronisation of gradients and the optimizer step,
+            which Aceso leaves out; they run once in a step, and each micro-batch is charged its
+            share.
+        memory_bandwidth_gb_per_s: at which the optimizer reads and writes its state. The database
+            has no such measurement; the default is the share of a V100's 900 GB/s (data sheet) that
+            element-wise kernels reach.
     """
 
     name: str
@@ -50,19 +59,21 @@ class Judge:
     memory_bandwidth_gb_per_s: float = 750.0
 
     def num_micro_batches(self, global_batch: int, micro_batch: int) -> int:
-        """How many micro-batches a step has."""
+        """Number of micro-batches in a step."""
         batches = global_batch / micro_batch
         return math.floor(batches) if self.faults.partial_batch_dropped else math.ceil(batches)
 
     def in_flight(self, behind: int, num_micro_batches: int) -> int:
-        """Micro-batches that a stage holds with so many stages behind it."""
+        """Number of micro-batches that a stage holds if so many stages come after it."""
         return behind + 1 if self.faults.uncapped_in_flight else min(behind + 1, num_micro_batches)
 
     def update_us_per_mb(self, database: Database, data_degree: int, copies_of_weights: float) -> float:
-        """Microseconds, for each MiB of weights on a device, of the all-reduce of their gradients and of the optimizer step.
+        """Microseconds, for each MiB of weights on a device, of the all-reduce of gradients and the
+        optimizer step.
 
-        The all-reduce has the rate of the largest one that was measured over as many devices, or without any, of a ring over
-        the links within a node. The optimizer reads and writes all of its state once.
+        The all-reduce has the rate of the largest one that was measured over as many devices; if
+        there is none, that of a ring over the links within a node. The optimizer reads and writes
+        all of its state once.
         """
         optimizer = 2 * copies_of_weights / (self.memory_bandwidth_gb_per_s * 0.001)
         if data_degree == 1:

@@ -1,9 +1,11 @@
 """Aceso's performance model: iteration time and memory of each stage, from the database alone.
 
-Every formula is Aceso's own, faults included; each fault is a flag of the judge, so that what it costs can be seen.
+Every formula is Aceso's own, faults included; each fault is a flag of the judge, so that its effect
+can be measured.
 
-Reference: G. Liu, Y. Miao, Z. Lin, X. Shi, S. Maleki, F. Yang, Y. Bao, S. Wang, "Aceso: Efficient Parallel DNN Training through
-Iterative Bottleneck Alleviation", EuroSys 2024, and the performance model of its artifact.
+Reference: G. Liu, Y. Miao, Z. Lin, X. Shi, S. Maleki, F. Yang, Y. Bao, S. Wang, "Aceso: Efficient
+Parallel DNN Training through Iterative Bottleneck Alleviation", EuroSys 2024, and the performance
+model of its artifact.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ class StageEstimate:
     """One stage. Times are of one micro-batch; memory is of one device.
 
     Attributes:
-        compute_ms: forward, backward and recomputed operators, tensor-parallel collectives included.
-        transfer_ms: what enters and leaves the stage, and what changes layout inside it.
-        busy_ms: the iteration as this stage sees it.
+        compute_ms: forward, backward and recomputed operators, tensor-parallel collectives
+            included.
+        transfer_ms: transfers into and out of the stage, and changes of layout inside it.
+        busy_ms: iteration time if this were the slowest stage.
         state_mb: parameters, gradients and optimizer state.
         activations_mb: of all micro-batches in flight.
-        reserved_mb: what the allocator holds besides.
+        reserved_mb: further memory of the allocator.
     """
 
     compute_ms: float
@@ -48,13 +51,13 @@ class StageEstimate:
 
     @property
     def memory_mb(self) -> float:
-        """All of it."""
+        """Sum of state, activations and reserved memory."""
         return self.state_mb + self.activations_mb + self.reserved_mb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A configuration's figures, and how much of them rests on nothing.
+    """Predictions for a configuration, with the measurements that they lack.
 
     Attributes:
         iteration_time_ms: of the slowest stage.
@@ -78,8 +81,8 @@ def evaluate_configuration(
     """Iteration time and memory as the judge predicts them.
 
     Raises:
-        InputError: the configuration does not fit the chain, or needs a micro-batch, degree or algorithm that was never
-            measured; lists what was.
+        InputError: the configuration does not fit the chain, or needs a micro-batch, degree or
+            algorithm that was never measured; lists what was.
     """
     faults = judge.faults
     if configuration.num_operators != len(chain.operators):
@@ -145,10 +148,10 @@ def _require_measured(configuration: Configuration, chain: OperatorChain, databa
             set(stage.tensor),
             set(stage.algorithm),
         )
-        for (what, known), values in zip(tables, used, strict=True):
-            if not values <= set(known):
-                wrong = ", ".join(map(str, sorted(values - set(known))))
-                faults.append(f"stage {k} needs {what} {wrong}; measured are {', '.join(map(str, known))}")
+        for (what, measured), values in zip(tables, used, strict=True):
+            if not values <= set(measured):
+                wrong = ", ".join(map(str, sorted(values - set(measured))))
+                faults.append(f"stage {k} needs {what} {wrong}; measured are {', '.join(map(str, measured))}")
     if faults:
         raise InputError(
             f"The configuration needs what {database.model} was not measured for:\n"
@@ -157,7 +160,7 @@ def _require_measured(configuration: Configuration, chain: OperatorChain, databa
 
 
 class _StageView:
-    """The measurements that one stage looks up: an array of operators by columns."""
+    """Measurements of one stage: an array of operators by columns."""
 
     def __init__(
         self, stage: StageConfiguration, chain: OperatorChain, database: Database, first: int, micro_batch: int
@@ -180,22 +183,26 @@ class _StageView:
             )
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One measurement of every operator of the stage."""
+        """A column of the database for the operators of the stage."""
         return self._rows[:, _COLUMN[name]]
 
     def compute_ms(self) -> float:
         """Forward, backward and recomputed operators of one micro-batch."""
-        again = self.column("forward-compute")[np.array(self._stage.recompute, bool)].sum()
-        return float(self.column("forward-compute").sum() + self.column("backward-compute").sum() + again) / 1000
+        recomputed = self.column("forward-compute")[np.array(self._stage.recompute, bool)].sum()
+        return float(self.column("forward-compute").sum() + self.column("backward-compute").sum() + recomputed) / 1000
 
     def transfer_ms(self, enters: Transfers, leaves: Transfers, faults: Faults, missing: list[str]) -> float:
-        """What enters and leaves with one micro-batch, and what is laid out anew inside."""
-        given = float(self.column("output_size")[-1])
+        """Transfers into and out of the stage, and changes of layout inside it, for one
+        micro-batch.
+        """
+        output_mb = float(self.column("output_size")[-1])
         if faults.exit_by_first_degree:
             operator, batch, _, algorithm = (axis[-1] for axis in self._index)
             first = self._index[2][0]
-            given = float(self._database.table[operator, batch, first, algorithm, _COLUMN["output_size"]])
-        seconds = transfer_us(float(self.column("input_size")[0]), enters, faults) + transfer_us(given, leaves, faults)
+            output_mb = float(self._database.table[operator, batch, first, algorithm, _COLUMN["output_size"]])
+        seconds = transfer_us(float(self.column("input_size")[0]), enters, faults) + transfer_us(
+            output_mb, leaves, faults
+        )
         inside = self._resharding_ms(faults, missing) if self._chain.resharding else 0.0
         return seconds / 1000 + inside
 
@@ -205,13 +212,13 @@ class _StageView:
         stage = self._stage
         names = [operator.name for operator in self._operators]
         states = list(zip(names, stage.tensor, stage.data, stage.algorithm, strict=True))
-        # Equal layers have equal neighbours: few pairs are distinct.
-        known: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
+        # Layers repeat, so there are few distinct pairs of neighbours.
+        collectives: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
         for k, pair in enumerate(itertools.pairwise(states), start=1):
-            if pair not in known:
-                given, taken = self._layout(k - 1, 1), self._layout(k, 0)
-                known[pair] = () if given == taken else tuple(collectives_between(given, taken))
-            for kind, devices in known[pair]:
+            if pair not in collectives:
+                source, target = self._layout(k - 1, 1), self._layout(k, 0)
+                collectives[pair] = () if source == target else tuple(collectives_between(source, target))
+            for kind, devices in collectives[pair]:
                 total += collective_ms(self._database, kind, devices, float(sizes[k]), faults, missing)
         return total
 
@@ -222,18 +229,20 @@ class _StageView:
         return tuple(degrees[part] for part in layout)
 
     def update_ms(self, judge: Judge) -> float:
-        """Synchronisation of gradients between data-parallel ranks, and the optimizer step: once in a step."""
+        """Synchronisation of gradients between data-parallel ranks and the optimizer step, once in
+        a step.
+        """
         per_mb = [
             judge.update_us_per_mb(self._database, degree, self._chain.copies_of_weights) for degree in self._stage.data
         ]
         return float((self.column("weights") * np.array(per_mb)).sum()) / 1000
 
     def memory(self, in_flight: int, faults: Faults) -> StageEstimate:
-        """Memory of one device, in MiB, that holds so many micro-batches."""
+        """Memory of one device with so many micro-batches in flight, in MiB."""
         weights = float(self.column("weights").sum())
-        kept = self.column("activations") * np.array([o.kept_share for o in self._operators])
-        saved, peak = self._recomputed(kept)
-        held = float(self.column("input_size")[0] + kept.sum()) - saved
+        activations_mb = self.column("activations") * np.array([o.kept_share for o in self._operators])
+        saved, peak = self._recomputed(activations_mb)
+        held = float(self.column("input_size")[0] + activations_mb.sum()) - saved
         last = -1 if faults.last_reserved_ignored else None
         reserved = sum(float(self.column(c)[:last].max(initial=0.0)) for c in ("fwd_reserved", "bwd_reserved"))
         return StageEstimate(
@@ -246,7 +255,9 @@ class _StageView:
         )
 
     def _recomputed(self, kept: NDArray[np.float64]) -> tuple[float, float]:
-        """What recomputation saves of one micro-batch, and the most of it that is alive while it is worked out again."""
+        """MiB of one micro-batch's activations that recomputation saves, and their peak during
+        recomputation.
+        """
         saved = peak = run = 0.0
         flags = self._stage.recompute
         for k in range(len(flags)):
@@ -274,22 +285,23 @@ def transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:
     return size_mb / (bandwidth * 0.001)
 
 
-def collectives_between(given: Sequence[int], taken: Sequence[int]) -> list[tuple[str, int]]:
-    """Collectives of the forward and of the backward pass where an array is laid out anew; slicing costs nothing.
+def collectives_between(source: Sequence[int], target: Sequence[int]) -> list[tuple[str, int]]:
+    """Collectives of the forward and the backward pass for a change of layout; slicing costs
+    nothing.
 
-    Layouts are the number of replicas, then into how many parts each dim is cut.
+    Layouts are the number of replicas, then the number of parts of each dim.
     """
-    found: list[tuple[str, int]] = []
-    grown = [(k, taken[k] // given[k]) for k in range(1, len(given)) if taken[k] > given[k]]
-    shrunk = [(k, given[k] // taken[k]) for k in range(1, len(given)) if taken[k] < given[k]]
-    if given[0] > taken[0]:
+    collectives: list[tuple[str, int]] = []
+    grown = [(k, target[k] // source[k]) for k in range(1, len(source)) if target[k] > source[k]]
+    shrunk = [(k, source[k] // target[k]) for k in range(1, len(source)) if target[k] < source[k]]
+    if source[0] > target[0]:
         # Replicas become parts: a slice forward, all-gather backward.
-        found.append(("all_gather", given[0] // taken[0]))
-    elif given[0] < taken[0]:
-        found.append(("all_gather", taken[0] // given[0]))
+        collectives.append(("all_gather", source[0] // target[0]))
+    elif source[0] < target[0]:
+        collectives.append(("all_gather", target[0] // source[0]))
     elif grown and shrunk:
-        found += [("all_to_all", grown[0][1])] * 2
-    return found
+        collectives += [("all_to_all", grown[0][1])] * 2
+    return collectives
 
 
 def collective_ms(
