@@ -29,8 +29,8 @@ class Operator:
         kept_share: share of its measured activations that is kept; counts buffers shared with a
             neighbour once.
         layouts: for each algorithm, the layouts of its input and its output.
-        chooses_algorithm: whether its algorithms differ; the database has rows for all algorithms
-            of any operator.
+        chooses_algorithm: whether a search chooses among its algorithms; otherwise it has the
+            first.
     """
 
     name: str

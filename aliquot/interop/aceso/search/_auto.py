@@ -1,4 +1,4 @@
-"""Grid and bottleneck relief first; the exact search goes on from the best that they found."""
+"""Grid and bottleneck relief, then the exact search from their best configurations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._problem import INTERRUPTED, OnProgress, SearchProblem, SearchResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """All planners in turn.
+    """The planners one after the other.
 
     Attributes:
         grid, bottleneck: solved first.
-        exact: begins with what they found.
+        exact: begins with their best configurations.
     """
 
     grid: Grid = Grid(keep=2)
@@ -32,15 +32,15 @@ class Auto:
         start: Sequence[Configuration] = (),
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Search; times and counts are of all planners together."""
-        known, seconds, scored = list(start), 0.0, 0
+        """Search; times and counts are sums over the planners."""
+        configurations, seconds, scored = list(start), 0.0, 0
         for planner in (self.grid, self.bottleneck):
             result = planner.search(problem, on_progress=on_progress)
-            known += [configuration for configuration, _ in result.best]
+            configurations += [configuration for configuration, _ in result.best]
             seconds, scored = seconds + result.search_s, scored + result.scored
             if result.ended == INTERRUPTED:
                 return replace(result, search_s=seconds, scored=scored)
-        result = self.exact.search(problem, start=known, on_progress=on_progress)
+        result = self.exact.search(problem, start=configurations, on_progress=on_progress)
         return replace(
             result,
             search_s=seconds + result.search_s,

@@ -1,11 +1,12 @@
-"""Bottleneck relief, the idea of Aceso: the stage that is slowest, or that needs too much memory, is given less to do or more to do
-it with, in several hops, by moves from one table.
+"""Bottleneck relief, the idea of Aceso: the stage that is slowest, or that needs too much memory,
+is given less work or more devices, in several hops, by moves from one table.
 
-Stages are uniform while the search runs and are quoted from prefix sums, all candidates of a hop at once; recomputation is part of
-a quote. At the end the stages of the best few are solved operator by operator. The result depends on nothing but the question and
-the number of steps.
+During the search stages are uniform and quoted from prefix sums, all candidates of a hop at once;
+recomputation is part of a quote. At the end the stages of the best few are solved operator by
+operator. The result is deterministic.
 
-Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterative Bottleneck Alleviation", EuroSys 2024.
+Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterative Bottleneck
+Alleviation", EuroSys 2024.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """What decides between candidates: first what exceeds the memory limit, then time.
+    """The order of candidates: first by memory beyond the limit, then by time.
 
     Attributes:
-        excess_mb: of the stage that needs most, beyond the limit.
+        excess_mb: memory beyond the limit, of the stage that needs most.
         time_us: of an iteration.
         stage_us, memory_mb, level: of each stage.
     """
@@ -80,13 +81,14 @@ class Bottleneck:
     """Local search by relief of bottlenecks.
 
     Attributes:
-        max_steps: candidates that are expanded.
-        max_hops: moves in a row that need not improve anything.
-        starts: balanced uniform configurations to begin with.
-        polished: how many of the best are solved operator by operator.
-        relieved: from how many of these operators are moved on, judged by the solved stages.
-        max_solved_operators: of all stages that are solved; what is left over is not relieved.
-        keep: how many distinct configurations to return.
+        max_steps: number of candidates that are expanded.
+        max_hops: number of moves in a row that need not improve.
+        starts: number of balanced uniform configurations to begin with.
+        polished: number of the best candidates whose stages are solved operator by operator.
+        relieved: number of these between whose solved stages operators are moved further.
+        max_solved_operators: summed over all solved stages; once it is reached, no operators are
+            moved.
+        keep: number of distinct configurations to return.
     """
 
     max_steps: int = 200
@@ -104,7 +106,9 @@ class Bottleneck:
         start: Sequence[Configuration] = (),
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Search from balanced uniform configurations; `start` only counts as known answers."""
+        """Search from balanced uniform configurations; those of `start` are only offered as
+        answers.
+        """
         return _Search(self, problem, on_progress).run(start)
 
 
@@ -140,12 +144,12 @@ class _Search:
         )
 
     def _search(self) -> str:
-        """Relieve bottlenecks, then solve the best; returns why it ended."""
+        """Relieve bottlenecks, then solve the best; returns the reason why the search ended."""
         begin = list(self._neighbours.balanced())
         self._score(begin)
         begin.sort(key=lambda candidate: self._scores[candidate].key)
         expanded: set[_Candidate] = set()
-        # Best first; a candidate that hops led to without improvement waits behind those that improve.
+        # The best first; candidates that hops reached without improvement come later.
         pool = [(self._scores[c].key, k, c) for k, c in enumerate(_spread(begin, self._planner.starts))]
         heapq.heapify(pool)
         steps, order = 0, len(pool)
@@ -181,20 +185,22 @@ class _Search:
             )
 
     def _relief(self, at: _Candidate) -> list[_Candidate]:
-        """All candidates that a move at the worst stage leads to, and those at the second worst if there is none."""
+        """Candidates one move at the worst stage away; if there are none, at the second worst."""
         score = self._scores[at]
         figures = score.memory_mb if score.excess_mb else score.stage_us
         for worst in np.argsort(figures)[::-1][:2].tolist():
             moves = [move for move, relieves in MOVES if not score.excess_mb or relieves]
-            made = [c for move in moves for c in move(self._neighbours, at, worst, score)]
-            made = list(dict.fromkeys(made))
-            self._score(made)
-            if made:
-                return made
+            candidates = [c for move in moves for c in move(self._neighbours, at, worst, score)]
+            candidates = list(dict.fromkeys(candidates))
+            self._score(candidates)
+            if candidates:
+                return candidates
         return []
 
     def _score(self, candidates: Sequence[_Candidate]) -> None:
-        """Score those that are new: stages of one micro-batch size and number of devices are quoted together."""
+        """Score the new ones; stages of one micro-batch size and number of devices are quoted
+        together.
+        """
         new = [c for c in dict.fromkeys(candidates) if c not in self._scores]
         groups: dict[tuple[int, int], list[tuple[int, int, int, int, int, int, int, int]]] = {}
         per_node = self._problem.gpus_per_node
@@ -248,16 +254,18 @@ class _Search:
                 self._best.offer(self._solved_configuration(candidate, answers))
 
     def _balanced_us(self, candidate: _Candidate) -> float:
-        """What an iteration would take if the work of the solved stages were spread evenly over the devices."""
+        """Iteration time if the work of the solved stages were spread evenly over the devices."""
         score = self._scores[candidate]
         times = [
             min(answer.time_us, quoted) for answer, quoted in zip(self._solved(candidate), score.stage_us, strict=True)
         ]
-        work = sum(stage.devices * own for stage, own in zip(candidate.stages, times, strict=True))
+        work = sum(stage.devices * stage_us for stage, stage_us in zip(candidate.stages, times, strict=True))
         return self._problem.num_micro_batches(candidate.micro_batch) * work / self._problem.num_devices
 
     def _relieved(self, at: _Candidate) -> _Candidate:
-        """Move operators away from the slowest stage, or from one that does not fit, in steps that halve."""
+        """Move operators away from the slowest stage, or from one that does not fit, in steps that
+        halve.
+        """
         count = max(sum(stage.operators for stage in at.stages) // (8 * len(at.stages)), 1)
         key = self._solved_key(at)
         while count and len(at.stages) > 1 and self._solved_operators < self._planner.max_solved_operators:
@@ -272,23 +280,25 @@ class _Search:
         return at
 
     def _solved_key(self, candidate: _Candidate) -> tuple[int, float, float]:
-        """Operators in stages that do not fit, then the slowest stage, then all of them."""
+        """Number of operators in stages that do not fit, then the slowest stage, then the sum of
+        all.
+        """
         times = [answer.time_us for answer in self._solved(candidate)]
         over = sum(s.operators for s, t in zip(candidate.stages, times, strict=True) if not np.isfinite(t))
         finite = [t for t in times if np.isfinite(t)]
         return over, max(finite, default=np.inf), sum(finite)
 
     def _solved(self, candidate: _Candidate) -> list[StageAnswer]:
-        """The stages, with states and recomputation of each operator from shortest paths."""
+        """Solutions of the stages, from shortest paths."""
         answers, first, device = [], 0, 0
         per_node = self._problem.gpus_per_node
         for k, stage in enumerate(candidate.stages):
             last = first + stage.operators
-            entered = int(device > 0 and device % per_node == 0)
+            entered_between_nodes = int(device > 0 and device % per_node == 0)
             device += stage.devices
-            left = int(device % per_node == 0)
+            left_between_nodes = int(device % per_node == 0)
             held = self._problem.in_flight(candidate.micro_batch, len(candidate.stages) - 1 - k)
-            key = candidate.micro_batch, stage.devices, first, last, held, entered, left
+            key = candidate.micro_batch, stage.devices, first, last, held, entered_between_nodes, left_between_nodes
             if key not in self._answers:
                 self._solved_operators += last - first
                 self._answers[key] = solve_stage(
@@ -296,8 +306,8 @@ class _Search:
                     first,
                     last,
                     in_flight=held,
-                    entered=entered,
-                    left=left,
+                    entered=entered_between_nodes,
+                    left=left_between_nodes,
                     memory_limit_mb=self._problem.memory_limit_mb,
                     ceiling_us=np.inf,
                     rate_us_per_mb=0.0,
@@ -332,7 +342,9 @@ class _Search:
 
 
 def _spread(ranked: Sequence[_Candidate], count: int) -> list[_Candidate]:
-    """The best, one for each micro-batch and number of devices of each stage."""
+    """The best candidates, one for each combination of micro-batch and numbers of devices of the
+    stages.
+    """
     chosen: dict[tuple[int, tuple[int, ...]], _Candidate] = {}
     for candidate in ranked:
         chosen.setdefault((candidate.micro_batch, tuple(s.devices for s in candidate.stages)), candidate)
@@ -342,7 +354,7 @@ def _spread(ranked: Sequence[_Candidate], count: int) -> list[_Candidate]:
 
 
 class _Neighbours:
-    """Candidates that can be run, and what they can be turned into."""
+    """Candidates that can be run; what the moves need to know of a problem."""
 
     def __init__(self, problem: SearchProblem, uniform: dict[int, dict[int, UniformStages]]) -> None:
         self.problem, self.uniform = problem, uniform
@@ -359,7 +371,7 @@ class _Neighbours:
                     yield _Candidate(size, tuple(_Stage(devices, row, n) for n in np.diff(cuts).tolist()))
 
     def can_run(self, candidate: _Candidate) -> bool:
-        """Whether every stage has operators, was measured, and lies within a node."""
+        """True if every stage has operators and measurements and lies within a node."""
         device, per_node = 0, self.problem.gpus_per_node
         by_devices = self.uniform.get(candidate.micro_batch, {})
         for stage in candidate.stages:
@@ -383,7 +395,9 @@ def _with(candidate: _Candidate, changes: dict[int, _Stage]) -> _Candidate:
 
 
 def _with_moved(at: _Candidate, source: int, target: int, count: int) -> _Candidate:
-    """So many operators fewer in one stage and more in another; the stages between are shifted."""
+    """The candidate with so many operators fewer in one stage and more in another; stages between
+    are shifted.
+    """
     one, two = at.stages[source], at.stages[target]
     return _with(
         at,
@@ -395,7 +409,7 @@ def _with_moved(at: _Candidate, source: int, target: int, count: int) -> _Candid
 
 
 def _move_operators(around: _Neighbours, at: _Candidate, worst: int, score: _Score) -> Iterator[_Candidate]:
-    """Operators move towards another stage, through all stages between."""
+    """Move operators to another stage, through all stages between."""
     most = at.stages[worst].operators - 1
     for partner in range(len(at.stages)):
         for count in (1, 2, 3, 5, 8, 13, 26, 52):
@@ -404,7 +418,7 @@ def _move_operators(around: _Neighbours, at: _Candidate, worst: int, score: _Sco
 
 
 def _exchange_degrees(around: _Neighbours, at: _Candidate, worst: int, score: _Score) -> Iterator[_Candidate]:
-    """Another tensor and data degree for the same devices."""
+    """Change tensor and data degree on the same devices."""
     stage = at.stages[worst]
     for state in around.states(at, stage.devices):
         if state != stage.state:
@@ -412,53 +426,53 @@ def _exchange_degrees(around: _Neighbours, at: _Candidate, worst: int, score: _S
 
 
 def _take_devices(around: _Neighbours, at: _Candidate, worst: int, score: _Score) -> Iterator[_Candidate]:
-    """Twice the devices, from another stage that has twice as many."""
+    """Exchange devices with another stage that has twice as many."""
     stage = at.stages[worst]
     for partner, other in enumerate(at.stages):
         if other.devices != 2 * stage.devices:
             continue
         for state in around.states(at, other.devices):
             for less in around.states(at, stage.devices):
-                made = _with(
+                candidate = _with(
                     at,
                     {
                         worst: _Stage(other.devices, state, stage.operators),
                         partner: _Stage(stage.devices, less, other.operators),
                     },
                 )
-                if around.can_run(made):
-                    yield made
+                if around.can_run(candidate):
+                    yield candidate
 
 
 def _give_operators_for_devices(around: _Neighbours, at: _Candidate, worst: int, score: _Score) -> Iterator[_Candidate]:
-    """Two neighbours become one stage with the devices of both."""
+    """Merge two neighbours into one stage with the devices of both."""
     for first in (worst - 1, worst):
         if first < 0 or first + 1 >= len(at.stages):
             continue
         one, two = at.stages[first : first + 2]
         for state in around.states(at, one.devices + two.devices):
             merged = _Stage(one.devices + two.devices, state, one.operators + two.operators)
-            made = replace(at, stages=(*at.stages[:first], merged, *at.stages[first + 2 :]))
-            if around.can_run(made):
-                yield made
+            candidate = replace(at, stages=(*at.stages[:first], merged, *at.stages[first + 2 :]))
+            if around.can_run(candidate):
+                yield candidate
 
 
 def _split_stage(around: _Neighbours, at: _Candidate, worst: int, score: _Score) -> Iterator[_Candidate]:
-    """A stage becomes two with half of its devices each."""
+    """Split a stage into two with half of its devices each."""
     for k, stage in enumerate(at.stages):
         half = stage.devices // 2
         if stage.devices % 2 or stage.operators < 2:
             continue
         for state in around.states(at, half):
             front = _Stage(half, state, stage.operators // 2)
-            rest = _Stage(half, state, stage.operators - stage.operators // 2)
-            made = replace(at, stages=(*at.stages[:k], front, rest, *at.stages[k + 1 :]))
-            if around.can_run(made):
-                yield made
+            back = _Stage(half, state, stage.operators - stage.operators // 2)
+            candidate = replace(at, stages=(*at.stages[:k], front, back, *at.stages[k + 1 :]))
+            if around.can_run(candidate):
+                yield candidate
 
 
 def _change_micro_batch(around: _Neighbours, at: _Candidate, worst: int, score: _Score) -> Iterator[_Candidate]:
-    """The next larger and the next smaller micro-batch for all stages; tensor degrees stay where they can."""
+    """Take the next larger or smaller micro-batch for all stages; tensor degrees stay if possible."""
     sizes = sorted(around.uniform)
     k = sizes.index(at.micro_batch)
     for size in (*sizes[max(k - 1, 0) : k], *sizes[k + 1 : k + 2]):

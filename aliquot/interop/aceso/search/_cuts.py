@@ -1,4 +1,6 @@
-"""Stages from a table of times: the least `(micro-batches - 1) * slowest + sum`, by a dynamic program over suffixes."""
+"""Stages of least `(micro-batches - 1) * slowest + sum` from a table of times, by a dynamic program
+over suffixes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ._space import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One stage: its operators, devices, stages behind it, and whether it is entered and left between nodes."""
+    """One stage: its operators, devices, number of stages after it, and index of its kinds of
+    links.
+    """
 
     first: int
     last: int
@@ -25,7 +29,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Stages in order, with the figures of the table."""
+    """Stages in order, with the greatest and the summed time of their table entries."""
 
     stages: tuple[Cut, ...]
     slowest_us: float
@@ -36,8 +40,10 @@ class CutSearch:
     """The dynamic program over one set of tables, which may change between calls.
 
     Args:
-        tables: by number of devices, times by stages behind, links, first operator and length less one.
-        links: by number of devices, what each second index stands for.
+        tables: by number of devices, times by stages after it, links, first operator and length
+            less one.
+        links: by number of devices, for each index of links whether a stage is entered and left
+            between nodes.
     """
 
     def __init__(
@@ -55,24 +61,25 @@ class CutSearch:
         for stages in range(1, max_stages + 1):
             for used in range(stages, num_devices + 1):
                 for n in sorted(tables):
-                    start, rest = num_devices - used, used - n
-                    if rest < stages - 1 or (rest == 0) != (stages == 1):
+                    start, remaining = num_devices - used, used - n
+                    if remaining < stages - 1 or (remaining == 0) != (stages == 1):
                         continue
                     if start // gpus_per_node != (start + n - 1) // gpus_per_node:
                         continue
-                    entered = int(start > 0 and start % gpus_per_node == 0)
-                    left = int((start + n) % gpus_per_node == 0)
-                    wanted = (entered, left) if (entered, left) in links[n] else (entered, 1 - left)
-                    if wanted not in links[n]:
-                        wanted = next(link for link in links[n] if link[1] == left)
-                    self._steps.append((stages, used, n, links[n].index(wanted)))
+                    enters = int(start > 0 and start % gpus_per_node == 0)
+                    leaves = int((start + n) % gpus_per_node == 0)
+                    pair = (enters, leaves) if (enters, leaves) in links[n] else (enters, 1 - leaves)
+                    if pair not in links[n]:
+                        pair = next(link for link in links[n] if link[1] == leaves)
+                    self._steps.append((stages, used, n, links[n].index(pair)))
         self._max_stages = max_stages
 
     def solve(self, micro_batches: int, *, tolerance: float = 1e-4, max_splits: int = 6) -> tuple[Cuts | None, float]:
-        """The best stages, and microseconds that no stages go below.
+        """The best stages, and a lower bound of all in microseconds.
 
-        Stages with slowest stage `s` and sum `t` take `(micro_batches - 1) * s + t`. The least sum for each bar on the slowest
-        stage is one dynamic program; intervals of bars are split until the best stages are within `tolerance` of the bound.
+        Stages with slowest stage `s` and sum `t` take `(micro_batches - 1) * s + t`. The least sum
+        for each bar on the slowest stage is one dynamic program; intervals of bars are split until
+        the best stages are within `tolerance` of the bound.
         """
         least, _ = self._solve(np.inf, total=False)
         floor = min((float(v[0]) for (_, used), v in least.items() if used == self._devices), default=np.inf)
@@ -87,7 +94,7 @@ class CutSearch:
         free = self._stages(np.inf)
         assert best is not None and free is not None
         best = min(best, free, key=value)
-        # Nothing with a slower stage than this can be better.
+        # No stages with a slower one than this can be better.
         top = max((value(best) - free.total_us) / weight, floor) if weight else np.inf
         capped = self._stages(top)
         total = capped.total_us if capped is not None else np.inf
@@ -99,9 +106,9 @@ class CutSearch:
             if bound >= value(best) * (1 - tolerance):
                 break
             middle = (low + high) / 2
-            own = self._stages(middle)
-            best = min(best, own, key=value) if own is not None else best
-            below = own.total_us if own is not None else np.inf
+            halved = self._stages(middle)
+            best = min(best, halved, key=value) if halved is not None else best
+            below = halved.total_us if halved is not None else np.inf
             heapq.heapreplace(intervals, (weight * low + below, low, middle, below))
             heapq.heappush(intervals, (weight * middle + total, middle, high, total))
         return best, min(intervals[0][0], value(best))
@@ -147,11 +154,11 @@ class CutSearch:
                 values = np.maximum(table, windows[key])
             offset = values.argmin(axis=1)
             value = values[np.arange(num), offset]
-            own = (stages, used)
-            if own not in least:
-                least[own] = np.full(num + 1, np.inf)
-                chosen[own] = np.zeros((num, 3), np.int64)
-            better = value < least[own][:num]
-            least[own][:num][better] = value[better]
-            chosen[own][better] = np.stack([np.full(num, n), np.full(num, links), offset], axis=1)[better]
+            state = (stages, used)
+            if state not in least:
+                least[state] = np.full(num + 1, np.inf)
+                chosen[state] = np.zeros((num, 3), np.int64)
+            better = value < least[state][:num]
+            least[state][:num][better] = value[better]
+            chosen[state][better] = np.stack([np.full(num, n), np.full(num, links), offset], axis=1)[better]
         return least, chosen

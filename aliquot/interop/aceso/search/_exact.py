@@ -1,9 +1,10 @@
-"""The exact search: lower bounds for every stage that could be, the best cuts under them, and those stages solved; repeated until
-the best cuts consist of solved stages or the bound is close enough.
+"""The exact search: lower bounds for every possible stage, the best cuts under them, and solutions
+of these stages; repeated until the best cuts consist of solved stages or the bound is close enough.
 
-A table of bounds for each micro-batch says what every stretch of operators takes at least. The dynamic program over cuts gives
-stages whose sum no configuration beats. Solving one of them exactly raises its entry of the table, and that of the same stretch
-in other layers; whatever feasible stages come out are a configuration.
+For each micro-batch a table holds a lower bound on the time of every stretch of operators. The
+dynamic program over cuts gives stages whose total bound no configuration beats. Solving one of them
+raises its entry of the table, and that of the same stretch in other layers. If all of them have
+solutions, these are a configuration.
 """
 
 from __future__ import annotations
@@ -37,21 +38,25 @@ from ._tables import Period, bound_stretches, find_period
 _COARSE_RATES = 4
 _FINE_RATES = 9
 _MOST_SPLITS = 60
-# Shares of the most labels with which a stage is solved, one after the other; without labels, by shortest paths alone.
+# Shares of `max_labels` with which a stage is solved, one after the other; 0 means shortest paths
+# alone.
 _EFFORTS = (0.0, 0.1, 0.4, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """Search over cuts, devices, degrees, algorithms, recomputed operators and micro-batches with a certified bound.
+    """Search over cuts, devices, degrees, algorithms, recomputed operators and micro-batches with a
+    certified bound.
 
     Attributes:
-        max_rounds: dynamic programs over cuts, of all micro-batches together.
-        max_entries: entries of tables that these go through; long chains get fewer rounds.
-        max_labels: partial stages that are kept at each operator where the gap of a stage is closed by enumeration.
-        gap: share of the best time at which the bound is close enough.
-        budget_s: seconds after which the best so far is the answer; without one, the answer depends on nothing but the question.
-        keep: how many distinct configurations to return.
+        max_rounds: number of dynamic programs over cuts, summed over micro-batches.
+        max_entries: number of table entries that these read; long chains get fewer rounds.
+        max_labels: partial stages kept at each operator while the gap of a stage is closed by
+            enumeration.
+        gap: distance between bound and best time at which the search ends, as a share of the best
+            time.
+        budget_s: seconds after which the search ends; with None the result is deterministic.
+        keep: number of distinct configurations to return.
     """
 
     max_rounds: int = 60
@@ -68,7 +73,7 @@ class Exact:
         start: Sequence[Configuration] = (),
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Search, beginning with configurations that are known."""
+        """Search from known configurations."""
         return _Search(self, problem, on_progress).run(start)
 
 
@@ -77,7 +82,7 @@ class _Search:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
         self._began = time.perf_counter()
         self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
-        # Bounds of micro-batches that further rounds would not raise.
+        # Bounds of micro-batches that no further round can raise.
         self._exhausted: list[float] = []
         self._batches: list[_MicroBatch] = []
 
@@ -109,7 +114,7 @@ class _Search:
         )
 
     def _search(self, queue: list[tuple[float, int, _MicroBatch]]) -> str:
-        """Rounds until the bound is close enough; returns why they ended."""
+        """Run rounds until the bound is close enough; returns the reason why they ended."""
         rounds = entries = 0
         while queue:
             bound, _, batch = queue[0]
@@ -132,7 +137,9 @@ class _Search:
         return "nothing was left to search"
 
     def _solve_operators(self) -> None:
-        """Solve the stages of the best configurations operator by operator, where the search went layer by layer."""
+        """Solve the stages of the best configurations operator by operator, after a search layer by
+        layer.
+        """
         for configuration, _ in self._best.results():
             spaces = self._problem.spaces(configuration.micro_batch)
             stages, first, device = [], 0, 0
@@ -172,7 +179,9 @@ class _Search:
             )
 
     def _improve(self, batch: _MicroBatch) -> bool:
-        """One round: the best cuts, and their stages solved. False if all of them were solved before."""
+        """One round: find the best cuts and solve their stages. False if all of them were solved
+        before.
+        """
         if not batch.tables:
             batch.bound_coarsely(self._problem, self._best.best_us)
         assert batch.search is not None
@@ -184,7 +193,7 @@ class _Search:
         if batch.bound_us >= self._best.best_us * (1 - self._planner.gap):
             return True
         values = [batch.entry(cut) for cut in cuts.stages]
-        # Shortest paths first; where all of these stages have theirs, those that leave a gap are enumerated.
+        # Shortest paths first; once all of these stages have one, close gaps by enumeration.
         unsolved = [cut for cut in cuts.stages if batch.key(cut) not in batch.answers]
         if not unsolved:
             unsolved = [cut for cut in cuts.stages if batch.can_improve(cut)]
@@ -209,7 +218,7 @@ class _Search:
 
 
 def as_stage(space: StageSpace, answer: StageAnswer) -> StageConfiguration:
-    """A solved stage as configurations hold it."""
+    """The configuration of a solved stage."""
     states = [space.states[k] for k in answer.states]
     tensor, data, algorithm = (tuple(column) for column in zip(*states, strict=True))
     return StageConfiguration(
@@ -219,9 +228,11 @@ def as_stage(space: StageSpace, answer: StageAnswer) -> StageConfiguration:
 
 @dataclass(slots=True, kw_only=True)
 class _MicroBatch:
-    """One micro-batch size: its tables of bounds, the stages that were solved, and its own bound.
+    """One micro-batch size: its tables of bounds, the solved stages, and a bound of all its
+    configurations.
 
-    Tables are by number of devices; stages by devices, stages behind, links, first and last operator.
+    Tables are by number of devices; stages by devices, stages after it, links, first and last
+    operator.
     """
 
     size: int
@@ -243,7 +254,7 @@ class _MicroBatch:
 
     @classmethod
     def make(cls, problem: SearchProblem, size: int) -> _MicroBatch:
-        """What can be chosen, and a bound that spreads work and memory evenly over all devices."""
+        """The spaces of stages, and a bound that spreads work and memory evenly over all devices."""
         spaces = problem.spaces(size)
         count = problem.num_micro_batches(size)
         grouped = _grouped(spaces)
@@ -260,7 +271,7 @@ class _MicroBatch:
         )
 
     def bound_coarsely(self, problem: SearchProblem, ceiling_us: float) -> None:
-        """Tables under rates that are far apart."""
+        """Compute the tables with rates that are far apart."""
         low, high = _rate_range(self.spaces)
         rates = np.concatenate([[0.0], np.geomspace(low, high, _COARSE_RATES)])
         self.rate_step = (high / low) ** (1 / (_COARSE_RATES - 1))
@@ -288,7 +299,7 @@ class _MicroBatch:
                 longest=_longest(space, ceiling_us / self.count),
             )
             if n in self.tables:
-                # A better ceiling since then allows fewer operators.
+                # The ceiling has fallen since then and allows fewer operators.
                 width = bounds.bound_us.shape[-1]
                 self.tables[n][..., width:] = np.inf
                 np.maximum(self.tables[n][..., :width], bounds.bound_us, out=self.tables[n][..., :width])
@@ -297,49 +308,50 @@ class _MicroBatch:
                 self.rates[n], self.chosen_rates[n] = bounds.rates_us_per_mb, bounds.rate
 
     def shorten(self, ceiling_us: float) -> None:
-        """Forget stages of more operators than fit below the ceiling."""
+        """Drop stages with more operators than fit below the ceiling."""
         for n, table in self.tables.items():
             self.tables[n] = table[..., : _longest(self.spaces[n], ceiling_us / self.count)]
 
     def refine(self, problem: SearchProblem, cuts: Cuts, ceiling_us: float) -> None:
-        """Tables under rates close to those that matter for these cuts."""
+        """Raise the tables with rates close to those that gave the bounds of these cuts."""
         self.refined = True
-        worth = []
+        memory_rates = []
         for cut in cuts.stages:
             k = self.chosen_rates[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1]
             rate = self.rates[cut.num_devices][cut.behind, k]
-            worth.append(rate * problem.in_flight(self.size, cut.behind))
-        known = [rate for rate in worth if rate > 0]
-        if known:
+            memory_rates.append(rate * problem.in_flight(self.size, cut.behind))
+        positive = [rate for rate in memory_rates if rate > 0]
+        if positive:
             spread = self.rate_step**0.75
             self._bound_stretches(
-                problem, np.geomspace(min(known) / spread, max(known) * spread, _FINE_RATES), ceiling_us
+                problem, np.geomspace(min(positive) / spread, max(positive) * spread, _FINE_RATES), ceiling_us
             )
         self.chosen_rates.clear()
 
     def as_stage(self, cut: Cut, answer: StageAnswer) -> StageConfiguration:
-        """A solved stage as configurations hold it."""
+        """The configuration of a solved stage."""
         if self.grouped:
             return self.grouped[cut.num_devices].as_stage(cut.first, answer)
         return as_stage(self.spaces[cut.num_devices], answer)
 
     def key(self, cut: Cut) -> tuple[int, int, int, int, int]:
-        """What tells stages apart."""
+        """The key of a stage in `answers`."""
         return cut.num_devices, cut.behind, cut.links, cut.first, cut.last
 
     def entry(self, cut: Cut) -> float:
-        """What the table says of a stage."""
+        """The bound of a stage in its table."""
         return float(self.tables[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1])
 
     def can_improve(self, cut: Cut) -> bool:
-        """Whether more effort can close the gap of a stage that was solved."""
+        """True if more effort may close the gap of a solved stage."""
         key = self.key(cut)
         return not self.answers[key].is_exact and self.efforts[key] < len(_EFFORTS)
 
     def solve(self, problem: SearchProblem, cut: Cut, ceiling_us: float, max_labels: int) -> None:
-        """Solve a stage, and raise its entry of the table and those of the same stretch in other layers.
+        """Solve a stage, and raise its entry of the table and those of the same stretch in other
+        layers.
 
-        Every call for the same stage takes more effort than the one before.
+        Every call for the same stage takes more effort than the call before.
         """
         effort = self.efforts.get(self.key(cut), 0)
         entered, left = self.links[cut.num_devices][cut.links]
@@ -356,9 +368,9 @@ class _MicroBatch:
             rate_us_per_mb=float(rates[len(rates) // 2]),
             max_labels=math.ceil(_EFFORTS[effort] * max_labels),
         )
-        known = self.answers.get(self.key(cut))
-        if known is not None:
-            answer = known.improved(answer)
+        previous = self.answers.get(self.key(cut))
+        if previous is not None:
+            answer = previous.improved(answer)
         table = self.tables[cut.num_devices]
         num = table.shape[2]
         for shift in self._shifts(cut, num):
@@ -368,7 +380,7 @@ class _MicroBatch:
             table[at] = max(table[at], answer.bound_us)
 
     def _shifts(self, cut: Cut, num: int) -> list[int]:
-        """By how many operators the stretch can move and remain the same."""
+        """Numbers of operators by which the stretch can be shifted and remain the same."""
         period = self.period
         inside = period.count and cut.first >= period.first and cut.last <= period.end
         if not inside or cut.first == 0 or cut.last == num:
@@ -380,10 +392,11 @@ class _MicroBatch:
 
 
 def _spread_evenly_us(spaces: dict[int, StageSpace], problem: SearchProblem) -> float:
-    """The least work of all devices together for one micro-batch that their memory together has room for.
+    """A lower bound on the work of all devices for one micro-batch, summed, under the sum of their
+    memory limits.
 
-    Every stage holds one micro-batch at least. Memory costs time at a rate and the limit is paid back, as in the tables; each
-    operator chooses for itself.
+    Every stage holds at least one micro-batch. The limit is relaxed by a Lagrange multiplier, as in
+    the tables, and each operator takes its own best choice.
     """
     kinds = next(iter(spaces.values())).kinds
     low, high = _rate_range(spaces)
@@ -392,24 +405,28 @@ def _spread_evenly_us(spaces: dict[int, StageSpace], problem: SearchProblem) -> 
     for n, space in spaces.items():
         held = rates * (space.state_copies * space.weights_mb + space.kept_mb)
         again = space.again_us + rates * (space.state_copies * space.weights_mb)
-        own = n * (space.busy_us + np.minimum(held, again))
-        least = np.minimum(least, np.where(space.valid, own, np.inf).min(axis=-1))
+        device_us = n * (space.busy_us + np.minimum(held, again))
+        least = np.minimum(least, np.where(space.valid, device_us, np.inf).min(axis=-1))
     room = rates[:, 0, 0] * problem.num_devices * problem.memory_limit_mb
     return float((least[:, kinds].sum(axis=1) - room).max())
 
 
 def _grouped(spaces: dict[int, StageSpace]) -> dict[int, GroupedSpace]:
-    """Spaces of whole layers for chains that are too long to be cut at any operator; none for others."""
+    """Spaces of whole layers for chains that are too long to be cut at any operator; empty for
+    others.
+    """
     kinds = next(iter(spaces.values())).kinds
     if len(kinds) <= MOST_OPERATORS:
         return {}
     units = find_layers(kinds)
-    made = {n: group_layers(space, units) for n, space in spaces.items()}
-    return {n: each for n, each in made.items() if each is not None}
+    grouped = {n: group_layers(space, units) for n, space in spaces.items()}
+    return {n: each for n, each in grouped.items() if each is not None}
 
 
 def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:
-    """Whether stages of so many devices can be entered and left between nodes."""
+    """The possible links of stages of so many devices: whether each is entered and left between
+    nodes.
+    """
     if problem.num_nodes == 1:
         return [(0, 0), (0, 1)] if num_devices < problem.gpus_per_node else [(0, 1)]
     if num_devices == problem.gpus_per_node:
@@ -418,15 +435,17 @@ def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:
 
 
 def _rate_range(spaces: dict[int, StageSpace]) -> tuple[float, float]:
-    """Microseconds that recomputation pays for a MiB, for the cheapest and for the dearest operators."""
+    """Microseconds of recomputation per MiB saved, for the cheapest and the most expensive
+    operators.
+    """
     ratios = []
     for space in spaces.values():
-        worth = space.valid & (space.kept_mb > 0) & (space.again_us > 0)
-        ratios.append(space.again_us[worth] / space.kept_mb[worth])
-    together = np.concatenate(ratios)
-    if not len(together):
+        is_recomputable = space.valid & (space.kept_mb > 0) & (space.again_us > 0)
+        ratios.append(space.again_us[is_recomputable] / space.kept_mb[is_recomputable])
+    all_ratios = np.concatenate(ratios)
+    if not len(all_ratios):
         return 1.0, 100.0
-    low, high = np.quantile(together, [0.05, 0.95])
+    low, high = np.quantile(all_ratios, [0.05, 0.95])
     return float(low) / 2, float(high) * 2
 
 

@@ -1,5 +1,6 @@
-"""The grid: every stage of a configuration has as many devices, the same degrees and the same rule for recomputation, as an expert
-would try them one after the other; only the cuts are placed where they balance."""
+"""The grid: all stages of a configuration have the same number of devices, degrees and rule for
+recomputation, as an expert would set them by hand; the cuts balance the stages.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ _LEVELS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """All uniform configurations: micro-batch, number of stages, tensor and data degree, with and without recomputation.
+    """Search over uniform configurations: micro-batch, number of stages, tensor and data degree,
+    level of recomputation.
 
     Attributes:
-        keep: how many distinct configurations to return.
-        best_of: so many of the fastest by their balanced times are judged in full.
+        keep: number of distinct configurations to return.
+        best_of: number of the fastest by balanced times that are judged in full.
     """
 
     keep: int = 1
@@ -37,7 +39,7 @@ class Grid:
         start: Sequence[Configuration] = (),
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Judge the points of the grid that fit by their prefix sums, the fastest first."""
+        """Judge configurations of the grid, the fastest by their balanced times first."""
         began = time.perf_counter()
         best = Incumbents(problem, lambda: time.perf_counter() - began, keep=self.keep)
         for configuration in start:
@@ -78,7 +80,7 @@ def _points(problem: SearchProblem) -> Iterator[tuple[float, Configuration]]:
                     continue
                 for recompute in recompute_levels(space, state, _LEVELS):
                     cuts, slowest = balance(_times(space, state, recompute), stages)
-                    own = tuple(
+                    configured = tuple(
                         StageConfiguration(
                             num_devices=n,
                             tensor=(tensor,) * (last - first),
@@ -89,7 +91,7 @@ def _points(problem: SearchProblem) -> Iterator[tuple[float, Configuration]]:
                         for first, last in zip(cuts, cuts[1:], strict=False)
                     )
                     count = problem.num_micro_batches(micro_batch)
-                    yield slowest * count, problem.configuration(micro_batch, own)
+                    yield slowest * count, problem.configuration(micro_batch, configured)
 
 
 def _times(space: StageSpace, state: int, recompute: NDArray[np.bool_]) -> Floats:
@@ -99,7 +101,7 @@ def _times(space: StageSpace, state: int, recompute: NDArray[np.bool_]) -> Float
 
 
 def balance(times: Floats, stages: int) -> tuple[list[int], float]:
-    """Where to cut so that the longest stage is short: by bisection over its time."""
+    """Cuts that minimise the longest stage, by bisection over its time; also that time."""
     sums = np.concatenate([[0.0], np.cumsum(times)])
     low, high = max(float(times.max()), float(sums[-1]) / stages), float(sums[-1])
     for _ in range(40):

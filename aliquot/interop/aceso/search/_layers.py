@@ -1,5 +1,6 @@
-"""Long chains in whole layers: each layer is one unit, whose operators have the same degrees and one of a few sets of recomputed
-operators. Everything that works on operators works on units alike."""
+"""Long chains in whole layers: each layer is one unit, whose operators have the same degrees and
+one of a few sets of recomputed operators. The search treats units like operators.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ class GroupedSpace:
     """A space of units.
 
     Attributes:
-        space: as of operators, with units in their place. The third part of its states is a level of recomputation.
+        space: with units in place of operators, and a level of recomputation in place of the
+            algorithm in states.
         begins: the first operator of each unit, and the number of operators.
-        degrees: of each state of `space`, the state of all operators.
-        recompute: by kind of unit and state, which of its operators are recomputed.
+        degrees: for each state of `space`, the state of all operators of a unit.
+        recompute: by kind of unit and state, whether each of its operators is recomputed.
     """
 
     space: StageSpace
@@ -35,7 +37,7 @@ class GroupedSpace:
     recompute: tuple[tuple[NDArray[np.bool_], ...], ...]
 
     def as_stage(self, first: int, answer: StageAnswer) -> StageConfiguration:
-        """A solved stage that begins with a unit, operator by operator."""
+        """The configuration of a solved stage that begins with unit `first`."""
         tensor: list[int] = []
         data: list[int] = []
         algorithm: list[int] = []
@@ -57,7 +59,8 @@ class GroupedSpace:
 
 
 def find_layers(kinds: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Units as first operator and end: every layer of every run of equal layers, and each operator between them.
+    """Units as first operator and end: every layer of every run of equal layers, and each operator
+    between them.
 
     >>> find_layers(np.array([0, 1, 2, 1, 2, 1, 2, 3]))
     [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
@@ -88,33 +91,36 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
     signatures = [tuple(space.kinds[a:b].tolist()) for a, b in units]
     kind_of = {signature: k for k, signature in enumerate(dict.fromkeys(signatures))}
     kinds = np.array([kind_of[signature] for signature in signatures])
-    where = {kind: unit for unit, kind in reversed(list(enumerate(kinds.tolist())))}
+    unit_of_kind = {kind: unit for unit, kind in reversed(list(enumerate(kinds.tolist())))}
     shape = (len(kind_of), len(columns))
-    made = {name: np.zeros(shape) for name in ("busy", "weights", "kept", "peak", "forward", "backward", "enters")}
+    figures = {name: np.zeros(shape) for name in ("busy", "weights", "kept", "peak", "forward", "backward", "enters")}
     enters_us, leaves_us = np.zeros((2, *shape)), np.zeros((2, *shape, len(space.tensor_degrees)))
     recompute: list[tuple[NDArray[np.bool_], ...]] = []
     for kind in range(len(kind_of)):
-        a, b = units[where[kind]]
-        own = space.kinds[a:b]
+        a, b = units[unit_of_kind[kind]]
+        members = space.kinds[a:b]
         chosen = []
         for column, (u, level) in enumerate(columns):
             flags = levels[u][min(level, len(levels[u]) - 1)][a:b].copy()
             # Runs of recomputed operators end with the unit.
             flags[0] &= not space.fused[a]
             dropped = np.append(flags[:-1] & flags[1:] & space.fused[a + 1 : b], False)
-            saved = np.where(dropped, space.kept_mb[own, u], 0.0)
+            saved = np.where(dropped, space.kept_mb[members, u], 0.0)
             inside = sum(float(space.edges_us[space.edge_of[k], u, u]) for k in range(a + 1, b))
-            made["busy"][kind, column] = space.busy_us[own, u].sum() + space.again_us[own, u][flags].sum() + inside
-            made["weights"][kind, column] = space.weights_mb[own, u].sum()
-            made["kept"][kind, column] = space.kept_mb[own, u].sum() - saved.sum()
-            made["peak"][kind, column] = runs(saved).max()
-            # The last operator counts where another unit follows; left out, memory is never overestimated.
-            counted = own if space.counts_last_reserved else own[:-1]
-            made["forward"][kind, column] = space.forward_reserved_mb[counted, u].max(initial=0.0)
-            made["backward"][kind, column] = space.backward_reserved_mb[counted, u].max(initial=0.0)
-            made["enters"][kind, column] = space.enters_mb[own[0], u]
-            enters_us[:, kind, column] = space.enters_us[:, own[0], u]
-            leaves_us[:, kind, column] = space.leaves_us[:, own[-1], u]
+            figures["busy"][kind, column] = (
+                space.busy_us[members, u].sum() + space.again_us[members, u][flags].sum() + inside
+            )
+            figures["weights"][kind, column] = space.weights_mb[members, u].sum()
+            figures["kept"][kind, column] = space.kept_mb[members, u].sum() - saved.sum()
+            figures["peak"][kind, column] = runs(saved).max()
+            # The last operator would count if another unit follows; without it memory is never
+            # overestimated.
+            counted = members if space.counts_last_reserved else members[:-1]
+            figures["forward"][kind, column] = space.forward_reserved_mb[counted, u].max(initial=0.0)
+            figures["backward"][kind, column] = space.backward_reserved_mb[counted, u].max(initial=0.0)
+            figures["enters"][kind, column] = space.enters_mb[members[0], u]
+            enters_us[:, kind, column] = space.enters_us[:, members[0], u]
+            leaves_us[:, kind, column] = space.leaves_us[:, members[-1], u]
             chosen.append(flags)
         recompute.append(tuple(chosen))
     index = [u for u, _ in columns]
@@ -128,14 +134,14 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
         states=tuple((space.states[u][0], space.states[u][1], level) for u, level in columns),
         kinds=kinds,
         valid=np.ones(shape, bool),
-        busy_us=made["busy"],
+        busy_us=figures["busy"],
         again_us=np.zeros(shape),
-        weights_mb=made["weights"],
-        kept_mb=made["kept"],
-        forward_reserved_mb=made["forward"],
-        backward_reserved_mb=made["backward"],
-        peak_mb=made["peak"],
-        enters_mb=made["enters"],
+        weights_mb=figures["weights"],
+        kept_mb=figures["kept"],
+        forward_reserved_mb=figures["forward"],
+        backward_reserved_mb=figures["backward"],
+        peak_mb=figures["peak"],
+        enters_mb=figures["enters"],
         enters_us=enters_us,
         leaves_us=leaves_us,
         edges_us=edges,

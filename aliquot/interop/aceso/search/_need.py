@@ -1,4 +1,4 @@
-"""What to say where nothing fits: how much memory the smallest configuration needs, and of what."""
+"""The memory of the smallest configuration, with its components, for messages where nothing fits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _QUICK = Bottleneck(max_steps=60, polished=4, relieved=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The smallest memory limit for which a configuration was found.
+    """The smallest memory limit that a configuration is known to meet.
 
     Attributes:
         limit_mb: of each device.
-        fullest: its fullest stage, with the components.
-        num_nodes: nodes with which the limit that was asked for is met; None if four times as many do not.
+        fullest: the stage of that configuration that needs the most memory.
+        num_nodes: twice or four times the nodes, if a configuration then meets the limit asked for;
+            else None.
     """
 
     limit_mb: float
@@ -27,7 +28,9 @@ class Need:
 
 
 def smallest_need(problem: SearchProblem) -> Need | None:
-    """Bisect over the memory limit with a short search; None if not even 64 times the limit is enough."""
+    """Bisect over the memory limit with a short search; None if not even 64 times the limit is
+    enough.
+    """
     enough = _fullest(problem, problem.memory_limit_mb * 64)
     if enough is None:
         return None

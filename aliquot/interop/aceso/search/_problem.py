@@ -1,4 +1,6 @@
-"""The question that a search answers: a chain, its measurements, and the devices and memory that there are."""
+"""A search problem: a chain with its measurements, the devices and their memory; and results of
+searches.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from ._space import StageSpace, make_space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProblem:
-    """What to search for.
+    """A chain to be cut into stages, with its measurements and devices.
 
     Attributes:
         chain, database: the operators of the model in order, and their measurements.
         model_name, model_size, settings: copied into configurations.
         num_nodes, gpus_per_node: the devices. No stage spans nodes.
         global_batch: samples in a step.
-        micro_batches: numbers of samples that a micro-batch may have, all data-parallel ranks together.
+        micro_batches: sizes of micro-batches to choose from, in samples of all data-parallel ranks.
         memory_limit_mb: MiB that a device may use.
         judge: the performance model.
     """
@@ -56,16 +58,16 @@ class SearchProblem:
         return tuple(2**k for k in range(10) if 2**k <= self.gpus_per_node)
 
     def num_micro_batches(self, micro_batch: int) -> int:
-        """How many micro-batches a step has."""
+        """Number of micro-batches in a step."""
         return self.judge.num_micro_batches(self.global_batch, micro_batch)
 
     def in_flight(self, micro_batch: int, behind: int) -> int:
-        """Micro-batches that a stage holds with so many stages behind it."""
+        """Number of micro-batches that a stage holds if so many stages come after it."""
         return self.judge.in_flight(behind, self.num_micro_batches(micro_batch))
 
     def spaces(self, micro_batch: int) -> dict[int, StageSpace]:
-        """By number of devices, what a stage can choose; sizes that were not measured are left out."""
-        made = {
+        """Spaces of a stage by number of devices; numbers without measurements are left out."""
+        spaces = {
             n: make_space(
                 self.chain,
                 self.database,
@@ -77,7 +79,7 @@ class SearchProblem:
             )
             for n in self.stage_sizes()
         }
-        return {n: space for n, space in made.items() if space is not None}
+        return {n: space for n, space in spaces.items() if space is not None}
 
     def evaluate(self, configuration: Configuration) -> Estimate:
         """The judge's figures for a configuration."""
@@ -103,11 +105,12 @@ class SearchProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a search stands.
+    """The state of a search.
 
     Attributes:
-        best_ms, bound_ms: iteration time of the best configuration so far, and what none is faster than.
-        scored: configurations and stages that were judged.
+        best_ms, bound_ms: iteration time of the best configuration so far, and a lower bound of
+            all.
+        scored: number of configurations and stages that were judged.
         elapsed_s: since the search began.
     """
 
@@ -123,7 +126,7 @@ MOST_OPERATORS = 1000
 """Longer chains are cut between layers only, so that tables of all stretches can be held."""
 
 INTERRUPTED = "interrupted"
-"""Why a search ended that the user stopped."""
+"""`SearchResult.ended` of a search that the user stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +136,10 @@ class SearchResult:
     Attributes:
         best: distinct configurations with their estimates, the fastest first.
         lower_bound_ms: no configuration of `space` is faster; 0 if the planner gives no bound.
-        space: what the bound holds for.
-        scored: configurations and stages that were judged.
-        search_s, best_found_at_s: wall time, and when the best was found.
-        ended: why the search ended.
+        space: the configurations that the bound holds for, in words.
+        scored: number of configurations and stages that were judged.
+        search_s, best_found_at_s: wall time of the search, and up to its best configuration.
+        ended: reason why the search ended.
     """
 
     best: tuple[tuple[Configuration, Estimate], ...]
@@ -149,14 +152,14 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How much faster the optimum can be at most, as a share of the best time."""
+        """Upper bound of what the optimum saves, as a share of the best time."""
         if not self.best or not self.lower_bound_ms:
             return float("nan")
         return max(1 - self.lower_bound_ms / self.best[0][1].iteration_time_ms, 0.0)
 
 
 class SearchPlanner(Protocol):
-    """Whatever searches."""
+    """A search for configurations."""
 
     def search(
         self,
@@ -165,7 +168,7 @@ class SearchPlanner(Protocol):
         start: Sequence[Configuration] = (),
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Search, beginning with configurations that are known."""
+        """Search from known configurations."""
 
 
 class Incumbents:
@@ -179,7 +182,7 @@ class Incumbents:
 
     @property
     def best_us(self) -> float:
-        """Iteration time of the best; infinite without one."""
+        """Iteration time of the best; infinite if there is none."""
         return self._kept[0][0] * 1000 if self._kept else float("inf")
 
     def offer(self, configuration: Configuration) -> bool:
@@ -187,7 +190,7 @@ class Incumbents:
         self.scored += 1
         estimate = self._problem.evaluate(configuration)
         fits = max(s.memory_mb for s in estimate.stages) <= self._problem.memory_limit_mb + 1e-6
-        if not fits or any(configuration == known for _, known, _ in self._kept):
+        if not fits or any(configuration == kept for _, kept, _ in self._kept):
             return False
         better = estimate.iteration_time_ms * 1000 < self.best_us * (1 - 1e-12)
         self._kept.append((estimate.iteration_time_ms, configuration, estimate))
@@ -203,7 +206,7 @@ class Incumbents:
 
 
 def require_measured(problem: SearchProblem) -> tuple[SearchProblem, tuple[str, ...]]:
-    """The problem without the micro-batches that were never measured, and what was left out.
+    """The problem without micro-batches that cannot be run, and a line for each of these.
 
     Raises:
         InputError: an operator of the chain was not measured, or no micro-batch can be run.
@@ -234,7 +237,7 @@ def require_measured(problem: SearchProblem) -> tuple[SearchProblem, tuple[str, 
 
 
 def space_name(problem: SearchProblem) -> str:
-    """What configurations a bound holds for, in words."""
+    """The configurations that a bound holds for, in words."""
     sizes = ", ".join(map(str, problem.stage_sizes()))
     batches = ", ".join(map(str, problem.micro_batches))
     degrees = "tensor degree, data degree, algorithm and recomputation of each operator"

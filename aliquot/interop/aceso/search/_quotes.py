@@ -1,7 +1,8 @@
-"""Quotes of uniform stages from prefix sums: time and memory of many stages at once, for every level of recomputation.
+"""Quotes of uniform stages from prefix sums: time and memory of many stages at once, for every
+level of recomputation.
 
-A uniform stage has one state for all of its operators. Levels of recomputation add kinds of operators, those that save most memory
-for their time first. A stage takes the fastest level that fits.
+In a uniform stage all operators have the same state. Each level of recomputation adds a kind of
+operator, in the order of memory saved per time. A stage takes the fastest level that fits.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class UniformStages:
     """Prefix sums over the chain for one micro-batch size and one number of devices.
 
     Attributes:
-        states: which states of the space are uniform: an index into its states for each row below.
+        states: for each row below, the index of its state in the space.
         work_us: time of one micro-batch by state and level, summed up to each operator.
-        kept_mb: what is kept of one micro-batch, likewise.
+        kept_mb: activations kept of one micro-batch, likewise.
         weights_mb: by state.
-        peak_mb, forward_mb, backward_mb: range maxima (sparse tables) of what is alive while operators are worked out again, and
-            of what the allocator reserves.
-        recompute: by state and level, which operators.
+        peak_mb, forward_mb, backward_mb: sparse tables for range maxima of the memory of recomputed
+            runs and of the allocator's reserved memory.
+        recompute: by state and level, whether each operator is recomputed.
     """
 
     space: StageSpace
@@ -55,19 +56,19 @@ class UniformStages:
         depth = max(len(each) for each in levels) if levels else 1
         recompute = np.array([[each[min(k, len(each) - 1)] for k in range(depth)] for each in levels], bool)
         recompute = recompute.reshape(len(states), depth, len(kinds))
-        kept = space.kept_mb[kinds][:, columns].T[:, None]
-        # An operator is dropped if the one behind it is recomputed, too.
+        kept_mb = space.kept_mb[kinds][:, columns].T[:, None]
+        # The activations of a recomputed operator are dropped if the next one is recomputed, too.
         dropped = recompute[..., :-1] & recompute[..., 1:] & space.fused[1:]
-        saved = kept * np.concatenate([dropped, np.zeros_like(dropped[..., :1])], axis=-1)
-        again = np.where(recompute, space.again_us[kinds][:, columns].T[:, None], 0.0)
-        busy = space.busy_us[kinds][:, columns].T[:, None]
+        saved_mb = kept_mb * np.concatenate([dropped, np.zeros_like(dropped[..., :1])], axis=-1)
+        recompute_us = np.where(recompute, space.again_us[kinds][:, columns].T[:, None], 0.0)
+        busy_us = space.busy_us[kinds][:, columns].T[:, None]
         return cls(
             space=space,
             states=states,
-            work_us=_prefix(busy + again),
-            kept_mb=_prefix(kept - saved),
+            work_us=_prefix(busy_us + recompute_us),
+            kept_mb=_prefix(kept_mb - saved_mb),
             weights_mb=_prefix(space.weights_mb[kinds][:, columns].T),
-            peak_mb=_sparse(runs(saved)),
+            peak_mb=_sparse(runs(saved_mb)),
             forward_mb=_sparse(space.forward_reserved_mb[kinds][:, columns].T),
             backward_mb=_sparse(space.backward_reserved_mb[kinds][:, columns].T),
             recompute=recompute,
@@ -80,44 +81,47 @@ class UniformStages:
 
         Args:
             state: rows of `states`.
-            links: in columns, whether a stage is entered and left between nodes.
+            links: in columns, whether the transfers into and out of a stage cross nodes.
         """
         space, kinds = self.space, self.space.kinds
         column = np.array(self.states)[state]
         work = self.work_us[state, :, last] - self.work_us[state, :, first]
-        kept = self.kept_mb[state, :, last] - self.kept_mb[state, :, first]
-        weights = self.weights_mb[state, last] - self.weights_mb[state, first]
+        kept_mb = self.kept_mb[state, :, last] - self.kept_mb[state, :, first]
+        weights_mb = self.weights_mb[state, last] - self.weights_mb[state, first]
         end = np.maximum(last - 1, first + 1) if not space.counts_last_reserved else last
-        reserved = _range_max(self.forward_mb, state, first, end) + _range_max(self.backward_mb, state, first, end)
-        peak = _range_max(self.peak_mb, state, first, last)
+        reserved_mb = _range_max(self.forward_mb, state, first, end) + _range_max(self.backward_mb, state, first, end)
+        peak_mb = _range_max(self.peak_mb, state, first, last)
         degree = np.array([space.tensor_degrees.index(space.states[c][0]) for c in column])
-        entered = np.where(first > 0, links[:, 0], 0)
-        left = np.where(last == len(kinds), 1, links[:, 1])
+        entered_between_nodes = np.where(first > 0, links[:, 0], 0)
+        left_between_nodes = np.where(last == len(kinds), 1, links[:, 1])
         transfer = (
-            space.enters_us[entered, kinds[first], column] + space.leaves_us[left, kinds[last - 1], column, degree]
+            space.enters_us[entered_between_nodes, kinds[first], column]
+            + space.leaves_us[left_between_nodes, kinds[last - 1], column, degree]
         )
         inputs = space.enters_mb[kinds[first], column]
-        memory = (
-            space.state_copies * weights[:, None]
-            + (kept + inputs[:, None]) * in_flight[:, None]
-            + peak
-            + np.maximum(reserved, weights)[:, None]
+        memory_mb = (
+            space.state_copies * weights_mb[:, None]
+            + (kept_mb + inputs[:, None]) * in_flight[:, None]
+            + peak_mb
+            + np.maximum(reserved_mb, weights_mb)[:, None]
         )
         times = work + transfer[:, None]
-        fits = memory <= limit_mb
-        level = np.where(fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory.argmin(axis=1))
+        fits = memory_mb <= limit_mb
+        level = np.where(fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory_mb.argmin(axis=1))
         rows = np.arange(len(level))
-        return times[rows, level], memory[rows, level], level
+        return times[rows, level], memory_mb[rows, level], level
 
 
 def quote_all(problem: SearchProblem, micro_batch: int) -> dict[int, UniformStages]:
     """Uniform stages by number of devices; sizes without a uniform state are left out."""
-    made = {n: UniformStages.make(space) for n, space in problem.spaces(micro_batch).items()}
-    return {n: stages for n, stages in made.items() if stages.states}
+    uniform = {n: UniformStages.make(space) for n, space in problem.spaces(micro_batch).items()}
+    return {n: stages for n, stages in uniform.items() if stages.states}
 
 
 def recompute_levels(space: StageSpace, state: int, count: int) -> list[NDArray[np.bool_]]:
-    """Sets of operators, from none to all: kinds in the order of the time that they cost for the memory that they save."""
+    """Sets of operators, from none to all: kinds in the order of the time that they cost for the
+    memory that they save.
+    """
     kept = space.kept_mb[:, state]
     ratio = np.where(kept > 0, space.again_us[:, state] / np.maximum(kept, 1e-9), np.inf)
     order = np.argsort(ratio, kind="stable")
@@ -135,7 +139,7 @@ def _prefix(values: Floats) -> Floats:
 
 
 def runs(saved: Floats) -> Floats:
-    """Up to each operator, what the run of recomputed operators that it ends saves."""
+    """Up to each operator, the memory saved by the run of recomputed operators that ends with it."""
     sums = np.cumsum(saved, axis=-1)
     ends = np.maximum.accumulate(np.where(saved > 0, 0.0, sums), axis=-1)
     return np.where(saved > 0, sums - ends, 0.0)

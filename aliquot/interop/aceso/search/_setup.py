@@ -1,4 +1,4 @@
-"""A search problem from what a user names: a database, a model and its size, and the devices."""
+"""A search problem from a user's settings: a database, a model with its size, and the devices."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def read_problem(
     chain: Path | None = None,
     num_layers: int | None = None,
 ) -> tuple[SearchProblem, tuple[str, ...]]:
-    """The problem, and what of it was left out for want of measurements.
+    """The problem, and a line for each micro-batch that is left out for lack of measurements.
 
     Args:
         folder: the database.
         chain: a description of the operators; without one, `model` is a family of Aceso's.
-        num_layers: replaces what the size says.
+        num_layers: replaces that of the size.
 
     Raises:
-        InputError: a family or size that is not known, a number that cannot be, or measurements that are missing.
+        InputError: an unknown family or size, a number out of range, or missing measurements.
     """
     faults = [
         f"{what} must be at least 1, got {value}"
@@ -76,13 +76,13 @@ def read_problem(
 
 
 def _family(model: str) -> Any:
-    known = built_in_chains()
-    if model not in known:
+    families = built_in_chains()
+    if model not in families:
         raise InputError(
-            f"Nothing is known of the operators of {model!r}; known families are {', '.join(known)}. Describe the operators in "
+            f"Nothing is known of the operators of {model!r}; known families are {', '.join(families)}. Describe the operators in "
             "a TOML file and pass it with --chain."
         )
-    return known[model]
+    return families[model]
 
 
 def _settings(description: Any, model: str, size: str, *, own: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What one stage may choose: the measurements of every operator in every state, as arrays.
+"""The choices of one stage: measurements of every operator in every state, as arrays.
 
-A state is a tensor degree, a data degree and an algorithm. Arrays have a row for each kind of operator and a column for each
-state; what cannot be run is infinite.
+A state is a tensor degree, a data degree and an algorithm. Arrays have a row for each kind of
+operator and a column for each state; times of states that cannot be run are infinite.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ class StageSpace:
 
     Attributes:
         num_devices: of the stage.
-        micro_batch: samples, of all data-parallel ranks together.
+        micro_batch: samples, summed over data-parallel ranks.
         states: tensor degree, data degree and algorithm of each column.
         kinds: for each operator of the chain, its row.
-        valid: which states an operator may be in.
+        valid: the states that an operator may have.
         busy_us: forward and backward time of one micro-batch.
-        again_us: what recomputing it adds.
+        again_us: additional time if it is recomputed.
         weights_mb, kept_mb: weights, and activations kept for the backward pass.
-        forward_reserved_mb, backward_reserved_mb: what the allocator holds besides.
-        peak_mb: what is alive while parts of it are worked out again; 0 for single operators.
-        enters_mb: what crosses a stage boundary in front of it.
-        enters_us: how long that takes: within a node, between nodes.
-        leaves_us: what crosses behind it, by tensor degree of the stage's first operator: within a node, between nodes.
-        tensor_degrees: what the third axis of `leaves_us` stands for.
-        edges_us: by operator (with the one in front of it), state in front and own state: what laying out anew takes.
-        edge_of: for each operator of the chain, its row of `edges_us`.
-        fused: for each operator of the chain, whether recomputing it and the one in front saves what that one keeps.
-        state_copies: bytes of parameters, gradients and optimizer state, in units of the weights' own.
-        counts_last_reserved: whether what the last operator reserves counts.
+        forward_reserved_mb, backward_reserved_mb: further memory of the allocator.
+        peak_mb: memory of its recomputation; 0 for single operators.
+        enters_mb: size of its input, which is transferred if a stage begins with it.
+        enters_us: time of that transfer: within a node, between nodes.
+        leaves_us: time of the transfer of its output if a stage ends with it: within a node,
+            between nodes; then by tensor degree of the stage's first operator.
+        tensor_degrees: those of the last axis of `leaves_us`.
+        edges_us: time to change the layout between neighbours, by pair of operators, state of the
+            first and of the second.
+        edge_of: for each operator of the chain, the row of `edges_us` of it and the one before it.
+        fused: for each operator of the chain, whether recomputing it and the one before it saves
+            that one's activations.
+        state_copies: bytes of parameters, gradients and optimizer state, in units of the weights'
+            own.
+        counts_last_reserved: whether the reserved memory of the last operator counts.
     """
 
     num_devices: int
@@ -155,9 +159,9 @@ def make_space(
 
 
 def _transfer_times(sizes: Floats, link: Transfers, faults: Faults) -> Floats:
-    known = np.unique(sizes[~np.isnan(sizes)])
-    times = np.array([transfer_us(float(size), link, faults) for size in known])
-    return np.where(np.isnan(sizes), np.inf, times[np.searchsorted(known, np.nan_to_num(sizes, nan=known[0]))])
+    distinct = np.unique(sizes[~np.isnan(sizes)])
+    times = np.array([transfer_us(float(size), link, faults) for size in distinct])
+    return np.where(np.isnan(sizes), np.inf, times[np.searchsorted(distinct, np.nan_to_num(sizes, nan=distinct[0]))])
 
 
 def _edges(
@@ -169,21 +173,23 @@ def _edges(
     kinds: NDArray[np.int64],
     faults: Faults,
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """What every change of state costs between neighbours; infinite where no collective is known or measured."""
+    """Time of every change of state between neighbours; infinite without a collective, or a
+    measurement of it.
+    """
     pairs = list(zip([-1, *kinds[:-1].tolist()], kinds.tolist(), strict=True))
     rows = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
     by_kind = dict(zip(kinds.tolist(), chain.operators, strict=True))
     edges = np.full((len(rows), len(states), len(states)), np.inf)
     measured = replace(faults, exact_collectives=True)
-    known: dict[tuple[tuple[int, ...], tuple[int, ...], float], float] = {}
+    costs: dict[tuple[tuple[int, ...], tuple[int, ...], float], float] = {}
 
-    def cost_us(given: tuple[int, ...], taken: tuple[int, ...], size_mb: float) -> float:
-        if given == taken:
+    def cost_us(source: tuple[int, ...], target: tuple[int, ...], size_mb: float) -> float:
+        if source == target:
             return 0.0
-        if sum(a != b for a, b in zip(given, taken, strict=True)) != 2:
+        if sum(a != b for a, b in zip(source, target, strict=True)) != 2:
             return math.inf
         total = 0.0
-        for kind, devices in collectives_between(given, taken):
+        for kind, devices in collectives_between(source, target):
             missing: list[str] = []
             judge = measured if not database.collectives.get((kind, devices)) else faults
             total += collective_ms(database, kind, devices, size_mb, judge, missing)
@@ -191,28 +197,28 @@ def _edges(
                 return math.inf
         return 1000 * total
 
-    for (before, own), row in rows.items():
+    for (before, after), row in rows.items():
         if before < 0:
             edges[row] = 0.0
             continue
         for p, q in np.ndindex(len(states), len(states)):
-            if not (valid[before, p] and valid[own, q]):
+            if not (valid[before, p] and valid[after, q]):
                 continue
             if not chain.resharding:
                 if states[p][:2] == states[q][:2]:
                     edges[row, p, q] = 0.0
                 continue
-            given = laid_out(by_kind[before].layouts, states[p], 1)
-            taken = laid_out(by_kind[own].layouts, states[q], 0)
-            key = given, taken, float(enters_mb[own, q])
-            if key not in known:
-                known[key] = cost_us(*key)
-            edges[row, p, q] = known[key]
+            source = laid_out(by_kind[before].layouts, states[p], 1)
+            target = laid_out(by_kind[after].layouts, states[q], 0)
+            key = source, target, float(enters_mb[after, q])
+            if key not in costs:
+                costs[key] = cost_us(*key)
+            edges[row, p, q] = costs[key]
     return edges, np.array([rows[pair] for pair in pairs])
 
 
 def laid_out(layouts: tuple[tuple[Layout, Layout], ...], state: tuple[int, int, int], side: int) -> tuple[int, ...]:
-    """Replicas and parts of each dim of what an operator takes (side 0) or gives (side 1)."""
+    """Layout of an operator's input (side 0) or output (side 1): replicas, then parts of each dim."""
     tensor, data, algorithm = state
     degrees = {"1": 1, "tp": tensor, "dp": data}
     return tuple(degrees[part] for part in layouts[min(algorithm, len(layouts) - 1)][side])

@@ -1,7 +1,9 @@
-"""The fastest way to run one stretch of operators as a stage under a memory limit, by extending labels operator by operator.
+"""The fastest way to run one stretch of operators as a stage under a memory limit, by extending
+labels operator by operator.
 
-A label is the beginning of a stage: its time, its memory so far, and the last operator's state. Labels that another one beats in
-everything are dropped, and so are those that bounds on what follows keep above the ceiling.
+A label is a partial stage: its time, its memory so far, and the state of its last operator. Labels
+are dropped if another one is better in every respect, or if a bound on the remaining operators puts
+them above the ceiling.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ _RISES = (0.0005, 0.002, 0.005, 0.01, 0.03, 0.1, 1.0, np.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAnswer:
-    """What a stage can do at best.
+    """The fastest known way to run a stage, with a lower bound.
 
     Attributes:
-        time_us: of the fastest way found; infinite if none was.
+        time_us: of the fastest known way; infinite if none is known.
         bound_us: no way is faster; the ceiling if all are above it.
-        closed: whether no way was dropped for want of labels where none was found.
+        closed: whether the search proved that no way is faster than its ceiling.
         states: of each operator, an index into the space's states.
         recompute: of each operator.
     """
@@ -42,7 +44,7 @@ class StageAnswer:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing better is left to be found."""
+        """True if no way is faster."""
         return self.closed or self.bound_us >= self.time_us * (1 - _TOLERANCE)
 
     def improved(self, other: StageAnswer) -> StageAnswer:
@@ -68,10 +70,11 @@ def solve_stage(
 
     Args:
         in_flight: micro-batches held.
-        entered, left: whether what enters and leaves crosses nodes.
-        rate_us_per_mb: a guess of what memory is worth; where the guess is good, few labels remain.
-        max_labels: labels kept for each operator; where there are more, the bound may lie below the time found. With none, the
-            answer is the best of the shortest paths.
+        entered, left: whether the transfers into and out of the stage cross nodes.
+        rate_us_per_mb: an estimate of the Lagrange multiplier of memory; the better it is, the
+            fewer labels remain.
+        max_labels: labels kept at each operator; if some are dropped, the bound may lie below the
+            time of the answer. With 0 the answer is the best of the shortest paths.
     """
     if not first:
         entered = 0
@@ -82,15 +85,17 @@ def solve_stage(
         allowed = np.array([degree in (None, tp) for tp, *_ in space.states])
         ceiling = min(best.time_us, ceiling_us)
         labels = _Labels(space, first, last, in_flight, entered, leaves, allowed, memory_limit_mb)
-        found = labels.solve(ceiling, rate_us_per_mb, max_labels)
-        bound = min(best.bound_us, found.bound_us)
-        best = found if found.time_us < best.time_us else best
+        answer = labels.solve(ceiling, rate_us_per_mb, max_labels)
+        bound = min(best.bound_us, answer.bound_us)
+        best = answer if answer.time_us < best.time_us else best
         best = replace(best, bound_us=bound)
     return replace(best, closed=best.bound_us >= ceiling_us)
 
 
 def _exits(space: StageSpace, leaves: Floats) -> list[tuple[int | None, Floats]]:
-    """What leaving takes, by the tensor degree of the first operator; one entry if it does not depend on that."""
+    """Times of the transfer out of the stage, by the tensor degree of its first operator; one entry
+    if they are equal.
+    """
     if (leaves == leaves[:, :1]).all():
         return [(None, leaves[:, 0])]
     return [(degree, leaves[:, k]) for k, degree in enumerate(space.tensor_degrees)]
@@ -124,47 +129,53 @@ class _Labels:
         self._fused = space.fused[first:last]
 
     def solve(self, ceiling: float, rate: float, max_labels: int) -> StageAnswer:
-        """Bounds on what follows each operator under a handful of rates, then labels below ceilings that rise from the bound."""
+        """Bounds on the operators after each one under a few rates, then labels below ceilings that
+        rise from the bound.
+        """
         if not np.isfinite(self._busy[0]).any():
             return StageAnswer(time_us=np.inf, bound_us=np.inf)
         memory_to_go = self._to_go(np.ones(1), 0.0)
         if self._bounds(memory_to_go[0], np.ones(1), 0.0)[0] > self._limit + _TOLERANCE:
             return StageAnswer(time_us=np.inf, bound_us=np.inf)
-        tried = np.array([0.0, *((rate or 1.0) * np.geomspace(0.1, 8, 14))])
-        bounds = self._bounds(self._to_go(tried, 1.0)[0], tried)
+        rates_tried = np.array([0.0, *((rate or 1.0) * np.geomspace(0.1, 8, 14))])
+        bounds = self._bounds(self._to_go(rates_tried, 1.0)[0], rates_tried)
         at = int(bounds.argmax())
         if bounds[at] >= ceiling:
             return StageAnswer(time_us=np.inf, bound_us=ceiling)
-        # Fine where the bound is best; beyond, so that some shortest path fits.
-        low, high = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
-        tried = np.unique(np.concatenate([[0.0], np.linspace(low, high, 17), high * np.geomspace(1.2, 100, 8)]))
-        togo = self._to_go(tried, 1.0)
-        bounds = self._bounds(togo[0], tried)
+        # Closely spaced where the bound is best; then larger ones, so that some shortest path fits.
+        low, high = rates_tried[max(at - 1, 0)], rates_tried[min(at + 1, len(rates_tried) - 1)]
+        rates_tried = np.unique(np.concatenate([[0.0], np.linspace(low, high, 17), high * np.geomspace(1.2, 100, 8)]))
+        togo = self._to_go(rates_tried, 1.0)
+        bounds = self._bounds(togo[0], rates_tried)
         bound = float(bounds.max())
-        rounded = self._rounded(tried, togo)
+        rounded = self._rounded(rates_tried, togo)
         ceiling = min(ceiling, rounded.time_us)
         if not max_labels or bound >= ceiling * (1 - _TOLERANCE):
             return replace(rounded, bound_us=min(bound, ceiling))
-        kept = np.unique(np.append(np.argsort(-bounds)[:3], 0))
+        chosen_rates = np.unique(np.append(np.argsort(-bounds)[:3], 0))
         best = rounded
         for share in _RISES:
             bar = min(ceiling, bound * (1 + share))
-            answer = self._extend(bar, tried[kept], togo[:, kept], memory_to_go[:, 0], max_labels)
+            answer = self._extend(bar, rates_tried[chosen_rates], togo[:, chosen_rates], memory_to_go[:, 0], max_labels)
             best = min(best, answer, key=lambda each: each.time_us)
             bound = max(bound, min(answer.bound_us, best.time_us))
             if answer.bound_us < bar or np.isfinite(answer.time_us) or bar >= ceiling:
                 break
         if not np.isfinite(best.time_us) and bar < ceiling:
-            # Labels were dropped, and with them every way that fits; those far above the bound are kept now.
-            best = self._extend(ceiling, tried[kept], togo[:, kept], memory_to_go[:, 0], max_labels)
+            # Every way that fits was dropped; try again with labels far above the bound.
+            best = self._extend(
+                ceiling, rates_tried[chosen_rates], togo[:, chosen_rates], memory_to_go[:, 0], max_labels
+            )
         return replace(best, bound_us=bound)
 
     def _rounded(self, rates: Floats, togo: Floats) -> StageAnswer:
-        """The fastest that fits among the shortest paths, one for each rate, and among mixtures of two neighbours."""
+        """The fastest way that fits among the shortest paths, one for each rate, and mixtures of
+        two neighbours.
+        """
         states, again = self._shortest(rates, togo)
         fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + _TOLERANCE)
         if len(fits) and fits[0]:
-            # Once more between the last rate that does not fit and the first that does.
+            # Refine between the last rate whose path does not fit and the first whose path does.
             between = np.linspace(rates[fits[0] - 1], rates[fits[0]], 9)
             states, again = self._shortest(between, self._to_go(between, 1.0))
             fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + _TOLERANCE)
@@ -192,9 +203,9 @@ class _Labels:
         for op in range(count):
             if op:
                 before, redone = states[op - 1], again[op - 1]
-                own = self._busy[op] + rates[:, None] * self._mb[op] + self._edges[op][before]
+                cost_here = self._busy[op] + rates[:, None] * self._mb[op] + self._edges[op][before]
                 saved = self._kept[op - 1][before] * redone * rates if self._fused[op] else np.zeros(len(rates))
-                both = np.stack([own, own + self._again[op] - saved[:, None]], axis=1) + togo[op]
+                both = np.stack([cost_here, cost_here + self._again[op] - saved[:, None]], axis=1) + togo[op]
             flat = both.reshape(len(rates), -1).argmin(axis=1)
             again[op], states[op] = np.divmod(flat, both.shape[-1])
         return states, again
@@ -203,8 +214,8 @@ class _Labels:
     def _mixed(states: Integers, again: Integers, faster: int, smaller: int) -> tuple[Integers, Integers]:
         """Both paths, and every path that begins as one of them and ends as the other.
 
-        Equal layers change all at once from rate to rate; where one of two paths is too large and the other slower than need be,
-        what is best has some layers of each.
+        Equal layers change all at once from rate to rate. If one of two paths is too large and the
+        other needlessly slow, the best path has some layers of each.
         """
         count = len(states)
         ends = np.unique(np.linspace(0, count, min(count, _MOST_MIXED) + 1).astype(int))
@@ -237,7 +248,9 @@ class _Labels:
         return labels[:, 0] + self._leaves[states[-1]], labels[:, 1] + self._held(labels)
 
     def _to_go(self, rates: Floats, time: float) -> Floats:
-        """By operator, rate, recomputed or not, and state: the least cost of the operators behind it, exit included."""
+        """By operator, rate, recomputed or not, and state: the least cost of the operators after
+        it, exit included.
+        """
         count, states = self._busy.shape
         result = np.zeros((count, len(rates), 2, states))
         result[-1] = time * self._leaves
@@ -245,11 +258,11 @@ class _Labels:
         valid = np.isfinite(self._busy)
         for op in range(count - 1, 0, -1):
             mb = np.where(valid[op], self._mb[op], np.inf)
-            own = (time * np.where(valid[op], self._busy[op], 0.0) + r * np.where(valid[op], mb, 0.0)) + np.where(
+            cost_here = (time * np.where(valid[op], self._busy[op], 0.0) + r * np.where(valid[op], mb, 0.0)) + np.where(
                 valid[op], 0.0, np.inf
             )
-            plain = result[op][:, 0] + own
-            again = result[op][:, 1] + own + time * self._again[op]
+            plain = result[op][:, 0] + cost_here
+            again = result[op][:, 1] + cost_here + time * self._again[op]
             edges = self._edges[op]
             scaled = np.where(np.isfinite(edges), time * np.where(np.isfinite(edges), edges, 0.0), np.inf)
             to_plain = (plain[:, None, :] + scaled).min(axis=-1)
@@ -307,20 +320,20 @@ class _Labels:
         if not np.isfinite(time).any():
             return StageAnswer(time_us=np.inf, bound_us=min(lost, ceiling))
         at = int(time.argmin())
-        found = float(time[at])
+        time_us = float(time[at])
         path, flags = [], []
         for own_states, own_again, own_parents in reversed(history):
             path.append(int(own_states[at]))
             flags.append(bool(own_again[at]))
             at = int(own_parents[at])
         return StageAnswer(
-            time_us=found, bound_us=min(found, lost), states=tuple(path[::-1]), recompute=tuple(flags[::-1])
+            time_us=time_us, bound_us=min(time_us, lost), states=tuple(path[::-1]), recompute=tuple(flags[::-1])
         )
 
     def _step(
         self, op: int, labels: Floats, states: NDArray[np.int64], again: NDArray[np.int64]
     ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Every label with every next state, recomputed and not."""
+        """Labels extended by every next state, recomputed and not."""
         if not self._space.counts_last_reserved:
             labels = labels.copy()
             self._reserve(labels, states, op - 1)
@@ -360,39 +373,41 @@ class _Labels:
     def _reduced(
         self, labels: Floats, states: NDArray[np.int64], again: NDArray[np.int64], op: int, rates: Floats, togo: Floats
     ) -> Floats:
-        """What each label's best end takes at least."""
+        """A lower bound on the time of every completion of each label."""
         over = labels[:, 1] + self._held(labels) - self._limit
         least: Floats = (togo[op][:, again, states] + rates[:, None] * over).max(axis=0) + labels[:, 0]
         return least
 
 
 def _undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions of labels, sorted by time, that no other of their group beats in everything."""
-    kept: list[NDArray[np.int64]] = []
+    """Positions of labels, sorted by time, that no other of their group dominates."""
+    survivors: list[NDArray[np.int64]] = []
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
-        rest = labels[members, 1:]
-        varies = rest[:, 1:].max(axis=0) - rest[:, 1:].min(axis=0) > _TOLERANCE
+        quantities = labels[members, 1:]
+        varies = quantities[:, 1:].max(axis=0) - quantities[:, 1:].min(axis=0) > _TOLERANCE
         if not varies.any():
-            memory = rest[:, 0]
+            memory = quantities[:, 0]
             before = np.minimum.accumulate(memory)
-            kept.append(members[np.append(True, memory[1:] < before[:-1] - _TOLERANCE)])
+            survivors.append(members[np.append(True, memory[1:] < before[:-1] - _TOLERANCE)])
             continue
-        columns = [rest[:, 0], *rest[:, 1:].T[varies]]
-        kept.append(members[_undominated_in_all(columns)])
-    return np.sort(np.concatenate(kept))
+        columns = [quantities[:, 0], *quantities[:, 1:].T[varies]]
+        survivors.append(members[_undominated_in_all(columns)])
+    return np.sort(np.concatenate(survivors))
 
 
 def _undominated_in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
-    """Positions that no earlier one is at most equal to in every column; in blocks, so that few are compared at a time."""
+    """Positions of points that no earlier point dominates; in blocks, so that few are compared at a
+    time.
+    """
     points = np.stack(columns, axis=1)
     survivors: NDArray[np.int64] = np.zeros(0, np.int64)
     for start in range(0, len(points), block):
-        own = np.arange(start, min(start + block, len(points)))
+        candidates = np.arange(start, min(start + block, len(points)))
         if len(survivors):
-            beaten = (points[survivors][:, None] <= points[own][None] + _TOLERANCE).all(axis=-1).any(axis=0)
-            own = own[~beaten]
-        among = (points[own][:, None] <= points[own][None] + _TOLERANCE).all(axis=-1)
-        own = own[~np.triu(among, 1).any(axis=0)]
-        survivors = np.concatenate([survivors, own])
+            beaten = (points[survivors][:, None] <= points[candidates][None] + _TOLERANCE).all(axis=-1).any(axis=0)
+            candidates = candidates[~beaten]
+        among = (points[candidates][:, None] <= points[candidates][None] + _TOLERANCE).all(axis=-1)
+        candidates = candidates[~np.triu(among, 1).any(axis=0)]
+        survivors = np.concatenate([survivors, candidates])
     return survivors

@@ -1,9 +1,10 @@
 """Lower bounds on the time of every stretch of operators as one stage.
 
-A stage under a memory limit is relaxed by multipliers: memory costs time at a rate, and the limit is paid back. Under one rate
-the best states and recomputed operators of a stretch are a shortest path over (state, recomputed or not), extended operator by
-operator for all stretches that begin at the same place. Any rate gives a valid bound; the largest counts. Stretches of equal
-layers are worked out once, for each phase of the layer that they begin at.
+The memory limit of a stage is relaxed by a Lagrange multiplier, a rate in time per memory. Under
+one rate the best states and recomputed operators of a stretch are a shortest path over (state,
+recomputed or not), extended operator by operator for all stretches that begin at the same place.
+Any rate gives a valid bound; the largest counts. Stretches of equal layers are computed once, for
+each place of a layer that they can begin at.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """The longest run of equal layers of a chain: where it begins, operators of a layer, and layers.
+    """A run of equal layers of a chain: first operator, operators of a layer, number of layers.
 
-    Without one, `first` is the number of operators, and `count` is 0.
+    In a chain without layers, `first` is the number of operators and `count` is 0.
     """
 
     first: int
@@ -32,12 +33,12 @@ class Period:
 
     @property
     def end(self) -> int:
-        """The first operator behind the last layer."""
+        """The first operator after the last layer."""
         return self.first + self.length * self.count
 
 
 def find_period(kinds: Integers) -> Period:
-    """The run of equal layers that leaves fewest places to begin at.
+    """The run of equal layers that leaves the fewest distinct places for a stretch to begin at.
 
     >>> find_period(np.array([0, 1, 2, 1, 2, 1, 2, 3]))
     Period(first=1, length=2, count=3)
@@ -55,19 +56,20 @@ def find_period(kinds: Integers) -> Period:
         rows = num - length * (count - 1)
         if count > 1 and rows < best_rows:
             best, best_rows = Period(first=first, length=length, count=count), rows
-    # A run that would save little is not worth its bookkeeping.
+    # A run that saves less than half is not worth the bookkeeping.
     return best if best_rows <= num // 2 else Period(first=num, length=1, count=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StretchBounds:
-    """Bounds by numbers of stages behind, kinds of links, first operator and length less one; microseconds.
+    """Bounds by number of stages after it, kinds of links, first operator and length less one;
+    microseconds.
 
     Attributes:
         bound_us: infinite where no stretch begins or none fits.
-        rate: which rate gave the bound.
-        links: for each second index, whether it is entered and left between nodes.
-        rates_us_per_mb: by number of stages behind, what a MiB costs.
+        rate: index of the rate that gave the bound.
+        links: for each kind, whether a stage is entered and left between nodes.
+        rates_us_per_mb: Lagrange multipliers, by number of stages after it.
     """
 
     bound_us: Floats
@@ -89,10 +91,10 @@ def bound_stretches(
     """Bounds for all stretches of at most `longest` operators.
 
     Args:
-        in_flight: micro-batches that a stage holds, by number of stages behind it.
+        in_flight: micro-batches that a stage holds, by number of stages after it.
         rates_us_per_mb: for each of them, rates to try.
-        links: whether a stage is entered and left between nodes (1) or within one (0). A stage at the beginning is entered
-            within a node.
+        links: whether a stage is entered and left between nodes (1) or within one (0). The first
+            stage counts as entered within a node.
     """
     sweep = _Sweep(space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest)
     sweep.run(period)
@@ -100,8 +102,9 @@ def bound_stretches(
 
 
 class _Sweep:
-    """Shortest paths from all beginnings at once. Paths are indexed [row, entry, behind, rate, state], with and without
-    recomputation of the last operator."""
+    """Shortest paths from all beginnings at once. Paths are indexed [row, entry, behind, rate,
+    state], with and without recomputation of the last operator.
+    """
 
     def __init__(
         self,
@@ -141,28 +144,32 @@ class _Sweep:
         self.rate = np.zeros(shape, np.int8)
 
     def run(self, period: Period) -> None:
-        """All of the chain: once through with a row for each place that stretches differ in, then behind the layers."""
+        """Bound all stretches: one sweep with a row for each distinct beginning, then one over what
+        follows the layers.
+        """
         num, end = self._num, period.end if period.count else self._num
         heads = np.arange(min(period.first + period.length, end))
         rows = _Rows.empty(len(heads), self)
         snapshots = {period.end - period.length * later: later for later in range(1, period.count)}
-        kept: list[tuple[_Rows, Integers]] = []
+        copies: list[tuple[_Rows, Integers]] = []
         for op in range(end):
             if not self._advance(rows, heads, op, period):
                 break
             later = snapshots.get(op + 1)
             if later is not None and end < num:
                 phases = slice(period.first, period.first + period.length)
-                kept.append((rows.part(phases), heads[phases] + period.length * later))
+                copies.append((rows.part(phases), heads[phases] + period.length * later))
         if end == num:
             return
-        tails = [(rows, heads), *kept, (_Rows.empty(num - end, self), np.arange(end, num))]
+        tails = [(rows, heads), *copies, (_Rows.empty(num - end, self), np.arange(end, num))]
         joined, starts = _Rows.joined([r for r, _ in tails]), np.concatenate([s for _, s in tails])
         for op in range(end, num):
             self._advance(joined, starts, op, None)
 
     def _advance(self, rows: _Rows, starts: Integers, op: int, period: Period | None) -> bool:
-        """Extend every row by an operator, begin those that start with it, and write bounds; False if none goes on."""
+        """Extend every row by an operator, begin those that start with it, and write bounds; False
+        if no row is left.
+        """
         going = (starts <= op) & (op - starts < self._longest)
         if not going.any():
             return bool((starts > op).any())
@@ -172,11 +179,11 @@ class _Sweep:
         either = np.minimum(plain, again)
         joint = np.minimum(plain, again - self._saved[self._space.kinds[op - 1]]) if space.fused[op] else either
         edges = space.edges_us[space.edge_of[op]]
-        own = self._own[kind]
-        rows.plain[chosen] = _shortest(either, edges) + own
-        rows.again[chosen] = (rows.plain[chosen] if joint is either else _shortest(joint, edges) + own) + self._again[
-            kind
-        ]
+        operator_cost = self._own[kind]
+        rows.plain[chosen] = _shortest(either, edges) + operator_cost
+        rows.again[chosen] = (
+            rows.plain[chosen] if joint is either else _shortest(joint, edges) + operator_cost
+        ) + self._again[kind]
         for side in (0, 1):
             rows.reserved[side][chosen] = np.maximum(
                 rows.reserved[side][chosen],
@@ -204,23 +211,23 @@ class _Sweep:
         refund = self._rates * (self._limit - (rows.reserved[0][chosen] + rows.reserved[1][chosen])[:, None, None])
         kind = self._space.kinds[op]
         last = op + 1 == self._num
-        for index, (entered, left) in enumerate(self._links):
-            if last and not left:
-                # What leaves the last stage leaves its node.
-                left = 1
-            bounds = _least(least[:, self._entries.index(entered)] + self._leaves[left, kind]) - refund
+        for index, (enters_node, leaves_node) in enumerate(self._links):
+            if last and not leaves_node:
+                # The last stage is always left between nodes.
+                leaves_node = 1
+            bounds = _least(least[:, self._entries.index(enters_node)] + self._leaves[leaves_node, kind]) - refund
             best = bounds.argmax(axis=-1)
             value = np.take_along_axis(bounds, best[..., None], axis=-1)[..., 0]
             begins = starts[chosen]
             fits = (begins <= op) & (op - begins < self._longest)
-            own, offset = begins[fits], op - begins[fits]
-            self.bound_us[:, index, own, offset] = value[fits].T
-            self.rate[:, index, own, offset] = best[fits].T
+            own_starts, offset = begins[fits], op - begins[fits]
+            self.bound_us[:, index, own_starts, offset] = value[fits].T
+            self.rate[:, index, own_starts, offset] = best[fits].T
             if period is None or not period.count:
                 continue
             # The same stretch in later layers.
-            phased = own >= period.first
-            phase_starts, phase_offset = own[phased], offset[phased]
+            phased = own_starts >= period.first
+            phase_starts, phase_offset = own_starts[phased], offset[phased]
             count = (period.end - (op + 1)) // period.length
             if count <= 0 or not len(phase_starts):
                 continue
@@ -239,7 +246,9 @@ def _least(values: Floats) -> Floats:
 
 
 def _shortest(paths: Floats, edges: Floats) -> Floats:
-    """Paths to every state through the best one in front of it. The loop over states beats a reduction over so short an axis."""
+    """Paths to every state through its best predecessor. The axis is short: a loop over it beats a
+    reduction.
+    """
     result = np.full(paths.shape, np.inf)
     for state, costs in enumerate(edges):
         reached = np.isfinite(costs)
@@ -247,8 +256,8 @@ def _shortest(paths: Floats, edges: Floats) -> Floats:
             np.minimum(result, paths[..., state, None] + costs, out=result)
         else:
             for following in np.flatnonzero(reached):
-                own = result[..., following]
-                np.minimum(own, paths[..., state] + costs[following], out=own)
+                column = result[..., following]
+                np.minimum(column, paths[..., state] + costs[following], out=column)
     return result
 
 
@@ -260,13 +269,13 @@ class _Rows:
 
     @classmethod
     def empty(cls, count: int, sweep: _Sweep) -> _Rows:
-        """Rows that nothing has begun yet."""
+        """Rows whose paths have not begun."""
         shape = (count, len(sweep._entries), *sweep._own.shape[1:])
         return cls(np.full(shape, np.inf), np.full(shape, np.inf), (np.zeros(count), np.zeros(count)))
 
     @classmethod
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        """One after the other."""
+        """The rows of all parts, one after the other."""
         return cls(
             np.concatenate([p.plain for p in parts]),
             np.concatenate([p.again for p in parts]),
@@ -274,7 +283,7 @@ class _Rows:
         )
 
     def part(self, rows: slice) -> _Rows:
-        """A copy of some."""
+        """A copy of some rows."""
         return _Rows(
             self.plain[rows].copy(),
             self.again[rows].copy(),
