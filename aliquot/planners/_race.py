@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,7 @@ def race(
         Interrupted: on Ctrl-C, with the best so far.
     """
     runners: list[_Runner] = []
+    notes: dict[str, Any] = {}
     best: tuple[_Runner, IntraSolution] | None = None
     report = progress or (lambda what, done, of: None)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
@@ -69,7 +71,7 @@ def race(
             k = len(runners)
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
             ceiling_s = best[1].step_time_s if best else np.inf
-            runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s))
+            runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
             if goes_first(entry.mesh):
                 ahead = _priced_meanwhile(coming, pool.submit(runner.bound, _cutoff_s(best and best[1], relative_gap)))
                 coming, best = itertools.chain(ahead, coming), _better(best, runner)
@@ -152,9 +154,11 @@ class _Runner:
     outcome: str = ""
 
     @classmethod
-    def start(cls, entry: Entry, problem: Problem, pool: ThreadPoolExecutor, ceiling_s: float) -> _Runner:
+    def start(
+        cls, entry: Entry, problem: Problem, pool: ThreadPoolExecutor, ceiling_s: float, notes: dict[str, Any]
+    ) -> _Runner:
         search = entry.intra.begin(
-            problem, entry.space, memory_limit_bytes=problem.memory_limit_bytes, ceiling_s=ceiling_s
+            problem, entry.space, memory_limit_bytes=problem.memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
         )
         return cls(entry=entry, search=search, first=pool.submit(search.start))
 
@@ -254,7 +258,7 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
         )
     said = f"No plan of method {method} fits"
     if gave_up:
-        said = f"Within the node limit of the search no plan of method {method} was found that fits"
+        said = f"Within the limits of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
     return InfeasibleError(
         f"{said} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"

@@ -123,10 +123,11 @@ def test_long_chains_are_cut_exactly(num_units):
     assert sizes[0] < num_units // 4 < max(sizes) and plan.peak_bytes <= uneven.memory_limit_bytes
 
 
-def test_a_solve_limit_keeps_the_bound_honest():
+@pytest.mark.parametrize("limits", [{"solve_limit": 1}, {"work_limit": 1}], ids=str)
+def test_a_solve_limit_keeps_the_bound_honest(limits):
     chain = random_chain(np.random.default_rng(5), num_units=12, geometry=(2, 2))
     exact = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9).solve([chain])
-    hasty = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, solve_limit=1).solve([chain])
+    hasty = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, **limits).solve([chain])
     assert hasty.lower_bound_s <= exact.closed_form_s <= hasty.closed_form_s * (1 + 1e-9)
     assert hasty.status == "solve limit" or hasty.gap < 1e-6
 

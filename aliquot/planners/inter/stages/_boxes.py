@@ -42,7 +42,7 @@ Solver = Callable[[tuple[float, ...]], Found | None]
 class Outcome:
     """All good solutions found, best first; no solution is better than `bound_s` (or the caller's cutoff).
 
-    `complete` is false where the limit on the number of solves ended the search.
+    `complete` is false where a limit on solves or their work ended the search.
     """
 
     solutions: tuple[Found, ...]
@@ -60,6 +60,7 @@ def minimise(
     cutoff_s: float,
     relative_gap: float,
     solve_limit: int,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> Outcome:
     """The least sum plus weighted maxima below a cutoff.
 
@@ -67,6 +68,7 @@ def minimise(
         lows: no solution has smaller maxima.
         sum_low: none has a smaller sum.
         relative_gap: smaller improvements are not searched for.
+        may_go_on: asked between two solves; where it says no, the search ends as at the limit on their number.
     """
     floor = sum_low + _dot(weights, lows)
     best, solutions, solves, ties, pruned = cutoff_s, list[Found](), 0, 0, math.inf
@@ -94,7 +96,7 @@ def minimise(
             keep(lower, upper, answer)
 
     visit(tuple(lows), (math.inf,) * len(weights))
-    while boxes and boxes[0][0] < _aim(best, relative_gap) and solves < solve_limit:
+    while boxes and boxes[0][0] < _aim(best, relative_gap) and solves < solve_limit and may_go_on():
         bound, _, lower, upper, answer = heapq.heappop(boxes)
         widths = [w * (high - low) for w, high, low in zip(weights, answer.maxima_s, lower)]
         k = widths.index(max(widths))

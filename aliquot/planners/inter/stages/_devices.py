@@ -70,6 +70,8 @@ class DeviceProgram:
         self._least_count = 1
         self._memory: dict[float, Ints] = {}
         self._transfers_s = self._transfer_tables()
+        # Entries of tables so far.
+        self.work = 0
 
     @property
     def weights(self) -> list[float]:
@@ -221,6 +223,7 @@ class DeviceProgram:
                 runs = RunMinima(ahead.shape, np.arange(1, units + 1), ends)
                 known[place] = runs, (extra + each - sums[options, :-1])[:, :, None, :]
             runs, extra = known[place]
+            self.work += ahead.size * len(place.sizes)
             least[d, list(place.sizes), 1:, :units] = (runs.of(ahead) + extra).min(axis=1)
         return least, memory
 

@@ -46,6 +46,8 @@ class RoundsProgram:
                 rows[pair] = self._edge_s(*pair)
         self._edge_row = [list(rows).index(pair) for pair in pairs]
         self._edges_s = np.stack(list(rows.values()))
+        # Entries of tables so far.
+        self.work = 0
 
     @property
     def weights(self) -> list[float]:
@@ -73,6 +75,7 @@ class RoundsProgram:
             ends_of.append(np.minimum(ends, self._memory_ends(k)))
             extra_of.append(self.form.transfers * self._edges_s[row] + reach.blocked[row] - sums[:, :-1])
             found = RunMinima(sums.shape, steps[1:], ends_of[-1]).of(sums + least[k + 1])
+            self.work += sums.size
             least[k, :units] = (found + extra_of[-1]).min(axis=0)
         if not np.isfinite(least[0, 0]):
             return None

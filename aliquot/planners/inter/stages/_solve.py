@@ -43,6 +43,8 @@ class StageDP(AbstractInter):
             least closed form alone.
         relative_gap: improvements below it are not looked for; the bound accounts for them.
         solve_limit: dynamic programs for each chain and schedule; after it the bound is less tight.
+        work_limit: entries of tables, for each schedule and all chains, after which likewise no more are begun; some 120
+            million take a second.
 
     Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep learning, OSDI
         2022, section 5.2.
@@ -54,6 +56,7 @@ class StageDP(AbstractInter):
     simulated: int = 3
     relative_gap: float = 1e-4
     solve_limit: int = 2000
+    work_limit: float = 6e8
 
     def __post_init__(self) -> None:
         if not self.schedules:
@@ -219,7 +222,7 @@ class _Program:
         sum_low, lows = self.program.lows()
         return sum_low + sum(w * low for w, low in zip(self.program.weights, lows))
 
-    def search(self, cutoff_s: float, planner: StageDP) -> Outcome:
+    def search(self, cutoff_s: float, planner: StageDP, work_limit: float) -> Outcome:
         sum_low, lows = self.program.lows()
         return minimise(
             self.program.solve,
@@ -229,6 +232,7 @@ class _Program:
             cutoff_s=cutoff_s,
             relative_gap=planner.relative_gap,
             solve_limit=planner.solve_limit,
+            may_go_on=lambda: self.program.work < work_limit,
         )
 
     def judged(self, stages: Sequence[StageChoice]) -> ChainPlan:
@@ -263,9 +267,10 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
         for k, program in enumerate(planner.programs(chain, schedule))
         for entry in [_Program(program=program, schedule=schedule, chain=number)]
     ]
-    best_s, runs = math.inf, []
+    best_s, runs, left = math.inf, [], planner.work_limit
     for order, entry in sorted(programs, key=lambda known: known[0]):
-        outcome = entry.search(best_s, planner)
+        outcome = entry.search(best_s, planner, left)
+        left -= entry.program.work
         plans = tuple(entry.judged(solution.stages) for solution in outcome.solutions[: planner.simulated])
         best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
         runs.append(

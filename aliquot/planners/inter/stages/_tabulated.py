@@ -82,6 +82,8 @@ class TabulatedProgram:
         chunks = num_stages // num_submeshes
         self._placement = kind.placement(num_stages, num_submeshes) if chunks > 1 else None
         self._tables = [quotes.table(float(kept), chunks) for kept in kind.in_flight(num_stages, count, num_submeshes)]
+        # Entries of tables so far.
+        self.work = 0
         self._forms: list[ClosedForm] = [kind.closed_form(table, count, chunks) for table in self._tables]
 
     @property
@@ -108,6 +110,7 @@ class TabulatedProgram:
                     for option, after in self._options_at(stage, device)
                     if (behind := least.get((stage + 1, after))) is not None
                 ]
+                self.work += len(rows) * costs[0].size
                 if rows:
                     least[stage, device] = np.append(np.min(rows, axis=0), np.inf)
         if not np.isfinite(least.get((0, 0), end)[0]):

@@ -22,101 +22,160 @@ Index = NDArray[np.int32]
 _SPREAD = 0.01
 # They take a quarter to 0.7 pivots a row where they are quick.
 _PIVOTS_PER_ROW = 1.0
+# After rows were added, the basis is mostly close by. Where it is not, memory is short, and that nothing fits takes pivots
+# the longest to find out: the interior-point method, which begins anew, does so in seconds.
+_PIVOTS_PER_ROW_AGAIN = 0.3
+_PIVOTS_PER_ROW_BRIEFLY = 0.2
+_FEWEST_PIVOTS = 10_000
+_BARRIER_STEPS = 200
+# Between two of its checks of limits the solver of integer programs pivots about this often for each row, other work included.
+_PIVOTS_PER_CHECK_AND_ROW = 0.1
 
-_ANSWERS = (
-    highspy.HighsModelStatus.kOptimal,
-    highspy.HighsModelStatus.kInfeasible,
-    highspy.HighsModelStatus.kObjectiveBound,
-)
+_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+_ANSWERS = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveBound, *_INFEASIBLE)
+LIMIT = "work limit reached"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
     """What the solver answers: a value for each column (none if it found no solution), and a bound of every solution.
 
-    `status` is "optimal", "infeasible", "node limit reached" or "enough"; only relaxations have reduced costs.
+    `status` is "optimal", "infeasible", "node limit reached", "enough" or `LIMIT`, at which nothing is known about what is
+    left but the bound; only relaxations have reduced costs. `work` is what the answer took: pivots times rows.
     """
 
     values: Floats | None
     bound_s: float
     status: str
     reduced_costs: Floats
+    work: float = 0.0
 
 
-def nothing_solved() -> Outcome:
+def nothing_solved(work: float = 0.0) -> Outcome:
     """What is known before anything was solved, or where there is no solution."""
-    return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0))
+    return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0), work=work)
+
+
+def limit_reached(work: float = 0.0) -> Outcome:
+    """What is known of a program that was given up: nothing."""
+    return Outcome(values=None, bound_s=-np.inf, status=LIMIT, reduced_costs=np.zeros(0), work=work)
 
 
 class Relaxation:
     """The relaxation of a program. Solved again after rows were added, it starts from where it was.
 
-    `pivots_plainly` says how, and turns false for good where that did not end in time.
+    A solve takes at most about as many pivots as there are rows, and then some steps of the interior-point method. Where
+    neither is enough, it is given up, and says so. `pivots_plainly` says how it pivots, and turns false for good where
+    that did not end in time.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._solver, self._scale = _load(program, num_integer=0)
         self._num_rows = len(program.lower)
+        self._has_basis = False
         cost = np.concatenate(program.cost)
         paid = cost[cost > 0]
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
-    def solve(self, enough_s: float = np.inf) -> Outcome:
-        """Its optimum; or, as soon as it is known to lie above `enough_s`, just that."""
+    def solve(self, enough_s: float = np.inf, *, briefly: bool = False) -> Outcome:
+        """Its optimum; or, as soon as it is known to lie above `enough_s`, just that.
+
+        With `briefly` it is given up soon: for a step that can be taken back.
+        """
         self._add_rows()
         self._solver.setOptionValue("objective_bound", min(enough_s * self._scale, highspy.kHighsInf))
+        per_row = _PIVOTS_PER_ROW_AGAIN if self._has_basis else _PIVOTS_PER_ROW
+        limit = max(int(per_row * self._num_rows), _FEWEST_PIVOTS)
+        if briefly:
+            limit = max(int(_PIVOTS_PER_ROW_BRIEFLY * self._num_rows), 1)
+        pivots = 0
         if self.pivots_plainly:
-            self._pivot_plainly(True)
-            self._solver.run()
-            if self._solver.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
+            pivots += self._pivot(plainly=True, limit=min(limit, max(int(_PIVOTS_PER_ROW * self._num_rows), 1)))
+            if self._solver.getModelStatus() not in _ANSWERS:
                 # Without perturbed costs it may go around in circles.
                 self.pivots_plainly = False
-                self._pivot_plainly(False)
-        if not self.pivots_plainly:
-            self._solver.run()
+                limit = 0 if self._has_basis else max(limit - pivots, limit // 2)
+        if not self.pivots_plainly and limit:
+            pivots += self._pivot(plainly=False, limit=limit)
         status = self._solver.getModelStatus()
-        if status not in _ANSWERS:
-            # No cost and no column is negative, so nothing is unbounded; yet HiGHS 1.15 says so of some that it did not presolve.
-            self.pivots_plainly = False
-            self._pivot_plainly(False)
-            self._solver.clearSolver()
-            self._solver.setOptionValue("presolve", "on")
-            self._solver.run()
-            self._solver.setOptionValue("presolve", "off")
+        if status not in _ANSWERS and not briefly:
+            # Beside the limit: no cost and no column is negative, so nothing is unbounded; yet HiGHS 1.15 says so of some
+            # programs that it did not presolve.
+            pivots += self._inside()
             status = self._solver.getModelStatus()
+        work = float(pivots) * self._num_rows
+        self._has_basis = status == highspy.HighsModelStatus.kOptimal
         if status == highspy.HighsModelStatus.kObjectiveBound:
-            return Outcome(values=None, bound_s=enough_s, status="enough", reduced_costs=np.zeros(0))
+            return Outcome(values=None, bound_s=enough_s, status="enough", reduced_costs=np.zeros(0), work=work)
+        if status in _INFEASIBLE:
+            return nothing_solved(work)
         if status != highspy.HighsModelStatus.kOptimal:
-            return nothing_solved()
+            return limit_reached(work)
         found = self._solver.getSolution()
         return Outcome(
             values=np.array(found.col_value),
             bound_s=self._solver.getInfo().objective_function_value / self._scale,
             status="optimal",
             reduced_costs=np.array(found.col_dual) / self._scale,
+            work=work,
         )
 
     @contextmanager
     def without(self, columns: Index) -> Iterator[None]:
         """As long as this lasts some columns are 0. Afterwards the solver is where it was."""
-        basis, zeros = self._solver.getBasis(), np.zeros(len(columns))
+        basis, zeros, has_basis = self._solver.getBasis(), np.zeros(len(columns)), self._has_basis
         self._solver.changeColsBounds(len(columns), columns, zeros, zeros)
         try:
             yield
         finally:
             self._solver.changeColsBounds(len(columns), columns, zeros, np.full(len(columns), highspy.kHighsInf))
-            self._solver.setBasis(basis)
+            self.go_to(basis)
+            self._has_basis = has_basis
 
-    def _pivot_plainly(self, plainly: bool) -> None:
-        """Whether to take the first price that offers itself: most pivots are many times cheaper then, but they are more."""
-        limit = int(_PIVOTS_PER_ROW * self._num_rows) if plainly else highspy.kHighsIInf
+    def basis(self) -> highspy.HighsBasis:
+        """Where it is: what the next solve starts from."""
+        return self._solver.getBasis()
+
+    def go_to(self, basis: highspy.HighsBasis) -> None:
+        """Be where it was before. Rows that were added since are basic: satisfied already, or after a few pivots."""
+        added = [highspy.HighsBasisStatus.kBasic] * (self._num_rows - len(basis.row_status))
+        if added:
+            basis.row_status = [*basis.row_status, *added]
+        self._solver.setBasis(basis)
+
+    def _pivot(self, *, plainly: bool, limit: int) -> int:
+        """Run the simplex method, and say how many pivots it took.
+
+        Args:
+            plainly: take the first price that offers itself: most pivots are many times cheaper then, but they are more.
+        """
         for option, value in (
             ("simplex_dual_edge_weight_strategy", 0 if plainly else -1),
             ("dual_simplex_cost_perturbation_multiplier", 0.0 if plainly else 1.0),
             ("simplex_iteration_limit", limit),
         ):
             self._solver.setOptionValue(option, value)
+        self._solver.run()
+        return max(0, int(self._solver.getInfo().simplex_iteration_count))
+
+    def _inside(self) -> int:
+        """Begin anew by the interior-point method, with a vertex at the end; what that took, in pivots."""
+        self.pivots_plainly = False
+        self._solver.clearSolver()
+        limit = max(int(_PIVOTS_PER_ROW * self._num_rows), _FEWEST_PIVOTS)
+        for option, value in (
+            ("solver", "ipm"),
+            ("presolve", "on"),
+            ("ipm_iteration_limit", _BARRIER_STEPS),
+            ("simplex_iteration_limit", limit),
+        ):
+            self._solver.setOptionValue(option, value)
+        self._solver.run()
+        for option, value in (("solver", "choose"), ("presolve", "off")):
+            self._solver.setOptionValue(option, value)
+        # It takes about as long as so many pivots.
+        return int(_PIVOTS_PER_ROW_AGAIN * self._num_rows)
 
     def _add_rows(self) -> None:
         """Pass on the rows that the program got since."""
@@ -133,9 +192,15 @@ class Relaxation:
 
 
 def solve_integers(
-    program: Program, choices: Choices, *, node_limit: int, relative_gap: float, ceiling_s: float = np.inf
+    program: Program,
+    choices: Choices,
+    *,
+    node_limit: int,
+    relative_gap: float,
+    ceiling_s: float = np.inf,
+    work_limit: float = np.inf,
 ) -> Outcome:
-    """The best solution in which every node takes one choice, up to a relative gap or a number of nodes of the tree.
+    """The best solution in which every node takes one choice, up to a relative gap, a number of nodes of the tree, or of work.
 
     What costs more than `ceiling_s` need not be looked for.
     """
@@ -145,16 +210,32 @@ def solve_integers(
     solver.setOptionValue("mip_abs_gap", 1e-6)
     if np.isfinite(ceiling_s):
         solver.setOptionValue("objective_bound", ceiling_s * scale * (1 + 1e-9))
+    # The solver has limits on nodes and on time. But most of its work lies before the first node, and how long it takes must
+    # not decide. It does ask between two pieces of work whether to go on.
+    each = _PIVOTS_PER_CHECK_AND_ROW * float(len(program.lower)) ** 2
+    checks = 0
+
+    def check(event: highspy.highs.HighsCallbackEvent) -> None:
+        nonlocal checks
+        checks += 1
+        if checks * each > work_limit:
+            event.interrupt()
+
+    solver.cbMipInterrupt.subscribe(check)
     solver.run()
+    solver.cbMipInterrupt.unsubscribe(check)
     status, info = solver.getModelStatus(), solver.getInfo()
+    work = checks * each
     if status == highspy.HighsModelStatus.kInfeasible:
-        return nothing_solved()
+        return nothing_solved(work)
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    names = {highspy.HighsModelStatus.kOptimal: "optimal", highspy.HighsModelStatus.kInterrupt: LIMIT}
     return Outcome(
         values=np.array(solver.getSolution().col_value) if found else None,
         bound_s=info.mip_dual_bound / scale,
-        status="optimal" if status == highspy.HighsModelStatus.kOptimal else "node limit reached",
+        status=names.get(status, "node limit reached"),
         reduced_costs=np.zeros(0),
+        work=work,
     )
 
 

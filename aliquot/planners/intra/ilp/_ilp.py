@@ -10,9 +10,12 @@ import numpy as np
 from ....cost import Problem
 from .._base import AbstractIntra, IntraSolution, Space
 from ._layout import Layouts
-from ._solve import Search
+from ._solve import Search, Work
 
 _LAYOUTS = "layouts of integer programs"
+_WORK = "work of integer programs"
+# Coarse answers are wanted of many problems.
+_COARSE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +26,14 @@ class ILP(AbstractIntra):
         relative_gap: how far from the bound a solution may stay; 0 proves optimality.
         node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the
             plan.
+        work_limit: pivots times rows that branching may take on all meshes together, some 50
+            million a second; reaching it is said in the plan, too. Relaxations have limits of
+            their own.
     """
 
     relative_gap: float = 1e-3
     node_limit: int = 2000
+    work_limit: float = 8e8
 
     @property
     def name(self) -> str:
@@ -58,10 +65,14 @@ class ILP(AbstractIntra):
             node_limit=self.node_limit,
             ceiling_s=ceiling_s,
             layouts=None if notes is None else notes.setdefault(_LAYOUTS, Layouts()),
+            work=Work(self.work_limit) if notes is None else notes.setdefault(_WORK, Work(self.work_limit)),
         )
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> ILP:
         """See `AbstractIntra.coarser`."""
         return replace(
-            self, relative_gap=max(self.relative_gap, relative_gap), node_limit=min(self.node_limit, node_limit)
+            self,
+            relative_gap=max(self.relative_gap, relative_gap),
+            node_limit=min(self.node_limit, node_limit),
+            work_limit=_COARSE_SHARE * self.work_limit,
         )

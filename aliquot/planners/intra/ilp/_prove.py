@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ._highs import Relaxation
+from ._highs import LIMIT, Relaxation
 
 Floats = NDArray[np.float64]
 
@@ -28,18 +28,18 @@ def rules_out(
     use: Sequence[Sequence[Floats]],
     values: Floats,
     bound_s: float,
-) -> tuple[bool, int]:
-    """Whether every choice costs at least `bound_s`, as far as a few relaxations tell, and how many these were.
+) -> tuple[bool, int, float]:
+    """Whether every choice costs at least `bound_s`, as far as a few relaxations tell, how many these were, and their work.
 
     Args:
         columns: of each node's choices.
         use: for moments when memory is short, what each node's choices take then, in bytes.
         values: the relaxation's solution, below the bound.
     """
-    left = _MOST_SOLVES
+    left, work = _MOST_SOLVES, 0.0
 
     def proved(values: Floats) -> bool:
-        nonlocal left
+        nonlocal left, work
         node = _mixed_most(columns, use, values)
         if node is None:
             return False
@@ -55,11 +55,15 @@ def rules_out(
             left -= 1
             with relaxation.without(excluded):
                 found = relaxation.solve(bound_s)
+                work += found.work
+                if found.status == LIMIT:
+                    return False
                 if found.values is not None and found.bound_s < bound_s and not proved(found.values):
                     return False
         return True
 
-    return proved(values), _MOST_SOLVES - left
+    ruled_out = proved(values)
+    return ruled_out, _MOST_SOLVES - left, work
 
 
 def _mixed_most(columns: Sequence[NDArray[np.int64]], use: Sequence[Sequence[Floats]], values: Floats) -> int | None:

@@ -12,7 +12,7 @@ from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model
 from ....sharding import Resident
 from .._base import AbstractSearch, IntraCosts, IntraSolution
 from ._affordable import affordable
-from ._highs import Relaxation, nothing_solved, solve_integers
+from ._highs import LIMIT, Outcome, Relaxation, nothing_solved, solve_integers
 from ._layout import Choices, Layouts
 from ._program import Program, add_memory_row, alive_bytes, build_program, conversion_columns
 from ._prove import rules_out
@@ -23,6 +23,20 @@ _INTEGRAL = 1e-6
 # A bound nearer than this share to the ceiling may be lifted there by few branches.
 _CLOSE = 1e-3
 _NARROWED = "optimal if every deferrable product is deferred"
+# Rounds of memory rows; each takes another relaxation, and the last ones lift the bound little.
+_MOST_ROUNDS = 30
+# Of programs with fewer rows all choices are searched soon.
+_MANY_ROWS = 4000
+# Searches of choices that relaxations took, each with this share of the work that is left.
+_MOST_TRIES = 5
+_NEARBY_SHARE = 0.25
+
+
+class Work:
+    """Work left for branching in all spaces of a problem together: pivots times rows."""
+
+    def __init__(self, limit: float) -> None:
+        self.left = limit
 
 
 class Search(AbstractSearch):
@@ -35,6 +49,9 @@ class Search(AbstractSearch):
     turn, which needs least; if what is then best does not, rows take it that none does, and the bound stays where it was.
 
     Solutions that cost more than `ceiling_s` are not looked for. `layouts` are those known from other meshes.
+
+    Every relaxation has a limit of its own; branching takes from `work`. What was given up there is no proof: the bound stays
+    what it was, `gave_up` is true, and the solution, if there is one, says so.
     """
 
     def __init__(
@@ -47,6 +64,7 @@ class Search(AbstractSearch):
         node_limit: int = 2000,
         ceiling_s: float = np.inf,
         layouts: Layouts | None = None,
+        work: Work | None = None,
     ) -> None:
         self.priced = priced
         self.ceiling_s = ceiling_s
@@ -54,6 +72,8 @@ class Search(AbstractSearch):
         self.relative_gap = relative_gap
         self.node_limit = node_limit
         self.num_solves = 0
+        self.lower_bound_s = 0.0
+        self._work = work or Work(np.inf)
         self._allowed = allowed
         self._within, self._open = affordable(priced, allowed, ceiling_s)
         self._program, self._choices = build_program(self._within, self._open, layouts)
@@ -64,7 +84,8 @@ class Search(AbstractSearch):
         self._times: list[int] = []
         self._excluded: list[Ints] = []
         self._relaxed = nothing_solved()
-        self.gave_up = self._started = False
+        self._taken = [np.zeros(len(node.choices), np.bool_) for node in priced.nodes]
+        self.gave_up = self._started = self._tried = self.integral = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
 
@@ -91,21 +112,22 @@ class Search(AbstractSearch):
         """
         if not self._started:
             self.start()
-        while True:
+        for rounds in range(_MOST_ROUNDS + 1):
             bound = self._bound_s()
             if bound is None:
                 return None
-            self.lower_bound_s = bound
+            self.lower_bound_s = bound = max(bound, self.lower_bound_s)
             values = self._values
             if values is None:
                 self._picks, self.integral = None, False
                 return bound
-            if bound >= cutoff_s or not np.isfinite(self.limit_bytes):
+            if bound >= cutoff_s or not np.isfinite(self.limit_bytes) or rounds == _MOST_ROUNDS:
                 break
             if not self._add_rows(self._fractional_timeline(values)):
                 break
             # Up to what is known already: that is pruned, and says no less about the best than its own bound.
             self._values = self._relax(cutoff_s * (1 + self.relative_gap))
+        assert values is not None, "without values the loop has returned"
         self._picks = _decode(self._choices, values)
         self.integral = not _is_fractional(self._choices, values)
         return bound
@@ -122,6 +144,8 @@ class Search(AbstractSearch):
 
     def _bound_s(self) -> float | None:
         """The bound of the last relaxation. Where it has no solution, none is below the ceiling; without one there is none."""
+        if self._relaxed.status == LIMIT:
+            return self.lower_bound_s
         if self._values is None and self._relaxed.status != "enough":
             return self.ceiling_s if np.isfinite(self.ceiling_s) else None
         return min(self._relaxed.bound_s, self.ceiling_s)
@@ -154,10 +178,12 @@ class Search(AbstractSearch):
         return picks
 
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """The best choices, after `bound`. None if nothing fits, or nothing below `cutoff_s` can exist."""
+        """The best choices, after `bound`. None if nothing fits, or nothing below `cutoff_s` can exist or was found."""
         best = self.incumbent()
         if self.integral and best is not None:
             return best
+        if best is None and self._relaxed.status == LIMIT:
+            best = self._solution(self.least_memory(), LIMIT)
         while self.lower_bound_s < cutoff_s:
             if best is not None and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s:
                 return self._judged(best)
@@ -165,11 +191,15 @@ class Search(AbstractSearch):
             if not self._narrowed and self._nothing_below(ceiling):
                 self.lower_bound_s = ceiling
                 return best and self._judged(best, "infeasible")
+            found = self._nearby(ceiling)
+            if found is not None:
+                best = found
+                continue
+            if self._work.left <= 0:
+                self.gave_up = True
+                return best and self._judged(best, LIMIT)
             program, choices = self._without_hopeless(ceiling)
-            self.num_solves += 1
-            outcome = solve_integers(
-                program, choices, node_limit=self.node_limit, relative_gap=self.relative_gap, ceiling_s=ceiling
-            )
+            outcome = self._solve_integers(program, choices, ceiling, self._work.left)
             if not self._narrowed:
                 self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
             if outcome.values is None:
@@ -185,9 +215,50 @@ class Search(AbstractSearch):
                 # It misses the limit by less than the solver's tolerance.
                 self._exclude(self._program, self._choices, picks)
                 self._excluded.append(picks)
+            self._tried = False
             if self._relax() is None:
-                return best
+                return best and self._judged(best, LIMIT) if self._relaxed.status == LIMIT else best
         return None
+
+    def _nearby(self, ceiling_s: float) -> IntraSolution | None:
+        """A solution below a ceiling among the choices that some relaxation took, which is found soon; None if there is none.
+
+        Where programs have few rows, all choices are searched as soon.
+
+        Reference: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation, 2014.
+        """
+        if len(self._program.lower) < _MANY_ROWS or self._tried:
+            return None
+        self._tried = True
+        for _ in range(_MOST_TRIES):
+            if self._work.left <= 0 or self._relaxed.values is None:
+                break
+            program, choices = self._restricted(self._taken)
+            outcome = self._solve_integers(program, choices, ceiling_s, _NEARBY_SHARE * self._work.left)
+            if outcome.values is None:
+                break
+            picks = _decode(choices, outcome.values)
+            found = self._solution(picks, "rounded")
+            if found is not None:
+                return found if found.step_time_s < ceiling_s else None
+            if not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)):
+                break
+            if self._relax() is not None and not self._narrowed:
+                self.lower_bound_s = max(self.lower_bound_s, min(self._relaxed.bound_s, ceiling_s))
+        return None
+
+    def _solve_integers(self, program: Program, choices: Choices, ceiling_s: float, work_limit: float) -> Outcome:
+        self.num_solves += 1
+        outcome = solve_integers(
+            program,
+            choices,
+            node_limit=self.node_limit,
+            relative_gap=self.relative_gap,
+            ceiling_s=ceiling_s,
+            work_limit=work_limit,
+        )
+        self._work.left -= outcome.work
+        return outcome
 
     def _nothing_below(self, ceiling_s: float) -> bool:
         """True if a few branches rule out all solutions below a ceiling close by."""
@@ -195,14 +266,20 @@ class Search(AbstractSearch):
             return False
         model = self._model(self._in_turn)
         use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
-        ruled_out, solves = rules_out(self._relaxation, self._choices.columns, use, self._values, ceiling_s)
+        ruled_out, solves, work = rules_out(self._relaxation, self._choices.columns, use, self._values, ceiling_s)
         self.num_solves += solves
+        self._work.left -= work
         return ruled_out
 
     def _relax(self, enough_s: float = np.inf) -> Floats | None:
         self.num_solves += 1
         self._relaxed = self._relaxation.solve(enough_s)
-        return self._relaxed.values
+        self.gave_up = self.gave_up or self._relaxed.status == LIMIT
+        values = self._relaxed.values
+        if values is not None:
+            for taken, columns, kept in zip(self._taken, self._choices.columns, self._choices.allowed, strict=True):
+                taken[kept[values[columns] > _INTEGRAL]] = True
+        return values
 
     def _judged(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
         """A solution with what is now known about it."""
@@ -239,8 +316,10 @@ class Search(AbstractSearch):
         peak = int(program.add_columns(np.ones(1))[0])
         first = np.array([int(np.flatnonzero(m)[0]) for m in self._allowed])
         use = timeline(self.model(first), self.priced, first)
+        alone = alive_bytes(choices, self.model(first), int(np.argmax(use)))[1]
+        picks = np.array([int(kept[np.argmin(own)]) for kept, own in zip(choices.allowed, alone, strict=True)])
         seen: set[int] = set()
-        picks = np.zeros(0, np.int64)
+        relaxation = Relaxation(program)
         while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
             seen.add(moment)
             add_memory_row(program, choices, self.priced, self._model(self._in_turn), moment, self.limit_bytes)
@@ -248,8 +327,11 @@ class Search(AbstractSearch):
             program.upper[row] -= 1.0
             program.add_entries(np.array([row]), np.array([peak]), -1.0)
             self.num_solves += 1
-            values = Relaxation(program).solve().values
-            assert values is not None, "some choice always exists when memory is unlimited"
+            outcome = relaxation.solve()
+            assert outcome.status != "infeasible", "some choice always exists when memory is unlimited"
+            values = outcome.values
+            if values is None:
+                break
             picks = _decode(choices, values)
             use = timeline(self.model(picks), self.priced, picks)
         return picks
@@ -263,7 +345,7 @@ class Search(AbstractSearch):
 
     def _without_hopeless(self, best_s: float) -> tuple[Program, Choices]:
         """The program without choices whose reduced cost alone lifts the bound above a known solution."""
-        if not np.isfinite(best_s):
+        if not np.isfinite(best_s) or self._relaxed.values is None:
             return self._program, self._choices
         room = best_s - self._relaxed.bound_s
         allowed = []
@@ -271,6 +353,10 @@ class Search(AbstractSearch):
             mask = np.zeros(len(node.choices), bool)
             mask[kept[self._relaxed.reduced_costs[columns] <= room + 1e-12]] = True
             allowed.append(mask)
+        return self._restricted(allowed)
+
+    def _restricted(self, allowed: Sequence[NDArray[np.bool_]]) -> tuple[Program, Choices]:
+        """The program, with its memory rows, of some choices alone."""
         program, choices = build_program(self._within, allowed)
         for time in self._times:
             add_memory_row(program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes)

@@ -1,0 +1,165 @@
+"""Every search ends at its limits, says so, and keeps a bound that holds: what was not found is never called infeasible."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.core import InfeasibleError
+from aliquot.cost import make_problem, price, timeline
+from aliquot.planners.intra.fixed import everything
+from aliquot.planners.intra.ilp import Search, _highs, _solve
+from aliquot.planners.intra.ilp._highs import LIMIT, Relaxation, solve_integers
+from aliquot.planners.intra.ilp._prove import rules_out
+
+_CLUSTER = Cluster.preset("8xH100")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
+    return aq.capture(work.train_step, work.state, work.batch)
+
+
+@pytest.fixture(scope="module")
+def priced(graph):
+    return price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
+
+
+@pytest.fixture(scope="module")
+def tight_bytes(priced):
+    """Limits on memory under which relaxations mix choices."""
+    free = Search(priced, everything(priced), limit_bytes=1e15)
+    free.bound()
+    most, least = (
+        float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
+    )
+    return list(np.linspace(least, most, 10)[1:-1])
+
+
+@pytest.fixture(scope="module")
+def solved(priced, tight_bytes):
+    """The best solution for each limit, where there is one to be found by branching."""
+    found = {}
+    for limit in tight_bytes:
+        search = searched(priced, limit)
+        best = search.improve()
+        if best is not None and not search.integral:
+            found[limit] = best
+    assert len(found) >= 3
+    return found
+
+
+def searched(priced, limit, **options):
+    search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0, **options)
+    search.bound()
+    return search
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Relaxations that are given up after one pivot."""
+
+    def begin():
+        for name in ("_PIVOTS_PER_ROW", "_PIVOTS_PER_ROW_AGAIN", "_FEWEST_PIVOTS", "_BARRIER_STEPS"):
+            monkeypatch.setattr(_highs, name, 0)
+
+    return begin
+
+
+def test_a_relaxation_at_its_limit_says_so(priced, hasty):
+    program, _ = _solve.build_program(priced, everything(priced))
+    hasty()
+    found = Relaxation(program).solve()
+    assert found.status == LIMIT and found.values is None and found.bound_s == -np.inf
+
+
+def test_a_relaxation_that_does_not_end_by_pivots_is_solved_from_the_inside(priced, monkeypatch):
+    program, _ = _solve.build_program(priced, everything(priced))
+    pivoted = Relaxation(program).solve()
+    monkeypatch.setattr(_highs, "_PIVOTS_PER_ROW", 0.1)
+    monkeypatch.setattr(_highs, "_FEWEST_PIVOTS", 10_000_000)
+    monkeypatch.setattr(Relaxation, "_pivot", lambda relaxation, **_: 0)
+    found = Relaxation(program).solve()
+    assert found.status == "optimal" and found.bound_s == pytest.approx(pivoted.bound_s, rel=1e-9)
+
+
+def test_a_bound_stays_where_a_relaxation_is_given_up(priced, solved, hasty):
+    limit, best = next(iter(solved.items()))
+    search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
+    first = search.start()
+    hasty()
+    # Rows for memory are solved in vain; the bound without them holds.
+    bound = search.bound()
+    assert bound == pytest.approx(first) and bound <= best.step_time_s
+    assert search.gave_up and not search.integral
+    # The integer program is solved by itself.
+    assert search.improve().step_time_s == pytest.approx(best.step_time_s, rel=1e-6)
+    assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
+
+
+def test_branching_without_work_keeps_what_is_known(priced, solved):
+    for limit, best in solved.items():
+        search = searched(priced, limit, work=_solve.Work(0.0))
+        known, found = search.incumbent(), search.improve()
+        assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
+        if known is None:
+            assert found is None and search.gave_up
+        elif found is not None and found.status != "optimal":
+            assert found.status == LIMIT and search.gave_up
+            assert found.lower_bound_s <= best.step_time_s * (1 + 1e-9) <= found.step_time_s * (1 + 1e-6)
+
+
+def test_all_spaces_share_their_work(priced, solved):
+    limit = next(iter(solved))
+    work = _solve.Work(1e12)
+    searched(priced, limit, work=work).improve()
+    assert work.left < 1e12
+
+
+def test_an_integer_program_at_its_limit_is_neither_optimal_nor_infeasible(priced, solved):
+    limit, best = next(iter(solved.items()))
+    search = searched(priced, limit)
+    outcome = solve_integers(search._program, search._choices, node_limit=2000, relative_gap=0.0, work_limit=1.0)
+    assert outcome.status == LIMIT
+    assert outcome.bound_s <= best.step_time_s * (1 + 1e-6)
+
+
+def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
+    limit = next(iter(solved))
+    search = searched(priced, limit)
+    use = [_solve.alive_bytes(search._choices, search._model(search._in_turn), time)[1] for time in search._times]
+    hasty()
+    values = search._values
+    proved, solves, _ = rules_out(search._relaxation, search._choices.columns, use, values, 1e9)
+    assert not proved and solves == 1
+
+
+def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkeypatch):
+    """As programs of many rows are searched first."""
+    monkeypatch.setattr(_solve, "_MANY_ROWS", 0)
+    near = 0
+    for limit, best in solved.items():
+        search = searched(priced, limit)
+        found = search._nearby(np.inf)
+        assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
+        if found is not None:
+            near += 1
+            assert found.peak_bytes <= limit * (1 + 1e-9)
+            assert best.step_time_s * (1 - 1e-9) <= found.step_time_s <= 1.1 * best.step_time_s
+        assert searched(priced, limit).improve().step_time_s == pytest.approx(best.step_time_s, rel=1e-6)
+    assert near >= len(solved) / 2
+
+
+def test_a_race_that_gave_up_does_not_say_that_nothing_fits(graph, priced, tight_bytes, hasty):
+    problem = make_problem(graph, _CLUSTER, memory_limit_bytes=tight_bytes[0])
+    method = aq.ShardParallel(mesh_shape=(8,), intra=aq.ILP(work_limit=0))
+    assert method.solve(problem).step_time_s > 0
+    with pytest.raises(InfeasibleError, match="^No plan"):
+        method.solve(replace(problem, memory_limit_bytes=tight_bytes[0] / 10))
+    hasty()
+    with pytest.raises(InfeasibleError, match="Within the limits of the search no plan"):
+        method.solve(problem)
