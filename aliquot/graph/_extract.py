@@ -87,7 +87,7 @@ def same_structure(a: Extract, b: Extract) -> bool:
     x, y = a.graph, b.graph
     if (len(x.ops), len(x.inputs), len(x.outputs)) != (len(y.ops), len(y.inputs), len(y.outputs)):
         return False
-    roles = [i.role for i in x.inputs] == [i.role for i in y.inputs]
+    roles = [(i.value, i.role) for i in x.inputs] == [(i.value, i.role) for i in y.inputs]
     values = [(v.shape, v.dtype) for v in x.values] == [(v.shape, v.dtype) for v in y.values]
     return (
         roles

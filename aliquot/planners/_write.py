@@ -136,7 +136,8 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
     returns.
     """
     stage, pipeline = decision.stages[k], decision.pipeline
-    graph, nodes = stage.problem.graph, stage.problem.nodes
+    # A stage that is like an earlier one was decided with it; its own arrays stand in the same places.
+    graph, nodes = pipeline.staged.extracts[k].graph if pipeline else stage.problem.graph, stage.problem.nodes
     names, choices = stage.priced.mesh.axis_names, stage.choices
     whole: Spec = (-1,) * len(names)
 

@@ -339,3 +339,20 @@ def test_a_pipeline_tries_numbers_of_micro_batches():
     assert plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried.values()) * 1.001
     with pytest.raises(InputError, match="A batch of 16 cannot be split over dp2 in each of 3 micro-batches"):
         aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout, num_micro_batches=3)
+
+
+def test_stages_that_are_alike_keep_their_own_layers():
+    work = gpt(num_layers=6)
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=CLUSTER,
+        method=method_by_name("megatron:dp2,pp4"),
+        num_micro_batches=4,
+    )
+    assert [stage.like for stage in plan.stages] == [None, None, 1, None]
+    for stage in plan.stages:
+        layers = {name for name in stage.layer_names if "layers[" in name}
+        kept = {path.split(".attn")[0] for path in stage.shardings if path.startswith("state.params.layers")}
+        assert layers == {path.split(".norm")[0].split(".mlp")[0] for path in kept}

@@ -19,6 +19,7 @@ SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, "vo
 MODELS = {
     "gpt": ("gpt-125m", SIZES),
     "llama": ("llama-7b", SIZES),
+    "deep gpt": ("gpt-125m", {**SIZES, "num_layers": 6}),
     "moe": ("moe-380m", {**SIZES, "num_experts": 4, "group_size": 8}),
 }
 
@@ -52,6 +53,7 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
         ("megatron:dp2,ep2,tp2,zero2", "moe", 2, False),
         ("megatron:dp2,tp2,pp2", "gpt", 4, False),
         ("megatron:tp4,pp2,zero1", "llama", 4, True),
+        ("megatron:dp2,pp4", "deep gpt", 4, False),
     ],
 )
 def test_a_layout_by_name_is_the_plain_step(name, model, micro_batches, scan):
