@@ -1,4 +1,6 @@
-"""The methods a user can name. Each says which choices are open on which meshes; the race does the rest."""
+"""The methods that a user can name. Each offers choices on meshes, among which the race finds the
+best.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel(AbstractMethod):
-    """Split the batch over all devices; every device holds everything else whole and gradients are all-reduced."""
+    """Split the batch over all devices; all else is replicated, and gradients are all-reduced."""
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
@@ -32,7 +34,8 @@ class DataParallel(AbstractMethod):
 class Zero2Parallel(AbstractMethod):
     """Data parallelism with optimizer state and gradients split over devices.
 
-    With `shard_within="host"` they are split over the devices of a host and replicated across hosts.
+    With `shard_within="host"` they are split over the devices of a host and replicated across
+    hosts.
     """
 
     shard_within: str | None = None
@@ -44,9 +47,11 @@ class Zero2Parallel(AbstractMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero3Parallel(AbstractMethod):
-    """Data parallelism with parameters, gradients and optimizer state split over devices, gathered where they are used.
+    """Data parallelism with parameters, gradients and optimizer state split over devices, gathered
+    where they are used.
 
-    With `shard_within="host"` they are split over the devices of a host and replicated across hosts.
+    With `shard_within="host"` they are split over the devices of a host and replicated across
+    hosts.
     """
 
     shard_within: str | None = None
@@ -58,11 +63,12 @@ class Zero3Parallel(AbstractMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManualParallel(AbstractMethod):
-    """Your own PartitionSpecs for inputs, by path pattern; the rest is split as well as the solver can.
+    """Your own PartitionSpecs for inputs, by path pattern; a solver splits the rest.
 
     Args:
-        specs: `{"state.params.*.q.kernel": (None, "y")}`: shell patterns over input paths to one entry per dim, each
-            None, an axis name or a tuple of them. `jax.sharding.PartitionSpec` works too.
+        specs: `{"state.params.*.q.kernel": (None, "y")}`: shell patterns over input paths to one
+            entry per dim, each None, an axis name or a tuple of them. `jax.sharding.PartitionSpec`
+            works too.
         mesh_shape: the logical mesh.
         axis_names: its axes, by default x, y, z, w.
     """
@@ -73,8 +79,10 @@ class ManualParallel(AbstractMethod):
     intra: AbstractIntra = field(default_factory=ILP)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`. Raises `InputError` listing every pattern that cannot be followed."""
-        # Named even where they are of size one, as the patterns may name them.
+        """See `AbstractMethod.solve`. Raises `InputError` listing every pattern that cannot be
+        followed.
+        """
+        # Axes of size one keep their names, as patterns may use them.
         mesh = _mesh(problem, self.mesh_shape, self.axis_names or AXIS_NAMES[: len(self.mesh_shape)])
         entries = []
         pinned = frozenset(problem.nodes.input_ports[k].node for k in fixed.matching(problem, self.specs))
@@ -97,10 +105,11 @@ class ManualParallel(AbstractMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardParallel(AbstractMethod):
-    """Split every operator as the intra planner finds best: data, tensor, sequence and ZeRO-style splits in one search.
+    """Split every operator as the intra planner finds best: data, tensor, sequence and ZeRO-style
+    splits in one search.
 
     Args:
-        intra: how splits are found.
+        intra: finds the splits.
         mesh_shape: the logical mesh; by default all meshes with up to two axes are tried.
     """
 
@@ -124,11 +133,12 @@ class ShardParallel(AbstractMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(AbstractMethod):
-    """Race the fixed methods and the search over logical meshes; bounds prune what cannot win.
+    """Race the fixed methods and the search over logical meshes; bounds prune those that cannot
+    win.
 
     Args:
-        intra: how splits are found.
-        max_meshes: how many logical meshes to try, best guesses first.
+        intra: finds the splits.
+        max_meshes: number of logical meshes to try, the most promising first.
         max_axes: axes of a logical mesh.
         mesh_shape: only this mesh.
     """
@@ -146,7 +156,7 @@ class Auto(AbstractMethod):
                 try:
                     entries += _fixed_entries(problem, name, Fixed(zero_stage=stage, rest=self.intra), None)
                 except InputError:
-                    # A batch that does not divide rules these out; the search has other splits.
+                    # The devices do not divide the batch; the search has other splits.
                     continue
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
         return race(
@@ -187,24 +197,27 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
 def _variants(
     problem: Problem, mesh: LogicalMesh, intra: AbstractIntra, also: frozenset[int] = frozenset()
 ) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
-    """Ways to use a mesh: with micro-batches, axes that split the batch alone synchronise gradients once."""
+    """Ways to use a mesh: sets of axes that split only the batch, and so reduce gradients once for
+    all micro-batches.
+    """
     kinds = fixed.kinds_of(problem.graph, problem.nodes)
     sets = [frozenset[int]()]
     if problem.num_micro_batches > 1:
         leading = [frozenset(range(count)) for count in range(1, len(mesh.shape) + 1)]
-        # Finer meshes are slow to price, and without such an axis every micro-batch synchronises its gradients.
+        # Finer meshes are slow to price; without such an axis every micro-batch would reduce its
+        # gradients.
         leading = [axes for axes in leading if _can_wait(problem, mesh, axes)]
         sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
-    for chosen in sets:
-        choices = choices_to_try(problem, mesh, chosen, intra, also)
-        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=chosen, choices=choices)
-        masks = fixed.data_axes_restriction(priced, kinds, chosen)
+    for data_axes in sets:
+        choices = choices_to_try(problem, mesh, data_axes, intra, also)
+        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+        masks = fixed.data_axes_restriction(priced, kinds, data_axes)
         if masks is not None:
-            yield chosen, masks, priced
+            yield data_axes, masks, priced
 
 
 def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool:
-    """Whether gradients can wait for the last micro-batch on the axes' groups of devices."""
+    """True if gradients can be reduced after the last micro-batch on the axes' groups of devices."""
     return problem.runs_in_groups(math.prod(mesh.shape[a] for a in axes))
 
 
@@ -223,19 +236,20 @@ def _fixed_entries(problem: Problem, name: str, intra: Fixed, shard_within: str 
     cluster = problem.cluster
     if shard_within not in (None, "host"):
         raise InputError(f'shard_within={shard_within!r}: pass "host", or None for all devices.')
-    within = shard_within == "host" and cluster.num_hosts > 1 and cluster.devices_per_host > 1
-    shape = (cluster.num_hosts, cluster.devices_per_host) if within else (cluster.num_devices,)
+    splits_in_host = shard_within == "host" and cluster.num_hosts > 1 and cluster.devices_per_host > 1
+    shape = (cluster.num_hosts, cluster.devices_per_host) if splits_in_host else (cluster.num_devices,)
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
-    rule = replace(intra, first_shard_axis=1 if within else 0)
-    # Gradients that wait for the last micro-batch wait whole; where these do not fit, each micro-batch adds to its shards.
-    waiting = [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
+    rule = replace(intra, first_shard_axis=1 if splits_in_host else 0)
+    # Until the last micro-batch whole gradients are accumulated; if they do not fit, each
+    # micro-batch adds to shards.
+    deferring = [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     entries = []
-    for data_axes in [*waiting, frozenset[int]()] if intra.zero_stage >= 2 or not waiting else waiting:
+    for data_axes in [*deferring, frozenset[int]()] if intra.zero_stage >= 2 or not deferring else deferring:
         priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
-        each = problem.num_micro_batches > 1 and not data_axes
+        sums_each = problem.num_micro_batches > 1 and not data_axes
         label = name
-        if each:
+        if sums_each:
             label = f"{name}, gradients {'split' if intra.zero_stage >= 2 else 'summed'} in each micro-batch"
         space = rule.restrict(problem, Space(name=label, priced=priced, allowed=fixed.everything(priced)))
         entries.append(Entry(space=space, intra=rule.rest))

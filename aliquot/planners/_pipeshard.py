@@ -1,4 +1,6 @@
-"""`PipeshardParallel`: stages by an inter planner, splits inside each by an intra planner, judged by simulation."""
+"""`PipeshardParallel`: stages by an inter planner, the splits of each by an intra planner, judged
+by simulation.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ _MANY_OPS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipeshardParallel(AbstractMethod):
-    """Cut the step into stages, give each a submesh, split its operators, and run micro-batches through them.
+    """Cut the step into stages, give each a submesh, split its operators, and run micro-batches
+    through them.
 
     Attributes:
         inter: finds the stages.
@@ -47,8 +50,8 @@ class PipeshardParallel(AbstractMethod):
         num_stages: None searches; one stage is a possible outcome.
         num_micro_batches: None searches among divisors of the batch.
         schedule: a name of `SCHEDULES`; None searches.
-        layers: where stages may be cut: a number of layers, a pattern of parameter paths such as `params.layers[*]`, or
-            None for every good place.
+        layers: where stages may be cut: a number of layers, a pattern of parameter paths such as
+            `params.layers[*]`, or None for every good place.
     """
 
     inter: AbstractInter = field(default_factory=StageDP)
@@ -67,7 +70,7 @@ class PipeshardParallel(AbstractMethod):
         return StageLimits(num_stages=self.num_stages, schedule=self.schedule)
 
     def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:
-        """The method for a step that stays one program, on a mesh."""
+        """The method that plans the step as one program, on a mesh."""
         return ShardParallel(intra=self.intra, mesh_shape=mesh_shape)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -76,8 +79,8 @@ class PipeshardParallel(AbstractMethod):
 
     def decide(self, task: Task) -> Decision:
         """See `AbstractMethod.decide`: a pipeline, or one program where that is faster."""
-        asked = task.num_micro_batches
-        method = self if asked == 1 else replace(self, num_micro_batches=asked)
+        num_micro_batches = task.num_micro_batches
+        method = self if num_micro_batches == 1 else replace(self, num_micro_batches=num_micro_batches)
         pipeline, program = solve_pipeline(method, task)
         try:
             single = _solve_one_program(method, task, pipeline, program)
@@ -87,18 +90,19 @@ class PipeshardParallel(AbstractMethod):
         if single is None and len(pipeline.stages) > 1:
             return pipeline
         if single is None:
-            # One stage is no pipeline: the step stays one program, on the mesh that was found.
+            # A single stage becomes one program, on the mesh of that stage.
             whole = method.whole(pipeline.priced.mesh.shape)
             single = whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
         return replace(single, combine=task.combine(single.num_micro_batches))
 
 
 def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, OneProgram | None]:
-    """The best pipeline for a step on a cluster, and what the step would take as one program if that is open.
+    """The best pipeline for a step on a cluster, and an estimate of the step as one program if the
+    method allows one.
 
     Raises:
         InfeasibleError: nothing fits.
-        InputError: what is wanted cannot be done, such as more stages than layers.
+        InputError: the settings cannot be followed, such as more stages than layers.
         CaptureError: the step does not decompose into micro-batches.
     """
     _refuse_effects(task.graph)
@@ -114,12 +118,14 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, One
 
 
 def _refuse_effects(graph: Graph) -> None:
-    """Stages run what their results need: an effect would be lost."""
-    found = operators_with_effects(graph)
-    if found:
-        shown = ", ".join(dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in found[:3]))
+    """Raise `CaptureError` if the step has effects: stages run only operators that their results
+    need.
+    """
+    effects = operators_with_effects(graph)
+    if effects:
+        shown = ", ".join(dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in effects[:3]))
         raise CaptureError(
-            f"{graph.name} does more than compute its results: {shown}{', ...' if len(found) > 3 else ''}. A pipeline cannot run "
+            f"{graph.name} does more than compute its results: {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run "
             "that as often as the plain step does. Take it out (return what it prints as a metric), or plan one program: "
             "--method auto, method=Auto()."
         )
@@ -128,7 +134,8 @@ def _refuse_effects(graph: Graph) -> None:
 def _solve_one_program(
     method: PipeshardParallel, task: Task, pipeline: Decision, program: OneProgram | None
 ) -> Decision | None:
-    """The step as one program with fewer micro-batches than stages want, or None if that is no faster.
+    """The step as one program with fewer micro-batches than the pipeline, or None if that is no
+    faster.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -148,9 +155,9 @@ def _solve_one_program(
 def _solve_with(
     method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess
 ) -> tuple[Decision, OneProgram | None]:
-    """The best pipeline with one of some numbers of micro-batches."""
+    """The best pipeline with any of these numbers of micro-batches."""
     graph, limit = task.graph, task.limit_bytes
-    # The largest micro-batch allows every submesh.
+    # The largest micro-batch can be split over every submesh.
     first = counts[0]
     length = _scan_length(graph) if method.layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
@@ -176,8 +183,8 @@ def _solve_with(
             # It already fits the tighter limit, so the search would return it again.
             shrink *= min(0.97, limit / needed)
             continue
-        within = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
-        proposal = inter.solve(within, limits=method.limits, helper=helper)
+        tighter = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
+        proposal = inter.solve(tighter, limits=method.limits, helper=helper)
         bounds = (*(s.first_unit for s in proposal.stages), length)
         if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
@@ -193,8 +200,8 @@ def _solve_with(
         (chain,) = (c for c in chains if c.num_micro_batches == proposal.num_micro_batches)
         result = _solve_stages(method, task, layered, chain, proposal, kinds, cache)
         if isinstance(result, Decision):
-            free = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
-            return result, as_one_program(chains) if free and inter.searches else None
+            is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
+            return result, as_one_program(chains) if is_open and inter.searches else None
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
@@ -208,12 +215,14 @@ def _solve_with(
 
 
 def _scan_length(graph: Graph) -> int:
-    """Layers in the loop over layers with most of them; 0 if there is none."""
+    """Number of layers in the longest loop over layers; 0 if there is none."""
     return max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
 
 
 def _few_ranges(length: int) -> tuple[int, ...]:
-    """Ranges with a first, an inner and a last layer by themselves: all others are like the inner one."""
+    """Ranges that single out the first, an inner and the last layer; all others are like the inner
+    one.
+    """
     return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))
 
 
@@ -224,7 +233,7 @@ def _copies(length: int) -> tuple[int, ...]:
 
 
 def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[list[int]]:
-    """Numbers of micro-batches to try, and those to try if nothing fits with the first."""
+    """Groups of numbers of micro-batches; each group is tried if nothing fits with the one before."""
     sizes = [
         graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
     ]
@@ -233,8 +242,8 @@ def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[l
     if not sizes:
         return [[1]]
     size = math.gcd(*sizes)
-    # Fewer cannot keep stages busy, and a micro-batch should be worth splitting over a host; where memory is short, smaller
-    # ones may be all that fits.
+    # Fewer cannot keep stages busy, and a micro-batch should have a sample for each device of a
+    # host. If memory is short, only smaller ones may fit.
     divisors = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0]
     usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
     return [usual[-2:], [n for n in divisors if n > usual[-1]][-2:]]
@@ -249,7 +258,8 @@ def _solve_stages(
     kinds: Sequence[int],
     cache: StageCache,
 ) -> Decision | float:
-    """Each stage solved as a whole, equal ones once; what the fullest device needs if that is too much.
+    """The stages, each solved as a whole and equal ones once; or the peak memory of a device if
+    that is too large.
 
     Args:
         cache: solved stages of this step from earlier proposals.
@@ -267,8 +277,10 @@ def _solve_stages(
         first = members[0]
         if task.progress:
             task.progress(f"stage {first} on {options[first].name}", number, len(groups))
-        # What the others in flight hold is not there for the one that runs.
-        held = [proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight)) for k in members]
+        # Activations of the other micro-batches in flight reduce the memory of the one that runs.
+        other_bytes = [
+            proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight)) for k in members
+        ]
         stage = cache.of(
             staged.extracts[first],
             lambda graph: make_problem(
@@ -281,13 +293,13 @@ def _solve_stages(
         problem = replace(
             stage.problem,
             cluster=subcluster(task.cluster, options[first].submesh),
-            memory_limit_bytes=limit - max(held),
+            memory_limit_bytes=limit - max(other_bytes),
         )
         try:
-            found = stage.solved(problem, options[first], functools.partial(_solve_stage, method))
+            solution = stage.solved(problem, options[first], functools.partial(_solve_stage, method))
         except InfeasibleError as error:
             return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
-        solved |= dict.fromkeys(members, found)
+        solved |= dict.fromkeys(members, solution)
     prediction = predict_stages(
         [
             replace(solved[k][1], first_device=choice.first_device, recompute=option.recompute == "stage")
@@ -340,11 +352,11 @@ def _alike(
     """Stages in groups of equal operators and options, each in order."""
     groups: dict[object, list[int]] = {}
     for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
-        own = (option.submesh, option.mesh_shape, option.recompute)
-        key: object = (*own, tuple(kinds[choice.first_unit : choice.last_unit]))
+        option_key = (option.submesh, option.mesh_shape, option.recompute)
+        key: object = (*option_key, tuple(kinds[choice.first_unit : choice.last_unit]))
         first = groups.get(key, [k])[0]
         if not same_structure(staged.extracts[first], staged.extracts[k]):
-            key = (*own, k)
+            key = (*option_key, k)
         groups.setdefault(key, []).append(k)
     return list(groups.values())
 

@@ -1,4 +1,4 @@
-"""The answer when no stages fit: the smallest that there are, the parts of their memory, and what would help."""
+"""The error when no stages fit: the smallest stages, the parts of their memory, and remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PRECISION = 1e-3
 def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_stages: int | None) -> InfeasibleError:
     """The error to raise, with the smallest need over all chains and schedules, to within 0.1 %."""
     plans = [(plan, chain) for chain in chains for name in schedules if (plan := _smallest(chain, name, num_stages))]
-    wanted = "" if num_stages is None else f" of {num_stages} stages"
+    of_stages = "" if num_stages is None else f" of {num_stages} stages"
     if not plans:
         return InfeasibleError(_no_layout(chains[0], num_stages))
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
@@ -36,7 +36,7 @@ def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_
     count = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
     return InfeasibleError(
-        f"No pipeline{wanted} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(limit)} usable on "
+        f"No pipeline{of_stages} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(limit)} usable on "
         f"each).\n"
         f"  The smallest found, {plan.schedule} with {count} and {plan.num_micro_batches} micro-batches, "
         f"needs {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]}, "
@@ -49,7 +49,7 @@ def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_
 
 
 def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> ChainPlan | None:
-    """Stages whose fullest device needs least; None if there are none at all."""
+    """The stages of least peak memory; None if there are no stages at all."""
     if not isinstance(chain, Chain):
         most_chunks = 2 if num_stages is None else chain.num_units
         make = functools.partial(tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=most_chunks)
@@ -61,7 +61,7 @@ def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> Ch
             schedule,
             lambda limit: [DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit)],
         )
-    # Two chunks stand for more, which keep more in flight.
+    # Two chunks are enough: more chunks keep more in flight.
     rounds = round_counts(chain, num_stages, 2 if num_stages is None else chain.num_units)
     plans = [
         _bisect(
@@ -81,7 +81,9 @@ def _bisect(
     schedule: str,
     make: Callable[[float], Sequence[DeviceProgram | RoundsProgram | TabulatedProgram]],
 ) -> ChainPlan | None:
-    """The stages of the least limit under which any of the programs for a limit finds some."""
+    """The stages of least peak memory, by bisection over the limit under which any program has a
+    solution.
+    """
 
     def under(limit_bytes: float) -> ChainPlan | None:
         plans = []
@@ -104,11 +106,11 @@ def _bisect(
 
 
 def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
-    """The reason why there are no stages at all, whatever the memory."""
+    """The reason why there are no stages even without a memory limit."""
     sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
-    wanted = "no stages use" if num_stages is None else f"no {num_stages} stages use"
+    subject = "no stages use" if num_stages is None else f"no {num_stages} stages use"
     return (
-        f"With the submeshes offered ({sizes}), {wanted} all of {chain.num_hosts}x{chain.devices_per_host} devices and "
+        f"With the submeshes offered ({sizes}), {subject} all of {chain.num_hosts}x{chain.devices_per_host} devices and "
         f"run all {chain.num_units} units.\n"
         "  Offer submeshes that fill the cluster, such as one of all devices, or another number of stages."
     )
@@ -117,7 +119,7 @@ def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
 def _remedy(
     chains: Sequence[AbstractChain], plan: ChainPlan, parts: dict[str, float], limit: float, num_stages: int | None
 ) -> str:
-    """Changes that would make it fit."""
+    """Changes that may make it fit."""
     chain = chains[0]
     fixed = parts["state"]
     advice = []

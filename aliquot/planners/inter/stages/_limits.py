@@ -1,4 +1,4 @@
-"""The furthest ends of stages under limits on time and memory, and simple bounds that need no search."""
+"""The furthest ends of stages under limits on time and memory, and bounds without a search."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Reach:
     """Ends of stages under limits on a closed form's maxima.
 
     Attributes:
-        ends: [T, O, U], the largest end of a stage for each of T transfer tables in front of it; T is 1 where transfers
-            do not count towards a stage's pace.
+        ends: [T, O, U], the largest end of a stage for each of T tables of the transfer into it; T
+            is 1 if transfers do not count towards the time of a stage.
         blocked: [T', U], infinite where the transfer itself takes longer than a limit, else 0.
     """
 
@@ -33,20 +33,20 @@ def reach_within(
     """Ends of stages whose figures keep within limits, one for each maximum of the form.
 
     Args:
-        transfers_s: [T, U], the transfer over the edge in front of a stage that begins at a unit, one way.
+        transfers_s: [T, U], the transfer into a stage that begins at a unit, one way.
     """
     ends = tables.last_end[None]
     blocked = np.zeros(transfers_s.shape)
     for term, limit in zip(form.maxima, limits_s):
         if np.isinf(limit):
             continue
-        left = np.full((1, 1, 1), limit)
+        remaining_s = np.full((1, 1, 1), limit)
         if chain.overlaps_transfers:
             blocked[term.link * transfers_s > limit * (1 + 1e-12)] = np.inf
         elif term.transfers:
-            left = limit - term.transfers * transfers_s[:, None, :]
-        shape = (left.shape[0], *tables.last_end.shape)
-        ends = np.minimum(ends, last_within(term.sums, np.broadcast_to(left, shape)))
+            remaining_s = limit - term.transfers * transfers_s[:, None, :]
+        shape = (remaining_s.shape[0], *tables.last_end.shape)
+        ends = np.minimum(ends, last_within(term.sums, np.broadcast_to(remaining_s, shape)))
     return Reach(ends=ends, blocked=blocked)
 
 
@@ -58,22 +58,24 @@ def memory_ends(
     limit_bytes: float,
     chunks: int = 1,
 ) -> Ints:
-    """[len(in_flight), len(options), U], the largest end of a stage that fits while it keeps so many micro-batches."""
-    kept = np.array(in_flight, np.float64)[:, None, None]
+    """[len(in_flight), len(options), U], the largest end of a stage that fits with so many
+    micro-batches in flight.
+    """
+    num_kept = np.array(in_flight, np.float64)[:, None, None]
     rows = options[:, None]
     starts = np.arange(chain.num_units)
 
     def fits(ends: Ints) -> NDArray[np.bool_]:
-        return tables.stage_bytes(rows, starts, ends, kept, chunks) <= limit_bytes
+        return tables.stage_bytes(rows, starts, ends, num_kept, chunks) <= limit_bytes
 
-    return last_true((len(kept), len(options), chain.num_units), chain.num_units, fits)
+    return last_true((len(num_kept), len(options), chain.num_units), chain.num_units, fits)
 
 
 def simple_lows(chain: Chain, tables: PrefixSums, form: ClosedForm, num_places: float) -> tuple[float, list[float]]:
-    """Bounds of a form's sum and of each maximum that hold for any stages.
+    """Lower bounds of a form's sum and of each maximum, over all stages.
 
-    A stage's device-seconds are at least those of its units' cheapest options, and the stage that exceeds the average
-    of all devices is there in every plan.
+    The device-seconds of a stage are at least those of its units' cheapest options, and in every
+    plan some stage takes at least the average over all devices.
 
     Args:
         num_places: devices, counted once for each stage that runs on them.

@@ -1,8 +1,9 @@
-"""Cuts for given submeshes where a transfer holds up both ends of its edge.
+"""Cuts for given submeshes if a transfer keeps both its ends busy.
 
-The closed forms count an edge at the end that receives, which a dynamic program over first units can search. Where stages
-do not compute while arrays travel, the sender waits as well, and between hosts that is more than cuts usually differ by.
-With the submeshes given, both ends of every edge are known, and cuts and options follow exactly.
+The closed forms count a transfer at the receiving stage alone, so that a dynamic program over first
+units can search them. If stages do not compute during transfers, the sender waits as well, and
+between hosts that is more than cuts usually differ by. For given submeshes both ends of every
+transfer are known, and the best cuts and options are found exactly.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, StageChoice, c
 from ._limits import memory_ends
 from ._tables import Floats, Ints, last_within
 
-# A slower slowest stage may allow for a shorter way through all of them.
+# A slower slowest stage may allow a smaller sum over all stages.
 _SLACKS = (0.0, 1e-3, 1e-2)
 
 
 def two_sided_s(chain: AbstractChain, plan: ChainPlan) -> float:
-    """A plan's closed form with each edge counted at both its ends; the closed form itself where that is the same."""
+    """A plan's closed form with each transfer counted at both its ends; the closed form itself if
+    that is the same.
+    """
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages):
         return plan.closed_form_s
     received = [f.forward_s + f.backward_s + 2 * f.transfer_s for f in plan.figures]
@@ -32,18 +35,22 @@ def two_sided_s(chain: AbstractChain, plan: ChainPlan) -> float:
 
 
 def _busy_s(plan: ChainPlan) -> list[float]:
-    """For how long a micro-batch keeps each stage's submesh busy, with the edges at both ends."""
+    """Time for which a micro-batch keeps each stage's submesh busy, with the transfers at both
+    ends.
+    """
     behind = [*(f.transfer_s for f in plan.figures[1:]), 0.0]
     return [f.forward_s + f.backward_s + 2 * f.transfer_s + 2 * b for f, b in zip(plan.figures, behind)]
 
 
 def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> ChainPlan:
-    """The least of some plans by `two_sided_s`, the first of equal ones."""
+    """The plan of least `two_sided_s`, the first of equals."""
     return min((plan, *others), key=lambda candidate: two_sided_s(chain, candidate))
 
 
 def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan, ...]:
-    """The best cuts and options on a plan's submeshes, for some allowances for the slowest stage; those that fit."""
+    """The best cuts and options on a plan's submeshes, for a few allowances for the slowest stage;
+    only those that fit.
+    """
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages) or len(plan.stages) == 1:
         return ()
     costs, ends = _stage_costs(chain, tables, plan)
@@ -52,8 +59,8 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
     for slack in _SLACKS if np.isfinite(slowest) else ():
         edges = _least_sum([np.where(c <= slowest * (1 + slack) * (1 + 1e-12), c, np.inf) for c in costs])
         stages = [
-            replace(stage, first_unit=i, last_unit=j, option=_fastest(tables, own, i, j))
-            for stage, own, i, j in zip(plan.stages, ends, edges, edges[1:])
+            replace(stage, first_unit=i, last_unit=j, option=_fastest(tables, reach, i, j))
+            for stage, reach, i, j in zip(plan.stages, ends, edges, edges[1:])
         ]
         judged = judge_stages(chain, stages, plan.schedule)
         if judged.peak_bytes <= chain.memory_limit_bytes:
@@ -61,41 +68,44 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
     return tuple(cuts)
 
 
-# Of a stage the options of its submesh, and how far it may reach with each from each beginning, [options, U].
+# The options of a stage's submesh, and its furthest end with each of them from each beginning,
+# [options, U].
 _Ends: TypeAlias = tuple[Ints, Ints]
 
 
 def _stage_costs(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[list[Floats], list[_Ends]]:
-    """For each stage what units keep its submesh busy for, edges included: [U + 1, B], by last unit and first.
+    """For each stage the time for which units keep its submesh busy, transfers included: [U + 1,
+    B], by last unit and first.
 
-    Column b of row j is for the units [j - B + b, j); B is the most units for which the stage is worth looking at: given
-    a plan that fits, no stage of a better one takes longer than its slowest, but for an allowance.
+    Column b of row j is for the units [j - B + b, j). B is the largest number of units worth
+    considering: no stage of a better plan takes longer than the slowest stage of a plan that fits,
+    plus an allowance.
     """
     units, count = chain.num_units, len(plan.stages)
-    kept = chain_in_flight(plan.schedule, chain.num_micro_batches, count, count)
+    in_flight = chain_in_flight(plan.schedule, chain.num_micro_batches, count, count)
     edges = np.zeros((count + 1, units + 1))
     for k in range(1, count):
         edges[k, 1:units] = _edge_s(chain, plan.stages[k - 1], plan.stages[k])
     most_s = np.inf
     if plan.peak_bytes <= chain.memory_limit_bytes:
         most_s = float(max(_busy_s(plan))) * (1 + _SLACKS[-1]) * (1 + 1e-9)
-    known: dict[tuple[tuple[int, int], float], tuple[Floats, _Ends]] = {}
+    times_of: dict[tuple[tuple[int, int], float], tuple[Floats, _Ends]] = {}
     costs, ends = [], []
     for k, stage in enumerate(plan.stages):
-        key = chain.options[stage.option].submesh, float(kept[k])
-        if key not in known:
-            known[key] = _stage_times(chain, tables, *key, most_s)
-        times, own = known[key]
+        key = chain.options[stage.option].submesh, float(in_flight[k])
+        if key not in times_of:
+            times_of[key] = _stage_times(chain, tables, *key, most_s)
+        times, reach = times_of[key]
         before = _windows(edges[k, :-1], times.shape[1], 0.0)
         costs.append(times + 2 * (before + edges[k + 1][:, None]))
-        ends.append(own)
+        ends.append(reach)
     return costs, ends
 
 
 def _stage_times(
     chain: Chain, tables: PrefixSums, submesh: tuple[int, int], kept: float, most_s: float
 ) -> tuple[Floats, _Ends]:
-    """As `_stage_costs`, without edges, each with the fastest option that fits."""
+    """As `_stage_costs`, without transfers, each with the fastest option that fits."""
     alike = np.array([o for o, option in enumerate(chain.options) if option.submesh == submesh])
     sums = (tables.forward_s + tables.backward_s)[alike]
     (within,) = memory_ends(chain, tables, alike, [kept], chain.memory_limit_bytes)
@@ -112,7 +122,7 @@ def _stage_times(
 
 
 def _fastest(tables: PrefixSums, ends: _Ends, first: int, last: int) -> int:
-    """The option of a stage that takes least for its units."""
+    """The fastest option of a stage for its units."""
     alike, reach = ends
     sums = tables.forward_s + tables.backward_s
     times = np.where(reach[:, first] >= last, sums[alike, last] - sums[alike, first], np.inf)
@@ -125,7 +135,7 @@ def _windows(values: NDArray[Any], width: int, outside: float) -> NDArray[Any]:
 
 
 def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
-    """[U - 1], one way over the edge between two stages if it is cut in front of unit 1, 2, ..."""
+    """[U - 1], the transfer one way between two stages with a cut before unit 1, 2, ..."""
     sender, receiver = (chain.options[stage.option].num_devices for stage in (before, behind))
     hosts = {
         device // chain.devices_per_host
@@ -143,14 +153,14 @@ def _least_maximum(costs: Sequence[Floats]) -> float:
 
 
 def _least_sum(costs: Sequence[Floats]) -> list[int]:
-    """First units of the stages, and the end of the last one, with the least sum of their costs."""
+    """First units of the stages of least total cost, and the end of the last one."""
     reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
-    came = []
+    first_units = []
     for stage in costs:
         total = _windows(reached[:-1], stage.shape[1], np.inf) + stage
-        came.append(np.arange(len(total)) - stage.shape[1] + total.argmin(axis=1))
+        first_units.append(np.arange(len(total)) - stage.shape[1] + total.argmin(axis=1))
         reached = total.min(axis=1)
     edges = [len(costs[0]) - 1]
-    for before in reversed(came):
+    for before in reversed(first_units):
         edges.append(int(before[edges[-1]]))
     return edges[::-1]

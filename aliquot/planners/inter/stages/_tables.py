@@ -1,4 +1,4 @@
-"""Minima of runs over many rows at once, and ends of stages that grow until they exceed a limit."""
+"""Range minima over many rows at once, and the furthest ends of stages under a limit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Sums are differences of prefix sums: a value put in as a limit must pass it again.
+# Differences of prefix sums round: a value that is taken as the limit must keep within it.
 _ROUNDING = 1e-12
 
 
 class RunMinima:
-    """The least entry of runs along the last axis; the same runs are asked for in many arrays.
+    """Minima of fixed runs along the last axis, for many arrays.
 
     Args:
         shape: of the arrays.
-        first, last: the runs, both ends included; they broadcast to [..., the shape of the rows, runs].
+        first, last: the runs, both ends included; they broadcast to [..., the shape of the rows,
+            runs].
     """
 
     def __init__(self, shape: tuple[int, ...], first: Ints, last: Ints) -> None:
@@ -45,16 +46,17 @@ class RunMinima:
             tables[k] = tables[k - 1]
             np.minimum(tables[k - 1, :, :-step], tables[k - 1, :, step:], out=tables[k, :, :-step])
         flat = tables.reshape(-1)
-        found: Floats = np.minimum(flat.take(self._low), flat.take(self._high))
-        np.copyto(found, np.inf, where=self._empty)
-        return found
+        minima: Floats = np.minimum(flat.take(self._low), flat.take(self._high))
+        np.copyto(minima, np.inf, where=self._empty)
+        return minima
 
 
 _LOGARITHMS = (np.frexp(np.arange(4096))[1] - 1).astype(np.int64)
 
 
 def last_within(sums: Floats, limit: Floats) -> Ints:
-    """For each option and beginning i the largest j with `sums[o, j] - sums[o, i] <= limit[..., o, i]`; i if none is.
+    """For each option and beginning i the largest j with `sums[o, j] - sums[o, i] <= limit[..., o,
+    i]`; i if there is none.
 
     Args:
         sums: prefix sums, [O, U + 1].
@@ -62,15 +64,16 @@ def last_within(sums: Floats, limit: Floats) -> Ints:
     """
     start = sums[:, :-1]
     reach = start + limit + _ROUNDING * (np.abs(limit) + start)
-    found = np.stack([np.searchsorted(row, reach[..., o, :], side="right") - 1 for o, row in enumerate(sums)], axis=-2)
-    return np.maximum(found, np.arange(start.shape[1]))
+    ends = np.stack([np.searchsorted(row, reach[..., o, :], side="right") - 1 for o, row in enumerate(sums)], axis=-2)
+    return np.maximum(ends, np.arange(start.shape[1]))
 
 
 def last_true(shape: tuple[int, ...], count: int, holds: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
-    """By bisection, the largest j in [i, count] for which `holds`, which is true up to it; i where it never is.
+    """The largest j in [i, count] for which the monotone `holds` is true, by bisection; i if it
+    never is.
 
     Args:
-        shape: of the answer; its last axis is the beginning i, 0 to count - 1.
+        shape: of the result; its last axis is the beginning i, 0 to count - 1.
         holds: takes ends j > i of that shape.
     """
     starts = np.broadcast_to(np.arange(shape[-1]), shape)

@@ -1,12 +1,14 @@
-"""Leave out what no solution as cheap as a known one can contain, before the program of a priced problem is written.
+"""Pruning by an incumbent: removes choices and conversions that no solution as cheap can contain.
 
-Every solution pays at least the least of each node. What a choice costs above the least of its node, and the conversions
-that it cannot avoid, must not exceed what the known solution costs above the sum of these; nor may a conversion with the
-best choices on its two sides. Meshes differ by per cents, conversions by factors of a thousand: a solution for one mesh
-leaves between a third and two thirds of the conversions of another, and the solver takes a fraction of the time.
+Every solution costs at least the sum of the cheapest choices of all nodes. The excess of a choice
+over the cheapest of its node, with the conversions that it cannot avoid, must not exceed the excess
+of the incumbent over that sum; nor may that of a conversion with the best choices on its two sides.
+Solutions for different meshes differ by per cents, conversions by factors of a thousand: the
+solution for one mesh leaves between a third and two thirds of the conversions of another, and the
+solver takes a fraction of the time.
 
-Reference: M. Cooper et al., "Soft arc consistency revisited", Artificial Intelligence, 2010, section 3 (node and arc
-consistency under an upper bound).
+Reference: M. Cooper et al., "Soft arc consistency revisited", Artificial Intelligence, 2010,
+section 3 (node and arc consistency under an upper bound).
 """
 
 from __future__ import annotations
@@ -22,39 +24,43 @@ from ....cost import Priced, PricedEdge
 
 Floats = NDArray[np.float64]
 Masks = Sequence[NDArray[np.bool_]]
-# Sums of thousands of prices in another order than the judge's.
+# For sums of thousands of prices in another order than that of `cost.evaluate`.
 _ROUNDING = 1e-9
 
 
 def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced, Masks]:
-    """The problem, with infinite prices where a solution up to `ceiling_s` cannot go, and the choices left for it."""
+    """The problem with infinite prices for all that no solution up to `ceiling_s` can contain, and
+    the remaining choices.
+    """
     if not np.isfinite(ceiling_s):
         return priced, allowed
-    # Gradient communication that the backward pass hides is free but for this share.
+    # The share of gradient communication that is exposed even if the backward pass hides it.
     share = 1 - priced.target.overlap_fraction
-    own = [
+    costs = [
         np.where(mask, node.compute_s + node.communication_s + share * node.gradient_s, np.inf)
         for node, mask in zip(priced.nodes, allowed, strict=True)
     ]
-    least = [float(seconds.min(initial=np.inf)) for seconds in own]
+    least = [float(seconds.min(initial=np.inf)) for seconds in costs]
     room = (ceiling_s - sum(least)) + _ROUNDING * ceiling_s
-    above = [seconds - low if np.isfinite(low) else seconds for seconds, low in zip(own, least, strict=True)]
+    above = [seconds - low if np.isfinite(low) else seconds for seconds, low in zip(costs, least, strict=True)]
     prices = [
         np.where(np.isfinite(table.seconds), (share if edge.gradient else 1.0) * table.seconds, np.inf)
         for edge, table in zip(priced.graph.edges, priced.edges, strict=True)
     ]
-    kept = [seconds <= room for seconds in _with_conversions(priced, prices, above, room)]
-    above = [np.where(mask, seconds, np.inf) for mask, seconds in zip(kept, above, strict=True)]
+    affordable_choices = [seconds <= room for seconds in _with_conversions(priced, prices, above, room)]
+    above = [np.where(mask, seconds, np.inf) for mask, seconds in zip(affordable_choices, above, strict=True)]
     edges = []
     for edge, table, price in zip(priced.graph.edges, priced.edges, prices, strict=True):
         sources, targets = _by_split(table, above[edge.source], above[edge.target])
-        within = price + (sources[:, None] + targets) <= room
-        edges.append(replace(table, seconds=np.where(within, table.seconds, np.inf)))
-    return replace(priced, edges=tuple(edges)), kept
+        is_affordable = price + (sources[:, None] + targets) <= room
+        edges.append(replace(table, seconds=np.where(is_affordable, table.seconds, np.inf)))
+    return replace(priced, edges=tuple(edges)), affordable_choices
 
 
 def _with_conversions(priced: Priced, prices: Sequence[Floats], above: Sequence[Floats], room: float) -> list[Floats]:
-    """`above`, with the cheapest conversion to the other side of each edge, once for edges that share conversions."""
+    """`above` plus the cheapest conversion to the other side of each edge, once for edges that
+    share conversions.
+    """
     shares = Counter(edge.share for edge in priced.graph.edges)
     total = [seconds.copy() for seconds in above]
     shared: dict[tuple[int, int], Floats] = {}
@@ -74,7 +80,7 @@ def _with_conversions(priced: Priced, prices: Sequence[Floats], above: Sequence[
 
 
 def _by_split(table: PricedEdge, source: Floats, target: Floats) -> tuple[Floats, Floats]:
-    """The least of the choices that give each split, on both sides of an edge."""
+    """The least cost of the choices that give each split, for both sides of an edge."""
     sources, targets = np.full(len(table.sources), np.inf), np.full(len(table.targets), np.inf)
     np.minimum.at(sources, table.source_index, source)
     np.minimum.at(targets, table.target_index, target)

@@ -1,7 +1,7 @@
-"""Columns and rows of a priced problem's program, and from which prices its numbers come.
+"""Columns and rows of a priced problem's linear program, and the positions of its prices.
 
-Meshes with axes of other sizes or speeds mostly leave the same choices and the same conversions: what differs are prices. So
-the program is laid out once, and each problem only puts its prices in.
+Meshes with axes of other sizes or speeds mostly have the same choices and conversions, with other
+prices. So the program is laid out once, and each problem only puts in its prices.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ....cost import Priced
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# What stands behind all conversions in `Prices.conversions`.
+# Positions from the end of `Prices.conversions`, after all conversions.
 _ONE, _ZERO = -2, -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choices:
-    """Which columns stand for the choices of each node, and which choices these are."""
+    """Columns of the program for the choices of each node, with the choices that they stand for."""
 
     columns: tuple[Ints, ...]
     allowed: tuple[Ints, ...]
@@ -33,7 +33,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prices:
-    """All prices of a problem in a row, those of all choices and those of all conversions."""
+    """All prices of a problem as flat arrays: those of choices and those of conversions."""
 
     plain: Floats
     gradient: Floats
@@ -42,7 +42,7 @@ class Prices:
 
     @classmethod
     def of(cls, priced: Priced) -> Prices:
-        """The prices of a problem; where gradients are not hidden, they are plain."""
+        """The prices of a problem; without overlap, those of gradients are added to the plain ones."""
         gradient = np.concatenate([node.gradient_s for node in priced.nodes])
         plain = np.concatenate([node.compute_s + node.communication_s for node in priced.nodes])
         return cls(
@@ -58,13 +58,14 @@ class Layout:
     """A program without prices.
 
     Attributes:
-        choices: what columns stand for.
-        node_prices: for each column that is a choice its place in `Prices`.
-        other_prices: likewise, among conversions, for each other column.
-        lower, upper: of rows.
-        rows, columns, values: coefficients that are no prices.
-        hidden: columns of conversions that may be hidden, and the places of their prices.
-        overlap_row: the first of the two rows with hidden and hiding seconds; -1 without.
+        choices: the meaning of columns.
+        node_prices: for each column of a choice, the position of its price in `Prices`.
+        other_prices: likewise for each other column, among conversions.
+        lower, upper: bounds of rows.
+        rows, columns, values: coefficients that do not depend on prices.
+        hidden: columns of conversions that the backward pass may hide, and the positions of their
+            prices.
+        overlap_row: the first of the two rows of overlap; -1 without overlap.
     """
 
     choices: Choices
@@ -80,8 +81,8 @@ class Layout:
 
     def overlap(self, prices: Prices, fraction: float) -> tuple[Ints, Ints, Floats]:
         """Coefficients of `z >= (1 - fraction) gradient` and `z >= gradient - backward`."""
-        own = np.arange(len(self.node_prices))
-        columns = np.concatenate((own, self.hidden[0]))
+        columns_of_choices = np.arange(len(self.node_prices))
+        columns = np.concatenate((columns_of_choices, self.hidden[0]))
         gradient = np.concatenate((prices.gradient[self.node_prices], prices.conversions[self.hidden[1]]))
         some = gradient != 0
         columns, gradient = columns[some], gradient[some]
@@ -97,23 +98,23 @@ class Layout:
 
 
 class Layouts:
-    """Layouts of one node graph that are known already."""
+    """Cache of layouts of one node graph."""
 
     def __init__(self) -> None:
         self._known: dict[object, Layout] = {}
 
     def of(self, priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
-        """The layout of a problem; `allowed[n][k]` says which choices of node n may be taken."""
+        """The layout of a problem; `allowed[n][k]` is true if node n may take choice k."""
         key = (
             priced.target.overlap_fraction > 0,
             tuple([(node.choices.shape, node.choices.tobytes()) for node in priced.nodes]),
             tuple([mask.tobytes() for mask in allowed]),
             tuple([np.isfinite(table.seconds).tobytes() for table in priced.edges]),
         )
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = lay_out(priced, allowed)
-        return known
+        layout = self._known.get(key)
+        if layout is None:
+            layout = self._known[key] = lay_out(priced, allowed)
+        return layout
 
 
 def lay_out(priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
@@ -123,7 +124,7 @@ def lay_out(priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
 
 @dataclass(slots=True)
 class _Entries:
-    """Coefficients as they are added."""
+    """A list of coefficients that grows."""
 
     rows: list[Ints] = field(default_factory=list)
     columns: list[Ints] = field(default_factory=list)
@@ -140,7 +141,7 @@ class _Entries:
 
 
 class _Draft:
-    """A layout in the making."""
+    """Builder of a layout."""
 
     def __init__(self, priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> None:
         self.priced = priced
@@ -197,7 +198,7 @@ class _Draft:
         )
 
     def _add_columns(self, places: Ints) -> Ints:
-        """New variables; `places` says where their prices stand."""
+        """Add variables with the positions of their prices."""
         first = self.num_columns
         self.num_columns += len(places)
         self.prices.append(places)
@@ -210,7 +211,9 @@ class _Draft:
         return first
 
     def _add_edges(self, edges: Sequence[int], shared: dict[tuple[object, object], int]) -> None:
-        """Flows of edges that share conversions. A lone edge carries its costs itself."""
+        """Add the flows of edges that share conversions. The flow of a single edge has its own
+        price.
+        """
         hidden = self.overlaps and self.priced.graph.edges[edges[0]].gradient
         for index in edges:
             edge, table = self.priced.graph.edges[index], self.priced.edges[index]
@@ -249,14 +252,16 @@ class _Draft:
         shared: dict[tuple[object, object], int],
         hidden: bool,
     ) -> None:
-        """`flow <= shared`, and the price on the shared column, for each conversion that changes anything."""
+        """Add `flow <= shared`, with the price on the shared column, for each conversion between
+        different splits.
+        """
         costly = np.array([k for k, (a, b) in enumerate(keys) if a != b], np.int64)
         fresh = [k for k in costly.tolist() if keys[k] not in shared]
         if fresh:
-            made = self._add_columns(np.full(len(fresh), _ZERO) if hidden else places[fresh])
-            shared.update({keys[k]: int(column) for k, column in zip(fresh, made, strict=True)})
+            new_columns = self._add_columns(np.full(len(fresh), _ZERO) if hidden else places[fresh])
+            shared.update({keys[k]: int(column) for k, column in zip(fresh, new_columns, strict=True)})
             if hidden:
-                self.hidden.append((made, places[fresh]))
+                self.hidden.append((new_columns, places[fresh]))
         if len(costly):
             rows = self._add_rows(len(costly), -np.inf, 0.0) + np.arange(len(costly))
             self.entries.add(rows, flow[costly], 1.0)
@@ -264,9 +269,11 @@ class _Draft:
 
 
 def _specs_left(kept: Ints, spec_of: Ints, count: int) -> tuple[Ints, Ints]:
-    """Which of an edge's specs the choices that may be taken make, and for each choice the place of its own among them."""
+    """The specs of an edge's side that allowed choices give, and for each choice the position of
+    its spec among them.
+    """
     if len(kept) == len(spec_of):
         return np.arange(count), spec_of
-    left = np.zeros(count, np.bool_)
-    left[spec_of[kept]] = True
-    return np.flatnonzero(left), (np.cumsum(left) - 1)[spec_of[kept]]
+    is_left = np.zeros(count, np.bool_)
+    is_left[spec_of[kept]] = True
+    return np.flatnonzero(is_left), (np.cumsum(is_left) - 1)[spec_of[kept]]

@@ -1,12 +1,14 @@
 """A priced problem as a linear program over choices and conversions.
 
-Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q; `Y[s, p, q]`, a set of edges
-that share conversions pays for one. Flow constraints tie `y` to the `x` on both sides: the local-polytope form, whose
-relaxation is integral for most of these problems. With an overlapping target, `z` is the part of gradient communication
-that the backward pass cannot hide. Only `x` need be integer; the rest then is.
+Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q; `Y[s,
+p, q]`, a set of edges that share conversions pays for one. Flow constraints tie `y` to the `x` on
+both sides: the local-polytope form, whose relaxation is integral for most of these problems. With
+an overlapping target, `z` is the part of gradient communication that the backward pass cannot hide.
+Only `x` need be integer; the rest then is.
 
-Reference: L. Zheng et al., "Alpa", OSDI 2022, section 4 (choices per operator, costs per edge); M. Wainwright, M. Jordan,
-"Graphical models, exponential families, and variational inference", 2008, section 4.1 (the relaxation).
+Reference: L. Zheng et al., "Alpa", OSDI 2022, section 4 (choices per operator, costs per edge); M.
+Wainwright, M. Jordan, "Graphical models, exponential families, and variational inference", 2008,
+section 4.1 (the relaxation).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Program:
-    """Columns and rows as they are added; `arrays()` joins them."""
+    """A linear program that grows by columns and rows; `arrays()` joins them."""
 
     cost: list[Floats] = field(default_factory=list)
     num_columns: int = 0
@@ -51,7 +53,7 @@ class Program:
         return first
 
     def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        """Coefficients."""
+        """Add coefficients."""
         self.rows.append(np.asarray(rows, np.int64))
         self.columns.append(np.asarray(columns, np.int64))
         self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
@@ -74,8 +76,8 @@ def build_program(
     """The program of a priced problem.
 
     Args:
-        allowed: `allowed[n][k]` says which choices of node n may be taken.
-        known: layouts of the same node graph.
+        allowed: `allowed[n][k]` is true if node n may take choice k.
+        known: cache of layouts of the same node graph.
     """
     layout = lay_out(priced, allowed) if known is None else known.of(priced, allowed)
     prices = Prices.of(priced)
@@ -96,14 +98,14 @@ def build_program(
 def add_memory_row(
     program: Program, choices: Choices, priced: Priced, model: MemoryModel, time: int, limit_bytes: float
 ) -> None:
-    """Keep what is alive at one moment below the limit."""
+    """Add the row that keeps memory at one moment within the limit."""
     row = program.add_rows(1, -np.inf, 1.0)
     fixed, totals = alive_bytes(choices, model, time)
     room = limit_bytes - fixed
     program.upper[row] = room / limit_bytes
     for mine, total in zip(choices.columns, totals, strict=True):
         program.add_entries(np.full(len(mine), row), mine, total / limit_bytes)
-    # One column may cause several copies; a row may name it once.
+    # A column may cause several copies, but a row may contain it only once.
     copies = np.zeros(program.num_columns)
     for conversion in model.conversions:
         alive = int(np.count_nonzero((conversion.births <= time) & (conversion.deaths >= time)))
@@ -115,7 +117,9 @@ def add_memory_row(
 
 
 def alive_bytes(choices: Choices, model: MemoryModel, time: int) -> tuple[float, list[Floats]]:
-    """Bytes on a device at one moment: of what no choice changes, and of each choice of each node; without conversions."""
+    """Bytes on a device at one moment without conversions: a constant part, and those of each
+    choice of each node.
+    """
     fixed = 0.0
     totals = [np.zeros(len(c)) for c in choices.columns]
     for r, local in zip(model.residents, model.local_bytes, strict=True):
