@@ -9,6 +9,8 @@ import typer
 from ._aceso import evaluate, show
 from ._aceso_search import faults, search
 from ._bench_aceso import aceso as bench_aceso
+from ._blocks import analyze, enumerate_, profile
+from ._blocks import search as search_blocks
 from ._catalog import clusters, models
 from ._cluster import cluster
 from ._compare import compare
@@ -36,6 +38,17 @@ _aceso = typer.Typer(help="Plan from Aceso's measured databases, and judge its c
 for _aceso_verb in (show, evaluate, search, faults):
     _aceso.command(_aceso_verb.__name__)(_aceso_verb)
 app.add_typer(_aceso, name="aceso")
+_blocks = typer.Typer(
+    help="ParallelBlocks: find them, measure their programs, and plan from that.", no_args_is_help=True
+)
+for _name, _blocks_verb in (
+    ("analyze", analyze),
+    ("profile", profile),
+    ("search", search_blocks),
+    ("enumerate", enumerate_),
+):
+    _blocks.command(_name)(_blocks_verb)
+app.add_typer(_blocks, name="blocks")
 _bench = typer.Typer(
     help="Draw the figures of papers, with our results beside the published ones.", no_args_is_help=True
 )

@@ -21,12 +21,14 @@ from ._choices import distinct_specs as distinct_specs
 from ._choices import enumerate_choices as enumerate_choices
 from ._choices import shards as shards
 from ._collectives import collective_line as collective_line
+from ._collectives import resharding_seconds as resharding_seconds
 from ._estimate import check_choices as check_choices
 from ._estimate import collective_uses as collective_uses
 from ._estimate import decode_interior as decode_interior
 from ._estimate import encode_interior as encode_interior
 from ._estimate import find_picks as find_picks
 from ._estimate import peak_memory as peak_memory
+from ._estimate import picked_choices as picked_choices
 from ._estimate import predict as predict
 from ._evaluate import StepTime as StepTime
 from ._evaluate import conversions as conversions

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..cluster import LogicalMesh, Target
-from ..sharding import Move, Spec
+from ..cluster import LogicalMesh, Target, target_for
+from ..sharding import Move, Spec, reshard
 
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
@@ -87,3 +87,13 @@ def move_line(move: Move, copies: bool, mesh: LogicalMesh, target: Target) -> tu
         leaving = 1 / move.group if move.kind == "reduce-scatter" else move.group
         per_byte += 2 * (1 + leaving) / target.memory_bytes_per_s(mesh.cluster.device)
     return latency, per_byte
+
+
+def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: LogicalMesh) -> float:
+    """Seconds to bring an array of so many bytes, counted whole, from one split to another; infinite if nothing can."""
+    target = target_for(mesh.cluster.device)
+    moves = reshard(source, wanted, mesh.shape, target.reduce_scatter)
+    if moves is None:
+        return math.inf
+    lines = [(move, *move_line(move, through_copies(move, source, wanted, target), mesh, target)) for move in moves]
+    return sum(latency + per_byte * move.fraction * num_bytes for move, latency, per_byte in lines)

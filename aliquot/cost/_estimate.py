@@ -170,6 +170,13 @@ def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Seque
         raise PlanMismatchError(tuple(faults), asked="the plan's interior", advice="Plan this step again.")
 
 
+def picked_choices(priced: Priced, picks: Ints) -> tuple[Choice, ...]:
+    """For each node what each mesh axis splits."""
+    return tuple(
+        tuple(int(f) for f in table.choices[pick]) for table, pick in zip(priced.nodes, picks.tolist(), strict=True)
+    )
+
+
 def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
     """The position of each node's choice among those that were priced, which must hold it."""
     return np.array(

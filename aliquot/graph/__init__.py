@@ -37,7 +37,9 @@ from ._kernels import kernel_of as kernel_of
 from ._kernels import kernel_on_pieces as kernel_on_pieces
 from ._layers import Layers as Layers
 from ._layers import cut_alike as cut_alike
+from ._layers import cut_between as cut_between
 from ._layers import cut_layers as cut_layers
+from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text

@@ -94,6 +94,52 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
     )
 
 
+def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
+    """Cut a step's forward pass once between the two operators of each pair, where fewest bytes cross.
+
+    Args:
+        graph: the step.
+        operators: in program order; the first of a pair may be -1 for the beginning of the step.
+
+    Raises:
+        InputError: both operators of a pair are in one loop or region, which cannot be cut.
+    """
+    items = items_of(graph)
+    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    crossing = crossing_bytes(graph, items, forward)
+    starts = [0]
+    for (before, after), places in zip(operators, _spans(items, forward, operators), strict=True):
+        if not places:
+            raise InputError(
+                f"{graph.name} cannot be cut between operators {before} and {after}: both are in one loop over layers or "
+                "one rematerialised region. Write the layers out instead of scanning over them."
+            )
+        starts.append(max(places, key=lambda place: (-crossing[place], place)))
+    ends = [*starts[1:], len(forward)]
+    return Layers(
+        items=items,
+        forward=forward,
+        starts=tuple(starts),
+        names=_names(starts, ends, _parameters_of(graph, items, forward)),
+        boundary_bytes=_behind(crossing, ends),
+        costs=_weights(items, forward, starts),
+    )
+
+
+def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[float]:
+    """The fewest bytes that cross at a place between the two operators of each pair; 0 where there is no place."""
+    items = items_of(graph)
+    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    crossing = crossing_bytes(graph, items, forward)
+    return [min((float(crossing[k]) for k in places), default=0.0) for places in _spans(items, forward, operators)]
+
+
+def _spans(items: Sequence[Item], forward: Sequence[int], operators: Sequence[tuple[int, int]]) -> list[range]:
+    """The places between the two operators of each pair."""
+    place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    return [range(place_of.get(before, 0) + 1, place_of[after] + 1) for before, after in operators]
+
+
 def range_layers(graph: Graph) -> Layers:
     """The ranges of layers of a step whose scans are cut (`split_scans`), one layer each.
 

@@ -40,10 +40,13 @@ from .inter import StageLimits as StageLimits
 from .intra import ILP as ILP
 from .intra import AbstractIntra as AbstractIntra
 from .intra import AbstractSearch as AbstractSearch
+from .intra import BlockOptions as BlockOptions
 from .intra import Blocks as Blocks
 from .intra import Fixed as Fixed
 from .intra import IntraCosts as IntraCosts
 from .intra import IntraSolution as IntraSolution
 from .intra import MegatronSplit as MegatronSplit
 from .intra import Space as Space
+from .intra import block_options as block_options
 from .intra import judge_picks as judge_picks
+from .intra import restrict_blocks as restrict_blocks

@@ -8,6 +8,9 @@ from ..graph import registered_primitives as registered_primitives
 from ..graph import rule as rule
 from ..graph import same_parameters as same_parameters
 from ..graph import whole as whole
+from ._block_segments import Segments as Segments
+from ._block_segments import find_segments as find_segments
+from ._block_segments import segment_layers as segment_layers
 from ._blocks import BLOCK_FACTORS as BLOCK_FACTORS
 from ._blocks import ParallelBlock as ParallelBlock
 from ._blocks import find_blocks as find_blocks
@@ -57,6 +60,7 @@ from ._spec import spec_from_dims as spec_from_dims
 from ._spec import without_partial as without_partial
 from ._staged_step import LayeredStep as LayeredStep
 from ._staged_step import StagedStep as StagedStep
+from ._staged_step import batch_dims as batch_dims
 from ._staged_step import layer_step as layer_step
 from ._staged_step import sketch_step as sketch_step
 from ._staged_step import stage_step as stage_step

@@ -94,7 +94,7 @@ def layer_step(
         CaptureError, InputError: as `plan_micro_batches` and `cut_layers` say.
     """
     part, combine = graph, dict[str, str]()
-    dims = _batch_dims_by_length(graph)
+    dims = batch_dims(graph)
     if num_micro_batches > 1:
         plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
         part, combine = plan.part, plan.combine
@@ -149,7 +149,7 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
     return StagedStep(graph=step.graph, staging=staging, extracts=extract_stages(step.part, staging, step.batch_dims))
 
 
-def _batch_dims_by_length(graph: Graph) -> dict[int, int]:
+def batch_dims(graph: Graph) -> dict[int, int]:
     """Without micro-batches: arrays whose first dim is as long as the batch."""
     sizes = {
         graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape

@@ -15,7 +15,7 @@ from aliquot.cost import make_problem, price
 from aliquot.graph import capture
 from aliquot.planners import ILP, Blocks, ShardParallel, Space, Task
 from aliquot.planners.intra.blocks import BlockOptions, block_options
-from aliquot.planners.intra.blocks._options import allowed_by, restrict
+from aliquot.planners.intra.blocks._options import allowed_by, restrict_blocks
 from aliquot.planners.intra.fixed import everything
 
 CLUSTER = Cluster.preset("4xH100")
@@ -58,7 +58,7 @@ def test_no_combination_of_options_is_better(step, memory_share):
     blocks = block_options(problem, space, factors="all")
     times = []
     for options in itertools.product(*[range(len(options)) for options in blocks]):
-        narrowed = restrict(space, blocks, dict(enumerate(options)))
+        narrowed = restrict_blocks(space, blocks, dict(enumerate(options)))
         one = exact.solve(problem, narrowed, memory_limit_bytes=limit) if allowed_by(narrowed.allowed) else None
         times.append(one.step_time_s if one else np.inf)
     assert len(times) >= 25

@@ -6,7 +6,10 @@ from ._base import IntraCosts as IntraCosts
 from ._base import IntraSolution as IntraSolution
 from ._base import Space as Space
 from ._base import judge_picks as judge_picks
+from .blocks import BlockOptions as BlockOptions
 from .blocks import Blocks as Blocks
+from .blocks import block_options as block_options
+from .blocks import restrict_blocks as restrict_blocks
 from .fixed import Fixed as Fixed
 from .fixed import MegatronSplit as MegatronSplit
 from .ilp import ILP as ILP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ....cost import Problem
 from ....sharding import BLOCK_FACTORS
 from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
 from ..ilp import ILP
-from ._options import block_options
+from ._options import BlockOptions, block_options, restrict_blocks
 from ._search import BlockSearch
 
 
@@ -24,6 +25,7 @@ class Blocks(AbstractIntra):
         factors: which factors of an entry options split; see `find_blocks`.
         rest: decides about everything that belongs to no block, such as storage of parameters.
         branch_limit: how often `rest` is asked on one mesh; reaching it is said in the plan.
+        only: for each block the number of the option that it has to follow; by default all are open.
 
     Reference: W. Hu et al., "CFP: Efficient Optimization of Intra-Operator Parallelism Plans for
     Large Model Training", arXiv 2504.00598.
@@ -32,6 +34,7 @@ class Blocks(AbstractIntra):
     factors: str = "all"
     rest: AbstractIntra = field(default_factory=ILP)
     branch_limit: int = 32
+    only: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.factors not in BLOCK_FACTORS:
@@ -66,16 +69,29 @@ class Blocks(AbstractIntra):
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
         """See `AbstractIntra.begin`."""
+        blocks = block_options(problem, space, factors=self.factors)
+        if self.only is not None:
+            space, blocks = self._narrowed(space, blocks), ()
         return BlockSearch(
             problem,
             space,
-            block_options(problem, space, factors=self.factors),
+            blocks,
             self.rest,
             memory_limit_bytes=memory_limit_bytes,
             ceiling_s=ceiling_s,
             branch_limit=self.branch_limit,
             notes=notes,
         )
+
+    def _narrowed(self, space: Space, blocks: Sequence[BlockOptions]) -> Space:
+        assert self.only is not None
+        counts = [len(block) for block in blocks]
+        if len(counts) != len(self.only) or any(not 0 <= o < n for o, n in zip(self.only, counts, strict=True)):
+            raise InputError(
+                f"only={self.only} on a mesh {space.priced.mesh}: the step has {len(counts)} blocks with "
+                f"{', '.join(map(str, counts))} options."
+            )
+        return restrict_blocks(space, blocks, dict(enumerate(self.only)))
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> Blocks:
         """See `AbstractIntra.coarser`."""

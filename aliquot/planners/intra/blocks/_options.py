@@ -60,7 +60,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
     return tuple(found)
 
 
-def restrict(space: Space, blocks: Sequence[BlockOptions], fixed: Mapping[int, int]) -> Space:
+def restrict_blocks(space: Space, blocks: Sequence[BlockOptions], fixed: Mapping[int, int]) -> Space:
     """A space in which every block follows one of its options, or the one that `fixed` gives it by its position."""
     allowed: list[NDArray[np.bool_]] = list(space.allowed)
     for k, options in enumerate(blocks):

@@ -17,7 +17,7 @@ import numpy as np
 
 from ....cost import Problem
 from .._base import AbstractIntra, AbstractSearch, IntraSolution, Ints, Space
-from ._options import BlockOptions, allowed_by, restrict
+from ._options import BlockOptions, allowed_by, restrict_blocks
 
 _LIMIT = "limit of branches reached"
 
@@ -41,7 +41,7 @@ class BlockSearch(AbstractSearch):
         self._limit_bytes, self._ceiling_s, self._branch_limit = memory_limit_bytes, ceiling_s, branch_limit
         self._open = rest.begin(
             problem,
-            restrict(space, blocks, {}),
+            restrict_blocks(space, blocks, {}),
             memory_limit_bytes=memory_limit_bytes,
             ceiling_s=ceiling_s,
             notes=notes,
@@ -144,7 +144,7 @@ class BlockSearch(AbstractSearch):
         return nearest
 
     def _solve(self, fixed: Mapping[int, int], ceiling_s: float) -> IntraSolution | None:
-        space = restrict(self._space, self._blocks, fixed)
+        space = restrict_blocks(self._space, self._blocks, fixed)
         if not allowed_by(space.allowed):
             return None
         return self._rest.solve(self._problem, space, memory_limit_bytes=self._limit_bytes, ceiling_s=ceiling_s)

@@ -1,0 +1,327 @@
+"""`aliquot blocks`: ParallelBlocks of a model, their programs measured, and the plan that follows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import InfeasibleError, InputError, write_atomic
+from ._devices import use_host_only, use_seen_devices, use_virtual_devices
+from ._model_options import BatchSize, Dtype, Recompute, SeqLen, Settings, model_options, read_memory_limit
+from ._options import Json, check_destination, read_cluster, read_mesh
+from ._progress import search_progress
+from ._session import session
+
+if TYPE_CHECKING:
+    from ..profiling import Combination, SegmentedStep
+    from ._model import Model
+
+ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
+Devices = Annotated[
+    int | None, typer.Option(help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False)
+]
+Mesh = Annotated[str | None, typer.Option(help="The logical mesh, such as 4x2; by default one axis.")]
+Factors = Annotated[
+    str, typer.Option(metavar="cfp|all", help="cfp: the paper's options of a block. all: every way to split its entry.")
+]
+Database = Annotated[Path, typer.Option("--database", metavar="FILE", help="Where measurements are kept.")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A model on a mesh, cut into segments."""
+
+    model: Model
+    step: SegmentedStep
+
+
+def analyze(
+    model: ModelName,
+    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)],
+    global_batch: BatchSize = None,
+    mesh: Mesh = None,
+    factors: Factors = "cfp",
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for blocks.json and segments.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the ParallelBlocks of a model, the segments that repeat, and how many programs there are to measure."""
+    with session(as_json) as say:
+        use_host_only()
+        check_destination(out)
+        asked = _ask(model, cluster, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        from ..profiling import describe_blocks
+        from ..report import blocks_text
+
+        answer = describe_blocks(asked.step)
+        say.show(blocks_text(answer))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            for name in ("blocks", "segments"):
+                write_atomic(out / f"{name}.json", json.dumps(answer[name], indent=1) + "\n")
+        say.finish(answer)
+
+
+def profile(
+    model: ModelName,
+    database: Database,
+    devices: Devices = None,
+    global_batch: BatchSize = None,
+    mesh: Mesh = None,
+    factors: Factors = "cfp",
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    settings: Settings = None,
+    share: Annotated[str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")] = "1/1",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each program, at least.")] = 5,
+    warm_up: Annotated[int, typer.Option(min=1, help="Runs before any is timed.")] = 2,
+    budget_s: Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")] = math.inf,
+    as_json: Json = False,
+) -> None:
+    """Measure every combination of options of every distinct segment, most promising first. Run it again to go on."""
+    with session(as_json) as say:
+        number, of = _read_share(share)
+        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        from ..profiling import ProfileDatabase, profile_segments
+
+        with ProfileDatabase(database) as known:
+            with search_progress(say) as report:
+                run = profile_segments(
+                    asked.step,
+                    known,
+                    share=(number, of),
+                    repeats=repeats,
+                    warm_up=warm_up,
+                    budget_s=budget_s,
+                    progress=report,
+                )
+        say.show(
+            f"{run.num_measured} programs measured in {run.seconds:.1f} s, {run.num_known} were known, "
+            f"{run.num_missing} are missing of {run.num_programs}."
+        )
+        if run.num_missing:
+            say.show("Run the same command again to go on.")
+        say.finish(
+            {
+                "programs": run.num_programs,
+                "measured": run.num_measured,
+                "known": run.num_known,
+                "missing": run.num_missing,
+                "seconds": run.seconds,
+            }
+        )
+
+
+def search(
+    model: ModelName,
+    database: Database,
+    devices: Devices = None,
+    global_batch: BatchSize = None,
+    mesh: Mesh = None,
+    factors: Factors = "cfp",
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    settings: Settings = None,
+    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")] = None,
+    require_measured: Annotated[
+        float, typer.Option(min=0, max=1, help="Refuse a winner of which less of the time was measured.")
+    ] = 0.0,
+    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="File for the plan of the best.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compose the whole step from measured segments, and find the fastest that fits."""
+    with session(as_json) as say:
+        check_destination(out)
+        limit_bytes = read_memory_limit(memory_limit)
+        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        from ..profiling import ProfileDatabase, compose, measured_seconds, priced_combinations
+        from ..report import composed_text
+
+        step = asked.step
+        combinations = priced_combinations(step)
+        with ProfileDatabase(database, must_exist=True) as known:
+            measured = measured_seconds(step, combinations, known)
+        limit_bytes = step.problem.memory_limit_bytes if limit_bytes is None else limit_bytes
+        best = compose(step, combinations, measured, memory_limit_bytes=limit_bytes, most=top)
+        if not best:
+            least = min(c.memory_bytes for c in compose(step, combinations, measured, most=10**6))
+            raise InfeasibleError(
+                f"No combination fits in {limit_bytes / 2**30:.2f} GiB on each device; the smallest needs {least / 2**30:.2f} GiB. "
+                "Use a smaller batch, more devices, or --recompute block."
+            )
+        if best[0].measured_share < require_measured:
+            raise InputError(
+                f"{best[0].measured_share:.0%} of the best plan's time was measured, and --require-measured asks for "
+                f"{require_measured:.0%}. Measure more: aliquot blocks profile {asked.model.name} --database {database}"
+            )
+        answer = {
+            "kinds": [kind.name for kind in step.kinds],
+            "found": [
+                {
+                    "options": [list(options) for options in c.options],
+                    "step_time_s": c.seconds,
+                    "memory_bytes": c.memory_bytes,
+                    "measured_share": c.measured_share,
+                }
+                for c in best
+            ],
+        }
+        if out is not None:
+            _write_plan(asked, best[0].options, factors, limit_bytes, out)
+            answer["plan"] = str(out)
+        say.show(composed_text(answer))
+        say.finish(answer)
+
+
+def enumerate_(
+    model: ModelName,
+    devices: Devices = None,
+    global_batch: BatchSize = None,
+    mesh: Mesh = None,
+    factors: Factors = "cfp",
+    seq_len: SeqLen = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
+    settings: Settings = None,
+    database: Annotated[
+        Path | None, typer.Option("--database", metavar="FILE", help="Also compose from these measurements.")
+    ] = None,
+    run: Annotated[int, typer.Option(min=0, help="Also run the best N by prediction as whole steps.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """List every combination that splits all layers alike: bytes moved, predicted, composed and measured time, memory."""
+    with session(as_json) as say:
+        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        from ..profiling import ProfileDatabase, measured_seconds, priced_combinations
+        from ..report import enumeration_text
+
+        step = asked.step
+        combinations = priced_combinations(step)
+        known = contextlib.nullcontext() if database is None else ProfileDatabase(database, must_exist=True)
+        with known as opened, search_progress(say) as report:
+            measured = [{} for _ in step.kinds] if opened is None else measured_seconds(step, combinations, opened)
+            rows = _enumerate(step, combinations, measured, run, report)
+        answer = {"kinds": [kind.name for kind in step.kinds], "rows": rows}
+        say.show(enumeration_text(answer))
+        say.finish(answer)
+
+
+# ---- what they share -------------------------------------------------------------------------------
+
+
+def _ask(
+    name: str,
+    cluster: str,
+    mesh: str | None,
+    factors: str,
+    global_batch: int | None,
+    seq_len: int | None,
+    dtype: str | None,
+    recompute: str | None,
+    settings: list[str] | None,
+) -> _Asked:
+    from ..cost import make_problem
+    from ..graph import capture
+    from ..profiling import segment_step
+    from ._model import resolve, user_code
+
+    options, _ = model_options(global_batch, seq_len, dtype, recompute, False, settings, None)
+    where = read_cluster(cluster)
+    model = resolve(name, options, where)
+    with user_code(model.name):
+        graph = capture(model.step, model.state, model.batch)
+    shape = read_mesh(mesh) or (where.num_devices,)
+    if math.prod(shape) != where.num_devices:
+        raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has {where.num_devices}.")
+    return _Asked(model, segment_step(make_problem(graph, where), shape, factors=factors))
+
+
+def _ask_here(name: str, devices: int | None, *rest: Any) -> _Asked:
+    """A model on the devices of this process."""
+    if devices is not None:
+        use_virtual_devices(devices)
+    else:
+        use_seen_devices()
+    return _ask(name, "detect", *rest)
+
+
+def _read_share(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
+        raise InputError(f"--share {text}: write K/N with K from 1 to N, such as 1/2 on one host and 2/2 on the other.")
+    return int(number), int(of)
+
+
+def _enumerate(
+    step: SegmentedStep,
+    combinations: Sequence[Sequence[Combination]],
+    measured: Sequence[dict[tuple[int, ...], float]],
+    run: int,
+    report: Any,
+) -> list[dict[str, Any]]:
+    """A row for each combination of the kinds that repeat; the others follow the fastest that goes with it."""
+    from ..cost import collective_uses, picked_choices
+    from ..profiling import compile_part, compose, time_part
+
+    rows: list[dict[str, Any]] = []
+    repeated = max(range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k])))
+    for done, c in enumerate(combinations[repeated]):
+        report("planning combinations", done, len(combinations[repeated]))
+        alone = [[c] if k == repeated else some for k, some in enumerate(combinations)]
+        (composed,) = compose(step, alone, measured, most=1)
+        solution = step.whole(composed.options)
+        if solution is None:
+            continue
+        uses = collective_uses(step.space.priced, solution.picks)
+        rows.append(
+            {
+                "options": list(c.options),
+                "bytes_moved": sum(use.num_bytes for use in uses),
+                "predicted_s": solution.step_time_s,
+                "communication_s": sum(use.seconds for use in uses),
+                "composed_s": composed.seconds,
+                "measured_share": composed.measured_share,
+                "memory_bytes": solution.peak_bytes,
+                "_choices": picked_choices(step.space.priced, solution.picks),
+            }
+        )
+    rows.sort(key=lambda row: row["composed_s" if any(measured) else "predicted_s"])
+    for done, row in enumerate(rows):
+        choices = row.pop("_choices")
+        if done < run:
+            report("running whole steps", done, run)
+            whole = time_part(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
+            row["measured_s"], row["compiled_bytes"] = whole.seconds, whole.memory_bytes
+    return rows
+
+
+def _write_plan(asked: _Asked, options: Sequence[Sequence[int]], factors: str, limit_bytes: float, out: Path) -> None:
+    from .._api import plan
+    from ..planners import Blocks, ShardParallel
+
+    step = asked.step
+    only = {b: o for k, chosen in enumerate(options) for b, o in zip(step.blocks_of(k), chosen, strict=True)}
+    intra = Blocks(factors=factors, only=tuple(only[b] for b in range(len(step.blocks))))
+    made = plan(
+        asked.model.step,
+        asked.model.state,
+        asked.model.batch,
+        cluster=step.problem.cluster,
+        method=ShardParallel(intra=intra, mesh_shape=step.mesh.shape),
+        memory_limit_bytes=limit_bytes,
+        model=asked.model.reference,
+    )
+    made.save(out)

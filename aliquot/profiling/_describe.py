@@ -1,0 +1,92 @@
+"""Blocks and segments of a step as plain data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..graph import Phase, wildcard
+from ..planners import BlockOptions
+from ..sharding import Choice
+from ._segments import SegmentedStep
+
+
+def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
+    """The blocks of a step with their products and options, and its segments.
+
+    Under `"plans"` each product has for each option of its block the split that follows, as text; "free" where the option does not say.
+    """
+    return {
+        "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
+        "num_programs": step.num_programs,
+        "blocks": [_block(step, number, block) for number, block in enumerate(step.blocks)],
+        "segments": {
+            "kinds": [
+                {
+                    "name": kind.name,
+                    "count": kind.count,
+                    "blocks": list(step.blocks_of(k)),
+                    "programs": math.prod(len(block) for block in kind.blocks),
+                }
+                for k, kind in enumerate(step.kinds)
+            ],
+            "sequence": list(step.sequence),
+        },
+    }
+
+
+def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str, Any]:
+    nodes, block = step.problem.nodes.nodes, options.block
+    return {
+        "number": number,
+        "entry": nodes[block.entry].label,
+        "parameters": [wildcard(nodes[p].label) for p in block.parameters],
+        "copies": nodes[block.entry].copies,
+        "options": [_option(step, block.entry, choice) for choice in options.choices],
+        "products": [
+            {
+                "operator": nodes[product].label,
+                "phase": nodes[product].work[0].phase.name.lower(),
+                "plans": [_follows(step, product, masks[product]) for masks in options.masks],
+            }
+            for product in block.products
+        ],
+        "forward_products": sum(nodes[p].work[0].phase is Phase.FORWARD for p in block.products),
+    }
+
+
+def _option(step: SegmentedStep, node: int, choice: Choice) -> str:
+    axes = step.mesh.axis_names
+    parts = [f"{_factor(step, node, f)} on {axis}" for axis, f in zip(axes, choice, strict=True) if f >= 0]
+    return ", ".join(parts) or "whole"
+
+
+def _factor(step: SegmentedStep, node: int, factor: int) -> str:
+    """A factor of an entry in words: what it is to the product."""
+    nodes = step.problem.nodes
+    if factor in nodes.batch_factors[node]:
+        return "batch"
+    results = [e.source_projection[factor] for e in nodes.edges if e.source == node]
+    if results and all(dim < 0 for dim in results):
+        return "contraction"
+    operands = [e.target_projection[factor] for e in nodes.edges if e.target == node and e.kind == "operand"]
+    given = {port.node for port in nodes.input_ports}
+    of_parameter = any(
+        e.target_projection[factor] >= 0 and e.source in given
+        for e in nodes.edges
+        if e.target == node and e.kind == "operand"
+    )
+    if all(dim >= 0 for dim in operands):
+        return "expert"
+    return "output" if of_parameter else "sequence"
+
+
+def _follows(step: SegmentedStep, product: int, mask: Any) -> str:
+    """The split of a product under an option: its factors by letter, or "free"."""
+    rows = np.unique(step.space.priced.nodes[product].choices[mask], axis=0)
+    if len(rows) != 1:
+        return "free"
+    factors = step.problem.nodes.nodes[product].factors
+    return ",".join(factors[f].label if f >= 0 else "-" for f in rows[0].tolist())

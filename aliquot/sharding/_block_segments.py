@@ -1,0 +1,157 @@
+"""Segments: runs of ParallelBlocks that repeat by structure, so that one measurement serves all of them.
+
+Segments end where few bytes cross from one block to the next, have up to five blocks, and are chosen
+so that the options of all distinct kinds make as few combinations as possible: that is how many
+programs there are to measure, whatever the depth of the model.
+
+Reference: arXiv 2504.00598, whose released code covers the blocks with as few kinds as it can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core import InputError
+from ..graph import Graph, Layers, cut_between, narrowest_bytes
+from ._blocks import ParallelBlock
+from ._nodes import NodeGraph
+
+_LONGEST = 5
+_SHORTEST = 3
+# A boundary is one where at most so many times the bytes cross that cross at the narrowest.
+_NARROW = 1.5
+# How many sets of kinds are followed at each place of the sequence.
+_KEPT = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segments:
+    """A step's forward pass as a sequence of segments.
+
+    Attributes:
+        blocks: of the step; kinds count positions in it.
+        kinds: distinct segments, each by its blocks; the first of the sequence comes first.
+        sequence: the kind of each segment of the step.
+        entries: for each segment the operators that are the entries of its blocks.
+    """
+
+    blocks: tuple[ParallelBlock, ...]
+    kinds: tuple[tuple[int, ...], ...]
+    sequence: tuple[int, ...]
+    entries: tuple[tuple[int, ...], ...]
+
+    def count(self, kind: int) -> int:
+        """How many segments of the step are of a kind."""
+        return self.sequence.count(kind)
+
+    def example(self, kind: int) -> int:
+        """A segment of a kind: one inside the sequence if there is one, as ends have more to do."""
+        places = [k for k, other in enumerate(self.sequence) if other == kind]
+        return places[len(places) // 2]
+
+
+def find_segments(
+    graph: Graph, nodes: NodeGraph, blocks: Sequence[ParallelBlock], num_options: Sequence[int]
+) -> Segments:
+    """Cover a step's blocks with segments.
+
+    Args:
+        blocks: from `find_blocks`.
+        num_options: how many options each has.
+
+    Raises:
+        InputError: the step has no blocks, or more than five in one loop.
+    """
+    if not blocks:
+        raise InputError(
+            f"{graph.name} has no product with a parameter in its forward pass, so there is nothing to profile."
+        )
+    instances = _instances(nodes, blocks)
+    of_block = [block for _, block in instances]
+    crossing = narrowest_bytes(graph, [(a, b) for (a, _), (b, _) in itertools.pairwise(instances)])
+    narrowest = min((c for c in crossing if c > 0), default=0.0)
+    is_boundary = [True, *[0 < c <= _NARROW * narrowest for c in crossing], True]
+    starts = _cover(of_block, is_boundary, num_options, _SHORTEST) or _cover(of_block, is_boundary, num_options, 1)
+    if starts is None:
+        raise InputError(
+            f"{graph.name} has more than {_LONGEST} blocks in one loop over layers or one rematerialised region, too many for "
+            "one segment. Write the layers out instead of scanning over them."
+        )
+    pieces = [tuple(of_block[a:b]) for a, b in zip(starts, [*starts[1:], len(of_block)], strict=True)]
+    kinds = tuple(dict.fromkeys(pieces))
+    return Segments(
+        blocks=tuple(blocks),
+        kinds=kinds,
+        sequence=tuple([kinds.index(piece) for piece in pieces]),
+        entries=tuple(
+            [
+                tuple([op for op, _ in instances[a:b]])
+                for a, b in zip(starts, [*starts[1:], len(instances)], strict=True)
+            ]
+        ),
+    )
+
+
+def segment_layers(graph: Graph, segments: Segments) -> Layers:
+    """A step's layers, one for each segment, and one before them for what comes before the first block.
+
+    Raises:
+        InputError: two segments lie in one loop, which cannot be cut.
+    """
+    bounds = [(-1, segments.entries[0][0])]
+    bounds += [(before[-1], after[0]) for before, after in itertools.pairwise(segments.entries)]
+    return cut_between(graph, bounds)
+
+
+def _instances(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
+    """Operators that are entries, in program order, each with its block."""
+    block_of = {block.entry: k for k, block in enumerate(blocks)}
+    of_class = {
+        site.op_class: block_of[site.results[0][0].node]
+        for site in nodes.sites
+        if site.results
+        and site.results[0]
+        and site.results[0][0].node in block_of
+        and _is_product(nodes, site.results[0][0].node)
+    }
+    return [(op, of_class[op_class]) for op, op_class in enumerate(nodes.op_class) if op_class in of_class]
+
+
+def _is_product(nodes: NodeGraph, node: int) -> bool:
+    return nodes.nodes[node].kind == "product"
+
+
+def _cover(
+    of_block: Sequence[int], is_boundary: Sequence[bool], num_options: Sequence[int], shortest: int
+) -> list[int] | None:
+    """Where segments start: fewest combinations of options over distinct kinds, then fewest segments; None if none do."""
+    count = len(of_block)
+
+    def combinations(kinds: frozenset[tuple[int, ...]]) -> int:
+        return sum(math.prod(num_options[b] for b in kind) for kind in kinds)
+
+    reached: list[dict[frozenset[tuple[int, ...]], tuple[int, ...]]] = [{} for _ in range(count + 1)]
+    reached[0][frozenset()] = ()
+    for end in range(1, count + 1):
+        if not is_boundary[end]:
+            continue
+        for start in _starts(end, is_boundary, shortest):
+            piece = tuple(of_block[start:end])
+            for kinds, starts in reached[start].items():
+                more, longer = kinds | {piece}, (*starts, start)
+                known = reached[end].get(more)
+                if known is None or len(longer) < len(known):
+                    reached[end][more] = longer
+        best = sorted(reached[end].items(), key=lambda item: (combinations(item[0]), len(item[1]), item[1]))
+        reached[end] = dict(best[:_KEPT])
+    return list(next(iter(reached[count].values()))) if reached[count] else None
+
+
+def _starts(end: int, is_boundary: Sequence[bool], shortest: int) -> list[int]:
+    """Where a segment with this end may start; at the end of the step, the head, it may be shorter than usual."""
+    open_starts = [start for start in range(end) if is_boundary[start]]
+    shortest = 1 if end == len(is_boundary) - 1 else shortest
+    return [start for start in open_starts if shortest <= end - start <= _LONGEST]

@@ -1,0 +1,58 @@
+"""`aliquot blocks`, on a very small GPT and virtual devices."""
+
+from __future__ import annotations
+
+import json
+
+from command_line import refused, run
+
+from aliquot.plans import Plan, violations
+
+MODEL = ["gpt-10m", "--global-batch", "8", "--set", "num_layers=2", "--set", "hidden_size=32", "--set", "num_heads=4"]
+MODEL += ["--seq-len", "16", "--dtype", "float32", "--recompute", "none"]
+
+
+def answer_of(*args):
+    found = run("blocks", *args, "--json")
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+def test_analyze_lists_blocks_segments_and_programs(tmp_path):
+    found = run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--out", tmp_path / "found")
+    assert found.exit_code == 0, found.output
+    assert "5 distinct ParallelBlocks on a mesh x=4, in 2 kinds of segment: 85 programs to measure" in found.stdout
+    assert "0 batch on x; 1 contraction on x; 2 output on x" in found.stdout
+    answer = answer_of("analyze", *MODEL, "--cluster", "4xH100")
+    assert json.loads((tmp_path / "found" / "blocks.json").read_text()) == answer["blocks"]
+    assert json.loads((tmp_path / "found" / "segments.json").read_text()) == answer["segments"]
+
+
+def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path):
+    database, out = tmp_path / "p.sqlite", tmp_path / "plan.json"
+    here = [*MODEL, "--devices", "4", "--database", database]
+    first = answer_of("profile", *here, "--repeats", "1", "--share", "1/20")
+    assert first["programs"] == first["measured"] == 5 and first["missing"] == 0
+    again = answer_of("profile", *here, "--repeats", "1", "--share", "1/10", "--budget-s", "0")
+    assert (again["known"], again["measured"]) == (5, 0) and again["missing"] == 4
+    found = answer_of("search", *here, "--out", out, "--top", "2")
+    assert len(found["found"]) == 2 and 0 <= found["found"][0]["measured_share"] <= 1
+    plan = Plan.load(out)
+    assert violations(plan) == [] and plan.provenance.planner == "blocks"
+    listed = answer_of("enumerate", *here)
+    assert len(listed["rows"]) == 81
+    assert [r["composed_s"] for r in listed["rows"]] == sorted(r["composed_s"] for r in listed["rows"])
+    refused(
+        run("blocks", "search", *here, "--require-measured", "1"), "was measured, and --require-measured asks for 100%"
+    )
+    refused(
+        run("blocks", "search", *here, "--memory-limit", "1KiB"), "No combination fits", "the smallest needs", code=1
+    )
+
+
+def test_bad_input_is_refused(tmp_path):
+    here = [*MODEL, "--devices", "4", "--database", tmp_path / "none.sqlite"]
+    refused(run("blocks", "search", *here), "There is no profile database")
+    refused(run("blocks", "profile", *here, "--share", "3/2"), "--share 3/2", "such as 1/2")
+    refused(run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--mesh", "8"), "--mesh 8 has 8 devices")
+    refused(run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--factors", "dense"), "factors='dense'")

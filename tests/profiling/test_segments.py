@@ -1,0 +1,135 @@
+"""Segments of the zoo's models, their programs measured on virtual devices, and whole steps composed of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from aliquot import zoo
+from aliquot.cluster import Cluster
+from aliquot.core import InputError
+from aliquot.cost import make_problem
+from aliquot.graph import capture
+from aliquot.profiling import (
+    Measurement,
+    compile_part,
+    compose,
+    describe_blocks,
+    measure_in_turn,
+    program_key,
+    segment_step,
+    time_part,
+)
+
+
+def problem_of(model: str, num_layers: int, cluster: Cluster | None = None, **options: object):
+    overrides = {"num_layers": num_layers}
+    if model == "tiny":
+        model, overrides = "gpt-10m", {"num_layers": num_layers, "hidden_size": 32, "num_heads": 4, "seq_len": 16}
+    workload = zoo.build(model, 8, overrides=overrides, **options)
+    graph = capture(workload.train_step, workload.state, workload.batch)
+    return make_problem(graph, cluster or Cluster.preset("4xH100"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize(
+    ("model", "programs"),
+    [("gpt-10m", [1, 81, 3]), ("llama-7b", [1, 81, 3]), ("bert-base", [1, 81, 9]), ("moe-380m", [1, 108, 81, 3])],
+)
+def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recompute):
+    for num_layers in (2, 4):
+        step = segment_step(problem_of(model, num_layers, recompute=recompute), (4,))
+        assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == programs
+        assert step.num_programs == sum(programs)
+        assert sum(step.kinds[k].count for k in range(1, len(programs) - 1)) == num_layers
+
+
+def test_the_blocks_of_a_segment_are_those_of_the_step():
+    step = segment_step(problem_of("moe-380m", 4), (4,))
+    for k, kind in enumerate(step.kinds):
+        for own, whole in zip(kind.blocks, step.blocks_of(k), strict=True):
+            assert own.choices == step.blocks[whole].choices
+            nodes, of_step = kind.problem.nodes.nodes, step.problem.nodes.nodes
+            assert [f.size for f in nodes[own.block.entry].factors] == [
+                f.size for f in of_step[step.blocks[whole].block.entry].factors
+            ]
+
+
+def test_layers_in_a_loop_cannot_be_cut():
+    with pytest.raises(InputError, match="Write the layers out instead of scanning"):
+        segment_step(problem_of("moe-380m", 4, scan=True, recompute="none"), (4,))
+
+
+@pytest.mark.parametrize("model", ["gpt-350m", "moe-380m"])
+def test_the_best_composed_step_is_among_the_best_of_whole_steps(model):
+    step = segment_step(problem_of(model, 4), (4,))
+    combinations = [[c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds]
+    best = compose(step, combinations, [{} for _ in step.kinds], most=20)
+    assert [c.seconds for c in best] == sorted(c.seconds for c in best)
+    whole = [step.whole(c.options) for c in best]
+    assert np.median([abs(c.seconds / w.step_time_s - 1) for c, w in zip(best, whole, strict=True)]) < 0.05
+    assert whole[0].step_time_s <= min(w.step_time_s for w in whole) * 1.02
+
+
+def test_composing_finds_what_trying_everything_finds():
+    step = segment_step(problem_of("tiny", 3), (4,))
+    rng = np.random.default_rng(0)
+    combinations = [[c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds]
+    measured = [{c.options: float(rng.uniform(1, 2)) for c in some} for some in combinations]
+    totals = {}
+    for chosen in itertools.product(*combinations):
+        (one,) = compose(step, [[c] for c in chosen], measured)
+        own = sum(kind.count * m[c.options] for kind, m, c in zip(step.kinds, measured, chosen, strict=True))
+        assert one.seconds >= own * (1 - 1e-12)
+        assert one.measured_share == pytest.approx(own / one.seconds)
+        totals[one.options] = one
+    for limit in (math.inf, float(np.median([c.memory_bytes for c in totals.values()]))):
+        fitting = [c for c in totals.values() if c.memory_bytes <= limit]
+        (best,) = compose(step, combinations, measured, memory_limit_bytes=limit, most=1)
+        assert best.seconds == pytest.approx(min(c.seconds for c in fitting))
+    assert compose(step, combinations, measured, memory_limit_bytes=1.0) == []
+
+
+def test_segments_run_and_are_measured_once_each():
+    cluster = Cluster.detect(jax.devices()[:4])
+    step = segment_step(problem_of("tiny", 2, cluster, dtype="float32"), (4,))
+    kind = step.kinds[1]
+    some = [kind.combination(options) for options in [(0, 0, 0, 0), (2, 1, 2, 1)]]
+    parts = [
+        lambda c=c: compile_part(kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names, label=str(c.options))
+        for c in some
+    ]
+    found = list(measure_in_turn(parts, lambda part: time_part(part, warm_up=1, repeats=3, least_s=0.0)))
+    assert [m.label for m in found] == [str(c.options) for c in some]
+    assert all(m.outcome == "ok" and m.seconds > 0 and m.memory_bytes > 0 and m.repeats == 3 for m in found)
+    keys = {program_key(kind.problem.graph, c.choices, step.mesh.shape) for c in some}
+    assert len(keys) == 2 and all(k.device.endswith("cores") for k in keys)
+    assert program_key(kind.problem.graph, some[0].choices, (4,)) in keys
+
+
+def test_a_hopeless_program_is_not_repeated():
+    cluster = Cluster.detect(jax.devices()[:4])
+    step = segment_step(problem_of("tiny", 2, cluster, dtype="float32"), (4,))
+    kind = step.kinds[0]
+    (c,) = [kind.combination(options) for options in kind.combinations()]
+    part = compile_part(kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names)
+    found = time_part(part, best_s=1e-9)
+    assert found.outcome == "stopped early" and found.repeats == 1 and found.seconds > 0
+    lost = time_part(type(part)(graph=part.graph, program=part.program, compiled=None, memory_bytes=0.0, label="x"))
+    assert lost == Measurement(seconds=None, repeats=0, outcome="out of memory", label="x")
+
+
+def test_blocks_are_described_with_the_plans_of_every_product():
+    answer = describe_blocks(segment_step(problem_of("moe-380m", 2), (4,)))
+    experts = next(b for b in answer["blocks"] if len(b["options"]) == 4)
+    assert experts["options"] == ["expert on x", "batch on x", "contraction on x", "output on x"]
+    for block in answer["blocks"]:
+        assert all(len(product["plans"]) == len(block["options"]) for product in block["products"])
+    first, second = [p for p in experts["products"] if p["phase"] == "forward"]
+    # Megatron's way: what splits the first product's output splits the second's sum.
+    assert first["plans"][3] != "free" and second["plans"][3] != "free"
+    assert answer["segments"]["sequence"] == [0, 1, 2, 3]
