@@ -1,8 +1,10 @@
-"""Search several meshes for one best decision: bounds of all first, then improvements in their order, pruned by the best.
+"""Search several meshes for the best decision: first bounds of all, then improvements in their
+order, pruned by the incumbent.
 
-A mesh is not searched further when its bound shows that it cannot beat the best by more than the accepted gap. Meshes of one
-axis come first and are solved at once: they are small, and their solutions bound the others from above. First bounds are
-computed in threads of their own while further meshes are priced; no result depends on which of them ends first.
+A mesh is pruned if its bound shows that it cannot beat the incumbent by more than the accepted gap.
+Meshes of one axis are solved first: they are small, and their solutions bound the others from
+above. First bounds are computed in threads while further meshes are priced; no result depends on
+which thread ends first.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """One thing to try: choices that are open on a mesh, and the planner that chooses among them."""
+    """An entrant of the race: choices on a mesh, and the planner that chooses among them."""
 
     space: Space
     intra: AbstractIntra
 
     @property
     def mesh(self) -> LogicalMesh:
-        """Of the space."""
+        """The mesh of the space."""
         return self.space.priced.mesh
 
 
@@ -52,13 +54,13 @@ def race(
     """The best decision among all entries, with a bound that holds for all of them.
 
     Args:
-        entries: may be priced as they are asked for; `expected` is about how many there are.
-        relative_gap: entries that cannot be better by a larger share are not searched further.
-        exact_space: whether the entries span a space whose bound is worth stating (a fixed method's is not).
+        entries: an iterator may price them one by one; `expected` is about their number.
+        relative_gap: entries that cannot improve by a larger share are not searched further.
+        exact_space: whether the plan states the bound; that of a fixed method is not worth stating.
 
     Raises:
-        InfeasibleError: no entry fits in memory; says the smallest found and what would make it fit.
-        Interrupted: on Ctrl-C, with the best so far.
+        InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
+        Interrupted: on Ctrl-C, with the best decision so far.
     """
     runners: list[_Runner] = []
     notes: dict[str, Any] = {}
@@ -66,22 +68,24 @@ def race(
     report = progress or (lambda what, done, of: None)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
-        coming: Iterator[Entry] = iter(entries)
-        while (entry := next(coming, None)) is not None:
+        upcoming: Iterator[Entry] = iter(entries)
+        while (entry := next(upcoming, None)) is not None:
             k = len(runners)
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
             ceiling_s = best[1].step_time_s if best else np.inf
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
             if goes_first(entry.mesh):
-                ahead = _priced_meanwhile(coming, pool.submit(runner.bound, _cutoff_s(best and best[1], relative_gap)))
-                coming, best = itertools.chain(ahead, coming), _better(best, runner)
-        waiting = sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0)
-        for runner in waiting:
-            # What fits as it is limits how far the bounds of the others are lifted.
+                ahead = _priced_meanwhile(
+                    upcoming, pool.submit(runner.bound, _cutoff_s(best and best[1], relative_gap))
+                )
+                upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
+        unsolved = sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0)
+        for runner in unsolved:
+            # A rounded solution that fits limits how far the bounds of the others are raised.
             runner.bound(-np.inf)
             best = _better(best, runner)
         cutoff_s = _cutoff_s(best and best[1], relative_gap)
-        for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in waiting]:
+        for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in unsolved]:
             lifted.result()
             best = _better(best, runner)
         for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
@@ -105,16 +109,16 @@ def race(
 
 
 def goes_first(mesh: LogicalMesh) -> bool:
-    """Whether a mesh is solved before others begin; its result bounds the others from above.
+    """True if a mesh is solved before others begin; its result bounds the others from above.
 
-    One axis makes small programs. Hosts by devices leaves fewer dims without a split than one long axis, and often fits where
-    that does not.
+    Meshes of one axis have small programs. Hosts by devices divides more dims than one long axis
+    and often fits if that does not.
     """
     return len(mesh.shape) == 1 or mesh.shape == (mesh.cluster.num_hosts, mesh.cluster.devices_per_host)
 
 
 def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry]:
-    """Entries that are priced until a piece of work is done, which is waited for; prices depend on nothing else."""
+    """Entries that are priced while `work` runs; returns once it is done."""
     ahead = []
     try:
         while not work.done() and (entry := next(coming, None)) is not None:
@@ -131,12 +135,12 @@ def _better(best: tuple[_Runner, IntraSolution] | None, runner: _Runner) -> tupl
 
 
 def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None:
-    """The best first solution of the first entry and of those begun since."""
+    """The best of the first solutions of the first entry and of others that have begun."""
     for k, runner in enumerate(runners):
         if not runner.outcome and (k == 0 or not runner.first.cancel()):
             runner.bound(-np.inf)
-    known = [(r, r.incumbent) for r in runners if r.incumbent is not None]
-    return min(known, key=lambda pair: pair[1].step_time_s, default=None)
+    incumbents = [(r, r.incumbent) for r in runners if r.incumbent is not None]
+    return min(incumbents, key=lambda pair: pair[1].step_time_s, default=None)
 
 
 def _cutoff_s(best: IntraSolution | None, relative_gap: float) -> float:
@@ -164,18 +168,18 @@ class _Runner:
 
     @property
     def solution(self) -> IntraSolution | None:
-        """The best one so far."""
+        """The best solution so far."""
         return self.improved or self.incumbent
 
     def bound(self, cutoff_s: float) -> None:
-        """A bound that memory is counted in, and a first solution."""
+        """Find a bound under the memory limit, and a first solution."""
         self.first.result()
         self.bound_s = self.search.bound(cutoff_s)
         self.incumbent = self.search.incumbent() if self.bound_s is not None else None
         self.outcome = "does not fit" if self.bound_s is None else "bounded"
 
     def finish(self, best: IntraSolution | None, cutoff_s: float) -> IntraSolution | None:
-        """Look for something better than `best` by more than the gap; None if there is nothing."""
+        """Search for a solution below `cutoff_s`; None if there is none."""
         assert self.bound_s is not None
         if self.bound_s >= cutoff_s:
             self.outcome = "pruned by its bound" if best is not self.incumbent else "within the gap of its bound"
@@ -236,9 +240,9 @@ def _mesh_name(mesh: LogicalMesh) -> str:
 
 
 def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> InfeasibleError | InputError:
-    """The answer when nothing fits: the smallest plan, its parts, and what would make it fit."""
+    """The error when nothing fits: the smallest plan, the parts of its memory, and remedies."""
     smallest: tuple[float, dict[str, float], _Runner] | None = None
-    # On few axes that is found soon, and they split as far as many do.
+    # The smallest plan is quick to find on few axes, which split arrays as far as many axes do.
     axes = min(len(runner.entry.mesh.shape) for runner in runners)
     for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
         picks = runner.search.least_memory()
@@ -256,12 +260,12 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
             f"{names} has no plan among the choices that method {method} leaves open, though memory would suffice.\n"
             "  Leave more choices open, such as inputs without pinned splits, or use another planner, such as ILP()."
         )
-    said = f"No plan of method {method} fits"
+    claim = f"No plan of method {method} fits"
     if gave_up:
-        said = f"Within the limits of the search no plan of method {method} was found that fits"
+        claim = f"Within the limits of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
     return InfeasibleError(
-        f"{said} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
+        f"{claim} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
         f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs {format_bytes(peak)}: "
         f"{listed}.\n"
         f"  {_remedy(problem, peak, parts, limit, [r.entry.space for r in runners])}",
@@ -272,7 +276,7 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
 
 
 def _remedy(problem: Problem, peak: float, parts: dict[str, float], limit: float, spaces: Sequence[Space]) -> str:
-    """What may make it fit. How much of it has to be tried: see `aliquot.find_remedies`."""
+    """Changes that may make it fit; `aliquot.find_remedies` tries them."""
     fixed = sum(v for k, v in parts.items() if k in ("parameters", "optimizer state", "gradients", "other state"))
     advice = []
     if fixed < limit and peak > fixed:
@@ -280,13 +284,13 @@ def _remedy(problem: Problem, peak: float, parts: dict[str, float], limit: float
     if not any(_can_split(problem, space, Role.PARAMETER) for space in spaces):
         advice.append("method zero3, shard or auto, which split parameters too")
     if any(_can_split(problem, space, role) for space in spaces for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)):
-        # Where every device holds the whole state, more of them do not help.
+        # More devices do not help if every device holds the whole state.
         advice.append(f"more such devices (now {problem.cluster.num_devices})")
     return "It could fit with " + ", or ".join(advice) + "."
 
 
 def _can_split(problem: Problem, space: Space, role: Role) -> bool:
-    """Whether a space leaves any split open for an array of a role."""
+    """True if a space has a choice that splits an array of a role."""
     nodes = {
         port.node
         for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)

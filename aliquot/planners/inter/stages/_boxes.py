@@ -1,9 +1,9 @@
-"""Minimise a sum plus weighted maxima, given a way to minimise the sum while every maximum keeps within a limit.
+"""Minimise a sum plus weighted maxima, given a solver for the least sum under limits on the maxima.
 
-Branch and bound over boxes of limits: the least sum at a box's upper limits, plus the weighted lower limits, bounds
-everything inside. The solution found at the upper limits settles what lies above its own maxima; what lies below is cut
-in two. For one maximum, this finds the same optimum as Alpa's enumeration of all stage times as limits, without visiting
-all of them.
+Branch and bound over boxes of limits: the least sum at a box's upper limits, plus the weighted
+lower limits, bounds the whole box. The solution at the upper limits is optimal for all limits above
+its own maxima; the part of the box below is cut in two. For one maximum, this finds the same
+optimum as Alpa's enumeration of all stage times as limits, without visiting all of them.
 
 Reference: Zheng et al., Alpa, 2022, section 5.2 (the enumeration).
 """
@@ -22,7 +22,7 @@ _JUST_BELOW = 1e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StageSolution:
     """Stages with the sum of their closed form and its maxima."""
 
     stages: tuple[StageChoice, ...]
@@ -34,18 +34,19 @@ class Found:
         return self.sum_s + _dot(weights, self.maxima_s)
 
 
-Solver = Callable[[tuple[float, ...]], Found | None]
+Solver = Callable[[tuple[float, ...]], StageSolution | None]
 """The least sum whose maxima keep within limits; None if nothing does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All good solutions found, best first; no solution is better than `bound_s` (or the caller's cutoff).
+    """Solutions of the search, best first; no solution is better than `bound_s` or the caller's
+    cutoff.
 
-    `complete` is false where a limit on solves or their work ended the search.
+    `complete` is false if a limit on solves or their work ended the search.
     """
 
-    solutions: tuple[Found, ...]
+    solutions: tuple[StageSolution, ...]
     bound_s: float
     complete: bool
     solves: int
@@ -62,22 +63,23 @@ def minimise(
     solve_limit: int,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> Outcome:
-    """The least sum plus weighted maxima below a cutoff.
+    """Minimise the sum plus weighted maxima below a cutoff.
 
     Args:
         lows: no solution has smaller maxima.
         sum_low: none has a smaller sum.
         relative_gap: smaller improvements are not searched for.
-        may_go_on: asked between two solves; where it says no, the search ends as at the limit on their number.
+        may_go_on: called between two solves; if false, the search ends as at `solve_limit`.
     """
     floor = sum_low + _dot(weights, lows)
-    best, solutions, solves, ties, pruned = cutoff_s, list[Found](), 0, 0, math.inf
-    # (bound, tie, lower limits, upper limits, what was found at these); the tie keeps the order of equal bounds.
-    boxes: list[tuple[float, int, tuple[float, ...], tuple[float, ...], Found]] = []
+    best, solutions, solves, ties, pruned = cutoff_s, list[StageSolution](), 0, 0, math.inf
+    # (bound, tie, lower limits, upper limits, solution at these); the tie keeps the order of equal
+    # bounds.
+    boxes: list[tuple[float, int, tuple[float, ...], tuple[float, ...], StageSolution]] = []
     if floor >= _aim(best, relative_gap):
         return Outcome(solutions=(), bound_s=floor, complete=True, solves=0)
 
-    def keep(lower: tuple[float, ...], upper: tuple[float, ...], answer: Found) -> None:
+    def keep(lower: tuple[float, ...], upper: tuple[float, ...], answer: StageSolution) -> None:
         nonlocal pruned, ties
         bound = answer.sum_s + _dot(weights, lower)
         if bound >= _aim(best, relative_gap):
@@ -100,7 +102,7 @@ def minimise(
         bound, _, lower, upper, answer = heapq.heappop(boxes)
         widths = [w * (high - low) for w, high, low in zip(weights, answer.maxima_s, lower)]
         k = widths.index(max(widths))
-        # Above the second, the box holds nothing better than the best.
+        # Above the second limit the box has nothing better than the best.
         middle = min(_middle(lower[k], answer.maxima_s[k]), lower[k] + (best - bound) / weights[k])
         if lower[k] < middle < answer.maxima_s[k]:
             visit(lower, _replaced(upper, k, middle))
@@ -118,14 +120,17 @@ def minimise(
 
 
 def _aim(best_s: float, relative_gap: float) -> float:
-    """The step time that a better solution must stay below: smaller improvements are not searched for."""
+    """The step time that a better solution must stay below: smaller improvements are not searched
+    for.
+    """
     return best_s / (1 + relative_gap)
 
 
 def _middle(low: float, high: float) -> float:
-    """Halfway; by ratio where the limits lie far apart, and just below the upper one where they are close.
+    """The middle of two limits; by ratio if they are far apart, and just below the upper one if
+    they are close.
 
-    The last settles in one step whether less is possible, as maxima are few values and no continuum.
+    The last decides in one step whether less is possible, since maxima take few distinct values.
     """
     if high - low < _CLOSE * high:
         return high * (1 - _JUST_BELOW)

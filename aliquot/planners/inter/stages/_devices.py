@@ -1,10 +1,12 @@
 """Stages on consecutive submeshes: the dynamic program over first units and first devices.
 
-Alpa's recursion with two additions: what a stage receives depends on how many devices its predecessor has, and how many
-micro-batches it keeps depends on how many stages there are. The second is counted only as far as it matters: first as if
-no stage kept more than one micro-batch, and further while the stages found would not fit.
+Alpa's recursion with two additions: the transfer into a stage depends on the number of devices of
+the stage before it, and the micro-batches that it keeps depend on the number of stages. The second
+is modelled only as far as it matters: first as if no stage kept more than one micro-batch, then
+with more as long as the resulting stages do not fit.
 
-Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep learning, OSDI 2022,
+Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep
+learning, OSDI 2022,
     section 5.2.
 """
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, measure_form
 from ....plans import Keeps, schedule_kind
-from ._boxes import Found
+from ._boxes import StageSolution
 from ._limits import Reach, memory_ends, reach_within, simple_lows
 from ._tables import Floats, Ints, RunMinima
 
@@ -25,11 +27,12 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Facts of a stage that follow from its first device: places that are alike have the same edges.
+    """Facts of a stage that follow from its first device; equal places have the same transfers.
 
     Attributes:
         crosses: whether the stage before is on another host.
-        sizes: that it can have, by number; the one after all sizes stands for none before the first stage.
+        sizes: possible sizes of the stage before, by index; the index after all sizes means that
+            there is none.
         options: that fit here.
     """
 
@@ -39,10 +42,11 @@ class _Place:
 
 
 class DeviceProgram:
-    """The least sum of a closed form over all stages, submeshes and options, with limits on its maxima.
+    """The least sum of a closed form over all stages, submeshes and options, with limits on its
+    maxima.
 
     Args:
-        num_stages: wanted, or None for any number.
+        num_stages: their number, or None for any.
         limit_bytes: for each device.
     """
 
@@ -64,13 +68,14 @@ class DeviceProgram:
         self._most = most
         self._deepest = num_stages or (1 if kind.keeps is Keeps.ALL else min(chain.num_micro_batches, most))
         self._keeps = kind.keeps
-        # How many following stages are told apart; grows when the stages found do not fit.
+        # Number of following stages that are told apart; grows if the resulting stages do not fit.
         self._depth = num_stages or 1
-        # No pipeline has fewer stages that fit, where all keep as many micro-batches as there are stages.
+        # If all stages keep as many micro-batches as there are stages, no pipeline with fewer
+        # stages fits.
         self._least_count = 1
         self._memory: dict[float, Ints] = {}
         self._transfers_s = self._transfer_tables()
-        # Entries of tables so far.
+        # Number of table entries computed so far.
         self.work = 0
 
     @property
@@ -79,10 +84,10 @@ class DeviceProgram:
         return [term.weight for term in self.form.maxima]
 
     def lows(self) -> tuple[float, list[float]]:
-        """Bounds of the sum and the maxima that need no search."""
+        """Bounds of the sum and the maxima without a search."""
         return simple_lows(self.chain, self.tables, self.form, self.chain.num_devices)
 
-    def solve(self, limits_s: tuple[float, ...]) -> Found | None:
+    def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
         reach = reach_within(
             self.chain, self.tables, self.form, limits_s, self._transfers_s.reshape(-1, self.chain.num_units)
@@ -97,10 +102,12 @@ class DeviceProgram:
         if stages is None:
             return None
         sum_s, maxima_s = measure_form(self.chain, self.form, stages)
-        return Found(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
+        return StageSolution(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
 
     def _deepening_search(self, reach: Reach) -> Stages | None:
-        """The search where a stage keeps what the stages behind it ask for, or where their number is given."""
+        """The search if a stage keeps micro-batches by the number of stages after it, or if their
+        number is given.
+        """
         while True:
             run = self._run(reach, self._kept(self._depth, self.num_stages), self.num_stages)
             if run is None or self._depth >= self._deepest or self._fits(run[1]):
@@ -108,61 +115,67 @@ class DeviceProgram:
             self._depth = min(2 * self._depth, self._deepest)
 
     def _shared_search(self, reach: Reach, unlimited: bool) -> Stages | None:
-        """The search where every stage keeps as much as there are stages: each number by itself, while more could be better.
+        """The search if every stage keeps as many micro-batches as there are stages: number by
+        number, while more could be better.
 
-        If no stage keeps more than k micro-batches, the least sum bounds all pipelines of k stages or more; if what
-        attains it fits with all that it keeps, none of these is better.
+        As if no stage kept more than k micro-batches, the least sum bounds all pipelines of k
+        stages or more; if its stages fit with all that they keep, none of these is better.
         """
         best: tuple[float, Stages] | None = None
         count = self._least_count
         while count <= self._deepest:
-            kept = self._kept(count, count)
-            bound = self._run(reach, kept[-1:], None)
+            in_flight = self._kept(count, count)
+            bound = self._run(reach, in_flight[-1:], None)
             if bound is None or (best and bound[0] >= best[0]):
                 break
             if self._fits(bound[1]):
                 return bound[1]
-            # Stages beyond the deepest keep no more than it.
-            fewest = min(self._fewest(reach, kept[-1:]), self._deepest)
+            # More stages than the deepest keep no more micro-batches.
+            fewest = min(self._fewest(reach, in_flight[-1:]), self._deepest)
             if fewest > count:
                 count = fewest
                 self._least_count = count if unlimited else self._least_count
                 continue
-            run = self._run(reach, kept, count)
+            run = self._run(reach, in_flight, count)
             best = run if run and (best is None or run[0] < best[0]) else best
             count += 1
         return best[1] if best else None
 
     def _search_of_each_count(self, reach: Reach) -> Stages | None:
-        """The search where what a stage keeps depends on its place among all: each number of stages by itself."""
+        """The search if a stage keeps micro-batches by its place among all: each number of stages
+        by itself.
+        """
         runs = [self._run(reach, self._kept(count, count), count) for count in range(1, self._most + 1)]
         best = min((run for run in runs if run), key=lambda run: run[0], default=None)
         return best[1] if best else None
 
     def _fewest(self, reach: Reach, kept: tuple[float, ...]) -> int:
-        """The least number of stages that keep so many micro-batches each, of which some are known to exist.
+        """The least number of stages that fit with so many micro-batches each; some number is known
+        to fit.
 
-        It only grows with what they keep: what is found for k micro-batches holds for all pipelines of k stages or more.
+        It grows with the micro-batches kept: the number for k of them holds for all pipelines of k
+        stages or more.
         """
         nothing = np.zeros_like(self.form.sums)
         least, _ = self._fill(reach, kept, None, nothing, 0.0, 1.0)
         return int(least[0, -1, 1, 0])
 
     def _kept(self, depth: int, num_stages: int | None) -> tuple[float, ...]:
-        """Micro-batches kept by stages with 0, 1, ... stages behind them."""
+        """Micro-batches kept by stages with 0, 1, ... stages after them."""
         total = num_stages or depth
-        kept = chain_in_flight(self.schedule, self.chain.num_micro_batches, total, total)
-        return tuple(kept[::-1][:depth].tolist())
+        in_flight = chain_in_flight(self.schedule, self.chain.num_micro_batches, total, total)
+        return tuple(in_flight[::-1][:depth].tolist())
 
     def _fits(self, stages: Stages) -> bool:
         count = len(stages)
-        kept = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, count)
+        in_flight = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, count)
         option, first, last = (np.array([getattr(s, n) for s in stages]) for n in ("option", "first_unit", "last_unit"))
-        needed = self.tables.stage_bytes(option, first, last, kept)
+        needed = self.tables.stage_bytes(option, first, last, in_flight)
         return bool((needed <= self._limit_bytes).all())
 
     def _transfer_tables(self) -> Floats:
-        """[2, sizes + 1, U]: one way in front of each unit, inside and between hosts, by the smaller side's size.
+        """[2, sizes + 1, U]: transfer one way before each unit, inside and between hosts, by the
+        smaller side's size.
 
         The last entry of the sizes stands for the first stage, which receives nothing.
         """
@@ -174,7 +187,7 @@ class DeviceProgram:
         return table
 
     def _memory_ends(self, kept: tuple[float, ...]) -> Ints:
-        """[O, depth, U]."""
+        """Furthest ends under the memory limit, [O, depth, U]."""
         fresh = [count for count in dict.fromkeys(kept) if count not in self._memory]
         if fresh:
             every = np.arange(len(self._counts))
@@ -185,8 +198,8 @@ class DeviceProgram:
         """The recursion from the last device to the first: the least sum, and its stages.
 
         Args:
-            kept: micro-batches kept by the last stage, the one before it, and so on; where the number of stages is not
-                given, the last entry is for all before.
+            kept: micro-batches kept by the last stage, the one before it, and so on; if the number
+                of stages is not given, the last entry is that of all earlier ones.
         """
         least, memory = self._fill(reach, kept, num_stages, self.form.sums, self.form.transfers, 0.0)
         first = least[0, -1, 1:, 0]
@@ -204,31 +217,35 @@ class DeviceProgram:
         transfers: float,
         each: float,
     ) -> tuple[Floats, Ints]:
-        """The recursion's table for a sum over stages of `sums`, of `transfers` times each edge's, and of `each`.
+        """The recursion's table for a sum over stages of `sums`, of `transfers` times each
+        transfer, and of `each`.
 
-        least[d, p, k, i] is that of units i and later on devices d and later, in k stages (the last: or more), behind a
-        stage of size p. With it come the ends that memory allows, [options, depth, U].
+        least[d, p, k, i] is the sum for units i and later on devices d and later, in k stages (the
+        last k: or more), after a stage of size p. The second result are the furthest ends under the
+        memory limit, [options, depth, U].
         """
         chain, units = self.chain, self.chain.num_units
         memory = self._memory_ends(kept)
         least = np.full((chain.num_devices + 1, len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf)
         least[-1, :, 0, units] = 0
-        known: dict[_Place, tuple[RunMinima, Floats]] = {}
+        edges_of: dict[_Place, tuple[RunMinima, Floats]] = {}
         for d in sorted(self._options_at, reverse=True):
             options, place = self._options_at[d], self._places[d]
             ahead = self._ahead(least, d, options, num_stages) + sums[options, None, :]
-            if place not in known:
+            if place not in edges_of:
                 ends, extra = self._edge(reach, place, options, transfers)
                 ends = np.minimum(ends[:, :, None, :], memory[options])
                 runs = RunMinima(ahead.shape, np.arange(1, units + 1), ends)
-                known[place] = runs, (extra + each - sums[options, :-1])[:, :, None, :]
-            runs, extra = known[place]
+                edges_of[place] = runs, (extra + each - sums[options, :-1])[:, :, None, :]
+            runs, extra = edges_of[place]
             self.work += ahead.size * len(place.sizes)
             least[d, list(place.sizes), 1:, :units] = (runs.of(ahead) + extra).min(axis=1)
         return least, memory
 
     def _ahead(self, least: Floats, device: int, options: Ints, num_stages: int | None) -> Floats:
-        """[options, depth, U + 1]: what follows a stage on these devices, which then is one of 1, 2, ... stages."""
+        """[options, depth, U + 1]: sums after a stage on these devices that is the first of 1, 2,
+        ... stages.
+        """
         after = least[device + self._counts[options], self._size_of[options]]
         ahead = after[:, :-1]
         if num_stages is None:
@@ -244,9 +261,11 @@ class DeviceProgram:
         return _Place(crosses=crosses, sizes=tuple(sizes), options=tuple(self._options_at[device].tolist()))
 
     def _edge(self, reach: Reach, place: _Place, options: Ints, transfers: float) -> tuple[Ints, Floats]:
-        """For each size before and option: ends of stages, and what the edge adds to the sum, [sizes, options, U]."""
+        """For each size before and option: ends of stages, and the transfer's part of the sum,
+        [sizes, options, U].
+        """
         sizes = np.array(place.sizes, np.int64)[:, None]
-        # The first stage's entry comes after all sizes, so it must not be taken for a large one.
+        # The index after all sizes means no stage before, not a large one.
         smaller = np.where(sizes == len(self._sizes), sizes, np.minimum(sizes, self._size_of[options]))
         row = place.crosses * (len(self._sizes) + 1) + smaller
         ends = reach.ends[row if len(reach.ends) > 1 else np.zeros((1, 1), np.int64), options]
@@ -279,7 +298,9 @@ class DeviceProgram:
 
 
 def _usable_options(chain: Chain, counts: Ints) -> dict[int, Ints]:
-    """By first device, the options that fit there and leave devices that others can fill exactly."""
+    """By first device, the options that fit there and leave devices that other stages can fill
+    exactly.
+    """
     filled = {chain.num_devices}
     usable: dict[int, Ints] = {}
     for d in range(chain.num_devices - 1, -1, -1):

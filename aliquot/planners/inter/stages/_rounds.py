@@ -1,4 +1,6 @@
-"""Interleaved stages: several rounds over equal submeshes, so that only units and options are left to decide."""
+"""Interleaved stages: several rounds over equal submeshes, so that only units and options are
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ import numpy as np
 
 from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, measure_form
 from ....plans import schedule_kind
-from ._boxes import Found
+from ._boxes import StageSolution
 from ._limits import memory_ends, reach_within, simple_lows
 from ._tables import Floats, Ints, RunMinima
 
 
 class RoundsProgram:
-    """The least sum of an interleaved schedule's closed form for a number of submeshes and of chunks on each."""
+    """The least sum of an interleaved schedule's closed form for a number of submeshes and of
+    chunks on each.
+    """
 
     proves = True
 
@@ -35,10 +39,10 @@ class RoundsProgram:
         self._placement = kind.placement(num_submeshes * chunks, num_submeshes)
         self._size = chain.num_devices // num_submeshes
         self._options = np.flatnonzero(chain.device_counts() == self._size)
-        # Of stages that keep so many micro-batches, and which of them each stage is.
+        # Furthest ends by distinct number of micro-batches in flight, and the row of each stage.
         self._ends: Ints | None = None
         self._row_of = np.zeros(0, np.int64)
-        # Stages with the same submeshes on both sides of the edge in front of them share a row.
+        # Stages that receive from the same submesh on the same submesh share a row.
         rows = {(-1, 0): np.zeros(chain.num_units)}
         pairs = [(-1, 0), *zip(self._placement, self._placement[1:])]
         for pair in pairs[1:]:
@@ -46,7 +50,7 @@ class RoundsProgram:
                 rows[pair] = self._edge_s(*pair)
         self._edge_row = [list(rows).index(pair) for pair in pairs]
         self._edges_s = np.stack(list(rows.values()))
-        # Entries of tables so far.
+        # Number of table entries computed so far.
         self.work = 0
 
     @property
@@ -55,10 +59,10 @@ class RoundsProgram:
         return [term.weight for term in self.form.maxima]
 
     def lows(self) -> tuple[float, list[float]]:
-        """Bounds of the sum and the maxima that need no search."""
+        """Bounds of the sum and the maxima without a search."""
         return simple_lows(self.chain, self.tables, self.form, self.chain.num_devices * self._chunks)
 
-    def solve(self, limits_s: tuple[float, ...]) -> Found | None:
+    def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
         units, options = self.chain.num_units, self._options
         reach = reach_within(self.chain, self.tables, self.form, limits_s, self._edges_s)
@@ -74,9 +78,9 @@ class RoundsProgram:
             ends = reach.ends[row if len(reach.ends) > 1 else 0, options]
             ends_of.append(np.minimum(ends, self._memory_ends(k)))
             extra_of.append(self.form.transfers * self._edges_s[row] + reach.blocked[row] - sums[:, :-1])
-            found = RunMinima(sums.shape, steps[1:], ends_of[-1]).of(sums + least[k + 1])
+            minima = RunMinima(sums.shape, steps[1:], ends_of[-1]).of(sums + least[k + 1])
             self.work += sums.size
-            least[k, :units] = (found + extra_of[-1]).min(axis=0)
+            least[k, :units] = (minima + extra_of[-1]).min(axis=0)
         if not np.isfinite(least[0, 0]):
             return None
         stages, unit = [], 0
@@ -84,14 +88,16 @@ class RoundsProgram:
             ends, extra = ends_of[count - 1 - k][:, unit, None], extra_of[count - 1 - k][:, unit, None]
             values = np.where((steps > unit) & (steps <= ends), sums + least[k + 1] + extra, np.inf)
             o, last = (int(n) for n in np.unravel_index(values.argmin(), values.shape))
-            where = self._placement[k] * self._size
-            stages.append(StageChoice(first_unit=unit, last_unit=last, option=int(options[o]), first_device=where))
+            first_device = self._placement[k] * self._size
+            stages.append(
+                StageChoice(first_unit=unit, last_unit=last, option=int(options[o]), first_device=first_device)
+            )
             unit = last
         sum_s, maxima_s = measure_form(self.chain, self.form, stages)
-        return Found(stages=tuple(stages), sum_s=sum_s, maxima_s=maxima_s)
+        return StageSolution(stages=tuple(stages), sum_s=sum_s, maxima_s=maxima_s)
 
     def _edge_s(self, sender: int, receiver: int) -> Floats:
-        """[U], one way over the edge from one submesh to another, in front of each unit."""
+        """[U], the transfer one way from one submesh to another, before each unit."""
         chain, size = self.chain, self._size
         if sender == receiver:
             return np.zeros(chain.num_units)
@@ -102,24 +108,26 @@ class RoundsProgram:
         return edge
 
     def _memory_ends(self, stage: int) -> Ints:
-        # Most programs are ruled out before they are searched; a list of tasks would be too much for them.
+        # Computed only when it is needed: most programs are pruned before they are searched.
         if self._ends is None:
             count = self.num_submeshes * self._chunks
-            kept = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, self.num_submeshes)
-            distinct, self._row_of = np.unique(kept, return_inverse=True)
+            in_flight = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, self.num_submeshes)
+            distinct, self._row_of = np.unique(in_flight, return_inverse=True)
             self._ends = memory_ends(
                 self.chain, self.tables, self._options, distinct.tolist(), self._limit_bytes, self._chunks
             )
-        found: Ints = self._ends[self._row_of[stage]]
-        return found
+        ends: Ints = self._ends[self._row_of[stage]]
+        return ends
 
 
 def round_counts(chain: Chain, num_stages: int | None, most_chunks: int) -> Iterator[tuple[int, int]]:
-    """(number of submeshes, chunks on each), at least two of both, for which the chain has units and options."""
+    """(number of submeshes, chunks on each), at least two of both, for which the chain has units
+    and options.
+    """
     sizes = set(chain.device_counts().tolist())
     for submeshes in range(2, chain.num_devices + 1):
-        size, rest = divmod(chain.num_devices, submeshes)
-        if rest or size not in sizes or not all(chain.fits_at(k * size, size) for k in range(submeshes)):
+        size, remainder = divmod(chain.num_devices, submeshes)
+        if remainder or size not in sizes or not all(chain.fits_at(k * size, size) for k in range(submeshes)):
             continue
         for chunks in range(2, min(most_chunks, chain.num_units // submeshes) + 1):
             if num_stages in (None, submeshes * chunks):

@@ -29,24 +29,28 @@ _RECUTS = 12
 class StageDP(AbstractInter):
     """Alpa's dynamic program over stages, exact for schedules' closed forms on a `Chain`.
 
-    Searched are all cuts between units, all options for each stage, all submeshes that take consecutive devices and
-    together use all of them, the schedules named here, and the given chains' numbers of micro-batches. With interleaved
-    schedules, submeshes are equal and each chunk fits into an equal share of its device's memory. On any other chain it goes by
-    quotes of all stretches, and proves nothing.
+    Searched are all cuts between units, all options for each stage, all submeshes that take
+    consecutive devices and together use all of them, the schedules named here, and the given
+    chains' numbers of micro-batches. With interleaved schedules, submeshes are equal and each chunk
+    fits into an equal share of its device's memory. On any other chain it uses quotes of all
+    stretches and proves no bound.
 
     Attributes:
-        schedules: to choose from. gpipe is never faster than 1f1b in closed form and keeps more; it is there to compare.
-        num_stages: wanted (chunks counted), or None for any number.
+        schedules: to choose from. gpipe is never faster than 1f1b in closed form and keeps more; it
+            is there to compare.
+        num_stages: their number (chunks counted), or None for any.
         most_chunks: on one submesh.
-        simulated: how many of each schedule's best plans by closed form are simulated; the fastest is the answer. Where
-            transfers do not overlap, so are as many of the best when an edge counts at both its ends. 1 simulates the
-            least closed form alone.
-        relative_gap: improvements below it are not looked for; the bound accounts for them.
-        solve_limit: dynamic programs for each chain and schedule; after it the bound is less tight.
-        work_limit: entries of tables, for each schedule and all chains, after which likewise no more are begun; some 120
+        simulated: number of each schedule's best plans by closed form that are simulated; the
+            fastest is the answer. If transfers do not overlap, as many of the best with transfers
+            counted at both ends are simulated, too. 1 simulates the least closed form alone.
+        relative_gap: smaller improvements are not searched for; the bound accounts for them.
+        solve_limit: number of dynamic programs for each chain and schedule; beyond it the bound is
+            less tight.
+        work_limit: number of table entries for each schedule and all chains, likewise; some 120
             million take a second.
 
-    Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep learning, OSDI
+    Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed
+    deep learning, OSDI
         2022, section 5.2.
     """
 
@@ -87,9 +91,9 @@ class StageDP(AbstractInter):
     ) -> ChainPlan:
         """See `AbstractInter.solve`.
 
-        The bound is one of closed forms and holds for everything that this planner may choose; so does the status, which
-        says how well the least closed form is known. The answer's own closed form may lie above that where simulation
-        prefers it.
+        The bound is one of closed forms and holds for all stages that this planner may choose. The
+        status tells whether the least closed form is proved. The closed form of the answer may be
+        larger, as simulation chooses it.
         """
         schedules = (limits.schedule,) if limits.schedule else self.schedules
         planner = replace(self, num_stages=limits.num_stages or self.num_stages, schedules=schedules)
@@ -99,18 +103,18 @@ class StageDP(AbstractInter):
 
     def _solve(self, chains: Sequence[AbstractChain], helper: HelperProcess, start: ChainPlan | None) -> ChainPlan:
         searched = self._search(chains, helper)
-        begun = [start] if start is not None and self._may_choose(chains, start) else []
-        if not searched.plans and not begun:
+        starts = [start] if start is not None and self._may_choose(chains, start) else []
+        if not searched.plans and not starts:
             raise nothing_fits(chains, self.schedules, self.num_stages)
         queue = helper.share(simulated)
         first = worth_simulating(searched.plans, self.simulated)
-        queue.add(chains, begun)
+        queue.add(chains, starts)
         queue.add(chains, first)
         if self.simulated > 1:
             queue.add(chains, worth_simulating(self._more(chains, searched), self.simulated, first))
         best = fastest(queue.answers())
         assert best is not None, "what fits by the bounds on micro-batches in flight fits when simulated"
-        best_s = min(plan.closed_form_s for plan in [*begun, *(plan for plan, _ in searched.plans[:1])])
+        best_s = min(plan.closed_form_s for plan in [*starts, *(plan for plan, _ in searched.plans[:1])])
         bound_s = min(best_s, searched.bound_s)
         if bound_s <= 0:
             return best
@@ -123,14 +127,14 @@ class StageDP(AbstractInter):
         )
 
     def _may_choose(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
-        """True if a plan to start from is one of those that are searched."""
-        own = [chain for chain in chains if chain.num_micro_batches == start.num_micro_batches]
-        if not own or start.schedule not in self.schedules or self.num_stages not in (None, len(start.stages)):
+        """True if a plan to start from lies in the space of the search."""
+        its_chains = [chain for chain in chains if chain.num_micro_batches == start.num_micro_batches]
+        if not its_chains or start.schedule not in self.schedules or self.num_stages not in (None, len(start.stages)):
             return False
-        return not find_stage_faults(own[0], start.stages, start.schedule, num_submeshes=start.num_submeshes)
+        return not find_stage_faults(its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes)
 
     def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _Searched:
-        """All runs, those with the smallest bounds first."""
+        """Search all schedules; plans come best first by closed form."""
         queue = helper.share(_search_schedule)
         queue.add(_Wanted(planner=self, chains=tuple(chains)), self.schedules)
         runs = sorted([run for answer in queue.answers() for run in answer], key=lambda run: run.order)
@@ -143,33 +147,34 @@ class StageDP(AbstractInter):
         )
 
     def _more(self, chains: Sequence[AbstractChain], searched: _Searched) -> list[tuple[ChainPlan, AbstractChain]]:
-        """More plans that may be fast where a transfer also holds up the stage that sends, which closed forms leave out.
+        """More plans that may be fast if a transfer also keeps the sending stage busy, which closed
+        forms leave out.
 
-        These are the plans of the search, regular layouts, and both cut again for their submeshes; best first by a form that
-        counts transfers at both ends.
+        These are the plans of the search, regular layouts, and both with new cuts for their
+        submeshes; best first by a form that counts transfers at both ends.
         """
-        waiting = [chain for chain in chains if not chain.overlaps_transfers]
-        known = list(searched.plans) if waiting else []
+        serial = [chain for chain in chains if not chain.overlaps_transfers]
+        plans = list(searched.plans) if serial else []
         if GRID_SCHEDULE in self.schedules:
-            known += [
+            plans += [
                 (plan, chain)
-                for chain in waiting
+                for chain in serial
                 for plan in layouts(chain)
                 if plan.peak_bytes <= chain.memory_limit_bytes and self.num_stages in (None, len(plan.stages))
             ]
-        known.sort(key=lambda entry: two_sided_s(entry[1], entry[0]))
-        again, seen = list(known), Counter[str]()
+        plans.sort(key=lambda entry: two_sided_s(entry[1], entry[0]))
+        candidates, seen = list(plans), Counter[str]()
         cut: dict[object, tuple[ChainPlan, ...]] = {}
-        for plan, chain in known:
+        for plan, chain in plans:
             seen[plan.schedule] += 1
             if seen[plan.schedule] <= _RECUTS and isinstance(chain, Chain):
                 count = chain.num_micro_batches
-                # Cuts and options are found anew: plans of the same submeshes come to the same.
+                # New cuts and options depend on the submeshes alone.
                 key = plan.schedule, count, tuple(chain.options[stage.option].submesh for stage in plan.stages)
                 if key not in cut:
                     cut[key] = recuts(chain, PrefixSums.of(chain), plan)
-                again.append((best_cut(chain, plan, cut[key]), chain))
-        return sorted(again, key=lambda entry: two_sided_s(entry[1], entry[0]))
+                candidates.append((best_cut(chain, plan, cut[key]), chain))
+        return sorted(candidates, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
     def programs(self, chain: AbstractChain, schedule: str) -> list[_AnyProgram]:
         """The programs to minimise for a chain under a schedule."""
@@ -194,7 +199,7 @@ _AnyProgram: TypeAlias = DeviceProgram | RoundsProgram | TabulatedProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Searched:
-    """Plans that were found, best first, each with its chain."""
+    """Plans of a search, best first, each with its chain."""
 
     plans: tuple[tuple[ChainPlan, AbstractChain], ...]
     bound_s: float
@@ -203,7 +208,7 @@ class _Searched:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
-    """A search of chains by a planner's settings."""
+    """A planner with the chains that it searches."""
 
     planner: StageDP
     chains: tuple[AbstractChain, ...]
@@ -211,7 +216,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Program:
-    """One program to search: a chain, by its number, under a schedule."""
+    """A program to search: of a chain, by its number, under a schedule."""
 
     program: _AnyProgram
     schedule: str
@@ -246,7 +251,7 @@ class _Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """The result of a program; `order` is its place among all."""
+    """The result of a program; runs are sorted by `order`."""
 
     order: tuple[float, int, int, int]
     chain: int
@@ -256,9 +261,10 @@ class _Run:
 
 
 def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
-    """All programs of a schedule.
+    """Search all programs of a schedule.
 
-    Each schedule has a cutoff of its own: closed forms are not equally far from the simulation that has the last word.
+    Each schedule has a cutoff of its own, since closed forms of different schedules are not equally
+    far from the simulation that decides.
     """
     planner = wanted.planner
     programs = [
@@ -267,10 +273,10 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
         for k, program in enumerate(planner.programs(chain, schedule))
         for entry in [_Program(program=program, schedule=schedule, chain=number)]
     ]
-    best_s, runs, left = math.inf, [], planner.work_limit
+    best_s, runs, work_left = math.inf, [], planner.work_limit
     for order, entry in sorted(programs, key=lambda known: known[0]):
-        outcome = entry.search(best_s, planner, left)
-        left -= entry.program.work
+        outcome = entry.search(best_s, planner, work_left)
+        work_left -= entry.program.work
         plans = tuple(entry.judged(solution.stages) for solution in outcome.solutions[: planner.simulated])
         best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
         runs.append(

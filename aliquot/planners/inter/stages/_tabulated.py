@@ -1,8 +1,8 @@
-"""Stages of any chain, by tables of quotes: for chains whose costs are no sums of their units' costs.
+"""Stages of any chain by tables of quotes, for chains whose costs are not sums over units.
 
-Every stretch of units is proposed and quoted once for each option and number of micro-batches kept,
-alone: what stages exchange is left out here and counted when plans are judged. That is quick for
-chains of up to about a hundred units; for longer ones write a planner of your own.
+Every stretch of units is proposed and quoted once, by itself, for each option and number of
+micro-batches kept; transfers between stages are left out here and counted when plans are judged.
+That is quick for chains of up to about a hundred units; longer ones need a planner of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ....cost import AbstractChain, StageChoice
 from ....plans import ClosedForm, schedule_kind
-from ._boxes import Found
+from ._boxes import StageSolution
 from ._tables import Floats
 
 _TIMES = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
@@ -23,7 +23,9 @@ _TIMES = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Table:
-    """Quotes of all stretches: arrays [O, U, U + 1] by option, first and last unit, 0 where `runs` is false."""
+    """Quotes of all stretches: arrays [O, U, U + 1] by option, first and last unit, 0 where `runs`
+    is false.
+    """
 
     forward_s: Floats
     backward_s: Floats
@@ -35,7 +37,7 @@ class _Table:
 
 
 class Quotes:
-    """Tables of a chain for stages that fit within a limit on memory, made when they are asked for."""
+    """Cache of tables of a chain, for stages within a limit on memory."""
 
     def __init__(self, chain: AbstractChain, limit_bytes: float) -> None:
         self.chain, self.limit_bytes = chain, limit_bytes
@@ -47,7 +49,9 @@ class Quotes:
         self._known: dict[tuple[float, int], _Table] = {}
 
     def table(self, in_flight: float, chunks: int) -> _Table:
-        """For stages that keep so many micro-batches, of which so many share devices."""
+        """The table for stages that keep so many micro-batches, with so many stages on the same
+        devices.
+        """
         key = in_flight, chunks
         if key not in self._known:
             self._known[key] = self._made(in_flight, chunks)
@@ -70,7 +74,9 @@ class Quotes:
 
 
 class TabulatedProgram:
-    """The least sum of a closed form for a number of stages on a number of submeshes, with limits on its maxima."""
+    """The least sum of a closed form for a number of stages on a number of submeshes, with limits
+    on its maxima.
+    """
 
     # A chain's fastest proposal need not be the best one for every closed form, and transfers are
     # left out.
@@ -82,7 +88,7 @@ class TabulatedProgram:
         chunks = num_stages // num_submeshes
         self._placement = kind.placement(num_stages, num_submeshes) if chunks > 1 else None
         self._tables = [quotes.table(float(kept), chunks) for kept in kind.in_flight(num_stages, count, num_submeshes)]
-        # Entries of tables so far.
+        # Number of table entries computed so far.
         self.work = 0
         self._forms: list[ClosedForm] = [kind.closed_form(table, count, chunks) for table in self._tables]
 
@@ -95,11 +101,11 @@ class TabulatedProgram:
         """Bounds of the sum and the maxima that need no search: none are known."""
         return 0.0, [0.0] * len(self.weights)
 
-    def solve(self, limits_s: tuple[float, ...]) -> Found | None:
+    def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
         units, last = self.chain.num_units, len(self._tables)
         end = np.where(np.arange(units + 1) == units, 0.0, np.inf)
-        # By stage and first device: the least sum of this stage and those behind it, from each unit
+        # By stage and first device: the least sum of this stage and those after it, from each unit
         # on.
         least = {(last, device): end for device in self._ends()}
         for stage in reversed(range(last)):
@@ -118,14 +124,14 @@ class TabulatedProgram:
         return self._measured(list(self._walk(least, limits_s)))
 
     def _costs(self, stage: int, limits_s: Sequence[float]) -> Floats:
-        """[O, U, U + 1], what a stage adds to the sum; infinite where it exceeds a limit."""
+        """[O, U, U + 1], a stage's part of the sum; infinite if it exceeds a limit."""
         form, possible = self._forms[stage], self._tables[stage].runs
         for term, limit in zip(form.maxima, limits_s, strict=True):
             possible = possible & (term.sums <= limit * (1 + 1e-12))
         return np.where(possible, form.sums, np.inf)
 
     def _ends(self) -> range:
-        """First devices of a stage that would follow the last one."""
+        """Possible first devices after the last stage."""
         devices = self.chain.num_devices
         return range(devices) if self._placement else range(devices, devices + 1)
 
@@ -154,20 +160,22 @@ class TabulatedProgram:
             yield replace(table.choices[option, unit, end], first_device=device)
             device, unit = after, end
 
-    def _measured(self, stages: list[StageChoice]) -> Found:
+    def _measured(self, stages: list[StageChoice]) -> StageSolution:
         rows = [(s.option, s.first_unit, s.last_unit) for s in stages]
         sum_s = math.fsum(float(form.sums[row]) for form, row in zip(self._forms, rows, strict=True))
         maxima = [
             max(float(form.maxima[k].sums[row]) for form, row in zip(self._forms, rows, strict=True))
             for k in range(len(self.weights))
         ]
-        return Found(stages=tuple(stages), sum_s=sum_s, maxima_s=tuple(maxima))
+        return StageSolution(stages=tuple(stages), sum_s=sum_s, maxima_s=tuple(maxima))
 
 
 def tabulated_programs(
     chain: AbstractChain, schedule: str, *, num_stages: int | None, most_chunks: int, limit_bytes: float
 ) -> list[TabulatedProgram]:
-    """One program for each number of stages, or of submeshes and chunks where the schedule interleaves stages."""
+    """One program for each number of stages, or of submeshes and chunks if the schedule interleaves
+    stages.
+    """
     quotes, devices = Quotes(chain, limit_bytes), chain.num_devices
     sizes = set(chain.device_counts().tolist())
     if not schedule_kind(schedule).interleaves:

@@ -1,4 +1,6 @@
-"""The solver: a program's relaxation, kept warm while rows are added to it, and its integer solution."""
+"""The solver HiGHS: a program's relaxation, warm-started after rows are added, and its integer
+solution.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,21 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Index = NDArray[np.int32]
 
-# Plain pivots are quicker where a few operators or conversions cost far more than most (a median below this share of the
-# largest cost: clusters of GPUs), at best by a factor of two. On CPUs, where costs are alike, they do not end.
+# Plain pivots are faster if a few operators or conversions cost far more than most (a median below
+# this share of the largest cost: clusters of GPUs), at best by a factor of two. On CPUs, where
+# costs are similar, they do not terminate.
 _SPREAD = 0.01
-# They take a quarter to 0.7 pivots a row where they are quick.
+# Where they are fast they take a quarter to 0.7 pivots for each row.
 _PIVOTS_PER_ROW = 1.0
-# After rows were added, the basis is mostly close by. Where it is not, memory is short, and that nothing fits takes pivots
-# the longest to find out: the interior-point method, which begins anew, does so in seconds.
+# After rows were added, the optimum is mostly a few pivots away. If it is not, memory is short, and
+# pivots take longest to prove that nothing fits; the interior-point method, which starts cold, does
+# so in seconds.
 _PIVOTS_PER_ROW_AGAIN = 0.3
 _PIVOTS_PER_ROW_BRIEFLY = 0.2
 _FEWEST_PIVOTS = 10_000
 _BARRIER_STEPS = 200
-# Between two of its checks of limits the solver of integer programs pivots about this often for each row, other work included.
+# Pivots for each row that the solver of integer programs makes between two checks of limits, other
+# work included.
 _PIVOTS_PER_CHECK_AND_ROW = 0.1
 
 _INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
@@ -38,10 +43,11 @@ LIMIT = "work limit reached"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What the solver answers: a value for each column (none if it found no solution), and a bound of every solution.
+    """The solver's result: a value for each column (None without a solution), and a lower bound of
+    all solutions.
 
-    `status` is "optimal", "infeasible", "node limit reached", "enough" or `LIMIT`, at which nothing is known about what is
-    left but the bound; only relaxations have reduced costs. `work` is what the answer took: pivots times rows.
+    `status` is "optimal", "infeasible", "node limit reached", "enough" or `LIMIT`, which leaves
+    only the bound proved; only relaxations have reduced costs. `work` counts pivots times rows.
     """
 
     values: Floats | None
@@ -52,21 +58,21 @@ class Outcome:
 
 
 def nothing_solved(work: float = 0.0) -> Outcome:
-    """What is known before anything was solved, or where there is no solution."""
+    """The outcome of a program without solutions, or before it was solved."""
     return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0), work=work)
 
 
 def limit_reached(work: float = 0.0) -> Outcome:
-    """What is known of a program that was given up: nothing."""
+    """The outcome of a program that was given up, of which nothing is known."""
     return Outcome(values=None, bound_s=-np.inf, status=LIMIT, reduced_costs=np.zeros(0), work=work)
 
 
 class Relaxation:
-    """The relaxation of a program. Solved again after rows were added, it starts from where it was.
+    """The relaxation of a program, warm-started after rows were added.
 
-    A solve takes at most about as many pivots as there are rows, and then some steps of the interior-point method. Where
-    neither is enough, it is given up, and says so. `pivots_plainly` says how it pivots, and turns false for good where
-    that did not end in time.
+    A solve takes at most about as many pivots as there are rows, then some steps of the
+    interior-point method, and is given up with status `LIMIT` if neither is enough.
+    `pivots_plainly` turns false for good once plain pivots reach their limit.
     """
 
     def __init__(self, program: Program) -> None:
@@ -79,9 +85,9 @@ class Relaxation:
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
     def solve(self, enough_s: float = np.inf, *, briefly: bool = False) -> Outcome:
-        """Its optimum; or, as soon as it is known to lie above `enough_s`, just that.
+        """The optimum; or status "enough" as soon as it is known to lie above `enough_s`.
 
-        With `briefly` it is given up soon: for a step that can be taken back.
+        With `briefly` the limit on pivots is small, for solves that are not essential.
         """
         self._add_rows()
         self._solver.setOptionValue("objective_bound", min(enough_s * self._scale, highspy.kHighsInf))
@@ -93,15 +99,15 @@ class Relaxation:
         if self.pivots_plainly:
             pivots += self._pivot(plainly=True, limit=min(limit, max(int(_PIVOTS_PER_ROW * self._num_rows), 1)))
             if self._solver.getModelStatus() not in _ANSWERS:
-                # Without perturbed costs it may go around in circles.
+                # Without perturbed costs the simplex method may cycle.
                 self.pivots_plainly = False
                 limit = 0 if self._has_basis else max(limit - pivots, limit // 2)
         if not self.pivots_plainly and limit:
             pivots += self._pivot(plainly=False, limit=limit)
         status = self._solver.getModelStatus()
         if status not in _ANSWERS and not briefly:
-            # Beside the limit: no cost and no column is negative, so nothing is unbounded; yet HiGHS 1.15 says so of some
-            # programs that it did not presolve.
+            # Beside the limit: no cost and no column is negative, so nothing is unbounded; yet
+            # HiGHS 1.15 says so of some programs that it did not presolve.
             pivots += self._inside()
             status = self._solver.getModelStatus()
         work = float(pivots) * self._num_rows
@@ -112,18 +118,18 @@ class Relaxation:
             return nothing_solved(work)
         if status != highspy.HighsModelStatus.kOptimal:
             return limit_reached(work)
-        found = self._solver.getSolution()
+        solution = self._solver.getSolution()
         return Outcome(
-            values=np.array(found.col_value),
+            values=np.array(solution.col_value),
             bound_s=self._solver.getInfo().objective_function_value / self._scale,
             status="optimal",
-            reduced_costs=np.array(found.col_dual) / self._scale,
+            reduced_costs=np.array(solution.col_dual) / self._scale,
             work=work,
         )
 
     @contextmanager
     def without(self, columns: Index) -> Iterator[None]:
-        """As long as this lasts some columns are 0. Afterwards the solver is where it was."""
+        """Context in which some columns are 0; afterwards the basis is as before."""
         basis, zeros, has_basis = self._solver.getBasis(), np.zeros(len(columns)), self._has_basis
         self._solver.changeColsBounds(len(columns), columns, zeros, zeros)
         try:
@@ -134,21 +140,24 @@ class Relaxation:
             self._has_basis = has_basis
 
     def basis(self) -> highspy.HighsBasis:
-        """Where it is: what the next solve starts from."""
+        """The basis that the next solve starts from."""
         return self._solver.getBasis()
 
     def go_to(self, basis: highspy.HighsBasis) -> None:
-        """Be where it was before. Rows that were added since are basic: satisfied already, or after a few pivots."""
+        """Return to a basis. Rows that were added since are basic: satisfied already, or after a
+        few pivots.
+        """
         added = [highspy.HighsBasisStatus.kBasic] * (self._num_rows - len(basis.row_status))
         if added:
             basis.row_status = [*basis.row_status, *added]
         self._solver.setBasis(basis)
 
     def _pivot(self, *, plainly: bool, limit: int) -> int:
-        """Run the simplex method, and say how many pivots it took.
+        """Run the simplex method; returns the number of pivots.
 
         Args:
-            plainly: take the first price that offers itself: most pivots are many times cheaper then, but they are more.
+            plainly: without edge weights and perturbed costs: most pivots are many times cheaper,
+                but there are more.
         """
         for option, value in (
             ("simplex_dual_edge_weight_strategy", 0 if plainly else -1),
@@ -160,7 +169,9 @@ class Relaxation:
         return max(0, int(self._solver.getInfo().simplex_iteration_count))
 
     def _inside(self) -> int:
-        """Begin anew by the interior-point method, with a vertex at the end; what that took, in pivots."""
+        """Start cold with the interior-point method and end at a vertex; returns its cost in
+        pivots.
+        """
         self.pivots_plainly = False
         self._solver.clearSolver()
         limit = max(int(_PIVOTS_PER_ROW * self._num_rows), _FEWEST_PIVOTS)
@@ -174,18 +185,18 @@ class Relaxation:
         self._solver.run()
         for option, value in (("solver", "choose"), ("presolve", "off")):
             self._solver.setOptionValue(option, value)
-        # It takes about as long as so many pivots.
+        # It takes about as long as this many pivots.
         return int(_PIVOTS_PER_ROW_AGAIN * self._num_rows)
 
     def _add_rows(self) -> None:
-        """Pass on the rows that the program got since."""
+        """Add the program's new rows to the solver."""
         if self._num_rows == len(self._program.lower):
             return
         _, lower, upper, rows, columns, values = self._program.arrays()
         for row in range(self._num_rows, len(lower)):
-            mine = rows == row
-            indices, place = np.unique(columns[mine], return_inverse=True)
-            entries = np.bincount(place, values[mine], minlength=len(indices))
+            in_row = rows == row
+            indices, place = np.unique(columns[in_row], return_inverse=True)
+            entries = np.bincount(place, values[in_row], minlength=len(indices))
             bounds = _finite(np.array([lower[row], upper[row]])).tolist()
             self._solver.addRow(*bounds, len(indices), indices.astype(np.int32), entries)  # type: ignore[call-arg]
         self._num_rows = len(lower)
@@ -200,9 +211,10 @@ def solve_integers(
     ceiling_s: float = np.inf,
     work_limit: float = np.inf,
 ) -> Outcome:
-    """The best solution in which every node takes one choice, up to a relative gap, a number of nodes of the tree, or of work.
+    """The best solution in which every node takes one choice, within a relative gap and limits on
+    nodes of the tree and work.
 
-    What costs more than `ceiling_s` need not be looked for.
+    Solutions that cost more than `ceiling_s` are not searched for.
     """
     solver, scale = _load(program, num_integer=choices.num_integer)
     solver.setOptionValue("mip_max_nodes", node_limit)
@@ -210,28 +222,29 @@ def solve_integers(
     solver.setOptionValue("mip_abs_gap", 1e-6)
     if np.isfinite(ceiling_s):
         solver.setOptionValue("objective_bound", ceiling_s * scale * (1 + 1e-9))
-    # The solver has limits on nodes and on time. But most of its work lies before the first node, and how long it takes must
-    # not decide. It does ask between two pieces of work whether to go on.
-    each = _PIVOTS_PER_CHECK_AND_ROW * float(len(program.lower)) ** 2
+    # HiGHS has limits on nodes and on time. But most of its work comes before the first node, and
+    # time must not decide the result. So the work is estimated by counting the callbacks in which
+    # it asks whether to stop.
+    work_per_check = _PIVOTS_PER_CHECK_AND_ROW * float(len(program.lower)) ** 2
     checks = 0
 
     def check(event: highspy.highs.HighsCallbackEvent) -> None:
         nonlocal checks
         checks += 1
-        if checks * each > work_limit:
+        if checks * work_per_check > work_limit:
             event.interrupt()
 
     solver.cbMipInterrupt.subscribe(check)
     solver.run()
     solver.cbMipInterrupt.unsubscribe(check)
     status, info = solver.getModelStatus(), solver.getInfo()
-    work = checks * each
+    work = checks * work_per_check
     if status == highspy.HighsModelStatus.kInfeasible:
         return nothing_solved(work)
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     names = {highspy.HighsModelStatus.kOptimal: "optimal", highspy.HighsModelStatus.kInterrupt: LIMIT}
     return Outcome(
-        values=np.array(solver.getSolution().col_value) if found else None,
+        values=np.array(solver.getSolution().col_value) if has_solution else None,
         bound_s=info.mip_dual_bound / scale,
         status=names.get(status, "node limit reached"),
         reduced_costs=np.zeros(0),
@@ -265,7 +278,8 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         solver.setOptionValue(option, value)
     if not num_integer:
-        # On these relaxations presolving takes as long as the simplex method afterwards, and saves it next to nothing.
+        # On these relaxations presolving takes as long as the simplex method afterwards, and saves
+        # it next to nothing.
         solver.setOptionValue("presolve", "off")
     if solver.passModel(lp) == highspy.HighsStatus.kError:
         raise AssertionError("the solver refuses a program that was written for it")
@@ -273,9 +287,10 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
 
 
 def _by_column(rows: Ints, columns: Ints, values: Floats, *, shape: tuple[int, int]) -> tuple[Index, Index, Floats]:
-    """A sparse matrix column by column: where each column starts, the row of each entry, its value.
+    """A sparse matrix by columns: where each column starts, the row of each entry, its value.
 
-    What two parts of the program add to becomes one entry: the solver keeps both, and has crashed on large programs.
+    Duplicate entries are summed: the solver would keep both, and has crashed on large programs with
+    them.
     """
     key = columns * shape[0] + rows
     order = np.argsort(key, kind="stable")
@@ -287,5 +302,5 @@ def _by_column(rows: Ints, columns: Ints, values: Floats, *, shape: tuple[int, i
 
 
 def _finite(bounds: Floats) -> Floats:
-    """Bounds as the solver writes them."""
+    """Bounds with the solver's own infinity."""
     return np.clip(bounds, -highspy.kHighsInf, highspy.kHighsInf)

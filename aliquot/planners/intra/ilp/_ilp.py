@@ -14,7 +14,7 @@ from ._solve import Search, Work
 
 _LAYOUTS = "layouts of integer programs"
 _WORK = "work of integer programs"
-# Coarse answers are wanted of many problems.
+# Coarse solutions are made of many problems.
 _COARSE_SHARE = 0.25
 
 
@@ -23,12 +23,10 @@ class ILP(AbstractIntra):
     """Solve splits as an integer linear program.
 
     Attributes:
-        relative_gap: how far from the bound a solution may stay; 0 proves optimality.
-        node_limit: nodes of the branch-and-bound tree on each mesh; reaching it is said in the
-            plan.
-        work_limit: pivots times rows that branching may take on all meshes together, some 50
-            million a second; reaching it is said in the plan, too. Relaxations have limits of
-            their own.
+        relative_gap: accepted distance of a solution from its bound; 0 proves optimality.
+        node_limit: nodes of the branch-and-bound tree on each mesh; the plan says if it is reached.
+        work_limit: pivots times rows of branching, summed over all meshes, some 50 million a
+            second; the plan says if it is reached. Relaxations have limits of their own.
     """
 
     relative_gap: float = 1e-3

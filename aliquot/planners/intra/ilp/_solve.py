@@ -1,4 +1,4 @@
-"""Solve a program with HiGHS: its relaxation first, branching only where that is not integral."""
+"""Solve a program with HiGHS: its relaxation first, then branching if that is not integral."""
 
 from __future__ import annotations
 
@@ -20,38 +20,42 @@ from ._prove import rules_out
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _INTEGRAL = 1e-6
-# A bound nearer than this share to the ceiling may be lifted there by few branches.
+# If bound and ceiling differ by less than this share, a few branches may close the gap.
 _CLOSE = 1e-3
 _NARROWED = "optimal if every deferrable product is deferred"
-# Rounds of memory rows; each takes another relaxation, and the last ones lift the bound little.
+# Rounds of memory rows; each solves the relaxation again, and the last ones raise the bound little.
 _MOST_ROUNDS = 30
-# Of programs with fewer rows all choices are searched soon.
+# Programs with fewer rows are quick to search over all choices.
 _MANY_ROWS = 4000
-# Searches of choices that relaxations took, each with this share of the work that is left.
+# Searches among choices that relaxations took, each with this share of the remaining work.
 _MOST_TRIES = 5
 _NEARBY_SHARE = 0.25
 
 
 class Work:
-    """Work left for branching in all spaces of a problem together: pivots times rows."""
+    """Remaining work for branching, shared by all spaces of a problem: pivots times rows."""
 
     def __init__(self, limit: float) -> None:
         self.left = limit
 
 
 class Search(AbstractSearch):
-    """The search for one priced problem, in two steps: a planner can compare bounds of several before it branches.
+    """The search of one priced problem in two steps, so that bounds of several can be compared
+    before branching.
 
-    Memory rows are added where a solution violates them, until none is violated. Each row is exact at its moment, so
-    that the bound of fewer rows holds, and a solution that fits everywhere is one of the whole problem.
+    Memory rows are added at moments where a solution exceeds the limit, until it exceeds none. Each
+    row is exact at its moment, so the bound holds with any number of rows, and a solution that fits
+    at all moments solves the whole problem.
 
-    How long products for gradients wait depends on many choices together. Rows first take it that these make them run in
-    turn, which needs least; if what is then best does not, rows take it that none does, and the bound stays where it was.
+    Whether weight gradients run at once or are deferred depends on many choices together. Rows
+    first assume that they run at once, which needs the least memory; if they do not for the best
+    choices, rows assume that all are deferred, and the bound is not raised any more.
 
-    Solutions that cost more than `ceiling_s` are not looked for. `layouts` are those known from other meshes.
+    Solutions that cost more than `ceiling_s` are not searched for. `layouts` caches those of other
+    meshes.
 
-    Every relaxation has a limit of its own; branching takes from `work`. What was given up there is no proof: the bound stays
-    what it was, `gave_up` is true, and the solution, if there is one, says so.
+    Every relaxation has a limit of its own; branching draws on `work`. If a limit is reached, the
+    bound is not raised, `gave_up` is true, and the status of the solution says so.
     """
 
     def __init__(
@@ -99,16 +103,19 @@ class Search(AbstractSearch):
         return self._models[in_turn]
 
     def start(self) -> float | None:
-        """The bound of the relaxation without memory rows, in seconds; None if no choice is possible. May run in a thread."""
-        # To find out by pivots that nothing fits takes longest.
+        """The bound of the relaxation without memory rows, in seconds; None if no choice is
+        possible. May run in a thread.
+        """
+        # Pivots take longest to prove that nothing fits.
         self._values = None if self._never_fits() else self._relax()
         self._started = True
         return self._bound_s()
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best rounding.
+        """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best
+        rounding.
 
-        Above `cutoff_s` a bound is not lifted any further.
+        A bound above `cutoff_s` is not raised any further.
         """
         if not self._started:
             self.start()
@@ -125,7 +132,7 @@ class Search(AbstractSearch):
                 break
             if not self._add_rows(self._fractional_timeline(values)):
                 break
-            # Up to what is known already: that is pruned, and says no less about the best than its own bound.
+            # No further than needed to prune this space.
             self._values = self._relax(cutoff_s * (1 + self.relative_gap))
         assert values is not None, "without values the loop has returned"
         self._picks = _decode(self._choices, values)
@@ -133,7 +140,7 @@ class Search(AbstractSearch):
         return bound
 
     def _never_fits(self) -> bool:
-        """True if at some moment even the least that each array can take is too much."""
+        """True if at some moment even the smallest share of each array exceeds the limit."""
         if not np.isfinite(self.limit_bytes) or not all(map(len, self._choices.allowed)):
             return False
 
@@ -143,7 +150,9 @@ class Search(AbstractSearch):
         return float(over_time(self._model(self._in_turn), least).max()) > self.limit_bytes * (1 + 1e-9)
 
     def _bound_s(self) -> float | None:
-        """The bound of the last relaxation. Where it has no solution, none is below the ceiling; without one there is none."""
+        """The bound of the last relaxation; the ceiling if it has no solution below that; None if
+        it has none at all.
+        """
         if self._relaxed.status == LIMIT:
             return self.lower_bound_s
         if self._values is None and self._relaxed.status != "enough":
@@ -152,13 +161,14 @@ class Search(AbstractSearch):
 
     @property
     def picks(self) -> Ints | None:
-        """The relaxation's solution, rounded, after `bound`, whether it fits or not."""
+        """The relaxation's solution, rounded, after `bound`; it need not fit."""
         return self._picks
 
     def incumbent(self) -> IntraSolution | None:
-        """The relaxation's solution, rounded to what it has most of, or to what of it needs least memory, if that does not fit.
+        """The relaxation's solution, rounded to the largest shares, or to the least memory if that
+        does not fit.
 
-        None if neither does, or if there is none.
+        None if neither fits, or if there is none.
         """
         if self._picks is None:
             return None
@@ -167,7 +177,9 @@ class Search(AbstractSearch):
         return self._solution(self._picks, "rounded") or self._solution(self._lightest(), "rounded")
 
     def _lightest(self) -> Ints:
-        """Of each node's choices that the relaxation mixes the one that needs least where memory is short."""
+        """For each node, of the choices that the relaxation mixes, the one of least memory at the
+        moments of memory rows.
+        """
         assert self._picks is not None and self._values is not None
         picks, model = self._picks.copy(), self._model(self._in_turn)
         use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
@@ -178,7 +190,9 @@ class Search(AbstractSearch):
         return picks
 
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """The best choices, after `bound`. None if nothing fits, or nothing below `cutoff_s` can exist or was found."""
+        """The best solution, after `bound`. None if nothing fits, or if none below `cutoff_s`
+        exists or was found.
+        """
         best = self.incumbent()
         if self.integral and best is not None:
             return best
@@ -191,9 +205,9 @@ class Search(AbstractSearch):
             if not self._narrowed and self._nothing_below(ceiling):
                 self.lower_bound_s = ceiling
                 return best and self._judged(best, "infeasible")
-            found = self._nearby(ceiling)
-            if found is not None:
-                best = found
+            nearby = self._nearby(ceiling)
+            if nearby is not None:
+                best = nearby
                 continue
             if self._work.left <= 0:
                 self.gave_up = True
@@ -221,11 +235,13 @@ class Search(AbstractSearch):
         return None
 
     def _nearby(self, ceiling_s: float) -> IntraSolution | None:
-        """A solution below a ceiling among the choices that some relaxation took, which is found soon; None if there is none.
+        """A solution below a ceiling among the choices that some relaxation took, which is a quick
+        search; None without one.
 
-        Where programs have few rows, all choices are searched as soon.
+        It is skipped for programs with few rows, where a search of all choices is as quick.
 
-        Reference: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation, 2014.
+        Reference: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation,
+        2014.
         """
         if len(self._program.lower) < _MANY_ROWS or self._tried:
             return None
@@ -238,9 +254,9 @@ class Search(AbstractSearch):
             if outcome.values is None:
                 break
             picks = _decode(choices, outcome.values)
-            found = self._solution(picks, "rounded")
-            if found is not None:
-                return found if found.step_time_s < ceiling_s else None
+            solution = self._solution(picks, "rounded")
+            if solution is not None:
+                return solution if solution.step_time_s < ceiling_s else None
             if not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)):
                 break
             if self._relax() is not None and not self._narrowed:
@@ -261,7 +277,7 @@ class Search(AbstractSearch):
         return outcome
 
     def _nothing_below(self, ceiling_s: float) -> bool:
-        """True if a few branches rule out all solutions below a ceiling close by."""
+        """True if the ceiling is close and a few branches rule out all solutions below it."""
         if self._values is None or ceiling_s - self.lower_bound_s > _CLOSE * self.lower_bound_s:
             return False
         model = self._model(self._in_turn)
@@ -277,12 +293,12 @@ class Search(AbstractSearch):
         self.gave_up = self.gave_up or self._relaxed.status == LIMIT
         values = self._relaxed.values
         if values is not None:
-            for taken, columns, kept in zip(self._taken, self._choices.columns, self._choices.allowed, strict=True):
-                taken[kept[values[columns] > _INTEGRAL]] = True
+            for was_taken, columns, kept in zip(self._taken, self._choices.columns, self._choices.allowed, strict=True):
+                was_taken[kept[values[columns] > _INTEGRAL]] = True
         return values
 
     def _judged(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
-        """A solution with what is now known about it."""
+        """A solution with the current bound, and its status by the gap between them."""
         gap = solution.step_time_s - self.lower_bound_s
         if gap <= 1e-9 * self.lower_bound_s or (status == "infeasible" and not self._narrowed):
             status = "optimal"
@@ -293,7 +309,9 @@ class Search(AbstractSearch):
         return replace(solution, status=status, lower_bound_s=self.lower_bound_s)
 
     def _narrow(self, picks: Ints) -> bool:
-        """Count every deferrable product as deferred from here on, if choices fit only as if they ran at once; True if so."""
+        """Count every deferrable product as deferred from now on, if these choices would fit only
+        without deferring; True if so.
+        """
         if not self._in_turn or takes_turns(self.priced, picks):
             return False
         self._in_turn, self._narrowed, self._times = False, True, []
@@ -301,16 +319,16 @@ class Search(AbstractSearch):
 
     def _exclude(self, program: Program, choices: Choices, picks: Ints) -> None:
         """Forbid one combination of choices."""
-        mine = [
+        chosen = [
             columns[np.flatnonzero(kept == pick)]
             for columns, kept, pick in zip(choices.columns, choices.allowed, picks.tolist(), strict=True)
         ]
-        taken = np.concatenate(mine)
+        excluded = np.concatenate(chosen)
         row = program.add_rows(1, -np.inf, float(len(picks) - 1))
-        program.add_entries(np.full(len(taken), row), taken, 1.0)
+        program.add_entries(np.full(len(excluded), row), excluded, 1.0)
 
     def least_memory(self) -> Ints:
-        """The choices that need least memory, as far as the relaxation and a few moments tell."""
+        """Choices of little memory, from the relaxation at a few moments."""
         program, choices = build_program(self.priced, self._allowed)
         program.cost = [np.zeros_like(part) for part in program.cost]
         peak = int(program.add_columns(np.ones(1))[0])
@@ -344,7 +362,9 @@ class Search(AbstractSearch):
         return IntraSolution(picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status)
 
     def _without_hopeless(self, best_s: float) -> tuple[Program, Choices]:
-        """The program without choices whose reduced cost alone lifts the bound above a known solution."""
+        """The program without choices whose reduced cost alone raises the bound above the
+        incumbent.
+        """
         if not np.isfinite(best_s) or self._relaxed.values is None:
             return self._program, self._choices
         room = best_s - self._relaxed.bound_s
@@ -356,7 +376,7 @@ class Search(AbstractSearch):
         return self._restricted(allowed)
 
     def _restricted(self, allowed: Sequence[NDArray[np.bool_]]) -> tuple[Program, Choices]:
-        """The program, with its memory rows, of some choices alone."""
+        """The program over some of the choices, with its memory rows."""
         program, choices = build_program(self._within, allowed)
         for time in self._times:
             add_memory_row(program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes)
@@ -365,7 +385,7 @@ class Search(AbstractSearch):
         return program, choices
 
     def _add_rows(self, use: Floats) -> bool:
-        """Rows for the worst moments above the limit; whether there were any."""
+        """Add rows for the worst moments above the limit; True if there are any."""
         over = np.flatnonzero(use > self.limit_bytes * (1 + 1e-9))
         over = np.setdiff1d(over, np.array(self._times, np.int64))
         if not len(over):
