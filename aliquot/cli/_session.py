@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ from ..core import AliquotError, printable, shortened
 from ._interrupts import INTERRUPTED, raise_at_interrupts
 
 _WIDTH = 180
+_LEAST_WIDTH = 60
 _LONGEST_LINE = 1000
 # Lines of tables and bars, and the dots of curves.
 _PLAINER = {
@@ -50,7 +52,8 @@ class Session:
         else:
             from ..report import as_text
 
-            _write(as_text(renderable, width=_WIDTH))
+            # A pipe has no width, unless the user gives it one.
+            _write(as_text(renderable, width=max(shutil.get_terminal_size((_WIDTH, 0)).columns, _LEAST_WIDTH)))
 
     def note(self, text: str) -> None:
         """A remark that is no part of the answer."""

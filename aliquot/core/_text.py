@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
 _FIRST = 8
+# Before a dot, behind a space or a slash.
+_BREAKS = re.compile(r"(?=\.)|(?<=[ /])")
 _LONG = 500
 # Control and format characters (among them those that turn the direction of writing), lone
 # surrogates, separators of lines.
@@ -61,3 +64,41 @@ def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
     left = len(problems) - len(shown)
     more = f"\n  and {left} more" if left else ""
     return f"{headline}, {len(problems)} problems:{lines}{more}{tail}"
+
+
+def broken(text: str, width: int) -> list[str]:
+    """A text on lines of at most `width` characters, broken at spaces or before the dots of paths where that is possible.
+
+    >>> broken("state.params.layers[*].attn.k.kernel", 24)
+    ['state.params.layers[*]', '.attn.k.kernel']
+    >>> broken("dot_general:8 linear.py:422", 16)
+    ['dot_general:8', 'linear.py:422']
+    """
+    lines: list[str] = []
+    rest = text
+    while len(rest) > max(width, 1):
+        places = [match.start() for match in _BREAKS.finditer(rest, 1, width + 1) if match.start() <= width]
+        cut = places[-1] if places else max(width, 1)
+        lines.append(rest[:cut].rstrip())
+        rest = rest[cut:].lstrip()
+    return [*lines, rest]
+
+
+def fitting_widths(cells: Sequence[Sequence[str]], flexible: Sequence[int], available: int) -> list[int]:
+    """Widths of a table's columns that together take no more than `available`, as far as that is possible.
+
+    Args:
+        cells: rows, the heading among them.
+        flexible: positions of columns whose texts may be broken; those with paths give way first.
+
+    >>> fitting_widths([["path", "bytes"], ["state.params.w", "4"]], [0], 14)
+    [9, 5]
+    """
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = {k: max(len(piece.strip()) for text in columns[k] for piece in _BREAKS.split(text)) for k in flexible}
+    paths = [k for k in flexible if any("." in text for text in columns[k])]
+    for some in (paths, flexible):
+        while sum(widths) > available and (wide := [k for k in some if widths[k] > least[k]]):
+            widths[max(wide, key=lambda k: widths[k])] -= 1
+    return widths

@@ -2,11 +2,13 @@
 file. Imports no jax.
 """
 
+from ._arrays import MOMENTS_LEFT_OUT as MOMENTS_LEFT_OUT
 from ._arrays import ArrayGroup as ArrayGroup
 from ._arrays import format_dims as format_dims
 from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
 from ._arrays import unranged as unranged
+from ._arrays import without_moments as without_moments
 from ._closed_form import ClosedForm as ClosedForm
 from ._closed_form import Maximum as Maximum
 from ._closed_form import StageTimes as StageTimes

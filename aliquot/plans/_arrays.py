@@ -100,22 +100,27 @@ def grouped_arrays(
     return sorted(groups, key=lambda group: (-group.local_bytes, -group.total_bytes, group.pattern))
 
 
+MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left out"
+
+
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
-    """Groups without arrays of the optimizer that have the shape and the split of a parameter of
-    the same name.
+    """Groups without arrays of the optimizer that have the shape and the split of the parameter that they belong to, or of
+    another moment of it that is listed.
     """
-    parameters = {
-        (group.shape, group.dims, group.count, name)
-        for group in groups
-        if group.role == "parameter"
-        for name in _endings(group.pattern)
-    }
-    return [
-        group
-        for group in groups
-        if group.role != "optimizer_state"
-        or not any((group.shape, group.dims, group.count, name) in parameters for name in _endings(group.pattern))
-    ]
+    parameters = [group for group in groups if group.role == "parameter"]
+    names = {name for group in parameters for name in _endings(group.pattern)}
+    known = {(name, group.shape, group.dims, group.count) for group in parameters for name in _endings(group.pattern)}
+    kept = []
+    for group in groups:
+        # The longest path that a moment has in common with a parameter is that of the parameter which it belongs to.
+        name = next((name for name in _endings(group.pattern) if name in names), "")
+        if group.role == "optimizer_state" and name:
+            key = name, group.shape, group.dims, group.count
+            if key in known:
+                continue
+            known.add(key)
+        kept.append(group)
+    return kept
 
 
 def _endings(pattern: str) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ..core import format_bytes, format_seconds
-from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
+from ..core import broken, fitting_widths, format_bytes, format_seconds
+from ._arrays import MOMENTS_LEFT_OUT, ArrayGroup, format_dims, grouped_arrays, without_moments
 from ._collective_text import collective_table, stage_collective_table
 from ._plan import Plan
-from ._stage_text import equal_stages, meshes, stage_numbers, stage_remarks, stage_table
+from ._stage_text import StageTable, equal_stages, meshes, stage_numbers, stage_remarks, stage_table
 from ._summary import summary_rows, tried
 
 _ARRAYS = 8
@@ -18,6 +20,7 @@ _KINDS_OF_STAGES = 4
 _COLLECTIVES = 5
 _NOTES = 6
 _WIDTH = 120
+_LEAST_WIDTH = 60
 _MARGIN = 25
 _ROUNDING = 1e-6
 # What the closed form of a schedule proves holds for the closed form alone; a simulation may lie
@@ -32,26 +35,32 @@ _SCOPES = {
 _WITHIN_GAP = "optimal within the gap"
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Plan, width: int | None = None) -> str:
     """A plan as text: what it is, its predicted time and memory with their parts, the largest
     arrays, what to know.
+
+    Args:
+        width: of a line; by default that of the terminal, where paths are broken at dots. In a pipe
+            tables take what they need.
     """
-    lines = [headline(plan), *_facts(plan), ""]
+    known = width or shutil.get_terminal_size((0, 0)).columns
+    fits = max(known, _LEAST_WIDTH) if known else None
+    lines = [*broken(headline(plan), fits or _WIDTH), *_facts(plan, min(fits or _WIDTH, _WIDTH)), ""]
     if rows := tried(plan):
         lines += [
             "Tried in the search (predicted)",
-            *table(("method", "mesh", "step time", "outcome"), rows, right=(2,)),
+            *table(("method", "mesh", "step time", "outcome"), rows, right=(2,), width=fits),
             "",
         ]
     if is_pipeline(plan):
-        lines += [*_stages(plan), "", *_arrays_of_stages(plan), *_collectives_of_stages(plan)]
+        lines += [*_stages(plan, fits), "", *_arrays_of_stages(plan, fits), *_collectives_of_stages(plan, fits)]
     else:
         for stage in plan.stages:
-            lines += [*_arrays(plan, grouped_arrays(plan.inputs, stage, stage.shardings)), ""]
-        lines += _collectives(plan)
+            lines += [*_arrays(plan, grouped_arrays(plan.inputs, stage, stage.shardings), fits), ""]
+        lines += _collectives(plan, fits)
     if plan.notes:
         lines += ["", "Notes"]
-        lines += [f"  {note}" for note in plan.notes[:_NOTES]]
+        lines += [f"  {text}" for note in plan.notes[:_NOTES] for text in broken(note, (fits or len(note) + 2) - 2)]
         if len(plan.notes) > _NOTES:
             lines.append(f"  and {len(plan.notes) - _NOTES} more")
     return "\n".join(lines)
@@ -144,20 +153,26 @@ def rebuild(plan: Plan) -> str:
     return "the plan was made from a function in a running program; pass that function again"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = (), width: int | None = None
+) -> list[str]:
     """Aligned columns without lines; the columns whose positions are in `right` are aligned on
-    their right.
+    their right. Where a row is wider than `width`, texts are broken at spaces and before dots.
     """
-    cells = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     flush = set(right)
-    return [
-        "  " + "  ".join(c.rjust(w) if i in flush else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-        for row in cells
-    ]
+    cells = [list(header), *(list(row) for row in rows)]
+    flexible = [] if width is None else [k for k in range(len(header)) if k not in flush]
+    widths = fitting_widths(cells, flexible, (width or 0) - 2 * len(header))
+    lines = []
+    for row in cells:
+        parts = [broken(cell, w) for cell, w in zip(row, widths, strict=True)]
+        for texts in itertools.zip_longest(*parts, fillvalue=""):
+            padded = [t.rjust(w) if k in flush else t.ljust(w) for k, (t, w) in enumerate(zip(texts, widths))]
+            lines.append("  " + "  ".join(padded).rstrip())
+    return lines
 
 
-def _facts(plan: Plan) -> list[str]:
+def _facts(plan: Plan, width: int) -> list[str]:
     p = plan.prediction
     share = f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit" if p.memory_limit_bytes else ""
     parts = " + ".join(f"{format_bytes(v)} {name}" for name, v in sorted(p.memory_bytes.items(), key=lambda i: -i[1]))
@@ -182,13 +197,13 @@ def _facts(plan: Plan) -> list[str]:
             f"{format_seconds(plan.provenance.search_s)}, after tracing for {format_seconds(plan.provenance.trace_s)}",
         ),
     ]
-    return [line for name, text in rows for line in _fact(name, text)]
+    return [line for name, text in rows for line in _fact(name, text, width)]
 
 
-def _fact(name: str, text: str) -> list[str]:
+def _fact(name: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(
         text,
-        _WIDTH,
+        width,
         initial_indent=f"  {name}".ljust(_MARGIN),
         subsequent_indent=" " * _MARGIN,
         break_long_words=False,
@@ -196,30 +211,36 @@ def _fact(name: str, text: str) -> list[str]:
     )
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: Plan, width: int | None) -> list[str]:
     stages = stage_table(plan)
-    return [
-        "Stages (predicted)",
-        *table(stages.header, stages.rows, right=stages.right),
-        *(f"  {line}" for line in stage_remarks(plan)),
-    ]
+    lines = table(stages.header, stages.rows, right=stages.right)
+    if width is not None and max(map(len, lines)) > width:
+        lines = [line for part in (stages.where, stages.what) for line in _part(stages, part, width)]
+    remarks = [text for remark in stage_remarks(plan) for text in broken(remark, (width or _WIDTH) - 2)]
+    return ["Stages (predicted)", *lines, *(f"  {line}" for line in remarks)]
 
 
-def _arrays_of_stages(plan: Plan) -> list[str]:
+def _part(stages: StageTable, positions: Sequence[int], width: int) -> list[str]:
+    rows = [[row[k] for k in positions] for row in stages.rows]
+    right = [place for place, k in enumerate(positions) if k in stages.right]
+    return table([stages.header[k] for k in positions], rows, right=right, width=width)
+
+
+def _arrays_of_stages(plan: Plan, width: int | None) -> list[str]:
     lines: list[str] = []
     kinds = list(equal_stages(plan))
     for numbers, groups in kinds[:_KINDS_OF_STAGES]:
         who = f"Stage{'' if len(numbers) == 1 else 's'} {stage_numbers(numbers)}{'' if len(numbers) == 1 else ', each'}"
         held = sum(group.count for group in groups)
         title = f"{who}: the largest of {held} inputs on each device"
-        lines += [*_arrays(plan, without_moments(groups)[:_ARRAYS_OF_STAGES], title), ""]
+        lines += [*_arrays(plan, without_moments(groups)[:_ARRAYS_OF_STAGES], width, title), ""]
     if len(kinds) > _KINDS_OF_STAGES:
         others = sorted(number for numbers, _ in kinds[_KINDS_OF_STAGES:] for number in numbers)
         lines += [f"Stages {stage_numbers(others)} hold other arrays: see `aliquot explain --json`.", ""]
     return lines
 
 
-def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[str]:
+def _arrays(plan: Plan, groups: Sequence[ArrayGroup], width: int | None, title: str = "") -> list[str]:
     shown = without_moments(groups)
     rows = [
         (
@@ -231,24 +252,30 @@ def _arrays(plan: Plan, groups: Sequence[ArrayGroup], title: str = "") -> list[s
         )
         for group in shown[:_ARRAYS]
     ]
-    left_out = "; optimizer state that is split like its parameters is left out" if len(shown) < len(groups) else ""
+    left_out = MOMENTS_LEFT_OUT if len(shown) < len(groups) else ""
     return [
-        f"{title}{left_out}" if title else f"The largest of {len(plan.inputs)} inputs on each device{left_out}",
-        *table(("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4)),
+        *broken(f"{title or f'The largest of {len(plan.inputs)} inputs on each device'}{left_out}", width or _WIDTH),
+        *table(("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4), width=width),
     ]
 
 
-def _collectives_of_stages(plan: Plan) -> list[str]:
+def _collectives_of_stages(plan: Plan, width: int | None) -> list[str]:
     collectives = stage_collective_table(plan)
     if not collectives.rows:
         return ["No communication is predicted within stages."]
     title = f"The most expensive of {len(collectives.rows)} kinds of communication within a stage in a step (predicted)"
-    return [title, *table(collectives.header, collectives.rows[:_COLLECTIVES], right=collectives.right)]
+    return [
+        *broken(title, width or _WIDTH),
+        *table(collectives.header, collectives.rows[:_COLLECTIVES], right=collectives.right, width=width),
+    ]
 
 
-def _collectives(plan: Plan) -> list[str]:
+def _collectives(plan: Plan, width: int | None) -> list[str]:
     collectives = collective_table(plan)
     if not collectives.rows:
         return ["No communication is predicted."]
     title = f"The most expensive of {len(collectives.rows)} kinds of communication in a step (predicted)"
-    return [title, *table(collectives.header, collectives.rows[:_COLLECTIVES], right=collectives.right)]
+    return [
+        *broken(title, width or _WIDTH),
+        *table(collectives.header, collectives.rows[:_COLLECTIVES], right=collectives.right, width=width),
+    ]

@@ -8,19 +8,24 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from ..core import format_seconds
 from ._arrays import item_bytes
 from ._plan import Plan, StagePlan
+from ._stage_text import stage_numbers
 from ._throughput import throughput
 
 _MOST = 0.5
 _MOST_TRIED = 8
+_MOST_KINDS = 3
 _HIDDEN_AS_ROUNDING = 0.0005
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
-    rows = [("splits", "; ".join(_axes(plan)))] if len(plan.stages) == 1 else []
+    rows = [("splits", "; ".join(_axes(plan, plan.stages[0])))] if len(plan.stages) == 1 else []
+    rows += [("splits", text) for text in _splits_of_stages(plan)]
     if how := _recomputation(plan):
         rows.append(("recomputation", how))
     if speed := throughput(plan):
@@ -32,10 +37,22 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _axes(plan: Plan) -> Iterator[str]:
-    stage = plan.stages[0]
+def _splits_of_stages(plan: Plan) -> Iterator[str]:
+    """What the axes of a pipeline split, for each kind of mesh."""
+    kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
+    for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
+        kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)
+    for numbers in list(kinds.values())[:_MOST_KINDS]:
+        held = {path: dims for number in numbers for path, dims in plan.stages[number].shardings.items()}
+        together = msgspec.structs.replace(plan.stages[numbers[0]], shardings=held)
+        which = "" if len(kinds) == 1 else f" {stage_numbers(numbers)} of"
+        yield f"pipeline:{which} {len(plan.stages)} stages, {plan.schedule}; {'; '.join(_axes(plan, together))}"
+
+
+def _axes(plan: Plan, stage: StagePlan) -> Iterator[str]:
     for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False):
-        yield f"{axis} ({size}): {_role_of(plan, stage, axis)}"
+        # An axis may be named for what it does.
+        yield f"{axis} ({size}): {_role_of(plan, stage, axis).removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
 
 
 def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
@@ -64,6 +81,8 @@ def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
         what = "expert" if expert > _MOST and dense <= _MOST else "tensor"
         also = f"; {expert:.0%} of the experts" if expert else ""
         return f"{what}: {parameters:.0%} of the parameters are split, the batch's arrays are not{also}"
+    if axis in stage.data_axes and not names:
+        return "data"
     if names or parameters or state:
         share = f"{parameters:.0%} of the parameters, {state:.0%} of the optimizer state"
         return ", ".join([*names, share])
@@ -80,10 +99,10 @@ def _share(
     """The share of the bytes of a role that an axis splits, among arrays of some paths."""
     split = total = 0.0
     for array in plan.inputs:
-        if array.role == role and among(array.path):
+        if array.role == role and among(array.path) and array.path in stage.shardings:
             size = math.prod(array.shape) * item_bytes(array.dtype)
             total += size
-            split += size * any(axis in axes for axes in stage.shardings.get(array.path, ()))
+            split += size * any(axis in axes for axes in stage.shardings[array.path])
     return split / total if total else 0.0
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..core import format_bytes, format_seconds
 from ..plans import (
+    MOMENTS_LEFT_OUT,
     ArrayGroup,
     Plan,
     bound,
@@ -29,13 +30,16 @@ from ..plans import (
     stage_collective_table,
     summary_rows,
     time_parts,
+    without_moments,
 )
 from ._stages import arrays_of_stages, stages
 from ._tables import columns, facts
+from ._timeline import Timeline
 
 _ARRAYS = 12
 _COLLECTIVES = 10
 _CANDIDATES = 20
+_ROUNDING = 1e-5
 _WHAT_TO_DO = ("splits", "recomputation")
 
 
@@ -140,19 +144,24 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), _facts(plan), ""]
     shown: set[str] = set()
     if is_pipeline(plan):
-        parts += [stages(plan), _memory(plan), *arrays_of_stages(plan)]
+        parts.append(stages(plan))
+        if all(stage.prediction for stage in plan.stages):
+            parts.append(Timeline(plan))
+        parts += [_memory(plan), *arrays_of_stages(plan)]
         if any(stage.prediction and stage.prediction.collectives for stage in plan.stages):
             parts.append(_collectives_of_stages(plan))
     else:
         parts.append(_memory(plan))
         for index in range(len(plan.stages)):
-            groups = _groups(plan, index)[:_ARRAYS]
+            groups = _groups(plan, index)
+            listed = without_moments(groups)[:_ARRAYS]
+            # What is split like its parameter is not said again below.
             shown |= {group.pattern for group in groups}
-            parts.append(_arrays(groups, by_subject))
+            parts.append(_arrays(listed, by_subject, len(without_moments(groups)) < len(groups)))
         if plan.prediction.collectives:
             shown |= {use.label for use in plan.prediction.collectives}
             parts.append(_collectives(plan, by_subject))
-    rest = [alternative for alternative in alternatives if alternative.subject not in shown]
+    rest = [other for other in alternatives if other.subject not in shown and not _is_as_fast(other)]
     if rest:
         parts.append(_alternatives(rest))
     if plan.provenance.candidates:
@@ -206,7 +215,7 @@ def _groups(plan: Plan, index: int) -> list[ArrayGroup]:
     return grouped_arrays(plan.inputs, stage, stage.shardings)
 
 
-def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> Group:
+def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative], leaves_out: bool) -> Group:
     rows = [
         (
             group.pattern,
@@ -219,7 +228,8 @@ def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative]) -> 
         for group in groups
     ]
     header = ["path", "count", "each", "split by axes", "on each device"]
-    return columns("Largest inputs, by what each device holds", *_with_others(header, rows), right=(1, 4))
+    title = f"Largest inputs, by what each device holds{MOMENTS_LEFT_OUT if leaves_out else ''}"
+    return columns(title, *_with_others(header, rows), right=(1, 4))
 
 
 def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
@@ -249,13 +259,19 @@ def _with_others(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[
 
 
 def _best_other(other: Alternative | None) -> str:
-    if other is None:
+    if other is None or _is_as_fast(other):
         return ""
     if other.alternative_step_time_s is None:
         return f"{other.alternative}: does not fit"
     extra_s = other.alternative_step_time_s - other.chosen_step_time_s
     sign = "+" if extra_s >= 0 else "-"
     return f"{other.alternative}: {sign}{format_seconds(abs(extra_s))} a step"
+
+
+def _is_as_fast(other: Alternative) -> bool:
+    """Whether an alternative costs the same but for rounding: no reason for or against anything."""
+    seconds = other.alternative_step_time_s
+    return seconds is not None and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
 
 
 def _alternatives(others: Sequence[Alternative]) -> Group:

@@ -11,7 +11,17 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..core import format_bytes
-from ..plans import Plan, StageTable, equal_stages, format_dims, stage_numbers, stage_remarks, stage_table
+from ..plans import (
+    MOMENTS_LEFT_OUT,
+    Plan,
+    StageTable,
+    equal_stages,
+    format_dims,
+    stage_numbers,
+    stage_remarks,
+    stage_table,
+    without_moments,
+)
 from ._tables import columns
 
 _ARRAYS = 6
@@ -37,10 +47,11 @@ def arrays_of_stages(plan: Plan) -> Iterator[Group]:
                 format_dims(group.dims),
                 format_bytes(group.local_bytes),
             )
-            for group in groups[:_ARRAYS]
+            for group in without_moments(groups)[:_ARRAYS]
         ]
         held = sum(group.count for group in groups)
-        title = f"Largest of {held} inputs of {who}, by what each device holds"
+        left_out = MOMENTS_LEFT_OUT if len(without_moments(groups)) < len(groups) else ""
+        title = f"Largest of {held} inputs of {who}, by what each device holds{left_out}"
         yield columns(title, ("path", "count", "each", "split by axes", "on each device"), rows, right=(1, 4))
     if len(kinds) > _KINDS:
         others = sorted(number for numbers, _ in kinds[_KINDS:] for number in numbers)

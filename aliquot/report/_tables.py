@@ -6,9 +6,11 @@ import io
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+from ..core import broken, fitting_widths
 
 
 def as_text(renderable: RenderableType, *, width: int = 120) -> str:
@@ -32,16 +34,30 @@ def columns(
 
     Between columns are three spaces, two if `narrow`.
     """
-    flush = set(right)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
-    for position, name in enumerate(header):
-        table.add_column(
-            Text(name), justify="right" if position in flush else "left", overflow="fold", no_wrap=position in flush
-        )
-    for row in rows:
-        # Paths hold brackets, which would be taken for markup.
-        table.add_row(*(Text(cell or "") for cell in row))
-    return Group(Text(title, style="bold"), table)
+    cells = [[cell or "" for cell in row] for row in rows]
+    return Group(Text(title, style="bold"), _Columns(list(header), cells, frozenset(right), narrow))
+
+
+class _Columns:
+    """A table that fits the width it is printed in: where it is too wide, texts are broken at spaces and before dots."""
+
+    def __init__(self, header: list[str], rows: list[list[str]], right: frozenset[int], narrow: bool) -> None:
+        self._header, self._rows, self._right, self._narrow = header, rows, right, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        natural = sum(max(map(len, column)) for column in zip(self._header, *self._rows, strict=True))
+        narrow = self._narrow or natural + 3 * len(self._header) > options.max_width
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
+        for position, name in enumerate(self._header):
+            flush = position in self._right
+            table.add_column(Text(name), justify="right" if flush else "left", overflow="fold", no_wrap=flush)
+        flexible = [k for k in range(len(self._header)) if k not in self._right]
+        available = options.max_width - (2 if narrow else 3) * len(self._header)
+        widths = fitting_widths([self._header, *self._rows], flexible, available)
+        for row in self._rows:
+            # Paths hold brackets, which would be taken for markup.
+            table.add_row(*(Text("\n".join(broken(cell, w))) for cell, w in zip(row, widths, strict=True)))
+        yield table
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:

@@ -55,6 +55,7 @@ def test_headlines(plan, wanted):
 
 TEXT = """\
 gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
+  splits                 pipeline: 4 stages, 1f1b; x (2): data with FSDP: 100% of the parameters are split too
   micro-batches          4 (outputs combine by sum: [1]['loss'])
   step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us communication + 200.0 us gradient communication + 9.0 ms
                          bubble (of the busiest stage)

@@ -1,5 +1,6 @@
 """Reports hold what they should, as text and as data; figures say whether they are predicted or compiled."""
 
+import dataclasses
 import json
 import types
 
@@ -9,7 +10,7 @@ from sample_plans import PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
-from aliquot.plans import CollectiveUse, diff
+from aliquot.plans import CollectiveUse, describe, diff
 from aliquot.report import (
     Alternative,
     as_text,
@@ -20,8 +21,10 @@ from aliquot.report import (
     explanation,
     loss_chart,
 )
+from aliquot.report._timeline import Timeline
 
 replace = msgspec.structs.replace
+replace_alternative = dataclasses.replace
 OTHERS = (
     Alternative(
         subject="state.params.layers[*].w",
@@ -147,7 +150,7 @@ def test_a_pipeline_explained(width):
     whole = " ".join(text.split())
     assert "+ 45.0 ms bubble (of the busiest stage)" in whole
     assert "Largest of 1 inputs of each of stages 1-15, by what each device holds" in whole
-    rows = [line.split() for line in lines if line.strip().startswith("9 ")]
+    rows = [line.split() for line in lines if line.strip().startswith("9 ") and ("layers" in line or "ms" in line)]
     if width == 80:
         assert rows == [
             ["9", "layers[9]", "2", "18-19", "2"],
@@ -156,6 +159,47 @@ def test_a_pipeline_explained(width):
     else:
         assert len(rows) == 1 and rows[0][:5] == ["9", "layers[9]", "2", "18-19", "2"] and rows[0][-1] == "78.3%"
     assert "0-15 all-reduce x" in whole
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_tables_fit_the_width_and_break_paths_at_dots(width):
+    path = "state.params.encoder.blocks[*].attention.projections.query.kernel"
+    uses = (CollectiveUse(kind="reduce-scatter", axes=("x",), count=4, num_bytes=1e6, seconds=1e-3, label=path),)
+    plan = sample_plan()
+    plan = replace(plan, prediction=replace(plan.prediction, collectives=uses))
+    for text in (as_text(explanation(plan), width=width), describe(plan, width)):
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        assert "reduce-scatter" in text and path in text.replace("\n", "").replace(" ", "")
+        parts = [line.split()[-1] for line in lines if line.split()]
+        assert all(p.startswith((".", "state")) for p in parts if len(p) > 8 and p in path)
+
+
+def test_alternatives_that_cost_the_same_are_left_out():
+    same = replace_alternative(OTHERS[0], alternative_step_time_s=0.011 * (1 + 1e-9))
+    other = replace_alternative(OTHERS[2], alternative_step_time_s=0.011)
+    text = as_text(explanation(sample_plan(), (same, other)), width=160)
+    assert "+0 s" not in text and "best alternative" not in text
+
+
+def test_the_schedule_of_a_pipeline_is_drawn():
+    lines = Timeline(sample_pipeline(4, 4)).lines(80)
+    assert all(len(line) <= 80 for line in lines)
+    drawn = [line.split() for line in lines[:4]]
+    assert [number for number, _ in drawn] == ["0", "1", "2", "3"]
+    rows = [row for _, row in drawn]
+    # Each micro-batch begins one forward task later on each submesh, and its backward pass comes back the other way.
+    assert [row.index("0") for row in rows] == sorted(row.index("0") for row in rows)
+    assert [row.index("a") for row in rows] == sorted((row.index("a") for row in rows), reverse=True)
+    assert all(set("0123abcdU") <= set(row) for row in rows)
+    assert rows[3].replace("0", "").startswith("......")
+
+
+def test_of_a_long_schedule_beginning_and_end_are_drawn():
+    lines = Timeline(sample_pipeline(4, 64)).lines(100)
+    assert all(" ... " in line and line.endswith(("U", ".")) for line in lines[:4])
+    assert "between beginning and end" in lines[-2]
+    assert any("U" in line for line in lines[:4])
 
 
 def test_a_pipeline_as_data_keeps_everything():

@@ -162,7 +162,10 @@ class MegatronSplit(AbstractIntra):
         if is_parameter or is_update:
             if self.zero_stage < (3 if is_parameter else 2):
                 return _rows(choices, unsplit)
-            pieces = shards(choices, [True] * len(node.factors), sizes)
+            # Two axes on one dim of a vector would make the gradient, which one of them splits, change places.
+            others = np.delete(choices, list(axes), axis=1)
+            apart = ~((columns[:, :, None] == others[:, None, :]) & (columns >= 0)[:, :, None]).any(axis=(1, 2))
+            pieces = np.where(apart, shards(choices, [True] * len(node.factors), sizes), 0.0)
             return _rows(choices, pieces == pieces.max())
         if not batch:
             return choices if self.zero_stage >= 2 else _rows(choices, unsplit)
