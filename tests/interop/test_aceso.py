@@ -127,7 +127,7 @@ def test_built_in_chains_have_as_many_operators_as_acesos(family, sizes, count):
         ({"micro_batch_size": 4}, ["stage 0 needs micro-batch per data-parallel rank 4; measured are 1, 2"]),
     ],
 )
-def test_configurations_that_cannot_be_are_refused_with_every_fault(files, change, messages):
+def test_impossible_configurations_are_refused_with_every_fault(files, change, messages):
     database, chain, path = files
     write_toy_configuration(path, **change)
     options = ("--database", database, "--chain", chain, "--gpus-per-node", 3 if "num_gpus" not in change else 5)
@@ -151,14 +151,14 @@ def test_corrupt_rows_are_named_by_file_line_and_column(files, text, message):
     assert str(path) in str(error.value)
 
 
-def test_a_folder_that_is_no_database_is_refused(tmp_path):
+def test_a_folder_without_a_database_is_refused(tmp_path):
     with pytest.raises(InputError, match="is no database of Aceso's"):
         models_in(tmp_path)
     with pytest.raises(InputError, match="cannot be read as a database"):
         models_in(tmp_path / "nowhere")
 
 
-def test_another_model_is_refused_with_those_that_there_are(files):
+def test_an_unknown_model_is_refused_with_a_list_of_models(files):
     with pytest.raises(InputError, match=r"no measurements of toy_9B. It has toy_1B\."):
         load_database(files[0], "toy_9B")
 
@@ -175,7 +175,7 @@ def test_the_command_line_shows_and_evaluates(files):
     assert found.exit_code == 1 and "does not fit" in found.stdout
 
 
-def test_a_model_without_a_known_chain_says_how_to_give_one(files):
+def test_a_model_without_a_built_in_chain_is_refused_with_advice(files):
     database, _, configuration = files
     found = run("aceso", "evaluate", configuration, "--database", database, "--gpus-per-node", 3)
     refused(found, "operators of 'toy'", "--chain")

@@ -168,7 +168,7 @@ def test_no_planner_is_faster_than_the_bound_and_every_answer_fits(seed):
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_the_same_question_gets_the_same_answer(name):
+def test_searches_are_deterministic(name):
     problem, _ = random_problem(3)
     first, second = (PLANNERS[name]().search(problem) for _ in range(2))
     assert first.best == second.best and first.lower_bound_ms == second.lower_bound_ms
@@ -209,7 +209,7 @@ def options(toy, **changes):
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_the_command_writes_a_configuration_that_evaluates_to_what_it_says(toy, tmp_path, planner):
+def test_the_written_configuration_evaluates_to_the_printed_time(toy, tmp_path, planner):
     out = tmp_path / "best.json"
     answer = json.loads(
         run("aceso", "search", *options(toy), "--planner", planner, "--top", 2, "--out", out, "--json").stdout
@@ -237,7 +237,7 @@ def test_the_command_writes_a_configuration_that_evaluates_to_what_it_says(toy, 
     assert out.with_name("best.2.json").exists()
 
 
-def test_the_command_says_how_far_from_the_optimum_it_can_be(toy):
+def test_the_command_prints_the_gap_to_the_bound(toy):
     shown = run("aceso", "search", *options(toy)).stdout
     assert "lower bound" in shown and "cut at any operator" in shown and "search" in shown
 
@@ -248,7 +248,7 @@ def test_faults_are_priced_one_by_one(toy):
     assert all(entry["cost"] >= -1e-9 for entry in answer["faults"].values())
 
 
-def test_a_limit_that_nothing_meets_is_answered_with_the_smallest_need(toy):
+def test_if_nothing_fits_the_smallest_need_is_printed(toy):
     found = run("aceso", "search", *options(toy, **{"--memory-limit-mb": 100}))
     assert found.exit_code == 1
     assert "optimizer state" in found.stderr and "--memory-limit-mb" in found.stderr
@@ -269,7 +269,7 @@ def test_a_limit_that_nothing_meets_is_answered_with_the_smallest_need(toy):
         ({"--nodes": 0}, "number of nodes must be at least 1"),
     ],
 )
-def test_bad_questions_are_refused_with_what_to_give(toy, changes, message):
+def test_bad_options_are_refused_with_advice(toy, changes, message):
     refused(run("aceso", "search", *options(toy, **changes)), message)
 
 
@@ -298,7 +298,7 @@ def test_operators_that_were_not_measured_are_named(toy, tmp_path):
         )
 
 
-def test_an_interrupted_search_gives_its_best_so_far():
+def test_an_interrupted_search_returns_its_best_so_far():
     problem, _ = random_problem(5)
 
     def interrupt(progress):

@@ -44,7 +44,7 @@ def num_conversions(priced):
     return sum(int(np.isfinite(edge.seconds).sum()) for edge in priced.edges)
 
 
-def test_the_best_survives_its_own_ceiling(priced, best):
+def test_a_ceiling_at_the_optimum_keeps_the_optimum(priced, best):
     within, kept = affordable(priced, everything(priced), best.step_time_s)
     assert all(mask[pick] for mask, pick in zip(kept, best.picks, strict=True))
     for edge, table in zip(priced.graph.edges, within.edges, strict=True):
@@ -62,14 +62,14 @@ def test_no_ceiling_leaves_all(priced):
     assert affordable(priced, everything(priced), np.inf)[0] is priced
 
 
-def test_below_the_best_nothing_is_found_and_the_ceiling_is_a_bound(priced, best):
+def test_a_ceiling_below_the_optimum_leaves_no_solution_and_is_a_bound(priced, best):
     for share in (0.999, 0.5, 1e-6):
         bound, found = search(priced, share * best.step_time_s)
         assert bound == pytest.approx(share * best.step_time_s)
         assert found is None or found.step_time_s >= best.step_time_s * (1 - 1e-9)
 
 
-def test_a_race_tells_later_meshes_what_fits_on_one_axis(problem, monkeypatch):
+def test_a_race_passes_incumbents_to_later_meshes_as_ceilings(problem, monkeypatch):
     told = []
 
     class Told(Search):

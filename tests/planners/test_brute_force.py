@@ -14,7 +14,7 @@ _PARTS = 5
 
 
 @pytest.mark.parametrize("part", range(_PARTS))
-def test_program_equals_trying_all(part):
+def test_the_program_finds_the_optimum_of_brute_force(part):
     found = [c for seed in range(part, _SEEDS, _PARTS) if (c := compare(seed)) is not None]
     assert len(found) >= 5
     wrong = [(c.seed, c.mesh, c.differences, c.text) for c in found if max(c.differences) > 1e-9]
@@ -22,7 +22,7 @@ def test_program_equals_trying_all(part):
     assert sum(c.num_infeasible for c in found) == sum(c.num_refused for c in found) >= len(found)
 
 
-def test_what_the_solver_calls_unbounded_is_solved():
+def test_programs_that_the_solver_calls_unbounded_are_solved():
     """Without presolving, HiGHS 1.15 says so of this problem's least memory."""
     found = compare(284, most=400_000)
     assert found and max(found.differences) <= 1e-9

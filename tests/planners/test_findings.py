@@ -78,13 +78,13 @@ def test_zero_emerges_where_memory_is_tight():
     assert last < 2 * free.prediction.step_time_s
 
 
-def test_one_device_needs_nothing():
+def test_one_device_needs_no_communication():
     plan = aq.plan(*mlp((64, 64, 64), 64), cluster=Cluster.preset("1xH100"), method=Auto())
     assert plan.prediction.collectives == () and plan.prediction.communication_s == 0
     assert plan.prediction.step_time_s == plan.prediction.compute_s
 
 
-def test_slow_links_between_hosts_carry_less():
+def test_less_is_communicated_over_slow_links_between_hosts():
     """On two hosts, what crosses between them is no more than what stays inside."""
     step = mlp((2048, 8192, 2048), 4096)
     plan = aq.plan(*step, cluster=Cluster.preset("2x8xA100-80GB"), method=ShardParallel(mesh_shape=(2, 8)))
@@ -93,7 +93,7 @@ def test_slow_links_between_hosts_carry_less():
     assert crossing <= inside
 
 
-def test_an_entry_that_two_parts_of_a_program_add_to_counts_as_one():
+def test_duplicate_entries_of_a_program_are_summed():
     """`x <= 3` written as `0.5 x + 0.5 x <= 3`: the solver would keep both entries."""
     program = Program()
     (column,) = program.add_columns(np.array([-1.0]))
@@ -105,7 +105,7 @@ def test_an_entry_that_two_parts_of_a_program_add_to_counts_as_one():
     assert solver.getNumNz() == 1
 
 
-def test_a_relaxation_that_pivots_in_vain_is_solved_another_way(monkeypatch):
+def test_a_relaxation_on_which_plain_pivots_fail_is_solved_otherwise(monkeypatch):
     """Costs that are far apart call for plain pivots; too few of them end early, and the optimum is the same."""
     rng = np.random.default_rng(0)
     program = Program()
@@ -122,7 +122,7 @@ def test_a_relaxation_that_pivots_in_vain_is_solved_another_way(monkeypatch):
     assert not limited.pivots_plainly
 
 
-def test_costs_that_are_alike_call_for_careful_pivots():
+def test_similar_costs_are_solved_without_plain_pivots():
     program = Program()
     columns = program.add_columns(np.linspace(1.0, 2.0, 5))
     program.add_entries(np.full(5, program.add_rows(1, 1.0, np.inf)), columns, 1.0)

@@ -40,7 +40,7 @@ def test_answers_come_in_order(wanted):
         assert shared.answers() == [*range(10, 210), 1000, 1001, 1002]
 
 
-def test_both_processes_take_part_and_the_second_ends_with_the_block():
+def test_both_processes_answer_calls_and_the_helper_ends_with_the_block():
     with HelperProcess(wanted=True) as helper:
         process = helper.process
         _wait_until_ready(helper)
@@ -52,7 +52,7 @@ def test_both_processes_take_part_and_the_second_ends_with_the_block():
     assert process.poll() is not None
 
 
-def test_progress_is_told_of_all_calls():
+def test_progress_covers_all_calls():
     heard = []
     shared = HelperProcess(wanted=False).share(helper_calls.add)
     shared.add(1, range(3))
@@ -60,7 +60,7 @@ def test_progress_is_told_of_all_calls():
     assert heard == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_it_ends_when_the_block_is_interrupted():
+def test_the_helper_ends_when_the_block_is_interrupted():
     with pytest.raises(KeyboardInterrupt), HelperProcess(wanted=True) as helper:
         process = helper.process
         helper.share(helper_calls.who).add(None, [60.0])
@@ -68,7 +68,7 @@ def test_it_ends_when_the_block_is_interrupted():
     assert process.poll() is not None
 
 
-def test_nothing_waits_for_a_process_that_is_not_ready(monkeypatch, tmp_path):
+def test_calls_do_not_wait_for_a_helper_that_is_not_ready(monkeypatch, tmp_path):
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
@@ -79,7 +79,7 @@ def test_nothing_waits_for_a_process_that_is_not_ready(monkeypatch, tmp_path):
         assert shared.answers() == [1, 2, 3, 4, 5]
 
 
-def test_it_ends_when_all_calls_were_made_and_nobody_asked():
+def test_the_helper_ends_when_interrupted_with_unread_answers():
     with pytest.raises(KeyboardInterrupt), HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)
         helper.share(helper_calls.add).add(1, [1])
@@ -87,7 +87,7 @@ def test_it_ends_when_all_calls_were_made_and_nobody_asked():
         raise KeyboardInterrupt
 
 
-def test_what_a_dead_process_leaves_is_done_here():
+def test_calls_of_a_dead_helper_are_made_in_this_process():
     with HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)
         shared = helper.share(helper_calls.die_elsewhere)
@@ -99,7 +99,7 @@ def test_what_a_dead_process_leaves_is_done_here():
         assert shared.answers() == [1, 2, 3, 4, 5]
 
 
-def test_answers_that_nobody_took_are_not_those_of_other_calls():
+def test_unread_answers_are_not_taken_for_those_of_other_calls():
     with HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)
         helper.share(helper_calls.add).add(1, range(1000))
@@ -108,7 +108,7 @@ def test_answers_that_nobody_took_are_not_those_of_other_calls():
         assert shared.answers() == [5, 6, 7]
 
 
-def test_what_cannot_leave_this_process_is_done_here():
+def test_calls_that_cannot_be_pickled_are_made_in_this_process():
     with HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)
         shared = helper.share(helper_calls.apply)
@@ -116,7 +116,7 @@ def test_what_cannot_leave_this_process_is_done_here():
         assert shared.answers() == [2, 4, 6]
 
 
-def test_errors_come_from_here():
+def test_errors_are_raised_in_this_process():
     with HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)
         shared = helper.share(helper_calls.refuse)
@@ -125,7 +125,7 @@ def test_errors_come_from_here():
             shared.answers()
 
 
-def test_what_calls_print_is_no_answer():
+def test_output_of_calls_does_not_mix_with_answers():
     with HelperProcess(wanted=True) as helper:
         _wait_until_ready(helper)
         shared = helper.share(helper_calls.say)
@@ -134,12 +134,12 @@ def test_what_calls_print_is_no_answer():
         assert shared.answers() == [0, 1, 2]
 
 
-def test_one_core_gets_no_second_process(monkeypatch):
+def test_no_helper_is_started_on_one_core(monkeypatch):
     monkeypatch.setattr(_helper, "_num_cores", lambda: 1)
     assert HelperProcess(wanted=True).process is None
 
 
-def test_a_program_without_a_guard_is_not_run_again(tmp_path):
+def test_the_helper_does_not_import_the_main_module(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -157,7 +157,7 @@ def test_a_program_without_a_guard_is_not_run_again(tmp_path):
     assert done.stdout == "begun\n[1, 2, 3]\n"
 
 
-def test_a_pipeline_is_the_same_whoever_prices_its_layers(monkeypatch):
+def test_a_pipeline_does_not_depend_on_the_helper(monkeypatch):
     here = []
 
     class Ready(HelperProcess):

@@ -42,7 +42,7 @@ def judged(chain, plan: ChainPlan) -> None:
 @pytest.mark.parametrize("inter", INTERS.values(), ids=INTERS)
 class TestEveryInterPlanner:
     @pytest.mark.parametrize("name", CHAINS)
-    def test_its_stages_are_what_the_judges_say(self, inter, name):
+    def test_figures_of_stages_are_those_of_the_judges(self, inter, name):
         try:
             plan = plan_chain(CHAINS[name], inter)
         except (InfeasibleError, InputError) as error:
@@ -51,14 +51,14 @@ class TestEveryInterPlanner:
         judged(CHAINS[name], plan)
         assert plan_chain(CHAINS[name], inter) == plan
 
-    def test_it_chooses_among_numbers_of_micro_batches(self, inter):
+    def test_the_planner_chooses_among_numbers_of_micro_batches(self, inter):
         chains = [even_chain(8, devices=4, micro_batches=n) for n in (4, 8)]
         plan = plan_chain(chains, inter)
         (own,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
         judged(own, plan)
 
     @pytest.mark.parametrize("schedule", TRAINING)
-    def test_limits_are_kept_or_refused(self, inter, schedule):
+    def test_limits_are_respected_or_refused(self, inter, schedule):
         limits = StageLimits(num_stages=4, schedule=schedule)
         chain = even_chain(8, devices=4, micro_batches=8)
         try:
@@ -70,25 +70,25 @@ class TestEveryInterPlanner:
         assert (len(plan.stages), plan.schedule) == (4, schedule)
         judged(chain, plan)
 
-    def test_too_little_memory_is_said(self, inter):
+    def test_too_little_memory_raises(self, inter):
         for chain in (replace(even_chain(8, devices=4), memory_limit_bytes=1e-3), operators(limit_bytes=1.0)):
             with pytest.raises(InfeasibleError, match="could fit"):
                 plan_chain(chain, inter)
 
-    def test_it_is_no_slower_than_what_it_starts_from(self, inter):
+    def test_the_result_is_no_slower_than_the_start(self, inter):
         chain = even_chain(8, devices=4, micro_batches=8)
         best = plan_chain(chain, StageDP())
         plan = plan_chain(chain, inter, start=best)
         assert plan.step_time_s <= best.step_time_s * (1 + 1e-9) or not inter.searches
 
     @pytest.mark.parametrize("intra", INTRAS.values(), ids=INTRAS)
-    def test_it_cuts_steps_with_every_intra_planner(self, inter, intra):
+    def test_the_planner_works_with_every_intra_planner(self, inter, intra):
         plan = plan_of(cluster="4xV100-16GB", inter=inter, intra=intra, num_micro_batches=4)
         assert violations(plan) == []
         if len(plan.stages) > 1:
             assert plan.provenance.planner == f"{type(inter).__name__} over {intra.name}"
 
-    def test_nothing_is_required_that_chains_do_not_hold(self, inter):
+    def test_no_profiles_are_required_beyond_the_chains(self, inter):
         assert inter.required_profiles([even_chain(4, devices=2)]) == ()
 
 
@@ -158,5 +158,5 @@ def test_stages_that_cannot_be_run_are_a_fault_of_the_planner():
     assert "Overlapping" in str(caught.value)
 
 
-def test_it_is_public():
+def test_plan_chain_is_public():
     assert aq.plan_chain is plan_chain

@@ -40,7 +40,7 @@ class TestEveryIntraPlanner:
         assert solution.peak_bytes == pytest.approx(use.max())
         assert 0 <= solution.lower_bound_s <= solution.step_time_s * (1 + 1e-9)
 
-    def test_only_open_choices_are_picked(self, intra, problem, space):
+    def test_picks_are_allowed_choices(self, intra, problem, space):
         free = intra.solve(problem, space, memory_limit_bytes=np.inf)
         for node in range(len(free.picks)):
             allowed = [mask.copy() for mask in space.allowed]
@@ -49,7 +49,7 @@ class TestEveryIntraPlanner:
             solution = intra.solve(problem, rest, memory_limit_bytes=np.inf)
             assert solution is None or all(mask[p] for mask, p in zip(allowed, solution.picks, strict=True))
 
-    def test_memory_and_the_ceiling_are_kept(self, intra, problem, space):
+    def test_memory_limit_and_ceiling_are_respected(self, intra, problem, space):
         free = intra.solve(problem, space, memory_limit_bytes=np.inf)
         for limit in np.linspace(0.1, 1.0, 5) * free.peak_bytes:
             solution = intra.solve(problem, space, memory_limit_bytes=limit)
@@ -58,7 +58,7 @@ class TestEveryIntraPlanner:
         below = intra.solve(problem, space, memory_limit_bytes=np.inf, ceiling_s=free.step_time_s / 2)
         assert below is None or below.step_time_s < free.step_time_s / 2
 
-    def test_a_search_in_steps_ends_where_solving_does(self, intra, problem, space):
+    def test_a_search_in_steps_has_the_result_of_solve(self, intra, problem, space):
         whole = intra.solve(problem, space, memory_limit_bytes=np.inf)
         search = intra.begin(problem, space, memory_limit_bytes=np.inf, notes={})
         search.start()
@@ -67,31 +67,31 @@ class TestEveryIntraPlanner:
         assert search.picks is not None and not search.gave_up
         assert search.improve().step_time_s == pytest.approx(whole.step_time_s, rel=1e-2)
 
-    def test_a_search_that_finds_nothing_says_what_needs_little(self, intra, problem, space):
+    def test_a_search_without_solution_returns_picks_of_little_memory(self, intra, problem, space):
         search = intra.begin(problem, space, memory_limit_bytes=1000.0)
         assert search.bound() is None
         assert evaluate(space.priced, search.least_memory()).total_s < np.inf
 
-    def test_nothing_is_required_that_the_cluster_does_not_say(self, intra, problem):
+    def test_no_profiles_are_required_beyond_the_cluster(self, intra, problem):
         assert intra.required_profiles(problem) == ()
 
     @pytest.mark.parametrize("make", [aq.ShardParallel, aq.Auto], ids=["shard", "auto"])
-    def test_it_runs_under_methods(self, intra, make):
+    def test_methods_use_the_planner(self, intra, make):
         plan = aq.plan(*STEP, cluster=CLUSTER, method=make(intra=intra), num_micro_batches=2)
         assert violations(plan) == [] and intra.name in plan.provenance.planner
         assert plan == aq.plan(*STEP, cluster=CLUSTER, method=make(intra=intra), num_micro_batches=2)
 
-    def test_it_runs_under_pinned_inputs(self, intra):
+    def test_the_planner_solves_with_pinned_inputs(self, intra):
         method = aq.ManualParallel(specs={"batch.x": ("x",)}, mesh_shape=(4,), intra=intra)
         plan = aq.plan(*STEP, cluster=CLUSTER, method=method)
         assert violations(plan) == [] and plan.stages[0].shardings["batch.x"][0] == ("x",)
 
-    def test_it_runs_inside_the_stages_of_a_pipeline(self, intra):
+    def test_the_planner_solves_stages_of_a_pipeline(self, intra):
         plan = plan_of(num_stages=2, num_micro_batches=4, intra=intra)
         assert violations(plan) == [] and len(plan.stages) == 2
         assert plan.provenance.planner == f"StageDP over {intra.name}"
 
-    def test_it_answers_questions_to_a_plan(self, intra, problem):
+    def test_follow_and_alternatives_use_the_planner(self, intra, problem):
         method = aq.ShardParallel(mesh_shape=(4,), intra=intra)
         (stage,) = aq.plan(*STEP, cluster=CLUSTER, method=method).stages
         choices = follow(problem, stage, intra)
@@ -99,14 +99,14 @@ class TestEveryIntraPlanner:
         for other in find_alternatives(problem, stage, choices, intra=intra):
             assert other.step_time_s is None or other.step_time_s > 0
 
-    def test_it_solves_the_seeds_of_meshes_with_three_axes(self, intra):
+    def test_the_planner_solves_seeds_of_meshes_with_three_axes(self, intra):
         step = mlp((64, 256, 64), 64)
         plan = aq.plan(
             *step, cluster=Cluster.preset("8xH100"), method=aq.ShardParallel(mesh_shape=(2, 2, 2), intra=intra)
         )
         assert violations(plan) == []
 
-    def test_what_does_not_fit_is_said(self, intra):
+    def test_infeasible_problems_raise(self, intra):
         with pytest.raises(InfeasibleError, match="It could fit with"):
             aq.plan(*STEP, cluster=CLUSTER, method=aq.ShardParallel(intra=intra), memory_limit_bytes=1000.0)
 
@@ -118,7 +118,7 @@ def test_no_planner_beats_the_bound_of_the_integer_program(name, problem, space)
     assert other.step_time_s >= exact.lower_bound_s * (1 - 1e-9)
 
 
-def test_a_rule_that_contradicts_pinned_inputs_is_no_matter_of_memory():
+def test_a_rule_that_contradicts_pinned_inputs_is_reported_as_such_and_not_as_lack_of_memory():
     method = aq.ManualParallel(specs={"state.params*": ()}, mesh_shape=(4,), intra=INTRAS["zero3"])
     with pytest.raises(InputError, match=r"fixed has no plan .* open"):
         aq.plan(*STEP, cluster=CLUSTER, method=method)

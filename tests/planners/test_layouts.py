@@ -24,7 +24,7 @@ def priced_on(problem, shape):
     return price(problem.nodes, mesh, data_axes=frozenset({0}))
 
 
-def test_other_prices_in_a_known_layout(problem):
+def test_a_cached_layout_takes_other_prices(problem):
     layouts = Layouts()
     build_program(priced := priced_on(problem, (4, 2)), everything(priced), layouts)
     priced = priced_on(problem, (2, 4))
@@ -34,7 +34,7 @@ def test_other_prices_in_a_known_layout(problem):
         np.testing.assert_array_equal(a, b)
 
 
-def test_other_choices_are_laid_out_anew(problem):
+def test_other_choices_need_another_layout(problem):
     layouts, priced = Layouts(), priced_on(problem, (4, 2))
     all_choices = everything(priced)
     fewer = [mask.copy() for mask in all_choices]
@@ -43,7 +43,7 @@ def test_other_choices_are_laid_out_anew(problem):
     assert build_program(priced, fewer, layouts)[1].num_integer == build_program(priced, all_choices)[1].num_integer - 1
 
 
-def test_a_known_layout_takes_no_rows_of_one_problem_to_the_next(problem):
+def test_a_cached_layout_keeps_no_rows_of_earlier_problems(problem):
     layouts, priced = Layouts(), priced_on(problem, (4, 2))
     program, _ = build_program(priced, everything(priced), layouts)
     num_rows = len(program.lower)

@@ -80,7 +80,7 @@ def test_planning_twice_gives_the_same(name, plans):
     assert again == plans(name) and again.to_json() != ""
 
 
-def test_prediction_is_the_judges(plan, problem):
+def test_prediction_is_that_of_the_judge(plan, problem):
     assert estimate(PlannedStep.of_program(plan, problem.graph, problem)) == plan.prediction
 
 
@@ -98,7 +98,7 @@ def test_interior_survives_encoding(plan, problem):
     assert encode_interior(nodes, decode_interior(stage, nodes), stage.axis_names) == stage.interior
 
 
-def test_nobody_beats_the_bound(plan, plans):
+def test_no_method_is_faster_than_the_bound(plan, plans):
     bound = plans("auto").provenance.lower_bound_s
     # A mesh of three axes is no part of what `auto` looks at.
     if len(plan.stages[0].mesh_shape) < 3:
@@ -109,13 +109,13 @@ def test_nobody_beats_the_bound(plan, plans):
         assert plan.provenance.status in ("optimal", "optimal within the gap")
 
 
-def test_auto_is_no_slower_than_any(plans):
+def test_auto_is_no_slower_than_any_method(plans):
     auto = plans("auto").prediction.step_time_s
     for name in set(ALL_METHODS) - {"shard on 2x2x2"}:
         assert auto <= plans(name).prediction.step_time_s * (1 + 1e-3)
 
 
-def test_successors_are_split_as_what_they_replace(plan):
+def test_new_state_is_split_like_old_state(plan):
     stage = plan.stages[0]
     for path in (*PARAMETERS, *MOMENTS):
         assert stage.outputs[path.replace("state", "[0]")] == stage.shardings[path]
@@ -124,7 +124,7 @@ def test_successors_are_split_as_what_they_replace(plan):
 @pytest.mark.parametrize(
     ("name", "params", "moments"), [("dp", 1, 1), ("zero2", 1, 8), ("zero3", 8, 8)], ids=["dp", "zero2", "zero3"]
 )
-def test_what_zero_splits(plans, name, params, moments):
+def test_zero_stages_split_parameters_and_moments(plans, name, params, moments):
     plan = plans(name)
     assert {shards(plan, path)[0] for path in PARAMETERS} == {params}
     assert {shards(plan, path)[0] for path in MOMENTS} == {moments}
@@ -138,7 +138,7 @@ def test_what_zero_splits(plans, name, params, moments):
 @pytest.mark.parametrize(
     ("name", "split"), [("zero2 within a host", MOMENTS), ("zero3 within a host", PARAMETERS + MOMENTS)]
 )
-def test_within_a_host_nothing_is_split_across(plans, name, split):
+def test_sharding_within_a_host_replicates_across_hosts(plans, name, split):
     plan = plans(name)
     assert plan.stages[0].mesh_shape == (2, 4)
     for path in PARAMETERS + MOMENTS:
@@ -159,7 +159,7 @@ def test_manual_follows_patterns(plans):
     assert plan.stages[0].shardings["batch.x"] == (("x",), ())
 
 
-def test_manual_takes_axes_of_its_own_and_of_size_one():
+def test_manual_takes_named_axes_and_axes_of_size_one():
     specs = {"batch.*": (("data", "model"),)}
     method = ManualParallel(specs=specs, mesh_shape=(8, 1), axis_names=("data", "model"))
     plan = aq.plan(*STEP, cluster=CLUSTER, method=method)
@@ -193,7 +193,7 @@ def test_indivisible_batch():
 
 
 @pytest.mark.parametrize("name", ["dp", "zero3", "shard", "auto", "manual"])
-def test_infeasible_says_what_would_fit(name):
+def test_infeasible_errors_name_what_would_fit(name):
     with pytest.raises(InfeasibleError) as found:
         aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=1e5)
     error = found.value
@@ -249,7 +249,7 @@ def test_interrupt_before_anything_was_found():
     assert found.value.decision is None
 
 
-def test_node_limit_is_said():
+def test_a_reached_node_limit_is_reported():
     graph = aq.capture(*STEP)
     free = make_problem(graph, CLUSTER)
     best = ShardParallel(mesh_shape=(2, 4)).solve(free)
@@ -262,7 +262,7 @@ def test_node_limit_is_said():
     assert (decision.status == "optimal") == proved
 
 
-def test_a_foreign_interior_is_refused(plans, problem):
+def test_an_interior_of_another_plan_is_refused(plans, problem):
     stage = plans("shard").stages[0]
     wrong = msgspec.structs.replace(stage.interior[0], node="another", splits={stage.axis_names[0]: "nowhere"})
     short = msgspec.structs.replace(stage, interior=(wrong, *stage.interior[1:-1]))
@@ -289,7 +289,7 @@ def test_micro_batches_pay_the_update_once(problem):
 
 
 @pytest.mark.parametrize("method", [Zero2Parallel(), Zero3Parallel()])
-def test_gradients_wait_for_the_last_micro_batch_where_they_fit(method):
+def test_gradients_are_reduced_after_the_last_micro_batch_if_they_fit(method):
     """Whole gradients are synchronised once; under a limit that they exceed, each micro-batch adds to its shards."""
     free = aq.plan(*STEP, cluster=CLUSTER, method=method, num_micro_batches=2)
     assert free.stages[0].data_axes == free.stages[0].axis_names

@@ -30,7 +30,7 @@ def scaled(primitive):
 
 
 @pytest.mark.parametrize("method", [aq.DataParallel(), aq.Auto()], ids=["dp", "auto"])
-def test_what_runs_whole_is_priced_and_named(method):
+def test_operators_that_run_whole_are_priced_and_named(method):
     def whole(params, batch):
         return params, jnp.sum(shared_scale_p.bind(jnp.tanh(batch @ params)))
 
@@ -44,7 +44,7 @@ def test_what_runs_whole_is_priced_and_named(method):
     assert line.split(":")[0] in str(plan)
 
 
-def test_the_same_step_with_a_rule_takes_less_and_says_nothing():
+def test_with_a_rule_the_step_is_faster_and_has_no_note():
     def step(primitive):
         return lambda params, batch: (params, jnp.sum(primitive(jnp.tanh(batch @ params))))
 
@@ -57,7 +57,7 @@ def test_the_same_step_with_a_rule_takes_less_and_says_nothing():
     assert re.match(r"\d\d% of the computing is replicated, .*: operators that run whole \(\d\d%\)", line)
 
 
-def test_a_replicated_update_is_said_in_one_line():
+def test_a_replicated_update_is_noted_in_one_line():
     def train_step(params, batch):
         grads = jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
         return params - 0.1 * grads

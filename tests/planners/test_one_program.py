@@ -41,14 +41,14 @@ class Seconds:
         pytest.param({}, 1, [], None, id="there are no fewer"),
     ],
 )
-def test_numbers_of_micro_batches(seconds, most, tried, found):
+def test_numbers_of_micro_batches_that_are_tried(seconds, most, tried, found):
     method = Seconds(seconds)
     best = fewer_micro_batches(method, lambda count: count, most=most, faster_than_s=20)
     assert method.tried == tried
     assert (best and best.count) == found
 
 
-def test_what_cannot_fit_is_not_tried():
+def test_numbers_of_micro_batches_that_cannot_fit_are_not_tried():
     """The one that fits says so of half its micro-batches; where nothing fits yet, nothing is said of more."""
     seconds = {n: 10 + n for n in (1, 2, 4, 8, 16)}
     method = Seconds(seconds)
@@ -95,7 +95,7 @@ def test_a_search_for_stages_may_end_in_one_program_with_large_micro_batches():
     assert free.prediction.step_time_s < 0.8 * many.prediction.step_time_s
 
 
-def test_what_is_wanted_is_kept():
+def test_given_numbers_of_stages_and_micro_batches_are_kept():
     assert len(plan_of(num_stages=2).stages) == 2
     assert len(plan_of(num_stages=2, schedule="gpipe").stages) == 2
     assert plan_of(num_micro_batches=64).num_micro_batches == 64
@@ -120,7 +120,7 @@ def problem_of(count, limit_bytes, rows=1 << 15, width=256):
 
 
 @pytest.mark.parametrize("limit_bytes", [4e6, 8e6, 16e6, 32e6, 64e6])
-def test_what_is_too_large_by_far_is_known_from_more_micro_batches(limit_bytes):
+def test_too_few_micro_batches_are_ruled_out_by_a_problem_with_more(limit_bytes):
     """By whatever a problem says of fewer micro-batches, nothing is lost."""
     problem = problem_of(16, limit_bytes)
     said = {count: is_too_large(problem, count) for count in (1, 2, 4, 8, 16, 32)}

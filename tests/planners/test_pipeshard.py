@@ -103,7 +103,7 @@ def test_more_stages_than_layers_are_refused():
         plan_of(num_stages=50, num_micro_batches=4)
 
 
-def test_what_is_searched_may_come_out_as_one_program(monkeypatch):
+def test_a_search_for_stages_may_return_one_program(monkeypatch):
     def slowly(*args, **options):
         time.sleep(0.5)
         return solve_pipeline(*args, **options)
@@ -120,7 +120,7 @@ def test_nothing_fits():
         plan_of(limit=1000, num_micro_batches=4)
 
 
-def test_what_needs_too_much_is_looked_at_once(monkeypatch):
+def test_a_proposal_far_below_the_limit_is_not_searched_again(monkeypatch):
     """A limit a little lower changes nothing where what was proposed is far below it."""
     module, proposed = sys.modules[solve_pipeline.__module__], []
 
@@ -254,6 +254,6 @@ class OnlySmall(AbstractInter):
         return aq.StageDP(num_stages=2).solve(small)
 
 
-def test_smaller_micro_batches_are_tried_where_nothing_else_fits():
+def test_smaller_micro_batches_are_tried_if_nothing_else_fits():
     assert plan_of(num_stages=2).num_micro_batches <= 8
     assert plan_of(inter=OnlySmall()).num_micro_batches >= 32

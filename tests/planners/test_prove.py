@@ -39,25 +39,25 @@ def searches():
     return found
 
 
-def test_nothing_is_ruled_out_that_exists(searches, monkeypatch):
+def test_no_existing_solution_is_ruled_out(searches, monkeypatch):
     monkeypatch.setattr(_solve, "_CLOSE", 1.0)
     for search, _, best in searches:
         assert not search._nothing_below(best.step_time_s * (1 + 1e-6))
 
 
-def test_most_of_what_lies_between_bound_and_best_is_ruled_out(searches, monkeypatch):
+def test_most_ceilings_between_bound_and_best_are_ruled_out(searches, monkeypatch):
     monkeypatch.setattr(_solve, "_CLOSE", 1.0)
     ruled_out = [search._nothing_below(bound + 0.2 * (best.step_time_s - bound)) for search, bound, best in searches]
     assert sum(ruled_out) >= 0.5 * len(ruled_out)
 
 
-def test_the_relaxation_is_as_before(searches):
+def test_ruling_out_leaves_the_relaxation_unchanged(searches):
     for search, bound, _ in searches:
         search._nothing_below(bound * (1 + 1e-4))
         assert search._relaxation.solve().bound_s == pytest.approx(bound, rel=1e-9)
 
 
-def test_a_bound_is_lifted_little_further_than_asked(searches):
+def test_a_bound_is_raised_little_beyond_the_cutoff(searches):
     stopped = 0
     for tight, bound, _ in searches:
         search = Search(tight.priced, everything(tight.priced), limit_bytes=tight.limit_bytes)

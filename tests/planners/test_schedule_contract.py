@@ -27,7 +27,7 @@ def sizes(kind):
 
 @pytest.mark.parametrize("name", KINDS)
 class TestEverySchedule:
-    def test_its_lists_can_be_run(self, name):
+    def test_task_lists_can_be_run(self, name):
         for counts in sizes(KINDS[name]):
             schedule = make_schedule(name, *counts)
             tasks = schedule.order()
@@ -37,14 +37,14 @@ class TestEverySchedule:
                 *range(schedule.num_stages)
             ]
 
-    def test_what_is_kept_covers_the_lists(self, name):
+    def test_micro_batches_in_flight_cover_the_task_lists(self, name):
         for stages, count, submeshes in sizes(KINDS[name]):
             schedule = make_schedule(name, stages, count, submeshes)
             kept = KINDS[name].in_flight(stages, count, submeshes)
             assert len(kept) == stages
             assert all(schedule.in_flight(k) <= kept[k] <= count for k in range(stages))
 
-    def test_what_is_kept_depends_on_what_it_says(self, name):
+    def test_micro_batches_in_flight_depend_on_what_the_schedule_declares(self, name):
         kind, count = KINDS[name], 5
         kept = {stages: list(kind.in_flight(stages, count, stages)) for stages in range(1, 9)}
         match kind.keeps:
@@ -56,7 +56,7 @@ class TestEverySchedule:
                 assert all(len(set(row)) == 1 for row in kept.values())
                 assert sorted(kept.values(), key=lambda row: row[0]) == list(kept.values())
 
-    def test_its_closed_form_adds_and_scales_times_alone(self, name):
+    def test_the_closed_form_is_linear_in_times(self, name):
         random = np.random.default_rng(0)
         names = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
         first, second = ({n: random.uniform(1, 2, 6) for n in names} for _ in range(2))
@@ -71,7 +71,7 @@ class TestEverySchedule:
             np.testing.assert_allclose(term.sums, a.sums + 3 * b.sums)
             assert (term.weight, term.transfers, term.link) == (a.weight, a.transfers, a.link)
 
-    def test_its_closed_form_is_near_the_simulation_of_equal_stages(self, name):
+    def test_the_closed_form_is_near_the_simulation_of_equal_stages(self, name):
         for stages, count, submeshes in sizes(KINDS[name]):
             ones, zeros = np.ones(stages), np.zeros(stages)
             trains = KINDS[name].trains
@@ -92,7 +92,7 @@ class TestEverySchedule:
             step_s = simulate(make_schedule(name, stages, count, submeshes), costs).step_time_s
             assert 0.5 * step_s <= form.total_s(zeros, overlaps=True) <= 2 * step_s
 
-    def test_a_predicted_trace_shows_its_tasks(self, name):
+    def test_a_predicted_trace_shows_all_tasks(self, name):
         if not KINDS[name].trains:
             return
         plan = plan_of(num_stages=4, num_micro_batches=8, schedule=name)
@@ -105,7 +105,7 @@ class TestEverySchedule:
 @pytest.mark.parametrize("name", TRAINING)
 class TestEveryTrainingSchedule:
     @pytest.mark.parametrize("inter", INTERS.values(), ids=INTERS)
-    def test_planners_choose_it(self, name, inter):
+    def test_planners_can_choose_the_schedule(self, name, inter):
         chain = even_chain(8, devices=4, micro_batches=8)
         try:
             inter.check_limits(limits := StageLimits(schedule=name))
@@ -115,7 +115,7 @@ class TestEveryTrainingSchedule:
         assert plan.schedule == name
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_stages_that_fit_by_its_figures_fit_when_simulated(self, name, seed):
+    def test_stages_that_fit_by_closed_form_fit_when_simulated(self, name, seed):
         chain = random_chain(np.random.default_rng(seed), num_units=8, geometry=(1, 4))
         try:
             plan = plan_chain(chain, StageDP(schedules=(name,), simulated=1))
@@ -123,7 +123,7 @@ class TestEveryTrainingSchedule:
             return
         assert simulate_stages(chain, plan)[1] <= plan.peak_bytes * (1 + 1e-9)
 
-    def test_prefix_sums_and_stages_give_the_same_form(self, name):
+    def test_prefix_sums_and_stages_give_the_same_closed_form(self, name):
         chain = even_chain(8, devices=4, micro_batches=8)
         plan = plan_chain(chain, StageDP(schedules=(name,)))
         chunks = len(plan.stages) // plan.num_submeshes
@@ -139,7 +139,7 @@ class TestEveryTrainingSchedule:
             )
         assert plan.closed_form_s == pytest.approx(total)
 
-    def test_stages_that_share_submeshes_are_placed_as_it_says(self, name):
+    def test_stages_that_share_submeshes_follow_the_placement(self, name):
         if not KINDS[name].interleaves:
             return
         chain = even_chain(8, devices=4, micro_batches=8)
@@ -154,7 +154,7 @@ class TestEveryTrainingSchedule:
         swapped = judge_stages(chain, plan.stages[::-1], name, num_submeshes=2).stages
         assert find_stage_faults(chain, swapped, name, num_submeshes=2)
 
-    def test_a_plan_of_it_survives_its_file_and_runs(self, name):
+    def test_a_saved_plan_with_the_schedule_runs(self, name):
         stages = 4 if KINDS[name].interleaves else 2
         method = aq.PipeshardParallel(num_stages=stages, num_micro_batches=4, schedule=name)
         plan = aq.plan(train_step, STATE, BATCH, cluster=aq.Cluster.preset("4xcpu"), method=method)

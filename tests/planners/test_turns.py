@@ -39,7 +39,7 @@ def peak(model, priced, picks) -> float:
     return float(timeline(model, priced, picks).max())
 
 
-def test_choices_that_run_in_turn_fit_where_others_would_not(nodes):
+def test_running_weight_gradients_at_once_fits_where_deferring_does_not(nodes):
     """The limit lies between what these choices need and what they would need if all products waited that may."""
     priced = on_mesh(nodes, 2, 2)
     rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def test_choices_that_run_in_turn_fit_where_others_would_not(nodes):
     assert tried
 
 
-def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
+def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(nodes):
     """The bound is still one of all choices, and the status says what was searched."""
     priced = on_mesh(nodes, 4)
     free = Search(priced, everything(priced), limit_bytes=1e15)
@@ -79,7 +79,7 @@ def test_what_fits_only_in_turn_is_left_for_the_best_where_all_wait(nodes):
     assert found.status == "optimal if every deferrable product is deferred"
 
 
-def test_where_nothing_runs_beside_all_reduces_no_choice_changes_what_waits(nodes):
+def test_without_overlap_choices_do_not_change_what_is_deferred(nodes):
     tpus = Cluster.preset("v5e-4")
     priced = price(nodes, LogicalMesh(shape=(4,), axis_names=("x",), cluster=tpus))
     assert may_take_turns(on_mesh(nodes, 4)) and not may_take_turns(priced)
@@ -88,7 +88,7 @@ def test_where_nothing_runs_beside_all_reduces_no_choice_changes_what_waits(node
     assert (either[0] == either[1]).all()
 
 
-def test_what_can_never_fit_is_not_solved(nodes):
+def test_a_problem_that_can_never_fit_is_not_solved(nodes):
     """Every array at its smallest is too much already."""
     search = Search(on_mesh(nodes, 2, 2), everything(on_mesh(nodes, 2, 2)), limit_bytes=1e5)
     assert search.bound() is None

@@ -92,7 +92,7 @@ def test_all_faults_at_once(given, faults):
         assert fault in str(caught.value)
 
 
-def test_hosts_are_not_straddled():
+def test_submeshes_that_straddle_hosts_are_refused():
     chain = even_chain(6, devices=4)
     sizes = ((1, 1), (1, 2), (2, 2))
     options = tuple(replace(o, submesh=size) for o, size in zip(chain.options, sizes))
@@ -101,7 +101,7 @@ def test_hosts_are_not_straddled():
         ManualStages(boundaries=((0, 2), (2, 4), (4, 6)), options=(0, 1, 0)).solve([chain])
 
 
-def test_stages_without_room():
+def test_given_stages_that_do_not_fit_are_reported():
     chain = replace(even_chain(6, devices=2), memory_limit_bytes=18.0)
     with pytest.raises(InfeasibleError, match="do not fit") as caught:
         ManualStages(boundaries=((0, 3), (3, 6)), options=(0, 0)).solve([chain])
@@ -124,6 +124,6 @@ def test_wrong_settings(wrong, message):
         ManualStages(**{"boundaries": ((0, 3), (3, 6)), "options": (0, 0), **wrong})
 
 
-def test_a_number_of_micro_batches_without_chain():
+def test_a_number_of_micro_batches_without_a_chain_is_refused():
     with pytest.raises(InputError, match="there are chains for 4"):
         ManualStages(boundaries=((0, 6),), options=(0,), num_micro_batches=3).solve([even_chain(6, devices=1)])

@@ -50,7 +50,7 @@ def _slow_chain(seed: int, *, num_units: int, geometry: tuple[int, int], micro_b
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_equals_all_cuts(schedule, share):
+def test_the_best_recut_is_that_of_brute_force(schedule, share):
     """On 1 + 1 + 2 devices, every cut with every option, in memory for a share of them."""
     for seed in range(4):
         chain = _slow_chain(seed, num_units=7, geometry=(2, 2))
@@ -77,7 +77,7 @@ def test_equals_all_cuts(schedule, share):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_stages_slower_than_the_plans_slowest_need_not_be_looked_at(schedule):
+def test_stages_slower_than_the_slowest_of_the_plan_are_not_needed(schedule):
     """Cuts are the same whichever plan that fits they are looked for from; and in a long chain few are worth a look."""
     chain = _slow_chain(5, num_units=60, geometry=(2, 4))
     option = next(k for k, o in enumerate(chain.options) if o.submesh == (1, 1))
@@ -113,7 +113,7 @@ def test_no_grid_is_faster_in_simulation():
     assert beaten
 
 
-def test_what_overlaps_is_left_alone():
+def test_plans_with_overlapping_transfers_are_not_recut():
     chain = replace(_slow_chain(0, num_units=7, geometry=(2, 2)), overlaps_transfers=True)
     plan = StageDP(schedules=("1f1b",), num_stages=2).solve([chain])
     assert two_sided_s(chain, plan) == plan.closed_form_s and recut(chain, plan) is plan

@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("part", range(4))
-def test_equals_trying_all(schedule, part):
+def test_the_stages_are_those_of_brute_force(schedule, part):
     """Without a memory limit, at limits that bind, and below the smallest peak; see benchmarks/inter_brute_force.py."""
     first = 1000 * SCHEDULES.index(schedule) + part
     found = [c for seed in range(first, first + 56, 4) for c in compare(seed, schedule)]
@@ -124,7 +124,7 @@ def test_long_chains_are_cut_exactly(num_units):
 
 
 @pytest.mark.parametrize("limits", [{"solve_limit": 1}, {"work_limit": 1}], ids=str)
-def test_a_solve_limit_keeps_the_bound_honest(limits):
+def test_the_bound_is_valid_when_the_solve_limit_ends_the_search(limits):
     chain = random_chain(np.random.default_rng(5), num_units=12, geometry=(2, 2))
     exact = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9).solve([chain])
     hasty = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, **limits).solve([chain])
@@ -134,7 +134,7 @@ def test_a_solve_limit_keeps_the_bound_honest(limits):
 
 @pytest.mark.parametrize("limit", [9.0, 13.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_infeasible_says_the_smallest_need(schedule, limit):
+def test_infeasible_errors_name_the_smallest_need(schedule, limit):
     chain = replace(even_chain(8, devices=4, micro_batches=8), memory_limit_bytes=limit)
     with pytest.raises(InfeasibleError) as caught:
         StageDP(schedules=(schedule,)).solve([chain])
