@@ -9,7 +9,7 @@ from ._base import AbstractMethod
 from ._megatron import ZERO_STAGES, Megatron, TensorParallel
 
 LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}
-"""Names that take degrees behind a colon, each with an example."""
+"""Names that take degrees after a colon, each with an example."""
 
 _DEGREES = ("dp", "tp", "pp", "ep")
 _SEPARATORS = re.compile(r"[,\-+]")
@@ -17,10 +17,11 @@ _DEGREE = re.compile(r"(dp|tp|pp|ep)(\d{1,6})")
 
 
 def layout_by_name(name: str, num_micro_batches: int | None = None, layers: str | int | None = None) -> AbstractMethod:
-    """The layout that `tp:8` or `megatron:dp4,tp8,pp2` means. Degrees may be joined by "-" as well, as lists of methods need.
+    """The layout that `tp:8` or `megatron:dp4,tp8,pp2` means. Degrees may be joined by "-" as well,
+    as lists of methods need.
 
     Raises:
-        InputError: says every part that cannot be read, and what can be typed.
+        InputError: lists every part that cannot be read, and the valid ones.
     """
     kind, _, words = name.partition(":")
     if kind not in LAYOUTS or not words:
@@ -33,13 +34,13 @@ def layout_by_name(name: str, num_micro_batches: int | None = None, layers: str 
     zero: list[str] = []
     faults = []
     for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
-        found = _DEGREE.fullmatch(word)
-        if found and found[1] in degrees:
-            faults.append(f"{found[1]} is given twice")
-        elif found and int(found[2]) < 1:
+        degree = _DEGREE.fullmatch(word)
+        if degree and degree[1] in degrees:
+            faults.append(f"{degree[1]} is given twice")
+        elif degree and int(degree[2]) < 1:
             faults.append(f"{word}: a degree is at least 1")
-        elif found:
-            degrees[found[1]] = int(found[2])
+        elif degree:
+            degrees[degree[1]] = int(degree[2])
         elif word in ZERO_STAGES:
             zero.append(word)
         else:
@@ -63,7 +64,8 @@ def layout_by_name(name: str, num_micro_batches: int | None = None, layers: str 
 
 
 def method_names(text: str) -> list[str]:
-    """The methods of a list such as `auto,tp:8,megatron:dp1,tp8`: a bare degree belongs to the layout before it.
+    """The methods of a list such as `auto,tp:8,megatron:dp1,tp8`: a bare degree belongs to the
+    layout before it.
 
     >>> method_names("auto, megatron:dp1,tp8,zero1, fsdp, tp:8")
     ['auto', 'megatron:dp1,tp8,zero1', 'fsdp', 'tp:8']

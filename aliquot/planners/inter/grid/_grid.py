@@ -108,7 +108,7 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
 
 
 def nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid") -> InfeasibleError:
-    """What to raise where all plans of a kind need too much memory; describes the smallest."""
+    """The error if all plans of a kind need too much memory; describes the smallest."""
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)

@@ -1,12 +1,14 @@
-"""Tensor parallelism: which factor of each node a mesh axis splits where products are computed Megatron-LM's way.
+"""Tensor parallelism: which factor of each node a mesh axis splits where products are computed
+Megatron-LM's way.
 
-The forward pass is followed in program order. A product with a weight is split by its output features (by columns) where
-what it reads is whole, and by its contraction (by rows) where what it reads is split; a lookup is split by its table's rows. Products
-without weights, such as those of attention, keep the split of their operands: by heads. The residual stream stays whole. What
-the backward pass and the update do follows from the same index spaces.
+The forward pass is followed in program order. A product with a weight is split by its output
+features (by columns) where what it reads is whole, and by its contraction (by rows) where what it
+reads is split; a lookup is split by its table's rows. Products without weights, such as those of
+attention, keep the split of their operands: by heads. The residual stream stays whole. What the
+backward pass and the update do follows from the same index spaces.
 
-Reference: M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism", 2019,
-section 3.
+Reference: M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
+model parallelism", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class TooFine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSplit:
-    """For each node the factors of which a tensor axis splits one; nodes that are not listed stay whole.
+    """For each node the factors of which a tensor axis splits one; nodes that are not listed stay
+    whole.
 
     Attributes:
         factors: by node.
@@ -44,7 +47,7 @@ class TensorSplit:
 
 
 def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
-    """How a tensor axis of a degree splits the nodes of a step."""
+    """The split of all nodes of a step by a tensor axis of a degree."""
     walk = Forward(nodes=nodes, kinds=kinds, degree=degree)
     for product in walk.products:
         walk.decide(product)
@@ -52,43 +55,47 @@ def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
 
 
 def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
-    """For each node that holds or computes something for each expert the factor that counts the experts.
+    """For each node with a value for each expert, the factor that counts the experts.
 
-    An expert's weights are those with a dim that stands in both what their product reads and what it makes. What only
-    such products make and read is split by experts too; tokens change from a split by batch where they enter and leave.
+    An expert's weights are those with a dim that stands in both what their product reads and what
+    it makes. What only such products make and read is split by experts too; tokens change from a
+    split by batch where they enter and leave.
     """
     walk = Forward(nodes=nodes, kinds=kinds, degree=1)
-    found: dict[int, int] = {}
+    factors: dict[int, int] = {}
     for product in walk.products:
         for edge in walk.incoming[product]:
             if edge.source in walk.weights:
                 for factor in walk.parts(product).experts:
-                    found[product] = factor
-                    found[edge.source] = edge.source_projection.index(edge.target_projection[factor])
-    # What weights meet without products between: casts, gradients, the state of the optimizer; and the products beside.
-    pending = [n for n in found if nodes.nodes[n].kind == "group"]
+                    factors[product] = factor
+                    factors[edge.source] = edge.source_projection.index(edge.target_projection[factor])
+    # What weights meet without products between: casts, gradients, the state of the optimizer; and
+    # the products beside.
+    pending = [n for n in factors if nodes.nodes[n].kind == "group"]
     while pending:
         node = pending.pop()
-        for other, factor in walk.neighbours(node, found[node]):
-            if other not in found:
-                found[other] = factor
+        for other, factor in walk.neighbours(node, factors[node]):
+            if other not in factors:
+                factors[other] = factor
                 if nodes.nodes[other].kind == "group":
                     pending.append(other)
     beside: dict[int, dict[int, int]] = defaultdict(dict)
-    for product in [n for n in found if nodes.nodes[n].kind == "product"]:
-        for other, factor in walk.neighbours(product, found[product]):
+    for product in [n for n in factors if nodes.nodes[n].kind == "product"]:
+        for other, factor in walk.neighbours(product, factors[product]):
             beside[other][product] = factor
     groups = {n: found_beside for n, found_beside in beside.items() if nodes.nodes[n].kind == "group"}
     for node, by_product in groups.items():
         products = {n for n in walk.beside(node) if nodes.nodes[n].kind == "product"}
-        if node not in found and products == set(by_product) and len(set(by_product.values())) == 1:
-            found[node] = next(iter(by_product.values()))
-    return found
+        if node not in factors and products == set(by_product) and len(set(by_product.values())) == 1:
+            factors[node] = next(iter(by_product.values()))
+    return factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The factors of a product with a weight: what it sums over, its output features, and those it shares with what it reads."""
+    """The factors of a product with a weight: what it sums over, its output features, and those it
+    shares with what it reads.
+    """
 
     contraction: tuple[int, ...] = ()
     features: tuple[int, ...] = ()
@@ -151,7 +158,7 @@ class Forward:
             return
         self.split[product] = chosen
         finest = self._finest(product, chosen)
-        # What has no weight follows from products that have.
+        # Products without a weight follow those with one.
         if finest % self.degree and any(e.source in self.weights for e in self.incoming[product]):
             self._note(product, chosen, finest)
         for edge in self.outgoing[product]:
@@ -159,7 +166,7 @@ class Forward:
 
     def parts(self, product: int) -> Parts:
         """The factors of a product, if it has a weight."""
-        weight, activation, made = set[int](), set[int](), set[int]()
+        weight, activation, results = set[int](), set[int](), set[int]()
         order: list[int] = []
         for edge in self.incoming[product]:
             dims = {f: d for f, d in enumerate(edge.target_projection) if d >= 0}
@@ -169,15 +176,15 @@ class Forward:
             else:
                 activation |= set(dims)
         for edge in self.outgoing[product]:
-            made |= {f for f, d in enumerate(edge.source_projection) if d >= 0}
+            results |= {f for f, d in enumerate(edge.source_projection) if d >= 0}
         if not weight or not activation or self.nodes.nodes[product].kind != "product":
             return Parts()
         ordered = list(dict.fromkeys(order))
-        contraction = tuple(f for f in ordered if f not in made)
+        contraction = tuple(f for f in ordered if f not in results)
         return Parts(
             contraction=contraction,
-            features=tuple(f for f in ordered if f in made and f not in activation),
-            experts=tuple(f for f in ordered if f in made and f in activation),
+            features=tuple(f for f in ordered if f in results and f not in activation),
+            experts=tuple(f for f in ordered if f in results and f in activation),
             is_lookup=bool(contraction) and not activation & set(contraction),
         )
 
@@ -192,7 +199,9 @@ class Forward:
         return {other for other, _, _ in self.every[node]}
 
     def spread(self) -> dict[int, frozenset[int]]:
-        """What was decided, taken on to the backward pass, the weights and the update."""
+        """Factors of all nodes: those of the products, propagated to the backward pass, weights and
+        update.
+        """
         decided = {*self.split, *self.whole, *self.streams, *self.products}
         factors = {node: {factor} for node, factor in self.split.items()}
         pending = list(self.split.items())
@@ -205,7 +214,7 @@ class Forward:
         return {node: frozenset(some) for node, some in factors.items() if some}
 
     def _weights(self) -> frozenset[int]:
-        """Groups that hold parameters or what is made of these alone, such as casts."""
+        """Groups that hold parameters or values computed from these alone, such as casts."""
         weights = set(self.kinds.parameters)
         for node in self.nodes.nodes:
             sources = [e.source for e in self.incoming[node.index]]
@@ -257,11 +266,11 @@ class Forward:
         return features
 
     def _adds_features(self, edge: Edge, features: set[int]) -> bool:
-        made = {d for d in edge.source_projection if d >= 0}
-        return any(edge.target_projection[f] in made for f in features)
+        dims = {d for d in edge.source_projection if d >= 0}
+        return any(edge.target_projection[f] in dims for f in features)
 
     def _carried(self, product: int) -> list[int]:
-        """Factors by which what a product reads is split already."""
+        """Factors of a product by which its operands are split already."""
         carried: dict[int, None] = {}
         for edge in self.incoming[product]:
             if edge.source in self.split and edge.source not in self.weights:
@@ -273,8 +282,8 @@ class Forward:
     def _column(self, product: int, features: tuple[int, ...]) -> int | None:
         """The output features to split, if any should be.
 
-        Those that count experts, which a router scores for each token, stay whole; and those that an output head sums
-        over, which is split by columns itself.
+        Those that count experts, which a router scores for each token, stay whole; and those that
+        an output head sums over, which is split by columns itself.
         """
         candidates = [f for f in features if not self._leads_to(product, f, self._wants_whole)]
         divided = [f for f in candidates if self._finest(product, f) % self.degree == 0]
@@ -285,20 +294,24 @@ class Forward:
         return factor in parts.experts or (product in self.heads and factor in parts.contraction)
 
     def _is_head(self, product: int) -> bool:
-        """Whether it makes more features than it reads, for no further weights, as for the words of a vocabulary."""
+        """True if a product has more output than input features and no weight reads them, as with a
+        vocabulary.
+        """
         parts, factors = self.parts(product), self.nodes.nodes[product].factors
         if not parts.features or parts.is_lookup:
             return False
-        made, read = (math.prod(factors[f].size for f in some) for some in (parts.features, parts.contraction))
-        if made <= read or any(e.target in self.streams for e in self.outgoing[product]):
+        num_made, num_read = (math.prod(factors[f].size for f in some) for some in (parts.features, parts.contraction))
+        if num_made <= num_read or any(e.target in self.streams for e in self.outgoing[product]):
             return False
         return not any(self._leads_to(product, f, self._has_weight) for f in parts.features)
 
     def _has_weight(self, product: int, factor: int) -> bool:
         return self.parts(product) != Parts()
 
-    def _leads_to(self, product: int, factor: int, found: Callable[[int, int], bool]) -> bool:
-        """Whether a factor of a product runs, outside residual streams, through something that is looked for."""
+    def _leads_to(self, product: int, factor: int, is_target: Callable[[int, int], bool]) -> bool:
+        """True if a factor of a product reaches, outside residual streams, a node and factor that
+        satisfy `is_target`.
+        """
         seen: set[tuple[int, int]] = set()
         pending = [(product, factor)]
         while pending:
@@ -308,7 +321,7 @@ class Forward:
                 if dim < 0 or dim not in edge.target_projection or edge.target in self.streams:
                     continue
                 reached = edge.target, edge.target_projection.index(dim)
-                if found(*reached):
+                if is_target(*reached):
                     return True
                 if reached not in seen:
                     seen.add(reached)
@@ -316,7 +329,9 @@ class Forward:
         return False
 
     def _finest(self, product: int, factor: int) -> int:
-        """Parts of a product's factor that stay together, here and in the arrays it makes, such as heads."""
+        """Parts of a product's factor that stay together, here and in the arrays it makes, such as
+        heads.
+        """
         sizes = [self.nodes.nodes[product].factors[factor].size]
         for edge in self.outgoing[product]:
             dim = edge.source_projection[factor]
@@ -325,7 +340,9 @@ class Forward:
         return math.gcd(*sizes)
 
     def _is_largest_lookup(self, product: int) -> bool:
-        """Whether no larger table is looked up for the same array; small ones, such as those of positions, stay whole."""
+        """True if no larger table is looked up for the same array; small ones, such as those of
+        positions, stay whole.
+        """
         targets = {e.target for e in self.outgoing[product]}
         rivals = [
             p for p in self.products if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
