@@ -13,6 +13,7 @@ from ..graph import Graph, Role
 from ._base import AbstractMethod, Decision, Progress, Task
 from ._pipeshard import PipeshardParallel
 from ._race import Entry, race
+from ._tried import tried_pipeline
 from .inter import EqualStages
 from .intra import MegatronSplit, Space, fixed
 
@@ -106,6 +107,7 @@ class Megatron(AbstractMethod):
             layers=self.layers,
         )
         best: Decision | None = None
+        tried = []
         for count in self._counts(task):
             try:
                 found = replace(pipeline, num_micro_batches=count).decide(task)
@@ -113,11 +115,12 @@ class Megatron(AbstractMethod):
                 if best is None:
                     raise
                 break
+            tried.append(tried_pipeline(found))
             if best is not None and found.step_time_s >= best.step_time_s:
                 break
             best = found
         assert best is not None
-        return best
+        return replace(best, candidates=tuple(tried))
 
     def _counts(self, task: Task) -> list[int]:
         """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""

@@ -23,13 +23,14 @@ from ..graph import (
 )
 from ..plans import make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
-from ._base import AbstractMethod, Decision, Interrupted, PipelineParts, Progress, Task
+from ._base import AbstractMethod, Candidate, Decision, Interrupted, PipelineParts, Progress, Task
 from ._helper import HelperProcess
 from ._layer_costs import build_chains, price_option
 from ._methods import ShardParallel
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large
 from ._race import Entry, race
 from ._stage_cache import Solved, StageCache
+from ._tried import tried_pipeline
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra, Space, fixed
 
@@ -88,12 +89,14 @@ class PipeshardParallel(AbstractMethod):
             interrupted.decision = pipeline if len(pipeline.stages) > 1 else None
             raise
         if single is None and len(pipeline.stages) > 1:
-            return pipeline
+            return replace(pipeline, candidates=(*_tried_program(program), tried_pipeline(pipeline)))
         if single is None:
             # A single stage becomes one program, on the mesh of that stage.
             whole = method.whole(pipeline.priced.mesh.shape)
             single = whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
-        return replace(single, combine=task.combine(single.num_micro_batches))
+        slower = (tried_pipeline(pipeline, "slower than one program"),) if len(pipeline.stages) > 1 else ()
+        combine = task.combine(single.num_micro_batches)
+        return replace(single, candidates=(*single.candidates, *slower), combine=combine)
 
 
 def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, OneProgram | None]:
@@ -129,6 +132,16 @@ def _refuse_effects(graph: Graph) -> None:
             "that as often as the plain step does. Take it out (return what it prints as a metric), or plan one program: "
             "--method auto, method=Auto()."
         )
+
+
+def _tried_program(program: OneProgram | None) -> tuple[Candidate, ...]:
+    """One program that was not faster, of which a bound is known."""
+    if program is None:
+        return ()
+    mesh = "x".join(map(str, program.mesh_shape))
+    bound_s = program.least_s
+    outcome = "no faster"
+    return (Candidate(name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome),)
 
 
 def _solve_one_program(

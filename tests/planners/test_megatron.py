@@ -337,6 +337,9 @@ def test_a_pipeline_tries_numbers_of_micro_batches():
     counts = (1, 2, 4, 8)
     tried = {n: planned("megatron:dp2,tp2,pp2", micro_batches=n, recompute="block") for n in counts if n > 1}
     assert plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried.values()) * 1.001
+    text = str(plan)
+    assert "Tried in the search" in text and "megatron:dp2,tp2,pp2, 2 stages, 1f1b, 8 micro-batches" in text
+    assert "pipeline: 2 stages, 1f1b; data (2): parameters are whole; tensor (2): 9" in " ".join(text.split())
     with pytest.raises(InputError, match="A batch of 16 cannot be split over dp2 in each of 3 micro-batches"):
         aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout, num_micro_batches=3)
 

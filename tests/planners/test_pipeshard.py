@@ -73,6 +73,16 @@ def test_a_number_of_stages_is_honoured(num_stages):
     assert [0, *ends[:-1]] == [stage.first_layer for stage in plan.stages]
 
 
+def test_a_pipeline_is_listed_among_what_was_tried():
+    plan = plan_of(num_stages=2, num_micro_batches=4)
+    (tried,) = plan.provenance.candidates
+    assert tried["name"].startswith("pipeshard, 2 stages") and tried["name"].endswith("4 micro-batches")
+    assert tried["step_time_s"] == plan.prediction.step_time_s
+    assert "Tried in the search" in str(plan)
+    (stages,) = [row for row in str(plan).splitlines() if row.startswith("  splits")]
+    assert "pipeline: 2 stages" in stages
+
+
 def test_the_parts_of_the_step_add_up():
     p = plan_of(num_stages=2, num_micro_batches=4).prediction
     assert p.step_time_s == pytest.approx(p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s)

@@ -1,0 +1,20 @@
+"""Pipelines among what was tried in a search."""
+
+from __future__ import annotations
+
+from ._base import Candidate, Decision
+
+
+def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
+    """A pipeline as plans list it: its stages, its micro-batches, and the meshes of its stages."""
+    assert decision.pipeline is not None
+    meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
+    count = len(decision.stages)
+    schedule = decision.pipeline.schedule.name
+    return Candidate(
+        name=f"{decision.method}, {count} stages, {schedule}, {decision.num_micro_batches} micro-batches",
+        mesh=next(iter(meshes)) if len(meshes) == 1 else f"{len(meshes)} meshes",
+        lower_bound_s=decision.lower_bound_s,
+        step_time_s=decision.step_time_s,
+        outcome=outcome,
+    )
