@@ -18,29 +18,35 @@ from .inter import EqualStages
 from .intra import MegatronSplit, Space, fixed
 
 ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""What a layout may split over its data axis besides the batch, and the stages of ZeRO that this is."""
+"""What a layout may split over its data axis besides the batch, and the stages of ZeRO that this
+is.
+"""
 
 _ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron(AbstractMethod):
-    """Data, expert, tensor and pipeline parallelism of given degrees, with products computed as in Megatron-LM.
+    """Data, expert, tensor and pipeline parallelism of given degrees, with products computed as in
+    Megatron-LM.
 
-    Of two products in a row the first is split by columns and the second by rows, attention by heads, embedding and output head by
-    vocabulary; all-reduces of activations stand behind every second product. Stages are equally deep and run 1f1b.
+    Of two products in a row the first is split by columns and the second by rows, attention by
+    heads, embedding and output head by vocabulary; all-reduces of activations stand behind every
+    second product. Stages are equally deep and run 1f1b.
 
     Attributes:
         data: None takes all devices that the other degrees leave.
         tensor: neighbours in a host.
         pipeline: number of stages; 1 makes one program.
         expert: splits the experts of an MoE model; elsewhere these devices split the batch.
-        zero_stage: 0 keeps the whole state on every data rank, 1 and 2 split optimizer state (2 gradients too, in
-            every micro-batch), 3 parameters too.
-        num_micro_batches: None is 1 for one program; for a pipeline it tries 1, 2, 4, ... rows on each data rank.
+        zero_stage: 0 keeps the whole state on every data rank, 1 and 2 split optimizer state (2
+            gradients too, in every micro-batch), 3 parameters too.
+        num_micro_batches: None is 1 for one program; for a pipeline it tries 1, 2, 4, ... rows on
+            each data rank.
         layers: where a pipeline may be cut, see `PipeshardParallel`.
 
-    References: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021.
+    References: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters
+    using Megatron-LM", SC 2021.
     """
 
     data: int | None = None
@@ -73,7 +79,9 @@ class Megatron(AbstractMethod):
         return f"megatron:{','.join([*words, *([zero] if zero else [])])}"
 
     def on(self, cluster: Cluster) -> Megatron:
-        """The layout with every degree given. Raises `InputError` where they do not make up the cluster's devices."""
+        """The layout with every degree given. Raises `InputError` where they do not make up the
+        cluster's devices.
+        """
         others = self.expert * self.tensor * self.pipeline
         data = self.data or cluster.num_devices // others
         if data * others != cluster.num_devices:
@@ -98,8 +106,8 @@ class Megatron(AbstractMethod):
         return laid_out._solved(problem, progress, laid_out.name)
 
     def _fastest_pipeline(self, task: Task) -> Decision:
-        """The pipeline with the number of micro-batches asked for, or else the fastest: from one row on each data rank on, doubled
-        for as long as that helps.
+        """The pipeline with the number of micro-batches asked for, or else the fastest: from one
+        row on each data rank on, doubled for as long as that helps.
         """
         pipeline = PipeshardParallel(
             inter=EqualStages(data=self.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=self.name),
@@ -166,7 +174,8 @@ class Megatron(AbstractMethod):
         can_wait = (
             problem.num_micro_batches > 1 and bool(data) and problem.runs_in_groups(math.prod(sizes[a] for a in data))
         )
-        # Gradients that wait for the last micro-batch wait whole; where these do not fit, each micro-batch adds to its shards.
+        # Gradients that wait for the last micro-batch wait whole; where these do not fit, each
+        # micro-batch adds to its shards.
         waiting = [data] if can_wait else []
         for data_axes in [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting:
             priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
@@ -191,14 +200,17 @@ class Megatron(AbstractMethod):
 
 
 def _batch_rows(graph: Graph) -> int:
-    """Rows of the batch's arrays: what micro-batches and data ranks must divide. 0 without a batch."""
+    """Rows of the batch's arrays: what micro-batches and data ranks must divide. 0 without a
+    batch.
+    """
     shapes = [graph.values[i.value].shape for i in graph.inputs if i.role is Role.BATCH]
     return math.gcd(*(shape[0] for shape in shapes if shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel(AbstractMethod):
-    """Tensor parallelism of a degree as in Megatron-LM, and data parallelism over the other devices.
+    """Tensor parallelism of a degree as in Megatron-LM, and data parallelism over the other
+    devices.
 
     Attributes:
         degree: devices that share each weight, neighbours in a host where they fit there.

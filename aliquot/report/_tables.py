@@ -39,7 +39,9 @@ def columns(
 
 
 class _Columns:
-    """A table that fits the width it is printed in: where it is too wide, texts are broken at spaces and before dots."""
+    """A table that fits the width it is printed in: where it is too wide, texts are broken at
+    spaces and before dots.
+    """
 
     def __init__(self, header: list[str], rows: list[list[str]], right: frozenset[int], narrow: bool) -> None:
         self._header, self._rows, self._right, self._narrow = header, rows, right, narrow

@@ -1,4 +1,6 @@
-"""A pipeline's predicted schedule drawn in characters: a line for each submesh, time from left to right."""
+"""A pipeline's predicted schedule drawn in characters: a line for each submesh, time from left to
+right.
+"""
 
 from __future__ import annotations
 

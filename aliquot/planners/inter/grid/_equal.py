@@ -1,4 +1,6 @@
-"""`EqualStages`: a given number of stages with as many units each, all under the option of given degrees."""
+"""`EqualStages`: a given number of stages with as many units each, all under the option of given
+degrees.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from ._grid import GRID_SCHEDULE, layouts, nothing_fits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualStages(AbstractInter):
-    """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b: a layout that is given, not searched.
+    """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b: a layout that
+    is given, not searched.
 
-    Where the units cannot be dealt out equally, later stages have one more. Stages recompute where they do not fit
-    without, and of several numbers of micro-batches the fastest is taken.
+    Where the units cannot be dealt out equally, later stages have one more. Stages recompute where
+    they do not fit without, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:
         data, tensor: degrees inside each stage.

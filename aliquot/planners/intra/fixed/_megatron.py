@@ -1,4 +1,6 @@
-"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes them."""
+"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ MEGATRON_AXES = ("data", "expert", "tensor")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronSplit(AbstractIntra):
-    """Split the batch over a data axis and products with weights over a tensor axis; another planner decides what is then left.
+    """Split the batch over a data axis and products with weights over a tensor axis; another
+    planner decides what is then left.
 
     Attributes:
         data: devices along the data axis.
-        expert: devices along the expert axis, which splits the batch too, and where experts compute, these.
+        expert: devices along the expert axis, which splits the batch too, and where experts
+            compute, these.
         tensor: devices along the tensor axis.
-        zero_stage: what the data axis splits besides the batch: 0 nothing, 2 optimizer state and gradients, 3 parameters too.
-        rest: decides what the rule leaves open, such as where temporary values of the update are split.
+        zero_stage: what the data axis splits besides the batch: 0 nothing, 2 optimizer state and
+            gradients, 3 parameters too.
+        rest: decides what the rule leaves open, such as where temporary values of the update are
+            split.
     """
 
     data: int = 1
@@ -53,7 +59,9 @@ class MegatronSplit(AbstractIntra):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the axes that split anything; one of a single device where none does."""
+        """Names and sizes of the axes that split anything; one of a single device where none
+        does.
+        """
         sizes = zip(MEGATRON_AXES, (self.data, self.expert, self.tensor), strict=True)
         return tuple((name, size) for name, size in sizes if size > 1) or (("data", 1),)
 
@@ -61,7 +69,8 @@ class MegatronSplit(AbstractIntra):
         """For each node the choices that follow the rule.
 
         Args:
-            axis_names: which axis of the mesh is "data", "expert" or "tensor"; others split nothing.
+            axis_names: which axis of the mesh is "data", "expert" or "tensor"; others split
+                nothing.
 
         Raises:
             InputError: The batch does not divide.
@@ -85,7 +94,8 @@ class MegatronSplit(AbstractIntra):
         return chosen
 
     def check(self, problem: Problem) -> None:
-        """Refuse a step that has nothing for the tensor or the expert axis to split, or not in so many parts.
+        """Refuse a step that has nothing for the tensor or the expert axis to split, or not in so
+        many parts.
 
         Raises:
             InputError: Says what is in the way, and which degrees there are.
@@ -162,7 +172,8 @@ class MegatronSplit(AbstractIntra):
         if is_parameter or is_update:
             if self.zero_stage < (3 if is_parameter else 2):
                 return _rows(choices, unsplit)
-            # Two axes on one dim of a vector would make the gradient, which one of them splits, change places.
+            # Two axes on one dim of a vector would make the gradient, which one of them splits,
+            # change places.
             others = np.delete(choices, list(axes), axis=1)
             apart = ~((columns[:, :, None] == others[:, None, :]) & (columns >= 0)[:, :, None]).any(axis=(1, 2))
             pieces = np.where(apart, shards(choices, [True] * len(node.factors), sizes), 0.0)

@@ -225,7 +225,9 @@ class Forward:
         return frozenset(weights)
 
     def _streams(self) -> frozenset[int]:
-        """Groups that hold a residual stream: features that products of theirs are added to again."""
+        """Groups that hold a residual stream: features that products of theirs are added to
+        again.
+        """
         features = self._features()
         streams: set[int] = set()
         on_path: set[int] = set()
