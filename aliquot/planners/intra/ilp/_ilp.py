@@ -31,7 +31,7 @@ class ILP(AbstractIntra):
 
     relative_gap: float = 1e-3
     node_limit: int = 2000
-    work_limit: float = 8e8
+    work_limit: float = 5e8
 
     @property
     def name(self) -> str:
