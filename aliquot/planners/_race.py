@@ -26,6 +26,8 @@ from ._base import Candidate, Decision, Interrupted, Progress, StageDecision
 from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
+_GAVE_UP = "work limit reached"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
@@ -186,7 +188,9 @@ class _Runner:
             return None
         self.improved = self.search.improve(cutoff_s)
         self.bound_s = self.search.lower_bound_s
-        self.outcome = self.improved.status if self.improved else "pruned by its bound"
+        self.outcome = _GAVE_UP if self.search.gave_up else "pruned by its bound"
+        if self.improved:
+            self.outcome = self.improved.status
         return self.improved
 
 
@@ -209,7 +213,9 @@ def _decision(
     if bound is not None and status in ("optimal", "optimal within the gap", "rounded"):
         gap = solution.step_time_s - bound
         small = gap <= relative_gap * bound + 1e-9 * solution.step_time_s
-        status = "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else status
+        # The best of its mesh need not be that of a mesh whose search was given up.
+        otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else status
+        status = "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else otherwise
     if complete:
         space = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
         if any(len(r.entry.mesh.shape) > FEW_AXES for r in runners):

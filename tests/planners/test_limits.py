@@ -1,6 +1,6 @@
 """Every search ends at its limits, says so, and keeps a bound that holds: what was not found is never called infeasible."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,8 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import InfeasibleError
 from aliquot.cost import make_problem, price, timeline
+from aliquot.planners._race import Entry, race
+from aliquot.planners.intra import ILP, Space
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search, _highs, _solve
 from aliquot.planners.intra.ilp._highs import LIMIT, Relaxation, solve_integers
@@ -163,3 +165,40 @@ def test_a_race_that_gave_up_does_not_say_that_nothing_fits(graph, priced, tight
     hasty()
     with pytest.raises(InfeasibleError, match="Within the limits of the search no plan"):
         method.solve(problem)
+
+
+def test_a_race_in_which_one_mesh_gave_up_is_not_called_optimal(graph, solved):
+    """Nor does it claim a bound above what a longer search finds."""
+    gave_up = 0
+    for limit in solved:
+        problem = make_problem(graph, _CLUSTER, memory_limit_bytes=limit)
+        found = aq.Auto(intra=aq.ILP(work_limit=0), max_meshes=1).solve(problem)
+        assert found.lower_bound_s <= solved[limit].step_time_s * (1 + 1e-9)
+        if found.step_time_s > 1.0011 * found.lower_bound_s:
+            gave_up += 1
+            assert found.status == LIMIT
+    assert gave_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivesUp(ILP):
+    """A planner that knows half of the least step time as a bound, and finds nothing."""
+
+    def begin(self, *args, **kwargs):
+        search = ILP.begin(self, *args, **kwargs)
+        bound = search.start() / 2
+        search.bound = lambda cutoff_s=np.inf: bound
+        search.lower_bound_s, search.gave_up = bound, True
+        search.incumbent = search.improve = lambda *_: None
+        return search
+
+
+def test_the_best_of_one_mesh_is_not_optimal_where_another_search_gave_up(graph, priced):
+    space = Space(name="all", priced=priced, allowed=everything(priced))
+    problem = make_problem(graph, _CLUSTER, memory_limit_bytes=1e15)
+    options = {"method": "test", "planner": "test", "relative_gap": 1e-3, "exact_space": True}
+    alone = race(problem, [Entry(space=space, intra=ILP())], **options)
+    both = race(problem, [Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())], **options)
+    assert alone.status == "optimal" and both.step_time_s == alone.step_time_s
+    assert both.status == LIMIT and both.lower_bound_s == pytest.approx(alone.lower_bound_s / 2)
+    assert both.candidates[-1].outcome == LIMIT

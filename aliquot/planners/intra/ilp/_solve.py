@@ -25,6 +25,8 @@ _CLOSE = 1e-3
 _NARROWED = "optimal if every deferrable product is deferred"
 # Rounds of memory rows; each solves the relaxation again, and the last ones raise the bound little.
 _MOST_ROUNDS = 30
+# Integer programs of one search: each new one has more rows, or excludes a solution that misses the limit by next to nothing.
+_MOST_BRANCHINGS = 100
 # Programs with fewer rows are quick to search over all choices.
 _MANY_ROWS = 4000
 # Searches among choices that relaxations took, each with this share of the remaining work.
@@ -198,6 +200,7 @@ class Search(AbstractSearch):
             return best
         if best is None and self._relaxed.status == LIMIT:
             best = self._solution(self.least_memory(), LIMIT)
+        rounds = 0
         while self.lower_bound_s < cutoff_s:
             if best is not None and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s:
                 return self._judged(best)
@@ -209,15 +212,17 @@ class Search(AbstractSearch):
             if nearby is not None:
                 best = nearby
                 continue
-            if self._work.left <= 0:
+            rounds += 1
+            if self._work.left <= 0 or rounds > _MOST_BRANCHINGS:
                 self.gave_up = True
                 return best and self._judged(best, LIMIT)
             program, choices = self._without_hopeless(ceiling)
             outcome = self._solve_integers(program, choices, ceiling, self._work.left)
             if not self._narrowed:
                 self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
+            self.gave_up = self.gave_up or outcome.status not in ("optimal", "infeasible")
             if outcome.values is None:
-                self.gave_up = self._narrowed or outcome.status != "infeasible"
+                self.gave_up = self.gave_up or self._narrowed
                 return best and self._judged(best, outcome.status)
             picks = _decode(choices, outcome.values)
             solution = self._solution(picks, outcome.status)
