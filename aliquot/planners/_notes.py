@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core import format_bytes
 from ..cost import collective_uses, work_alike
-from ..graph import Phase, source_line
+from ..graph import Phase, Role, source_line
 from ._base import StageDecision
 
 _LARGE_BYTES = 1 << 20
@@ -22,7 +22,34 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
     are not split.
     """
     undivided = list(_undivided(stages[0]))[:_MOST] if len(stages) == 1 else []
-    return (*_much_alike(stages), *_run_whole(stages), *undivided)
+    return (*_much_alike(stages), *_run_whole(stages), *_odd_batch(stages), *undivided)
+
+
+def _multiples(size: int, devices: int) -> str:
+    """The multiples of a number of devices next to a size."""
+    below = size - size % devices
+    return f"{below} or {below + devices}" if below else f"{devices}"
+
+
+def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
+    """Batches and micro-batches that the devices do not divide, and that do not divide the devices."""
+    lines: dict[str, None] = {}
+    for stage in stages:
+        problem, devices = stage.problem, math.prod(stage.priced.mesh.shape)
+        values = [problem.graph.values[i.value] for i in problem.graph.inputs if i.role is Role.BATCH]
+        size = math.gcd(*(v.shape[0] for v in values if v.shape))
+        if size < 2 or size % devices == 0 or devices % size == 0:
+            continue
+        count = problem.num_micro_batches
+        what = f"the batch of {size}" if count == 1 else f"each of the {count} micro-batches of {size}"
+        whose = "devices" if len(stages) == 1 else "devices of a stage"
+        even = max(n for n in range(1, devices + 1) if size % n == 0)
+        lines[
+            f"{devices} {whose} do not divide {what}: data parallelism can use {math.gcd(size, devices)} of them at most, and the "
+            f"others split something else or repeat work. {even} device{'s divide' if even > 1 else ' divides'} it, and so "
+            f"would {devices} a size of {_multiples(size, devices)}."
+        ] = None
+    yield from lines
 
 
 def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:

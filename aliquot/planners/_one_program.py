@@ -12,15 +12,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..core import InfeasibleError
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem, alive_over_time
 from ..graph import Role
-from ._base import Decision, Progress
+from ._base import AbstractMethod, Decision, Progress, Task
 from ._methods import ShardParallel
 
 # Declared infeasible only 10 % above the limit, as a compiler may hold less with larger
 # micro-batches.
 _MARGIN = 1.1
+_MOST_PROGRAMS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,45 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
 def _seconds(chain: Chain, option: int) -> float:
     passes = float(chain.forward_s[:, option].sum() + chain.backward_s[:, option].sum())
     return chain.num_micro_batches * passes + float(chain.once_s[:, option].sum())
+
+
+def one_program_by_doubling(
+    method: AbstractMethod, task: Task, *, first: int, most: int, hopeless_below: int | None = None
+) -> Decision | None:
+    """The fastest program with `first`, twice as many, ... up to `most` micro-batches; None if none
+    of those tried fits.
+
+    Stops at the first program that fits and is no faster than one with fewer micro-batches: every
+    micro-batch repeats collectives, and only memory asks for more. At most `_MOST_PROGRAMS` are
+    planned.
+
+    Args:
+        hopeless_below: a number of micro-batches from whose problem it is read which fewer ones
+            cannot fit; those are not planned.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    best: Decision | None = None
+    planned, count = 0, first
+    while count <= most and planned < _MOST_PROGRAMS:
+        hopeless = planned and best is None and hopeless_below and is_too_large(task.problem(hopeless_below), count)
+        if not hopeless:
+            try:
+                problem = task.problem(count)
+            except (InputError, CaptureError):
+                break
+            planned += 1
+            try:
+                decision = method.solve(problem, task.progress)
+            except InfeasibleError:
+                pass
+            else:
+                if best is not None and decision.step_time_s >= best.step_time_s:
+                    break
+                best = decision
+        count *= 2
+    return best
 
 
 def fewer_micro_batches(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..cluster import Cluster, subcluster
@@ -26,8 +26,8 @@ from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_s
 from ._base import AbstractMethod, Candidate, Decision, Interrupted, PipelineParts, Progress, Task
 from ._helper import HelperProcess
 from ._layer_costs import build_chains, price_option
-from ._methods import ShardParallel
-from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large
+from ._methods import Auto, ShardParallel
+from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large, one_program_by_doubling
 from ._race import Entry, race
 from ._stage_cache import Solved, StageCache
 from ._tried import tried_pipeline
@@ -38,6 +38,11 @@ _ROUNDS = 4
 _MOST_MICRO_BATCHES = 1024
 # Smaller steps are searched before a helper process is ready.
 _MANY_OPS = 1000
+_ONE_PROGRAM_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": " that splits equal layers equally",
+    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,11 @@ class PipeshardParallel(AbstractMethod):
         """Limits that the inter planner must keep to."""
         return StageLimits(num_stages=self.num_stages, schedule=self.schedule)
 
+    @property
+    def may_be_one_program(self) -> bool:
+        """Whether one program is an answer: no stages and no schedule are asked for."""
+        return self.num_stages in (None, 1) and self.schedule is None and self.inter.searches
+
     def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:
         """The method that plans the step as one program, on a mesh."""
         return ShardParallel(intra=self.intra, mesh_shape=mesh_shape)
@@ -79,24 +89,84 @@ class PipeshardParallel(AbstractMethod):
         return self.whole().solve(problem, progress)
 
     def decide(self, task: Task) -> Decision:
-        """See `AbstractMethod.decide`: a pipeline, or one program where that is faster."""
+        """See `AbstractMethod.decide`: a pipeline, or one program where that is faster.
+
+        Unless stages or a schedule are asked for, `Auto` plans one program as well, with the given
+        number of micro-batches or with 1, 2, 4, ... of them; see `one_program_by_doubling`.
+        """
         num_micro_batches = task.num_micro_batches
         method = self if num_micro_batches == 1 else replace(self, num_micro_batches=num_micro_batches)
-        pipeline, program = solve_pipeline(method, task)
+        best: Decision | None = None
+        program: OneProgram | None = None
+        refusal: InfeasibleError | None = None
         try:
-            single = _solve_one_program(method, task, pipeline, program)
+            pipeline, program = solve_pipeline(method, task)
+        except InfeasibleError as error:
+            if not method.may_be_one_program:
+                raise
+            refusal, pipeline = error, None
+        if pipeline is not None and len(pipeline.stages) > 1:
+            best = pipeline
+        try:
+            for single in _one_programs(method, task, pipeline, program):
+                if best is None or single.step_time_s < best.step_time_s:
+                    best = replace(
+                        single,
+                        combine=task.combine(single.num_micro_batches),
+                        bound_holds_for=_one_program_scope(single),
+                    )
         except Interrupted as interrupted:
-            interrupted.decision = pipeline if len(pipeline.stages) > 1 else None
+            interrupted.decision = best
             raise
-        if single is None and len(pipeline.stages) > 1:
-            return replace(pipeline, candidates=(*_tried_program(program), tried_pipeline(pipeline)))
-        if single is None:
-            # A single stage becomes one program, on the mesh of that stage.
-            whole = method.whole(pipeline.priced.mesh.shape)
-            single = whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
-        slower = (tried_pipeline(pipeline, "slower than one program"),) if len(pipeline.stages) > 1 else ()
-        combine = task.combine(single.num_micro_batches)
-        return replace(single, candidates=(*single.candidates, *slower), combine=combine)
+        if best is None:
+            assert refusal is not None
+            raise refusal
+        if best is pipeline:
+            return replace(best, candidates=(*_tried_program(program), tried_pipeline(best)))
+        if pipeline is not None and len(pipeline.stages) > 1:
+            slower = tried_pipeline(pipeline, "slower than one program")
+            best = replace(best, candidates=(*best.candidates, slower))
+        return best
+
+
+def _one_programs(
+    method: PipeshardParallel, task: Task, pipeline: Decision | None, program: OneProgram | None
+) -> Iterator[Decision]:
+    """The step as one program, found in several ways.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    found: Decision | None = None
+    if method.may_be_one_program:
+        given = method.num_micro_batches
+        most = min(_batch_size(task.graph), _MOST_MICRO_BATCHES) if given is None else given
+        hopeless_below = None if pipeline is None or given else pipeline.num_micro_batches
+        found = one_program_by_doubling(
+            Auto(intra=method.intra), task, first=given or 1, most=most, hopeless_below=hopeless_below
+        )
+        if found is not None:
+            yield found
+    if pipeline is None or (found is not None and found.step_time_s <= pipeline.step_time_s):
+        return
+    fewer = _solve_one_program(method, task, pipeline, program)
+    if fewer is not None:
+        yield fewer
+    elif len(pipeline.stages) == 1:
+        # A single stage becomes one program, on the mesh of that stage.
+        whole = method.whole(pipeline.priced.mesh.shape)
+        yield whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
+
+
+def _one_program_scope(decision: Decision) -> str:
+    """The plans among which the bound of one program holds: pipelines were searched too, and are
+    none of them.
+    """
+    if not decision.bound_holds_for:
+        return ""
+    count = decision.num_micro_batches
+    shown = "one program" if count == 1 else f"one program in {count} micro-batches"
+    return shown + _ONE_PROGRAM_SCOPES.get(decision.bound_holds_for, f", {decision.bound_holds_for}")
 
 
 def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, OneProgram | None]:
@@ -247,19 +317,22 @@ def _copies(length: int) -> tuple[int, ...]:
 
 def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[list[int]]:
     """Groups of numbers of micro-batches; each group is tried if nothing fits with the one before."""
-    sizes = [
-        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
-    ]
     if method.num_micro_batches is not None:
         return [[method.num_micro_batches]]
-    if not sizes:
-        return [[1]]
-    size = math.gcd(*sizes)
+    size = _batch_size(graph)
     # Fewer cannot keep stages busy, and a micro-batch should have a sample for each device of a
     # host. If memory is short, only smaller ones may fit.
     divisors = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0]
     usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
     return [usual[-2:], [n for n in divisors if n > usual[-1]][-2:]]
+
+
+def _batch_size(graph: Graph) -> int:
+    """Size of the batch, of which numbers of micro-batches are divisors; 1 if the step has none."""
+    sizes = [
+        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
+    ]
+    return math.gcd(*sizes) or 1
 
 
 def _solve_stages(

@@ -110,6 +110,8 @@ def write_plan(
 
 
 def _prediction(decision: Decision, memory_limit_bytes: float) -> Prediction:
+    # A limit may be given as an int; the file is read back with floats.
+    memory_limit_bytes = float(memory_limit_bytes)
     if decision.pipeline is not None:
         return msgspec.structs.replace(decision.pipeline.prediction.step, memory_limit_bytes=memory_limit_bytes)
     (stage,) = decision.stages

@@ -75,3 +75,31 @@ def test_small_operators_and_one_device_are_not_mentioned():
     with pytest.warns(UserWarning, match="Rules were inferred"):
         alone = aq.plan(scaled(shared_scale_p), struct(8192, 4096), cluster=aq.Cluster.preset("1xH100"))
     assert alone.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "count", "said"),
+    [
+        ("7xH100", 64, 1, "7 devices do not divide the batch of 64: data parallelism can use 1 of them"),
+        (
+            "8xH100",
+            24,
+            2,
+            "8 devices do not divide each of the 2 micro-batches of 12: data parallelism can use 4 of them",
+        ),
+        ("8xH100", 64, 1, ""),
+        ("8xH100", 4, 1, ""),
+        ("8xH100", 64, 2, ""),
+    ],
+)
+def test_a_batch_that_the_devices_do_not_divide_is_said(devices, rows, count, said):
+    def train_step(params, batch):
+        return params - 0.1 * jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
+
+    cluster = aq.Cluster.preset(devices)
+    plan = aq.plan(train_step, struct(512, 512), struct(rows, 512), cluster=cluster, num_micro_batches=count)
+    lines = [note for note in plan.notes if "do not divide" in note]
+    assert bool(lines) == bool(said)
+    if said:
+        assert lines[0].startswith(said)
+        assert said.split(":")[0] in " ".join(str(plan).split())

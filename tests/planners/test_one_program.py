@@ -11,7 +11,7 @@ from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError
 from aliquot.cost import make_problem
 from aliquot.planners import ShardParallel
-from aliquot.planners._one_program import fewer_micro_batches, is_too_large
+from aliquot.planners._one_program import fewer_micro_batches, is_too_large, one_program_by_doubling
 from aliquot.sharding import plan_micro_batches
 
 
@@ -131,3 +131,48 @@ def test_too_few_micro_batches_are_ruled_out_by_a_problem_with_more(limit_bytes)
     # Six activations of 32 MiB in all on four devices: half of them at once are far too many, or an eighth.
     assert said[2] == (limit_bytes <= 16e6)
     assert said[8] == (limit_bytes <= 4e6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_search_for_stages_is_never_slower_than_auto(count):
+    """Prices of single layers may say that stages are faster; one program is planned all the same."""
+    for rows, width in ((256, 1024), (64, 4096), (1024, 512)):
+        layers = {"layers": [{"w": jax.ShapeDtypeStruct((width, width), jnp.float32)} for _ in range(4)]}
+        args = {"params": layers, "mu": layers}, {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+        plans = [
+            aq.plan(step, *args, cluster=Cluster.preset("2x8xH100"), method=method, num_micro_batches=count)
+            for method in (aq.PipeshardParallel(), aq.Auto())
+        ]
+        stages, auto = (plan.prediction.step_time_s for plan in plans)
+        assert stages <= auto * (1 + 1e-9)
+        if count == 2:
+            assert plans[0].num_micro_batches == 2
+
+
+def test_one_program_is_planned_where_no_pipeline_fits(monkeypatch):
+    def nothing_fits(method, task):
+        raise InfeasibleError("no pipeline fits", required_bytes=2, available_bytes=1)
+
+    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", nothing_fits)
+    plan = plan_of()
+    assert len(plan.stages) == 1
+    assert "one program" in plan.provenance.bound_holds_for
+    with pytest.raises(InfeasibleError, match="no pipeline fits"):
+        plan_of(num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "tried", "found"),
+    [
+        pytest.param({1: 10, 2: 11}, 64, [1, 2], 1, id="one is the fastest"),
+        pytest.param({2: 12, 4: 11, 8: 13}, 64, [1, 2, 4, 8], 4, id="memory asks for more"),
+        pytest.param({}, 64, [1, 2, 4, 8, 16, 32], None, id="at most six are planned"),
+        pytest.param({1: 10, 2: 9}, 1, [1], 1, id="no more than the batch has"),
+    ],
+)
+def test_programs_with_ever_more_micro_batches(seconds, most, tried, found):
+    method = Seconds(seconds)
+    task = types.SimpleNamespace(problem=lambda count: count, progress=None)
+    best = one_program_by_doubling(method, task, first=1, most=most)
+    assert method.tried == tried
+    assert (best and best.count) == found

@@ -108,6 +108,11 @@ def test_a_plan_is_deterministic_and_survives_its_file():
     assert Plan.from_json(first.to_json()) == first
 
 
+def test_a_plan_file_is_the_same_when_it_is_read_and_saved():
+    text = plan_of(num_stages=2, num_micro_batches=4, limit=10**10).to_json()
+    assert Plan.from_json(text).to_json() == text
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(InputError, match="50 stages were asked for, but the step has .* layers"):
         plan_of(num_stages=50, num_micro_batches=4)
@@ -140,7 +145,7 @@ def test_a_proposal_far_below_the_limit_is_not_searched_again(monkeypatch):
 
     monkeypatch.setattr(module, "_solve_stages", never)
     with pytest.raises(InfeasibleError, match="need 1.00 times the memory"):
-        plan_of(num_micro_batches=4)
+        plan_of(num_stages=2, num_micro_batches=4)
     assert len(proposed) == 1
 
 
