@@ -54,42 +54,47 @@ def _seconds(chain: Chain, option: int) -> float:
 
 
 def one_program_by_doubling(
-    method: AbstractMethod, task: Task, *, first: int, most: int, hopeless_below: int | None = None
+    method: AbstractMethod, task: Task, *, first: int, most: int, until_it_fits: bool
 ) -> Decision | None:
     """The fastest program with `first`, twice as many, ... up to `most` micro-batches; None if none
     of those tried fits.
 
     Stops at the first program that fits and is no faster than one with fewer micro-batches: every
     micro-batch repeats collectives, and only memory asks for more. At most `_MOST_PROGRAMS` are
-    planned.
+    tried.
 
     Args:
-        hopeless_below: a number of micro-batches from whose problem it is read which fewer ones
-            cannot fit; those are not planned.
+        until_it_fits: whether more micro-batches are tried where `first` does not fit.
 
     Raises:
         Interrupted: Ctrl-C.
     """
     best: Decision | None = None
-    planned, count = 0, first
-    while count <= most and planned < _MOST_PROGRAMS:
-        hopeless = planned and best is None and hopeless_below and is_too_large(task.problem(hopeless_below), count)
-        if not hopeless:
-            try:
-                problem = task.problem(count)
-            except (InputError, CaptureError):
+    for count in [first * 2**k for k in range(_MOST_PROGRAMS)]:
+        if count > most:
+            break
+        try:
+            problem = task.problem(count)
+        except (InputError, CaptureError):
+            break
+        try:
+            decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
+        except InfeasibleError:
+            decision = None
+        if decision is not None:
+            if best is not None and decision.step_time_s >= best.step_time_s:
                 break
-            planned += 1
-            try:
-                decision = method.solve(problem, task.progress)
-            except InfeasibleError:
-                pass
-            else:
-                if best is not None and decision.step_time_s >= best.step_time_s:
-                    break
-                best = decision
-        count *= 2
+            best = decision
+        elif best is not None or not until_it_fits:
+            break
     return best
+
+
+def cannot_fit(problem: Problem) -> bool:
+    """Whether the arrays that are alive at once are too large even if all devices share them evenly."""
+    parts = [(r, r.num_bytes) for r in problem.nodes.residents]
+    least_bytes = float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    return least_bytes > _MARGIN * problem.memory_limit_bytes
 
 
 def fewer_micro_batches(

@@ -112,6 +112,7 @@ class PipeshardParallel(AbstractMethod):
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
                         single,
+                        method=method.inter.method,
                         combine=task.combine(single.num_micro_batches),
                         bound_holds_for=_one_program_scope(single),
                     )
@@ -141,9 +142,9 @@ def _one_programs(
     if method.may_be_one_program:
         given = method.num_micro_batches
         most = min(_batch_size(task.graph), _MOST_MICRO_BATCHES) if given is None else given
-        hopeless_below = None if pipeline is None or given else pipeline.num_micro_batches
+        # Searches where memory is short take long, and there are stages that fit.
         found = one_program_by_doubling(
-            Auto(intra=method.intra), task, first=given or 1, most=most, hopeless_below=hopeless_below
+            Auto(intra=method.intra), task, first=given or 1, most=most, until_it_fits=pipeline is None
         )
         if found is not None:
             yield found

@@ -170,9 +170,10 @@ def test_one_program_is_planned_where_no_pipeline_fits(monkeypatch):
         pytest.param({1: 10, 2: 9}, 1, [1], 1, id="no more than the batch has"),
     ],
 )
-def test_programs_with_ever_more_micro_batches(seconds, most, tried, found):
+def test_programs_with_ever_more_micro_batches(seconds, most, tried, found, monkeypatch):
+    monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
     method = Seconds(seconds)
     task = types.SimpleNamespace(problem=lambda count: count, progress=None)
-    best = one_program_by_doubling(method, task, first=1, most=most)
+    best = one_program_by_doubling(method, task, first=1, most=most, until_it_fits=True)
     assert method.tried == tried
     assert (best and best.count) == found
