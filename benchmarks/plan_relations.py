@@ -27,11 +27,12 @@ from _results import Journal, Report, options
 
 import aliquot as aq
 from aliquot.core import CaptureError, InfeasibleError, InputError
+from aliquot.planners import AbstractMethod
 from aliquot.plans import Plan
 
 GAP = 0.002
 ROUNDING = 1e-9
-METHODS: dict[str, aq.AbstractMethod] = {
+METHODS: dict[str, AbstractMethod] = {
     "dp": aq.DataParallel(),
     "zero2": aq.Zero2Parallel(),
     "zero3": aq.Zero3Parallel(),
