@@ -9,6 +9,7 @@ import typer
 from ._aceso import evaluate, show
 from ._aceso_search import faults, search
 from ._bench_aceso import aceso as bench_aceso
+from ._bench_cfp import cfp as bench_cfp
 from ._blocks import analyze, enumerate_, profile
 from ._blocks import search as search_blocks
 from ._catalog import clusters, models
@@ -53,6 +54,7 @@ _bench = typer.Typer(
     help="Draw the figures of papers, with our results beside the published ones.", no_args_is_help=True
 )
 _bench.command("aceso")(bench_aceso)
+_bench.command("cfp")(bench_cfp)
 app.add_typer(_bench, name="bench")
 
 

@@ -1,6 +1,7 @@
 """Floor 7: plans, differences and training curves as a person reads them, and as plain data."""
 
 from ._blocks import blocks_text as blocks_text
+from ._blocks import cfp_text as cfp_text
 from ._blocks import composed_text as composed_text
 from ._blocks import enumeration_text as enumeration_text
 from ._charts import bar_chart as bar_chart

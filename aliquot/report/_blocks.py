@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from ..core import format_bytes, format_seconds
+from ..core import format_bytes, format_flops, format_flops_per_s, format_seconds
 from ._tables import columns
 
 
@@ -100,3 +100,48 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
         ],
         right=range(1, 8),
     )
+
+
+def cfp_text(answer: Mapping[str, Any]) -> RenderableType:
+    """The answer of `aliquot bench cfp`."""
+    head = (
+        f"CFP's cases on {answer['device']}, whole models in float32, no recomputation, all devices on one axis. Times are "
+        "predicted. Options of a block: 0 batch (of experts the expert), then contraction and output."
+    )
+    ran = any("small_measured_s" in row for row in answer["rows"])
+    table = columns(
+        "Cases",
+        (
+            "case",
+            "strategy",
+            "step",
+            "memory",
+            "operations",
+            "all devices",
+            "data parallel",
+            "integer program",
+            *(("small: measured", "data parallel") if ran else ()),
+        ),
+        [
+            (
+                "{title} {model}: batch {global_batch}, {num_layers} layers, {num_devices} devices".format(
+                    **row["case"]
+                ),
+                " | ".join(" ".join(map(str, o)) for o in row["options"]) if row["options"] else "does not fit",
+                _seconds(row["step_time_s"]),
+                format_bytes(row["memory_bytes"]) if row["memory_bytes"] else "",
+                format_flops(row["flops"]),
+                format_flops_per_s(row["flops_per_s"]) if row["flops_per_s"] else "",
+                _seconds(row["data_parallel_s"]),
+                _seconds(row["integer_program_s"]),
+                *((_seconds(row["small_measured_s"]), _seconds(row["small_data_parallel_s"])) if ran else ()),
+            )
+            for row in answer["rows"]
+        ],
+        right=range(2, 10),
+    )
+    return Group(head, table)
+
+
+def _seconds(value_s: float | None) -> str:
+    return "does not fit" if value_s is None else format_seconds(value_s)

@@ -56,3 +56,15 @@ def test_bad_input_is_refused(tmp_path):
     refused(run("blocks", "profile", *here, "--share", "3/2"), "--share 3/2", "such as 1/2")
     refused(run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--mesh", "8"), "--mesh 8 has 8 devices")
     refused(run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--factors", "dense"), "factors='dense'")
+
+
+def test_cases_of_the_paper_are_planned_and_run():
+    found = run("bench", "cfp", "--only", "bert", "--run", "--json")
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)["rows"]
+    assert [row["case"]["global_batch"] for row in rows] == [8, 16, 32]
+    for row in rows:
+        assert row["num_programs"] == 91 and row["flops_per_s"] > 0
+        assert row["integer_program_s"] * (1 - 2e-3) <= row["step_time_s"] <= row["data_parallel_s"] * (1 + 1e-9)
+        assert row["small_measured_s"] > 0 and row["small_data_parallel_s"] > 0
+    refused(run("bench", "cfp", "--only", "resnet"), "--only resnet", "MoE, GPT, BERT, Llama")

@@ -1,0 +1,137 @@
+"""`aliquot bench cfp`: the cases of CFP's artifact, planned from ParallelBlocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ..core import InputError
+from ._devices import use_host_only, use_virtual_devices
+from ._options import Json, read_cluster
+from ._progress import search_progress
+from ._session import session
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A model with some of its layers, as the artifact's scripts run it: batch of a step, devices."""
+
+    title: str
+    model: str
+    num_layers: int
+    global_batch: int
+    num_devices: int
+    seq_len: int = 1024
+
+
+# Sizes of the scripts of arXiv 2504.00598.
+_CASES = (
+    *[_Case("MoE", "moe-7.1b", layers, batch, 4) for batch, layers in ((32, 4), (64, 4), (96, 2), (128, 2))],
+    *[_Case("GPT", "gpt-6.7b", layers, batch, 8) for batch, layers in ((16, 4), (24, 2), (32, 2))],
+    *[_Case("BERT", "bert-760m", layers, batch, 8) for batch, layers in ((8, 8), (16, 4), (32, 2))],
+    *[_Case("Llama", "llama-7b", 4, batch, 4, 128) for batch in (32, 64, 80)],
+    *[_Case("Llama", "llama-11b", 2, batch, 8, 128) for batch in (16, 64, 96, 128)],
+)
+_SMALL = {"hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 256}
+_BATCH = 16
+
+
+def cfp(
+    device: Annotated[
+        str, typer.Option(help="Devices to plan for; the artifact's are A100-PCIe with 40 GB.")
+    ] = "A100-40GB",
+    only: Annotated[str, typer.Option(help="Cases with this in their title or model.")] = "",
+    run: Annotated[
+        bool, typer.Option("--run", help="Also run every case at a very small size on virtual CPU devices.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Search the cases of CFP's artifact: strategy, step time, memory, operations and TFLOP/s, predicted at full size."""
+    with session(as_json) as say:
+        cases = [c for c in _CASES if only.lower() in f"{c.title} {c.model}".lower()]
+        if not cases:
+            raise InputError(f"--only {only}: there are {', '.join(dict.fromkeys(c.title for c in _CASES))}.")
+        if run:
+            use_virtual_devices(max(c.num_devices for c in cases))
+        else:
+            use_host_only()
+        from ..report import cfp_text
+
+        rows = []
+        with search_progress(say) as report:
+            for done, case in enumerate(cases):
+                report(f"{case.title}, batch {case.global_batch}, {case.num_layers} layers", done, len(cases))
+                row = _predicted(case, device)
+                rows.append(row | (_measured(case) if run else {}))
+        answer = {"device": device, "rows": rows}
+        say.show(cfp_text(answer))
+        say.finish(answer)
+
+
+def _predicted(case: _Case, device: str) -> dict[str, Any]:
+    """The best composed of segments, judged as a whole step beside data parallelism and the integer program."""
+    from ..planners import ILP
+    from ..profiling import compose, priced_combinations
+
+    step, flops = _step(case, f"{case.num_devices}x{device}", {})
+    combinations = priced_combinations(step)
+    found = compose(
+        step, combinations, [{} for _ in step.kinds], memory_limit_bytes=step.problem.memory_limit_bytes, most=5
+    )
+    whole = [(c, s) for c in found if (s := step.whole(c.options)) is not None]
+    best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
+    parallel = step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
+    exact = ILP().solve(step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes)
+    return {
+        "case": dataclasses.asdict(case),
+        "num_programs": step.num_programs,
+        "options": [list(o) for o in best.options[1:]] if best else None,
+        "step_time_s": solution.step_time_s if solution else None,
+        "memory_bytes": solution.peak_bytes if solution else None,
+        "flops": flops,
+        "flops_per_s": flops / solution.step_time_s if solution else None,
+        "data_parallel_s": parallel.step_time_s if parallel else None,
+        "integer_program_s": exact.step_time_s if exact else None,
+    }
+
+
+def _measured(case: _Case) -> dict[str, Any]:
+    """The best of the cost model and data parallelism at a very small size, run on virtual devices."""
+    from ..cost import picked_choices
+    from ..planners import IntraSolution
+    from ..profiling import SegmentedStep, compile_part, compose, priced_combinations, time_part
+
+    def seconds(step: SegmentedStep, solution: IntraSolution | None) -> float | None:
+        if solution is None:
+            return None
+        choices = picked_choices(step.space.priced, solution.picks)
+        part = compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names)
+        return time_part(part).seconds
+
+    small = {**_SMALL, **({"num_experts": 8} if case.title == "MoE" else {})}
+    step, _ = _step(dataclasses.replace(case, num_layers=2, global_batch=_BATCH), "detect", small)
+    (best,) = compose(step, priced_combinations(step), [{} for _ in step.kinds], most=1)
+    return {
+        "small_options": [list(o) for o in best.options[1:]],
+        "small_measured_s": seconds(step, step.whole(best.options)),
+        "small_data_parallel_s": seconds(step, step.whole([(0,) * len(kind.blocks) for kind in step.kinds])),
+    }
+
+
+def _step(case: _Case, cluster: str, overrides: dict[str, Any]) -> tuple[Any, float]:
+    import jax
+
+    from ..cluster import Cluster
+    from ..cost import make_problem
+    from ..graph import capture
+    from ..profiling import segment_step
+    from ..zoo import build
+
+    settings = {"num_layers": case.num_layers, "seq_len": case.seq_len} | overrides
+    workload = build(case.model, case.global_batch, overrides=settings, dtype="float32", recompute="none")
+    graph = capture(workload.train_step, workload.state, workload.batch)
+    where = Cluster.detect(jax.devices()[: case.num_devices]) if cluster == "detect" else read_cluster(cluster)
+    return segment_step(make_problem(graph, where), (case.num_devices,)), float(workload.flops_per_step)
