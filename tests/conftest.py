@@ -21,6 +21,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_X64"] = "0"
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# Texts are as wide as the terminal, which some tests set and none inherits.
+os.environ.pop("COLUMNS", None)
 # Traces are many objects that stay. Looking for garbage among them as often as usual takes a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 

@@ -20,6 +20,7 @@ from ._progress import search_progress
 from ._session import session
 
 if TYPE_CHECKING:
+    from ..cluster import Cluster
     from ..profiling import Combination, SegmentedStep
     from ._model import Model
 
@@ -59,7 +60,7 @@ def analyze(
     with session(as_json) as say:
         use_host_only()
         check_destination(out)
-        asked = _ask(model, cluster, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        asked = _ask(model, read_cluster(cluster), mesh, factors, global_batch, seq_len, dtype, recompute, settings)
         from ..profiling import describe_blocks
         from ..report import blocks_text
 
@@ -224,7 +225,7 @@ def enumerate_(
 
 def _ask(
     name: str,
-    cluster: str,
+    where: Cluster,
     mesh: str | None,
     factors: str,
     global_batch: int | None,
@@ -239,7 +240,6 @@ def _ask(
     from ._model import resolve, user_code
 
     options, _ = model_options(global_batch, seq_len, dtype, recompute, False, settings, None)
-    where = read_cluster(cluster)
     model = resolve(name, options, where)
     with user_code(model.name):
         graph = capture(model.step, model.state, model.batch)
@@ -251,11 +251,10 @@ def _ask(
 
 def _ask_here(name: str, devices: int | None, *rest: Any) -> _Asked:
     """A model on the devices of this process."""
-    if devices is not None:
-        use_virtual_devices(devices)
-    else:
-        use_seen_devices()
-    return _ask(name, "detect", *rest)
+    from ..cluster import Cluster
+
+    seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
+    return _ask(name, Cluster.detect(seen), *rest)
 
 
 def _read_share(text: str) -> tuple[int, int]:

@@ -20,8 +20,8 @@ _COUNT = "--xla_force_host_platform_device_count"
 _REMARK = re.compile(rb"Could not find cuda drivers|before absl::InitializeLog\(\)")
 
 
-def use_virtual_devices(count: int) -> None:
-    """Make this process's CPU look like `count` devices.
+def use_virtual_devices(count: int) -> list[Any]:
+    """Make this process's CPU look like `count` devices, and return them.
 
     Raises:
         InputError: `count` is below 1 or above what a CPU can be taken for, or JAX has started with
@@ -32,9 +32,10 @@ def use_virtual_devices(count: int) -> None:
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT}={count}"])
     use_host_only()
-    num_seen = len(use_seen_devices())
-    if num_seen < count:
-        raise InputError(f"JAX has started with {num_seen} devices, {count} were asked for. Start a new process.")
+    seen = use_seen_devices()
+    if len(seen) < count:
+        raise InputError(f"JAX has started with {len(seen)} devices, {count} were asked for. Start a new process.")
+    return seen[:count]
 
 
 def use_host_only() -> None:

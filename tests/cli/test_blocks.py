@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 from command_line import refused, run
 
 from aliquot.cli import _bench_cfp
@@ -33,6 +34,7 @@ def test_analyze_lists_blocks_segments_and_programs(tmp_path):
 def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path):
     database, out = tmp_path / "p.sqlite", tmp_path / "plan.json"
     here = [*MODEL, "--devices", "4", "--database", database]
+    assert len(jax.devices()) == 8  # JAX has started with more than are asked for
     first = answer_of("profile", *here, "--repeats", "1", "--share", "1/20")
     assert first["programs"] == first["measured"] == 5 and first["missing"] == 0
     again = answer_of("profile", *here, "--repeats", "1", "--share", "1/10", "--budget-s", "0")
