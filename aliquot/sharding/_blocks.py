@@ -54,6 +54,10 @@ class ParallelBlock:
         linked: for each product and each factor of the entry the product's factor that a split of
             the entry's reaches; -1 where it is summed up before, or would reach two (queries and
             keys, both split along the sequence), so that the product is free.
+        handed_over: for products of two activations that share an array with the experts of another
+            block their factors over which those are split (of dispatch and combine the experts); any
+            mesh axis may split these, whatever the option, as the tokens change devices on one side
+            of the product or on the other.
     """
 
     entry: int
@@ -62,6 +66,7 @@ class ParallelBlock:
     factors: tuple[int, ...]
     may_repeat: bool
     linked: Mapping[int, tuple[int, ...]]
+    handed_over: Mapping[int, frozenset[int]]
 
     def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
         """The choices of one of the products that go with an option of the entry.
@@ -74,10 +79,9 @@ class ParallelBlock:
         for axis, factor in enumerate(option):
             if product == self.entry:
                 mask &= choices[:, axis] == factor
-            elif factor == -1:
-                mask &= choices[:, axis] == -1
-            elif (reached := self.linked[product][factor]) >= 0:
-                mask &= choices[:, axis] == reached
+            elif factor == -1 or self.linked[product][factor] >= 0:
+                reached = -1 if factor == -1 else self.linked[product][factor]
+                mask &= np.isin(choices[:, axis], [reached, *self.handed_over.get(product, ())])
         return mask
 
     def options(self, axis_sizes: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
@@ -132,15 +136,19 @@ class _Finder:
         given = {port.node for item, port in roles if item.role is Role.PARAMETER and port.node >= 0}
         self.operands: dict[int, list[Edge]] = defaultdict(list)
         self.results: dict[int, list[Edge]] = defaultdict(list)
+        self.readers: dict[int, list[Edge]] = defaultdict(list)
         self.makers: dict[int, set[int]] = defaultdict(set)
         for edge in nodes.edges:
             if edge.target in self.products and edge.kind == "operand":
                 self.operands[edge.target].append(edge)
+                self.readers[edge.source].append(edge)
             if edge.source in self.products:
                 self.results[edge.source].append(edge)
                 self.makers[edge.target].add(edge.source)
         self.parameters = self._made_of_parameters(given)
         self.parameter_of_gradient = self._gradients(given)
+        self.by_parameter: dict[int, bool] = {}
+        self.block_of: dict[int, int] = {}
 
     def _made_of_parameters(self, given: set[int]) -> dict[int, int]:
         """Groups that hold a parameter, or what is made of one alone (its cast, kept by a loop); and that parameter's group."""
@@ -182,6 +190,7 @@ class _Finder:
             touched |= {self.parameter_of_gradient.get(e.target, -1) for e in gradients} - {-1}
             if len(touched) == 1:
                 owner[product] = touched.pop()
+        self.by_parameter = dict.fromkeys(owner, True)
         entries = [p for p, node in self.products.items() if p in owner and _phase(node) is Phase.FORWARD]
         joined = _Sets()
         first_reader: dict[tuple[int, int, int], int] = {}
@@ -215,6 +224,7 @@ class _Finder:
                     owner[product] = known[0][1]
                     members[known[0][1]].append(product)
                     is_waiting = True
+        self.block_of = {product: root for root, some in members.items() for product in some}
         return [
             ([p for p in sorted(members[root]) if p in entries], sorted(members[root]))
             for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
@@ -284,7 +294,42 @@ class _Finder:
             factors=tuple(self._open_factors(entry, factors)),
             may_repeat=factors == "all",
             linked=linked,
+            handed_over={p: found for p in products if (found := self._handed_over(p))},
         )
+
+    def _handed_over(self, product: int) -> frozenset[int]:
+        """See `ParallelBlock.handed_over`."""
+        if self.by_parameter.get(product):
+            return frozenset()
+        return frozenset(
+            factor
+            for other, factor, its_factor in self._next_to(product)
+            if self.by_parameter.get(other)
+            and self.block_of.get(other) != self.block_of[product]
+            and self._in_all(other, its_factor)
+        )
+
+    def _next_to(self, product: int) -> Iterator[tuple[int, int, int]]:
+        """Products that make an operand of a product or read a result, with each of its factors that is one of theirs."""
+        for edge in self.operands[product]:
+            mine = _pairs(edge.source_projection, edge.target_projection)
+            if edge.source in self.products:
+                yield from ((edge.source, here, there) for there, here in mine)
+                continue
+            by_group = dict(mine)
+            for maker in self.makers[edge.source]:
+                for made in [e for e in self.results[maker] if e.target == edge.source]:
+                    pairs = _pairs(made.source_projection, made.target_projection)
+                    yield from ((maker, by_group[group], there) for there, group in pairs if group in by_group)
+        for edge in self.results[product]:
+            mine = _pairs(edge.target_projection, edge.source_projection)
+            if edge.target in self.products:
+                yield from ((edge.target, here, there) for there, here in mine)
+                continue
+            by_group = dict(mine)
+            for read in self.readers[edge.target]:
+                pairs = _pairs(read.target_projection, read.source_projection)
+                yield from ((read.target, by_group[group], there) for there, group in pairs if group in by_group)
 
     def _repeated(self, products: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Pairs of a product and the same one, recomputed in the backward pass."""

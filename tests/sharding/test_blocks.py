@@ -122,6 +122,23 @@ def test_options_split_what_divides():
     assert len(block.options((8, 8), sizes)) == 8  # a batch of 16 cannot be split in 64
 
 
+def test_dispatch_and_combine_may_also_be_split_over_experts():
+    """Tokens change devices before the product or behind it: a choice inside the block of the gate."""
+    graph, nodes = nodes_of("moe-380m", 2)
+    experts = 8
+    handed = {name: block.handed_over for name, block in blocks_by_name(graph, nodes) if block.handed_over}
+    assert list(handed) == ["gate"]
+    # Dispatch, recomputed, and combine; the gradients of the tokens, of what is dispatched, and of both masks.
+    assert len(handed["gate"]) == 6
+    for product, factors in handed["gate"].items():
+        assert [nodes.nodes[product].factors[f].size for f in factors] == [experts]
+    (gate,) = [b for b in find_blocks(graph, nodes) if b.handed_over]
+    for product, factors in gate.handed_over.items():
+        (factor,), linked = factors, gate.linked[product][0]
+        rows = np.asarray([[linked], [factor], [-1]])
+        assert list(gate.allows(product, rows, (0,))) == [True, True, False]
+
+
 def test_every_block_begins_in_the_forward_pass():
     graph, nodes = nodes_of("moe-380m", 2, recompute="block")
     for block in find_blocks(graph, nodes):
