@@ -21,6 +21,7 @@ from ._effects import operators_with_effects as operators_with_effects
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._extract import Extract as Extract
+from ._extract import extract_items as extract_items
 from ._extract import extract_stages as extract_stages
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ._dataflow import Item
+from ._dataflow import Item, items_of
 from ._deferrable import deferrable_items
 from ._stages import SHARED, Staging
 from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Phase, Role, Value
@@ -78,6 +78,29 @@ def extract_stages(
         late = [staging.items[k] for k in items_of[stage] if k in deferrable]
         extracts.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs, late))
     return tuple(extracts)
+
+
+def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
+    """Some items of a step as a graph of their own, such as a group of products and what lies between them.
+
+    What they read is an input, what others read an output.
+
+    Args:
+        items: of `items_of(graph)`.
+    """
+    made_here = {o for item in items for o in item.outputs}
+    named = {item.value: item for item in graph.inputs}
+    reads = dict.fromkeys(i for item in items for i in item.inputs if i not in made_here and i not in graph.constants)
+    inputs = [named.get(v) or Input(path=f"value {v}", value=v, role=Role.OTHER) for v in reads]
+    places = {item.what for item in items if not isinstance(item.what, Call)}
+    calls = {id(item.what) for item in items if isinstance(item.what, Call)}
+    leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    for item in items_of(graph):
+        if item.what not in places if not isinstance(item.what, Call) else id(item.what) not in calls:
+            leaving.update(item.inputs)
+    outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
+    links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
+    return _Builder(graph, links).build(items, [replace(i, output=None) for i in inputs], outputs, [])
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
