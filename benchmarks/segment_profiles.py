@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from aliquot.cluster import Cluster  # noqa: E402
 from aliquot.cost import make_problem, picked_choices  # noqa: E402
 from aliquot.graph import capture  # noqa: E402
 from aliquot.profiling import (  # noqa: E402
+    Combination,
+    MeasuredStep,
     ProfileDatabase,
     SegmentedStep,
     compile_part,
     compose,
-    measured_seconds,
+    measured_step,
     priced_combinations,
     profile_segments,
     segment_step,
@@ -50,6 +53,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
 }
 _BATCH = 16
+_ROUNDS = 3
 
 
 def main() -> int:
@@ -64,8 +68,9 @@ def main() -> int:
         ),
         method=(
             "Every segment's program and every whole step is compiled and run on 8 virtual devices that share this machine's cores; "
-            "median of at least 5 runs after 2 to warm up, nothing stopped early. Everything but the options is split as the "
-            "integer program finds best. Programs are counted in the order of `aliquot blocks profile`, most promising first."
+            f"median of {_ROUNDS} rounds, in which programs take turns, of the median of at least 5 runs; "
+            "nothing stopped early. Everything but the options is split as the integer program finds best. Programs are counted in the "
+            "order of `aliquot blocks profile`, most promising first."
         ),
     )
     journal = Journal(chosen.journal)
@@ -98,38 +103,74 @@ def _model(
     chosen = list(itertools.product(*[[c.options for c in combinations[k]] for k in layers]))
     if sample:
         chosen = random.Random(0).sample(chosen, min(sample, len(chosen)))
-    with ProfileDatabase(folder / f"segments_{name}.sqlite") as database:
-        profile_segments(
-            step, database, stops_early=False, progress=lambda what, done, of: say(f"{name} {done}/{of} {what}")
-        )
-        measured = measured_seconds(step, combinations, database)
+    measured = _measured(name, step, combinations, folder)
     rows = []
     for options_of_layers in chosen:
         fixed = dict(zip(layers, options_of_layers, strict=True))
         alone = [[c for c in some if k not in fixed or c.options == fixed[k]] for k, some in enumerate(combinations)]
         # The head follows what the analytic model finds fastest with these layers.
-        (planned,) = compose(step, alone, [{} for _ in step.kinds], most=1)
+        (planned,) = compose(step, alone, most=1)
         exact = [[c for c in some if c.options == o] for some, o in zip(alone, planned.options, strict=True)]
         (composed,) = compose(step, exact, measured, most=1)
-        row = journal.row(f"{name} {options_of_layers}", functools.partial(_whole, step, planned.options))
-        label = " | ".join(" ".join(map(str, o)) for o in options_of_layers)
         rows.append(
-            {"options": label, "measured s": row["seconds"], "composed s": composed.seconds, "model s": row["model_s"]}
+            {
+                "options": " | ".join(" ".join(map(str, o)) for o in options_of_layers),
+                "composed s": composed.seconds,
+                "measured share": composed.measured_share,
+                "chosen": planned.options,
+            }
         )
-        say(str(rows[-1]))
-    return _judged(name, rows, step.num_programs)
+    whole = journal.row(name, functools.partial(_whole, name, step, [row.pop("chosen") for row in rows]))
+    for row, times_s, model_s in zip(rows, whole["seconds"], whole["model_s"], strict=True):
+        row |= {"measured s": float(np.median(times_s)), "model s": model_s}
+    return _judged(name, rows, np.array(whole["seconds"]), step.num_programs)
 
 
-def _whole(step: SegmentedStep, chosen: Any) -> dict[str, float]:
-    solution = step.whole(chosen)
-    assert solution is not None
-    choices = picked_choices(step.space.priced, solution.picks)
-    found = time_part(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
-    assert found.seconds is not None
-    return {"seconds": found.seconds, "model_s": solution.step_time_s}
+def _measured(
+    name: str, step: SegmentedStep, combinations: Sequence[Sequence[Combination]], folder: Path
+) -> MeasuredStep:
+    """Medians of several runs of the profiler."""
+    rounds = []
+    for number in range(_ROUNDS):
+        with ProfileDatabase(folder / f"segments_{name}_{number}.sqlite") as database:
+            profile_segments(
+                step,
+                database,
+                stops_early=False,
+                progress=lambda what, done, of: say(f"{name}, round {number}: {done}/{of} {what}"),  # noqa: B023
+            )
+            rounds.append(measured_step(step, combinations, database))
+    return MeasuredStep(
+        kinds=tuple(
+            {options: float(np.median([r.kinds[k][options] for r in rounds])) for options in rounds[0].kinds[k]}
+            for k in range(len(step.kinds))
+        ),
+        conversions={c: float(np.median([r.conversions[c] for r in rounds])) for c in rounds[0].conversions},
+        launch_s=float(np.median([r.launch_s for r in rounds])),
+    )
 
 
-def _judged(name: str, rows: list[dict[str, Any]], num_programs: int) -> dict[str, Any]:
+def _whole(name: str, step: SegmentedStep, chosen: Sequence[Any]) -> dict[str, list[Any]]:
+    """Seconds of every round and of the analytic model for whole steps, which take turns."""
+    parts, model_s = [], []
+    for number, options_of_kinds in enumerate(chosen):
+        solution = step.whole(options_of_kinds)
+        assert solution is not None
+        choices = picked_choices(step.space.priced, solution.picks)
+        parts.append(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
+        model_s.append(solution.step_time_s)
+        say(f"{name}: {number + 1}/{len(chosen)} whole steps compiled")
+    times: list[list[float]] = [[] for _ in parts]
+    for number in range(_ROUNDS):
+        for k, part in enumerate(parts):
+            found = time_part(part, warm_up=1)
+            assert found.seconds is not None
+            times[k].append(found.seconds)
+        say(f"{name}: {number + 1}/{_ROUNDS} rounds of whole steps")
+    return {"seconds": times, "model_s": model_s}
+
+
+def _judged(name: str, rows: list[dict[str, Any]], rounds: np.ndarray, num_programs: int) -> dict[str, Any]:
     from scipy.stats import kendalltau
 
     measured = np.array([row["measured s"] for row in rows])
@@ -150,6 +191,9 @@ def _judged(name: str, rows: list[dict[str, Any]], num_programs: int) -> dict[st
         "programs": num_programs,
         "tau, composed": tau,
         "tau, model": tau_model,
+        "tau, one round of whole steps and the next": float(
+            np.mean([kendalltau(a, b)[0] for a, b in itertools.pairwise(rounds.T)])
+        ),
         "median error, composed": float(np.median(errors)),
         "median error, model": float(np.median(np.abs(model / measured - 1))),
         "layers profiled to be within 2 % of the best": programs,

@@ -78,9 +78,7 @@ def _predicted(case: _Case, device: str) -> dict[str, Any]:
 
     step, flops = _step(case, f"{case.num_devices}x{device}", {})
     combinations = priced_combinations(step)
-    found = compose(
-        step, combinations, [{} for _ in step.kinds], memory_limit_bytes=step.problem.memory_limit_bytes, most=5
-    )
+    found = compose(step, combinations, memory_limit_bytes=step.problem.memory_limit_bytes, most=5)
     whole = [(c, s) for c in found if (s := step.whole(c.options)) is not None]
     best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
     parallel = step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
@@ -113,7 +111,7 @@ def _measured(case: _Case) -> dict[str, Any]:
 
     small = {**_SMALL, **({"num_experts": 8} if case.title == "MoE" else {})}
     step, _ = _step(dataclasses.replace(case, num_layers=2, global_batch=_BATCH), "detect", small)
-    (best,) = compose(step, priced_combinations(step), [{} for _ in step.kinds], most=1)
+    (best,) = compose(step, priced_combinations(step), most=1)
     return {
         "small_options": [list(o) for o in best.options[1:]],
         "small_measured_s": seconds(step, step.whole(best.options)),

@@ -21,7 +21,7 @@ from ._session import session
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..profiling import Combination, SegmentedStep
+    from ..profiling import Combination, MeasuredStep, SegmentedStep
     from ._model import Model
 
 ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
@@ -148,13 +148,13 @@ def search(
         check_destination(out)
         limit_bytes = read_memory_limit(memory_limit)
         asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
-        from ..profiling import ProfileDatabase, compose, measured_seconds, priced_combinations
+        from ..profiling import ProfileDatabase, compose, measured_step, priced_combinations
         from ..report import composed_text
 
         step = asked.step
         combinations = priced_combinations(step)
         with ProfileDatabase(database, must_exist=True) as known:
-            measured = measured_seconds(step, combinations, known)
+            measured = measured_step(step, combinations, known)
         limit_bytes = step.problem.memory_limit_bytes if limit_bytes is None else limit_bytes
         best = compose(step, combinations, measured, memory_limit_bytes=limit_bytes, most=top)
         if not best:
@@ -206,14 +206,14 @@ def enumerate_(
     """List every combination that splits all layers alike: bytes moved, predicted, composed and measured time, memory."""
     with session(as_json) as say:
         asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
-        from ..profiling import ProfileDatabase, measured_seconds, priced_combinations
+        from ..profiling import ProfileDatabase, measured_step, priced_combinations
         from ..report import enumeration_text
 
         step = asked.step
         combinations = priced_combinations(step)
         known = contextlib.nullcontext() if database is None else ProfileDatabase(database, must_exist=True)
         with known as opened, search_progress(say) as report:
-            measured = [{} for _ in step.kinds] if opened is None else measured_seconds(step, combinations, opened)
+            measured = None if opened is None else measured_step(step, combinations, opened)
             rows = _enumerate(step, combinations, measured, run, report)
         answer = {"kinds": [kind.name for kind in step.kinds], "rows": rows}
         say.show(enumeration_text(answer))
@@ -267,7 +267,7 @@ def _read_share(text: str) -> tuple[int, int]:
 def _enumerate(
     step: SegmentedStep,
     combinations: Sequence[Sequence[Combination]],
-    measured: Sequence[dict[tuple[int, ...], float]],
+    measured: MeasuredStep | None,
     run: int,
     report: Any,
 ) -> list[dict[str, Any]]:
@@ -297,7 +297,7 @@ def _enumerate(
                 "_choices": picked_choices(step.space.priced, solution.picks),
             }
         )
-    rows.sort(key=lambda row: row["composed_s" if any(measured) else "predicted_s"])
+    rows.sort(key=lambda row: row["composed_s" if measured else "predicted_s"])
     for done, row in enumerate(rows):
         choices = row.pop("_choices")
         if done < run:

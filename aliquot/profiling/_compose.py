@@ -1,7 +1,8 @@
 """Time and memory of a whole step from those of its segments.
 
-T = sum of the segments' times + resharding between neighbours, and M = sum of what is held
-(parameters, state, and what the forward pass keeps) + the most that any segment needs besides.
+T = sum of the segments' times + conversions between neighbours, and M = sum of what is held
+(parameters, state, and what the forward pass keeps) + the most that any segment needs besides. The
+launch of a program is part of everything that was measured, and counts once for the step.
 
 Reference: arXiv 2504.00598, whose memory adds up everything; what is there only while one segment
 runs is counted once here.
@@ -9,19 +10,37 @@ runs is counted once here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..cost import resharding_seconds
+from ._conversions import Conversion, conversions_between
 from ._segments import Combination, Options, SegmentedStep
 
 # Combinations of all kinds that are compared at once.
 _MOST = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MeasuredStep:
+    """What is known of the programs of a step.
+
+    Attributes:
+        kinds: for each kind of segment the seconds of its combinations; infinite for what ran out of
+            memory.
+        conversions: seconds of arrays that cross between segments.
+        launch_s: of a program that does nothing, which is part of all others.
+    """
+
+    kinds: tuple[Mapping[Options, float], ...]
+    conversions: Mapping[Conversion, float]
+    launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +62,7 @@ class Composed:
 def compose(
     step: SegmentedStep,
     combinations: Sequence[Sequence[Combination]],
-    measured_s: Sequence[Mapping[Options, float]],
+    measured: MeasuredStep | None = None,
     *,
     memory_limit_bytes: float = math.inf,
     most: int = 10,
@@ -53,16 +72,18 @@ def compose(
     Args:
         step: its kinds of segment.
         combinations: those of each kind that may be chosen.
-        measured_s: for each kind and combination the measured seconds; where there are none those of
-            the cost model count.
+        measured: what is known; for all else the cost model counts.
         most: how many to return.
     """
-    kept = [_undominated(some, known) for some, known in zip(combinations, measured_s, strict=True)]
+    known = _WithoutLaunch(step, measured)
+    kept = [_undominated(some, functools.partial(known.seconds, k)) for k, some in enumerate(combinations)]
     while math.prod(len(some) for some in kept) > _MOST:
         longest = max(range(len(kept)), key=lambda k: len(kept[k]))
-        kept[longest] = sorted(kept[longest], key=lambda c: _seconds(c, measured_s[longest]))[: len(kept[longest]) // 2]
+        by_time = sorted(kept[longest], key=lambda c: known.seconds(longest, c)[0])
+        kept[longest] = by_time[: len(by_time) // 2]
     shape = [len(some) for some in kept]
-    seconds, held, working = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    seconds, of_it_measured = np.full(shape, known.launch_s), np.full(shape, known.launch_s)
+    held, working = np.zeros(shape), np.zeros(shape)
     for k, some in enumerate(kept):
         count, along = step.kinds[k].count, [1] * len(kept)
         along[k] = len(some)
@@ -70,68 +91,77 @@ def compose(
         def spread(values: list[float], along: list[int] = along) -> np.ndarray:
             return np.array(values, np.float64).reshape(along)
 
-        seconds = seconds + count * spread([_seconds(c, measured_s[k]) for c in some])
+        times = [known.seconds(k, c) for c in some]
+        seconds = seconds + count * spread([t for t, _ in times])
+        of_it_measured = of_it_measured + count * spread([m for _, m in times])
         held = held + count * spread([c.state_bytes + c.kept_bytes for c in some])
         working = np.maximum(working, spread([c.working_bytes for c in some]))
-    for (a, b), times in Counter(itertools.pairwise(step.sequence)).items():
+    for (a, b), count in Counter(itertools.pairwise(step.sequence)).items():
         along = [1] * len(kept)
         along[a], along[b] = len(kept[a]), len(kept[b])
         if a == b:
-            table = np.array([_resharding_s(step, p, p) for p in kept[a]])
+            table = np.array([known.between((a, b), p, p) for p in kept[a]])
         else:
-            table = np.array([[_resharding_s(step, p, q) for q in kept[b]] for p in kept[a]])
-        seconds = seconds + times * (table.T if a > b else table).reshape(along)
+            table = np.array([[known.between((a, b), p, q) for q in kept[b]] for p in kept[a]])
+        if a > b:
+            table = table.swapaxes(0, 1)
+        seconds = seconds + count * table[..., 0].reshape(along)
+        of_it_measured = of_it_measured + count * table[..., 1].reshape(along)
     memory = held + working
     flat = np.where(memory <= memory_limit_bytes, seconds, np.inf).ravel()
     order = np.argsort(flat, kind="stable")[:most]
     return [
-        _composed(step, kept, measured_s, index, seconds, memory)
+        Composed(
+            options=tuple([some[int(p)].options for some, p in zip(kept, np.unravel_index(index, shape), strict=True)]),
+            seconds=float(seconds.flat[index]),
+            memory_bytes=float(memory.flat[index]),
+            measured_share=float(of_it_measured.flat[index] / seconds.flat[index]) if seconds.flat[index] else 0.0,
+        )
         for index in order.tolist()
         if np.isfinite(flat[index])
     ]
 
 
-def _composed(
-    step: SegmentedStep,
-    kept: Sequence[Sequence[Combination]],
-    measured_s: Sequence[Mapping[Options, float]],
-    index: int,
-    seconds: np.ndarray,
-    memory: np.ndarray,
-) -> Composed:
-    place = np.unravel_index(index, seconds.shape)
-    chosen = [some[int(p)] for some, p in zip(kept, place, strict=True)]
-    known_s = sum(step.kinds[k].count * measured_s[k].get(c.options, 0.0) for k, c in enumerate(chosen))
-    total_s = float(seconds[place])
-    return Composed(
-        options=tuple([c.options for c in chosen]),
-        seconds=total_s,
-        memory_bytes=float(memory[place]),
-        measured_share=known_s / total_s if total_s else 0.0,
-    )
+class _WithoutLaunch:
+    """Seconds of the parts of a step, all of them and those that were measured."""
+
+    def __init__(self, step: SegmentedStep, measured: MeasuredStep | None) -> None:
+        self._step, self._measured = step, measured
+        self._modelled_s: dict[Conversion, float] = {}
+        self.launch_s = measured.launch_s if measured else 0.0
+
+    def seconds(self, kind: int, combination: Combination) -> tuple[float, float]:
+        """Of a segment."""
+        known_s = self._measured.kinds[kind].get(combination.options) if self._measured else None
+        return (combination.seconds, 0.0) if known_s is None else self._net(known_s)
+
+    def between(self, kinds: tuple[int, int], before: Combination, after: Combination) -> tuple[float, float]:
+        """Of bringing what crosses between two segments, forward and backward, from the split of one to that of the other."""
+        total_s = measured_s = 0.0
+        for crossing, conversion in conversions_between(self._step.crossings[kinds], before, after):
+            known_s = self._measured.conversions.get(conversion) if self._measured else None
+            if known_s is not None:
+                total_s, measured_s = total_s + self._net(known_s)[0], measured_s + self._net(known_s)[1]
+                continue
+            if conversion not in self._modelled_s:
+                source, target, mesh = conversion.source, conversion.target, self._step.mesh
+                self._modelled_s[conversion] = resharding_seconds(source, target, crossing.num_bytes, mesh)
+            total_s += self._modelled_s[conversion]
+        return total_s, measured_s
+
+    def _net(self, known_s: float) -> tuple[float, float]:
+        net_s = max(known_s - self.launch_s, 0.0)
+        return net_s, net_s
 
 
-def _seconds(combination: Combination, measured_s: Mapping[Options, float]) -> float:
-    return measured_s.get(combination.options, combination.seconds)
-
-
-def _undominated(some: Sequence[Combination], measured_s: Mapping[Options, float]) -> list[Combination]:
+def _undominated(
+    some: Sequence[Combination], seconds: Callable[[Combination], tuple[float, float]]
+) -> list[Combination]:
     """Combinations to which no other with the same boundary is better in time and in memory."""
     groups: dict[tuple[object, ...], list[Combination]] = {}
-    for c in sorted(some, key=lambda c: (_seconds(c, measured_s), c.options)):
+    for c in sorted(some, key=lambda c: (seconds(c)[0], c.options)):
         group = groups.setdefault((tuple(sorted(c.enters.items())), tuple(sorted(c.leaves.items()))), [])
         held = c.state_bytes + c.kept_bytes
         if not any(o.state_bytes + o.kept_bytes <= held and o.working_bytes <= c.working_bytes for o in group):
             group.append(c)
     return [c for group in groups.values() for c in group]
-
-
-def _resharding_s(step: SegmentedStep, before: Combination, after: Combination) -> float:
-    """Seconds to bring what crosses between two segments, forward and backward, from the split of one to that of the other."""
-    total_s = 0.0
-    for leaves, enters, is_backward in ((before.leaves, after.enters, False), (after.leaves, before.enters, True)):
-        for crossing, source in leaves.items():
-            target = enters.get(crossing)
-            if crossing.is_backward == is_backward and target is not None and target != source:
-                total_s += resharding_seconds(source, target, crossing.num_bytes, step.mesh)
-    return total_s

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..cluster import Target
 from ..cost import Problem
-from ..graph import Graph, graph_fingerprint
+from ..graph import Graph, Input, graph_fingerprint
 from ..runtime import Program, build_program, compiled_stats, make_mesh
 from ..sharding import Choice, make_pins
 from ._database import Measurement, ProgramKey
@@ -28,11 +28,15 @@ _EARLY_STOP = 1.5
 
 def program_key(graph: Graph, choices: Sequence[Choice], mesh_shape: tuple[int, ...]) -> ProgramKey:
     """The key of a part of a step under the given choices, on this process's devices."""
+    return key_of(f"{graph_fingerprint(graph)} {list(choices)}", mesh_shape)
+
+
+def key_of(text: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
+    """The key of a program that a text describes, on this process's devices."""
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
         kind = f"{kind}, {os.cpu_count()} cores"
-    text = f"{graph_fingerprint(graph)} {list(choices)}"
     return ProgramKey(
         program=hashlib.sha256(text.encode()).hexdigest(),
         device=kind,
@@ -44,17 +48,18 @@ def program_key(graph: Graph, choices: Sequence[Choice], mesh_shape: tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledPart:
-    """A part of a step, compiled for the first devices of this process.
+    """A program, compiled for the first devices of this process.
 
     Attributes:
-        graph, program: what it computes.
+        arguments: shapes, dtypes and shardings of what it takes.
+        successors: for each donated argument the position of the result that takes its place.
         compiled: None where the compiler found that it does not fit in memory.
         memory_bytes: of each device.
         label: for people.
     """
 
-    graph: Graph
-    program: Program
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    successors: Mapping[int, int]
     compiled: Any
     memory_bytes: float
     label: str
@@ -78,14 +83,40 @@ def compile_part(
     """
     graph = problem.graph
     program = _program(graph, problem, choices, mesh_shape, axis_names, problem.target)
+    successors = {position: _successor(graph.inputs[position]) for position in program.donated}
+    return compile_program(
+        program.jitted, _shapes(graph, program), mesh_shape, axis_names, successors=successors, label=label
+    )
+
+
+def compile_program(
+    jitted: Any,
+    arguments: Sequence[jax.ShapeDtypeStruct],
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    *,
+    successors: Mapping[int, int] | None = None,
+    label: str = "",
+) -> CompiledPart:
+    """Compile a jitted function. May be called in several threads.
+
+    Args:
+        arguments, successors, label: see `CompiledPart`.
+    """
+    compiled, memory_bytes = None, 0.0
     try:
-        compiled = program.jitted.lower(*_shapes(graph, program)).compile()
+        compiled = jitted.lower(*arguments).compile()
+        memory_bytes = float(compiled_stats(compiled, axis_names, mesh_shape).memory.peak_bytes)
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
-        return CompiledPart(graph=graph, program=program, compiled=None, memory_bytes=0.0, label=label)
-    memory_bytes = float(compiled_stats(compiled, axis_names, mesh_shape).memory.peak_bytes)
-    return CompiledPart(graph=graph, program=program, compiled=compiled, memory_bytes=memory_bytes, label=label)
+    return CompiledPart(
+        arguments=tuple(arguments),
+        successors=successors or {},
+        compiled=compiled,
+        memory_bytes=memory_bytes,
+        label=label,
+    )
 
 
 def time_part(
@@ -105,7 +136,7 @@ def time_part(
     if part.compiled is None:
         return Measurement(seconds=None, repeats=0, outcome="out of memory", label=part.label)
     try:
-        leaves = [_filled(shape) for shape in _shapes(part.graph, part.program)]
+        leaves = [_filled(shape) for shape in part.arguments]
         before = [_run(part, leaves) for _ in range(warm_up)]
         if min(before, default=0.0) > _EARLY_STOP * best_s:
             return Measurement(
@@ -166,9 +197,14 @@ def _run(part: CompiledPart, leaves: list[Any]) -> float:
     results = jax.block_until_ready(part.compiled(*leaves))
     seconds = time.perf_counter() - start
     # A donated input is used up; its successor takes its place.
-    for position in part.program.donated:
-        leaves[position] = results[part.graph.inputs[position].output]
+    for position, result in part.successors.items():
+        leaves[position] = results[result]
     return seconds
+
+
+def _successor(item: Input) -> int:
+    assert item.output is not None
+    return item.output
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..planners import Progress
-from ._database import Measurement, ProfileDatabase
+from ._compose import MeasuredStep
+from ._conversions import LAUNCH, all_conversions, compile_conversion, conversion_key
+from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._programs import CompiledPart, compile_part, measure_in_turn, program_key, time_part
-from ._segments import Combination, Options, SegmentedStep
+from ._segments import Combination, SegmentedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +37,48 @@ def priced_combinations(step: SegmentedStep) -> list[list[Combination]]:
     return [[c for options in kind.combinations() if (c := kind.combination(options))] for kind in step.kinds]
 
 
-def measured_seconds(
+def measured_step(
     step: SegmentedStep, combinations: Sequence[Sequence[Combination]], database: ProfileDatabase
-) -> list[dict[Options, float]]:
-    """For each kind the seconds of the combinations that were measured; infinite for what ran out of memory."""
-    found: list[dict[Options, float]] = []
+) -> MeasuredStep:
+    """What a database knows of a step."""
+    mesh_shape, kinds = step.mesh.shape, []
     for kind, some in zip(step.kinds, combinations, strict=True):
         known = {}
         for c in some:
-            measurement = database.get(program_key(kind.problem.graph, c.choices, step.mesh.shape))
+            measurement = database.get(program_key(kind.problem.graph, c.choices, mesh_shape))
             if measurement is not None:
                 known[c.options] = math.inf if measurement.seconds is None else measurement.seconds
-        found.append(known)
-    return found
+        kinds.append(known)
+    conversions = {}
+    for conversion in all_conversions(step, combinations):
+        measurement = database.get(conversion_key(conversion, mesh_shape))
+        if measurement is not None and measurement.seconds is not None:
+            conversions[conversion] = measurement.seconds
+    return MeasuredStep(kinds=tuple(kinds), conversions=conversions, launch_s=conversions.pop(LAUNCH, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A program to measure; those of one group do the same work, and the slow ones of them are not repeated."""
+
+    group: int
+    key: ProgramKey
+    compile: Callable[[], CompiledPart]
+
+
+def _jobs(step: SegmentedStep) -> list[_Job]:
+    """All programs of a step: the segments', most promising first, and the conversions between them."""
+    shape, names = step.mesh.shape, step.mesh.axis_names
+    jobs, combinations = [], priced_combinations(step)
+    for k, (kind, some) in enumerate(zip(step.kinds, combinations, strict=True)):
+        for c in sorted(some, key=lambda c: c.seconds):
+            label = f"{kind.name} {list(c.options)}"
+            build = functools.partial(compile_part, kind.problem, c.choices, shape, names, label=label)
+            jobs.append(_Job(group=k, key=program_key(kind.problem.graph, c.choices, shape), compile=build))
+    for number, conversion in enumerate(all_conversions(step, combinations)):
+        build = functools.partial(compile_conversion, conversion, shape, names)
+        jobs.append(_Job(group=len(step.kinds) + number, key=conversion_key(conversion, shape), compile=build))
+    return jobs
 
 
 def profile_segments(
@@ -74,46 +106,39 @@ def profile_segments(
         InputError: the database cannot be written.
     """
     start, (number, of) = time.perf_counter(), share
-    programs = [
-        (k, c) for k, some in enumerate(priced_combinations(step)) for c in sorted(some, key=lambda c: c.seconds)
-    ][number - 1 :: of]
-    keys = [program_key(step.kinds[k].problem.graph, c.choices, step.mesh.shape) for k, c in programs]
-    held = [database.get(key) for key in keys]
-    missing = [place for place, measurement in enumerate(held) if measurement is None]
-    known, best_s = len(programs) - len(missing), [math.inf] * len(step.kinds)
+    jobs = _jobs(step)[number - 1 :: of]
+    held = [database.get(job.key) for job in jobs]
+    missing = [job for job, measurement in zip(jobs, held, strict=True) if measurement is None]
+    known, best_s = len(jobs) - len(missing), defaultdict[int, float](lambda: math.inf)
     report = progress or (lambda what, done, of: None)
 
-    def note(kind: int, measurement: Measurement) -> None:
+    def note(job: _Job, measurement: Measurement) -> None:
         if measurement.seconds is not None:
-            best_s[kind] = min(best_s[kind], measurement.seconds)
+            best_s[job.group] = min(best_s[job.group], measurement.seconds)
 
-    for (kind, _), measurement in zip(programs, held, strict=True):
+    for job, measurement in zip(jobs, held, strict=True):
         if measurement is not None:
-            note(kind, measurement)
+            note(job, measurement)
 
-    def jobs() -> Iterator[Callable[[], CompiledPart]]:
-        for place in missing:
+    def to_compile() -> Iterator[Callable[[], CompiledPart]]:
+        for job in missing:
             if time.perf_counter() - start > budget_s:
                 return
-            kind, c = step.kinds[programs[place][0]], programs[place][1]
-            label = f"{kind.name} {list(c.options)}"
-            yield functools.partial(
-                compile_part, kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names, label=label
-            )
+            yield job.compile
 
     measured = 0
 
     def time_one(part: CompiledPart) -> Measurement:
-        best = best_s[programs[missing[measured]][0]] if stops_early else math.inf
+        best = best_s[missing[measured].group] if stops_early else math.inf
         return time_part(part, warm_up=warm_up, repeats=repeats, best_s=best)
 
-    report("measuring programs", known, len(programs))
-    for measurement in measure_in_turn(jobs(), time_one):
-        place = missing[measured]
-        database.put(keys[place], measurement)
-        note(programs[place][0], measurement)
+    report("measuring programs", known, len(jobs))
+    for measurement in measure_in_turn(to_compile(), time_one):
+        job = missing[measured]
+        database.put(job.key, measurement)
+        note(job, measurement)
         measured += 1
-        report(f"measured {measurement.label}", known + measured, len(programs))
+        report(f"measured {measurement.label}", known + measured, len(jobs))
     return ProfileRun(
-        num_programs=len(programs), num_measured=measured, num_known=known, seconds=time.perf_counter() - start
+        num_programs=len(jobs), num_measured=measured, num_known=known, seconds=time.perf_counter() - start
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 from ..cluster import AXIS_NAMES, LogicalMesh
 from ..core import InputError
 from ..cost import Problem, evaluate, make_problem, phase_costs, picked_choices, price
-from ..graph import Graph, Layers, Phase, fold
+from ..graph import Extract, Graph, Layers
 from ..planners import ILP, AbstractIntra, BlockOptions, IntraSolution, Space, block_options, restrict_blocks
 from ..sharding import (
     Choice,
@@ -37,10 +38,19 @@ Options = tuple[int, ...]
 
 
 class Crossing(NamedTuple):
-    """An array that may cross between segments: equal ones of equal segments have one class."""
+    """An array that crosses between two neighbouring segments.
 
-    value_class: int
+    Attributes:
+        leaves: its position among the outputs of the segment that makes it: the first of the two, or
+            the second one if it crosses in the backward pass.
+        enters: its position among the inputs of the other.
+    """
+
+    leaves: int
+    enters: int
     is_backward: bool
+    shape: tuple[int, ...]
+    dtype: str
     num_bytes: int
 
 
@@ -55,8 +65,7 @@ class Combination:
         state_bytes, kept_bytes, working_bytes: of each device, by the cost model: parameters and
             optimizer state, what the forward pass keeps for the backward pass, and the most that is
             there besides.
-        enters, leaves: how the arrays are split that it reads from other segments, and that it makes
-            for others, by `Crossing`.
+        enters, leaves: how its inputs and its outputs are split, by their positions.
     """
 
     options: Options
@@ -65,8 +74,8 @@ class Combination:
     state_bytes: float
     kept_bytes: float
     working_bytes: float
-    enters: Mapping[Crossing, Spec]
-    leaves: Mapping[Crossing, Spec]
+    enters: Mapping[int, Spec]
+    leaves: Mapping[int, Spec]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +88,6 @@ class SegmentKind:
         problem: one of them as a step of its own.
         space: its choices on the mesh.
         blocks: its blocks with their options; none before the first block.
-        crossings: for each of its values what it is to the whole step.
         intra: decides what the options leave open.
     """
 
@@ -88,7 +96,6 @@ class SegmentKind:
     problem: Problem
     space: Space
     blocks: tuple[BlockOptions, ...]
-    crossings: tuple[Crossing, ...]
     intra: AbstractIntra
 
     def combinations(self) -> Iterator[Options]:
@@ -107,16 +114,16 @@ class SegmentKind:
         priced = self.space.priced
         costs = phase_costs(priced, solution.picks, self.problem.graph)
         choices = picked_choices(priced, solution.picks)
-        graph, nodes = self.problem.graph, self.problem.nodes
+        nodes = self.problem.nodes
         enters = {
-            self.crossings[item.value]: project(choices[port.node], port.projection)
-            for item, port in zip(graph.inputs, nodes.input_ports, strict=True)
+            position: project(choices[port.node], port.projection)
+            for position, port in enumerate(nodes.input_ports)
             if port.node >= 0
         }
         leaves = {
-            self.crossings[output.value]: without_partial(project(choices[port.node], port.projection))
-            for output, port in zip(graph.outputs, nodes.output_ports, strict=True)
-            if port.node >= 0 and isinstance(output.value, int)
+            position: without_partial(project(choices[port.node], port.projection))
+            for position, port in enumerate(nodes.output_ports)
+            if port.node >= 0
         }
         return Combination(
             options=options,
@@ -141,6 +148,7 @@ class SegmentedStep:
         blocks: of the whole step with their options.
         kinds: what comes before the first block, and then each distinct segment.
         sequence: the kinds of the step in order.
+        crossings: what crosses between neighbours, by their kinds.
     """
 
     problem: Problem
@@ -150,6 +158,7 @@ class SegmentedStep:
     blocks: tuple[BlockOptions, ...]
     kinds: tuple[SegmentKind, ...]
     sequence: tuple[int, ...]
+    crossings: Mapping[tuple[int, int], tuple[Crossing, ...]]
 
     @cached_property
     def num_programs(self) -> int:
@@ -193,7 +202,6 @@ def segment_step(
     blocks = block_options(problem, space, factors=factors)
     segments = find_segments(problem.graph, problem.nodes, [b.block for b in blocks], [len(b) for b in blocks])
     layers = segment_layers(problem.graph, segments)
-    crossings = _crossings(problem.graph)
     extracts = stage_step(_layered(problem.graph, layers), range(len(layers))).extracts
     kinds = []
     for number in range(-1, len(segments.kinds)):
@@ -214,10 +222,11 @@ def segment_step(
                 problem=part,
                 space=part_space,
                 blocks=found,
-                crossings=tuple([crossings[v] for v in example.values]),
                 intra=intra,
             )
         )
+    sequence = (0, *[1 + kind for kind in segments.sequence])
+    examples = [extracts[0], *[extracts[1 + segments.example(kind)] for kind in range(len(segments.kinds))]]
     return SegmentedStep(
         problem=problem,
         mesh=mesh,
@@ -225,17 +234,58 @@ def segment_step(
         space=space,
         blocks=blocks,
         kinds=tuple(kinds),
-        sequence=(0, *[1 + kind for kind in segments.sequence]),
+        sequence=sequence,
+        crossings=_crossings(problem.graph, extracts, [examples[kind] for kind in sequence], sequence),
     )
 
 
-def _crossings(graph: Graph) -> list[Crossing]:
-    backward = {o for op in graph.ops if op.phase is Phase.BACKWARD for o in op.outputs}
-    classes = fold(graph).value_class.tolist()
-    return [
-        Crossing(value_class=classes[v.index], is_backward=v.index in backward, num_bytes=v.num_bytes)
-        for v in graph.values
-    ]
+def _crossings(
+    graph: Graph, extracts: Sequence[Extract], examples: Sequence[Extract], sequence: Sequence[int]
+) -> dict[tuple[int, int], tuple[Crossing, ...]]:
+    """What crosses between neighbours of each pair of kinds, by the positions that it has in the example of each kind."""
+    found: dict[tuple[int, int], tuple[Crossing, ...]] = {}
+    for k, pair in enumerate(itertools.pairwise(sequence)):
+        if pair in found:
+            continue
+        crossing = []
+        for maker, reader in ((k, k + 1), (k + 1, k)):
+            made, read = _outputs(extracts[maker]), _inputs(extracts[reader])
+            leaves = _places(graph, made, _outputs(examples[maker]))
+            enters = _places(graph, read, _inputs(examples[reader]))
+            for v in made:
+                if v in leaves and v in enters:
+                    value = graph.values[v]
+                    crossing.append(
+                        Crossing(leaves[v], enters[v], maker > reader, value.shape, value.dtype, value.num_bytes)
+                    )
+        found[pair] = tuple(crossing)
+    return found
+
+
+def _inputs(extract: Extract) -> list[int]:
+    return [extract.values[item.value] for item in extract.graph.inputs]
+
+
+def _outputs(extract: Extract) -> list[int]:
+    return [extract.values[o.value] if isinstance(o.value, int) else -1 for o in extract.graph.outputs]
+
+
+def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> dict[int, int]:
+    """For arrays of a segment the positions of those that they are in the example of its kind.
+
+    The first and the last of equal segments may have inputs and outputs of their own; then arrays of
+    one shape and type come in the same order.
+    """
+
+    def look(v: int) -> tuple[object, ...]:
+        return (graph.values[v].shape, graph.values[v].dtype) if v >= 0 else ()
+
+    if [look(v) for v in values] == [look(v) for v in of_example]:
+        return {v: place for place, v in enumerate(values)}
+    waiting: dict[object, list[int]] = defaultdict(list)
+    for place, v in enumerate(of_example):
+        waiting[look(v)].append(place)
+    return {v: waiting[look(v)].pop(0) for v in values if waiting[look(v)]}
 
 
 def _space(problem: Problem, mesh: LogicalMesh) -> Space:

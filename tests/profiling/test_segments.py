@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,15 +17,21 @@ from aliquot.core import InputError
 from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.profiling import (
+    MeasuredStep,
     Measurement,
+    all_conversions,
+    compile_conversion,
     compile_part,
     compose,
+    conversions_between,
     describe_blocks,
     measure_in_turn,
+    priced_combinations,
     program_key,
     segment_step,
     time_part,
 )
+from aliquot.runtime import compiled_stats
 
 
 def problem_of(model: str, num_layers: int, cluster: Cluster | None = None, **options: object):
@@ -68,7 +76,7 @@ def test_layers_in_a_loop_cannot_be_cut():
 def test_the_best_composed_step_is_among_the_best_of_whole_steps(model):
     step = segment_step(problem_of(model, 4), (4,))
     combinations = [[c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds]
-    best = compose(step, combinations, [{} for _ in step.kinds], most=20)
+    best = compose(step, combinations, most=20)
     assert [c.seconds for c in best] == sorted(c.seconds for c in best)
     whole = [step.whole(c.options) for c in best]
     assert np.median([abs(c.seconds / w.step_time_s - 1) for c, w in zip(best, whole, strict=True)]) < 0.05
@@ -79,11 +87,22 @@ def test_composing_finds_what_trying_everything_finds():
     step = segment_step(problem_of("tiny", 3), (4,))
     rng = np.random.default_rng(0)
     combinations = [[c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds]
-    measured = [{c.options: float(rng.uniform(1, 2)) for c in some} for some in combinations]
+    kinds = tuple({c.options: float(rng.uniform(1, 2)) for c in some} for some in combinations)
+    # Half of the conversions are known.
+    found = all_conversions(step, combinations)[1:]
+    conversions = {conversion: float(rng.uniform(0.5, 1)) for conversion in found[::2]}
+    assert len(conversions) >= 3
+    launch_s = 0.25
+    measured = MeasuredStep(kinds=kinds, conversions=conversions, launch_s=launch_s)
     totals = {}
     for chosen in itertools.product(*combinations):
         (one,) = compose(step, [[c] for c in chosen], measured)
-        own = sum(kind.count * m[c.options] for kind, m, c in zip(step.kinds, measured, chosen, strict=True))
+        own = launch_s + sum(
+            k.count * (m[c.options] - launch_s) for k, m, c in zip(step.kinds, kinds, chosen, strict=True)
+        )
+        for a, b in itertools.pairwise(step.sequence):
+            needed = [conversion for _, conversion in conversions_between(step.crossings[a, b], chosen[a], chosen[b])]
+            own += sum(conversions[n] - launch_s for n in needed if n in conversions)
         assert one.seconds >= own * (1 - 1e-12)
         assert one.measured_share == pytest.approx(own / one.seconds)
         totals[one.options] = one
@@ -111,6 +130,30 @@ def test_segments_run_and_are_measured_once_each():
     assert program_key(kind.problem.graph, some[0].choices, (4,)) in keys
 
 
+def test_what_crosses_is_converted_as_it_says():
+    """From one split to another, and forward and backward; the launch of a program comes first."""
+    step = segment_step(problem_of("tiny", 2), (4,))
+    combinations = priced_combinations(step)
+    found = all_conversions(step, combinations)
+    assert len(found) == len(set(found)) >= 8
+    launch, *conversions = found
+    jax_names = step.mesh.axis_names
+    part = compile_conversion(launch, (4,), jax_names)
+    assert part.label == "launch of a program" and part.compiled(jnp.float32(1)) == 2
+    kinds = {"all-gather": 0, "all-to-all": 0}
+    for conversion in conversions:
+        part = compile_conversion(conversion, (4,), jax_names)
+        values = jax.device_put(
+            np.arange(math.prod(conversion.shape), dtype=conversion.dtype).reshape(conversion.shape)
+        )
+        result = part.compiled(jax.device_put(values, part.arguments[0].sharding))
+        assert (np.asarray(result) == np.asarray(values)).all()
+        assert part.arguments[0].sharding.is_equivalent_to(result.sharding, values.ndim) is False
+        for c in compiled_stats(part.compiled, jax_names, (4,)).collectives:
+            kinds[c.kind] += 1
+    assert kinds["all-gather"] and kinds["all-to-all"]
+
+
 def test_a_hopeless_program_is_not_repeated():
     cluster = Cluster.detect(jax.devices()[:4])
     step = segment_step(problem_of("tiny", 2, cluster, dtype="float32"), (4,))
@@ -119,7 +162,7 @@ def test_a_hopeless_program_is_not_repeated():
     part = compile_part(kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names)
     found = time_part(part, best_s=1e-9)
     assert found.outcome == "stopped early" and found.repeats == 1 and found.seconds > 0
-    lost = time_part(type(part)(graph=part.graph, program=part.program, compiled=None, memory_bytes=0.0, label="x"))
+    lost = time_part(replace(part, compiled=None, memory_bytes=0.0, label="x"))
     assert lost == Measurement(seconds=None, repeats=0, outcome="out of memory", label="x")
 
 

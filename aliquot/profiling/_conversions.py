@@ -1,0 +1,88 @@
+"""What crosses between segments, brought from one split to another: programs of their own, measured like segments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..runtime import make_mesh
+from ..sharding import Spec, dims_of, format_spec
+from ._database import ProgramKey
+from ._programs import CompiledPart, compile_program, key_of
+from ._segments import Combination, Crossing, SegmentedStep
+
+
+class Conversion(NamedTuple):
+    """An array of a shape that is split one way and wanted another way."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    source: Spec
+    target: Spec
+
+
+LAUNCH = Conversion(shape=(), dtype="float32", source=(), target=())
+"""A program that does next to nothing. Every program takes as long; a step that is one program takes it once."""
+
+
+def conversions_between(
+    crossings: Sequence[Crossing], before: Combination, after: Combination
+) -> Iterator[tuple[Crossing, Conversion]]:
+    """What has to be converted between two neighbouring segments, forward and backward.
+
+    Args:
+        crossings: what crosses between segments of these kinds; see `SegmentedStep.crossings`.
+    """
+    for crossing in crossings:
+        maker, reader = (after, before) if crossing.is_backward else (before, after)
+        source, target = maker.leaves.get(crossing.leaves), reader.enters.get(crossing.enters)
+        # Random keys are small, and no array type that a program of its own could take.
+        is_key = crossing.dtype.startswith("key<")
+        if source is not None and target is not None and source != target and not is_key:
+            yield crossing, Conversion(crossing.shape, crossing.dtype, source, target)
+
+
+def all_conversions(step: SegmentedStep, combinations: Sequence[Sequence[Combination]]) -> list[Conversion]:
+    """All that any neighbours of a step may need, each once, and `LAUNCH` before them."""
+    found = {LAUNCH: None}
+    for (a, b), crossings in step.crossings.items():
+        for before, after in itertools.product(_by_boundary(combinations[a]), _by_boundary(combinations[b])):
+            found |= {conversion: None for _, conversion in conversions_between(crossings, before, after)}
+    return list(found)
+
+
+def _by_boundary(combinations: Sequence[Combination]) -> list[Combination]:
+    """One combination for each way to split what crosses."""
+    return list({(tuple(c.enters.items()), tuple(c.leaves.items())): c for c in combinations}.values())
+
+
+def conversion_key(conversion: Conversion, mesh_shape: tuple[int, ...]) -> ProgramKey:
+    """The key of a conversion on this process's devices."""
+    return key_of(f"conversion {tuple(conversion)}", mesh_shape)
+
+
+def compile_conversion(
+    conversion: Conversion, mesh_shape: tuple[int, ...], axis_names: tuple[str, ...]
+) -> CompiledPart:
+    """Compile a conversion, or `LAUNCH`. May be called in several threads."""
+    mesh = make_mesh(mesh_shape, axis_names, None)
+    if conversion == LAUNCH:
+        whole = NamedSharding(mesh, PartitionSpec())
+        jitted = jax.jit(lambda x: x + 1, out_shardings=whole)
+        argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+        return compile_program(jitted, [argument], mesh_shape, axis_names, label="launch of a program")
+    source, target = (_sharding(mesh, spec, len(conversion.shape)) for spec in (conversion.source, conversion.target))
+    argument = jax.ShapeDtypeStruct(conversion.shape, jnp.dtype(conversion.dtype), sharding=source)
+    names = [format_spec(spec, axis_names, len(conversion.shape)) for spec in (conversion.source, conversion.target)]
+    label = f"{conversion.dtype}{list(conversion.shape)} from {names[0]} to {names[1]}"
+    jitted = jax.jit(lambda x: x, out_shardings=target)
+    return compile_program(jitted, [argument], mesh_shape, axis_names, label=label)
+
+
+def _sharding(mesh: Mesh, spec: Spec, rank: int) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*dims_of(spec, mesh.axis_names, rank)))
