@@ -31,8 +31,9 @@ HALF = Precision(compute="float16", params="float16")
 class Attention(_gpt.Attention):
     """Every position sees every other; the softmax stays in float16."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        q, k, v = (split_heads(part(x), self.num_heads) for part in (self.q, self.k, self.v))
+    def __call__(self, x: jax.Array, source: jax.Array | None = None) -> jax.Array:
+        source = x if source is None else source
+        q, k, v = (split_heads(part, self.num_heads) for part in (self.q(x), self.k(source), self.v(source)))
         scores = jnp.einsum("bshe,bthe->bhst", q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k)
         return self.out(merge_heads(jnp.einsum("bhst,bthe->bshe", jax.nn.softmax(scores, axis=-1), v)))
 

@@ -22,18 +22,21 @@ def models(as_json: Json = False) -> None:
         rows = [
             (
                 row["name"],
-                str(row["num_layers"]),
+                _both_sides(row["num_layers"], row["target_len"] and row["num_layers"]),
                 str(row["width"]),
-                *("" if row[key] is None else str(row[key]) for key in ("num_experts", "seq_len", "vocab_size")),
+                _both_sides(row["num_experts"]),
+                _both_sides(row["seq_len"], row["target_len"]),
+                _both_sides(row["vocab_size"]),
                 format_flops(row["flops_per_example"]),
                 row["examples"],
             )
             for row in entries
         ]
-        header = ("model", "layers", "width", "experts", "tokens", "vocab", "for one", "of its")
+        header = ("model", "layers", "width", "MoE", "tokens", "vocab", "for one", "of its")
         say.show(columns("Models of the zoo, by family and size", header, rows, right=(1, 2, 3, 4, 5, 6), narrow=True))
-        say.show("for one: operations to train on one example, forward and backward. Change a")
-        say.show("size with --set NAME=VALUE. Your own model: package.module:factory.")
+        say.show("MoE: experts in a layer. 24+24: of the encoder and of the decoder. for one:")
+        say.show("operations to train on one example, forward and backward. Change a size with")
+        say.show("--set NAME=VALUE. Your own model: package.module:factory.")
         say.finish({"models": entries})
 
 
@@ -72,10 +75,16 @@ def _model(name: str) -> dict[str, Any]:
         "width": getattr(config, "hidden_size", None) or getattr(config, "num_channels", None),
         "num_experts": getattr(config, "num_experts", None),
         "seq_len": getattr(config, "seq_len", None),
+        "target_len": getattr(config, "target_len", None),
         "vocab_size": getattr(config, "vocab_size", None),
         "examples": config.examples,
         "flops_per_example": config.flops_per_example,
     }
+
+
+def _both_sides(size: int | None, of_decoder: int | None = None) -> str:
+    """A size, and that of the decoder if there is one."""
+    return "+".join(str(each) for each in (size, of_decoder) if each is not None)
 
 
 def _device(name: str) -> dict[str, Any]:

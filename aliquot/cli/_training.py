@@ -38,7 +38,7 @@ class Run:
 
 def run(step: Callable[..., Any], state: Any, data: ByteData, steps: int, *, label: str) -> Run:
     """Train from `state` on; `step(state, batch)` returns the new state and metrics with a `loss`."""
-    tokens = data.batch * data.seq_len
+    tokens = data.tokens
     losses: list[float] = []
     times: list[float] = []
     interrupted = False

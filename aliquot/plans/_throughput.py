@@ -20,15 +20,15 @@ def examples_per_step(plan: Plan) -> int:
 
 
 def tokens_per_step(plan: Plan) -> int:
-    """Tokens of the global batch: the largest of its arrays of whole numbers with two dims; 0 if
-    there is none.
+    """Tokens of the global batch: the elements of its arrays of whole numbers with two dims, arrays
+    of the same shape counted once, as inputs and targets of the same tokens; 0 if there is none.
     """
-    sizes = [
-        math.prod(array.shape)
+    shapes = {
+        tuple(array.shape)
         for array in plan.inputs
         if array.role == "batch" and len(array.shape) == 2 and "int" in array.dtype
-    ]
-    return max(sizes, default=0)
+    }
+    return sum(map(math.prod, shapes))
 
 
 def mfu(plan: Plan) -> float | None:

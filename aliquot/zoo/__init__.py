@@ -1,4 +1,4 @@
-"""Models to plan, train and measure: GPT, BERT, Llama, MoE and Wide-ResNet of the usual sizes in
+"""Models to plan, train and measure: GPT, BERT, Llama, MoE, T5 and Wide-ResNet of the usual sizes in
 Flax NNX, and text to train on.
 
 Importing this needs neither Flax nor JAX; `build` does.
@@ -18,3 +18,4 @@ from ._sizes import MODELS as MODELS
 from ._sizes import configure as configure
 from ._step import Workload as Workload
 from ._step import build as build
+from ._t5_config import T5Config as T5Config

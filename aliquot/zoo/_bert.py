@@ -24,7 +24,7 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its input and then normalised."""
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.attn = _gpt.Attention(config, precision, rngs=rngs)
+        self.attn = _gpt.Attention(config, precision, is_causal=False, rngs=rngs)
         self.norm1 = _gpt.norm(config, precision, rngs)
         self.mlp = _gpt.FeedForward(config, precision, rngs=rngs)
         self.norm2 = _gpt.norm(config, precision, rngs)
@@ -43,7 +43,7 @@ class Ends(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.tied = config.tied_embedding
         self.embed = _gpt.embedding(config, precision, rngs)
-        self.position = _gpt.positions(config, precision, rngs)
+        self.position = _gpt.positions(config.seq_len, config.hidden_size, precision, rngs)
         self.norm = _gpt.norm(config, precision, rngs)
         self.transform = _gpt.linear(config.hidden_size, config.hidden_size, precision, rngs)
         self.transform_norm = _gpt.norm(config, precision, rngs)

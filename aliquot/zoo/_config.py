@@ -150,11 +150,6 @@ class ModelConfig(AbstractTextConfig):
         return self.head_size or self.hidden_size // self.num_heads
 
     @property
-    def is_causal(self) -> bool:
-        """True if a token attends to itself and earlier tokens only."""
-        return self.family != "bert"
-
-    @property
     def batch_multiple(self) -> int:
         """1: no sequence depends on another."""
         return 1

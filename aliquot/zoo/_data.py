@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..core import InputError
 from ._config import AbstractTextConfig
+from ._t5_config import T5Config
 
 if TYPE_CHECKING:
     from ._step import Workload
@@ -41,7 +42,11 @@ class ByteData:
     random and is the target, at all other positions the target is -1. Of the chosen ones 80 % read
     256, the mask, 10 % any byte, and 10 % what they are.
 
-    Reference: Devlin et al., "BERT", 2019, section 3.1, task 1.
+    With a `target_len`, a window has as many bytes more, which are the targets: how the text goes
+    on behind the inputs.
+
+    References: Devlin et al., "BERT", 2019, section 3.1, task 1. Raffel et al., "Exploring the
+    Limits of Transfer Learning", 2020, section 3.3.1, prefix language modeling.
 
     Args:
         paths: Files, or folders whose files are all read in order of name; None for the first 8 MB
@@ -50,10 +55,11 @@ class ByteData:
         batch: Sequences per step.
         seed: Decides the windows.
         masked_share: Of the bytes, between 0, for the next byte as a target, and 1.
+        target_len: Tokens behind a sequence that are its target; 0 for other targets.
 
     Raises:
         InputError: a path is missing, unreadable or empty (every such path is named), or the text
-            is shorter than one sequence and the byte after it.
+            is shorter than one sequence and what comes after it.
     """
 
     paths: tuple[str | Path, ...] | None = None
@@ -61,6 +67,7 @@ class ByteData:
     batch: int
     seed: int = 0
     masked_share: float = 0.0
+    target_len: int = 0
     text: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,24 +78,40 @@ class ByteData:
             )
         if not 0 <= self.masked_share <= 1:
             raise InputError(f"masked_share must be between 0 and 1, got {self.masked_share}.")
-        text = _standard_library() if self.paths is None else _read_all(self.paths)
-        if len(text) <= self.seq_len:
-            source = "the standard library" if self.paths is None else ", ".join(map(str, self.paths))
+        if self.target_len < 0 or (self.target_len and self.masked_share):
             raise InputError(
-                f"The text in {source} has {len(text)} bytes; a sequence of seq_len={self.seq_len} needs at least "
-                f"{self.seq_len + 1}. Give more text, or a smaller seq_len."
+                f"target_len={self.target_len} must be at least 0, and 0 where bytes are masked "
+                f"(masked_share={self.masked_share})."
+            )
+        text = _standard_library() if self.paths is None else _read_all(self.paths)
+        if len(text) < self._window:
+            source = "the standard library" if self.paths is None else ", ".join(map(str, self.paths))
+            target = f" with target_len={self.target_len}" if self.target_len else ""
+            raise InputError(
+                f"The text in {source} has {len(text)} bytes; a sequence of seq_len={self.seq_len}{target} needs at "
+                f"least {self._window}. Give more text, or a smaller seq_len."
             )
         object.__setattr__(self, "text", text)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a model computes in a step: inputs, and targets of their own."""
+        return self.batch * (self.seq_len + self.target_len)
+
+    @property
+    def _window(self) -> int:
+        return self.seq_len + (self.target_len or 1)
 
     def batch_at(self, step: int) -> dict[str, NDArray[np.int32]]:
         """The batch of that step, counted from 0."""
         tokens = np.frombuffer(self.text, np.uint8)
         random = np.random.default_rng((self.seed, step))
-        starts = random.integers(0, len(tokens) - self.seq_len, size=self.batch)
-        windows = tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int32)
+        starts = random.integers(0, len(tokens) - self._window + 1, size=self.batch)
+        windows = tokens[starts[:, None] + np.arange(self._window)].astype(np.int32)
         if self.masked_share:
             return _masked(windows[:, :-1], self.masked_share, random)
-        return {"inputs": windows[:, :-1].copy(), "targets": windows[:, 1:].copy()}
+        first = self.seq_len if self.target_len else 1
+        return {"inputs": windows[:, : self.seq_len].copy(), "targets": windows[:, first:].copy()}
 
     def batches(self, start: int = 0) -> Iterator[dict[str, NDArray[np.int32]]]:
         """Batches from step `start` on, without end."""
@@ -99,7 +122,8 @@ class ByteData:
 
 
 def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None, seed: int = 0) -> ByteData:
-    """Text in batches as a workload takes them: for BERT with 15 % of the bytes masked.
+    """Text in batches as a workload takes them: for BERT with 15 % of the bytes masked, for T5
+    with what comes next as targets.
 
     Raises:
         InputError: it takes no text or knows fewer tokens than there are bytes, or as for
@@ -125,6 +149,7 @@ def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None,
         batch=workload.settings["global_batch"],
         seed=seed,
         masked_share=_MASKED_SHARE if is_masked else 0.0,
+        target_len=config.target_len if isinstance(config, T5Config) else 0,
     )
 
 

@@ -16,15 +16,20 @@ from flax import nnx
 from ._attention import attention, merge_heads, split_heads
 from ._config import ModelConfig
 from ._precision import Precision
+from ._t5_config import T5Config
 
 _NORMAL = nnx.initializers.normal(0.02)
 
 
 class Attention(nnx.Module):
-    """Self-attention with separate query, key and value projections."""
+    """Attention with separate query, key and value projections; queries are made of `x`, keys and values of `source`,
+    by default of `x` as well.
+    """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.num_heads, self.num_kv_heads, self.is_causal = config.num_heads, config.num_kv_heads, config.is_causal
+    def __init__(
+        self, config: ModelConfig | T5Config, precision: Precision, *, is_causal: bool = True, rngs: nnx.Rngs
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.is_causal = config.num_heads, config.num_kv_heads, is_causal
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         self.q = linear(config.hidden_size, q_size, precision, rngs)
@@ -32,17 +37,18 @@ class Attention(nnx.Module):
         self.v = linear(config.hidden_size, kv_size, precision, rngs)
         self.out = linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, source: jax.Array | None = None) -> jax.Array:
+        source = x if source is None else source
         q = split_heads(self.q(x), self.num_heads)
-        k = split_heads(self.k(x), self.num_kv_heads)
-        v = split_heads(self.v(x), self.num_kv_heads)
+        k = split_heads(self.k(source), self.num_kv_heads)
+        v = split_heads(self.v(source), self.num_kv_heads)
         return self.out(merge_heads(attention(q, k, v, is_causal=self.is_causal)))
 
 
 class FeedForward(nnx.Module):
     """Two projections with a GELU (in its tanh form) between them."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig | T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.up = linear(config.hidden_size, config.ffn_size, precision, rngs)
         self.down = linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
 
@@ -70,7 +76,7 @@ class Ends(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.tied = config.tied_embedding
         self.embed = embedding(config, precision, rngs)
-        self.position = positions(config, precision, rngs)
+        self.position = positions(config.seq_len, config.hidden_size, precision, rngs)
         self.norm = norm(config, precision, rngs)
         if not self.tied:
             self.head = linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
@@ -86,7 +92,7 @@ class Ends(nnx.Module):
         return self.embed.attend(x) if self.tied else self.head(x)
 
 
-def embedding(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.Embed:
+def embedding(config: ModelConfig | T5Config, precision: Precision, rngs: nnx.Rngs) -> nnx.Embed:
     """Token embeddings."""
     return nnx.Embed(
         config.vocab_size,
@@ -98,9 +104,9 @@ def embedding(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.
     )
 
 
-def positions(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+def positions(seq_len: int, hidden_size: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
     """Learned position embeddings."""
-    return nnx.Param(_NORMAL(rngs.params(), (config.seq_len, config.hidden_size), precision.params))
+    return nnx.Param(_NORMAL(rngs.params(), (seq_len, hidden_size), precision.params))
 
 
 def linear(
@@ -123,7 +129,7 @@ def linear(
     )
 
 
-def norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def norm(config: ModelConfig | T5Config, precision: Precision, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """LayerNorm in float32 or wider."""
     return nnx.LayerNorm(
         config.hidden_size,

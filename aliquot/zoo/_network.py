@@ -3,8 +3,8 @@ the models of text.
 
 Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it:
 what costs tens of seconds for 96 layers costs the same as for one. The families supply what stands
-around the layers and the kinds of layers (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`); `_image_network.py`
-has the models of images.
+around the layers and the kinds of layers (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`); `_t5_network.py`
+has encoder-decoder models, `_image_network.py` the models of images.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class _Kind:
         self._definition, self.shapes, self.init = _module(make)
         self.apply = _once(self._block, recompute=recompute, scan=scan)
 
-    def _block(self, layer: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        outputs = nnx.merge(self._definition, layer)(x)
+    def _block(self, layer: Tree, *inputs: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        outputs = nnx.merge(self._definition, layer)(*inputs)
         return (outputs[0], [outputs[1]]) if isinstance(outputs, tuple) else (outputs, [])
 
 

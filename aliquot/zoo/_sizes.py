@@ -8,16 +8,19 @@ from typing import Any
 from ..core import InputError, nearest, shortened
 from ._config import AbstractConfig, ModelConfig, MoEConfig
 from ._image_config import WideResNetConfig
+from ._t5_config import T5Config
 
 FAMILIES: dict[str, type[AbstractConfig]] = {
     "gpt": ModelConfig,
     "bert": ModelConfig,
     "llama": ModelConfig,
     "moe": MoEConfig,
+    "t5": T5Config,
     "wide-resnet": WideResNetConfig,
 }
 """Every family, and the class of its configurations."""
 
+_DEEP = (8, 16, 32, 64, 128, 256, 512, 1024)
 _FIXED = ("name", "family")
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -86,6 +89,20 @@ def _moe(name: str, layers: int, hidden: int, experts: int) -> MoEConfig:
     )
 
 
+def _t5(name: str, layers: int, ffn: int, heads: int, *, head_size: int = 128) -> T5Config:
+    return T5Config(
+        name=name,
+        num_layers=layers,
+        hidden_size=1024,
+        num_heads=heads,
+        head_size=head_size,
+        ffn_size=ffn,
+        vocab_size=30592,
+        seq_len=2048,
+        target_len=512,
+    )
+
+
 def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResNetConfig:
     return WideResNetConfig(name=name, num_layers=layers, num_channels=channels, width_factor=factor)
 
@@ -98,7 +115,9 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
 # heads of 128 as its width, and the vocabulary padded as in the suite. Llama 7B and 13B: Touvron et
 # al., "LLaMA", 2023, table 2; Llama 2 7B, 13B and 70B: "Llama 2", 2023, appendix A.2. Llama 11B: the
 # wider of CFP's two, with heads and feed-forward networks of the 7B; CFP runs a few layers of each
-# on sequences of 128.
+# on sequences of 128. T5 770M, 3B and 11B: Raffel et al., "Exploring the Limits of Transfer Learning
+# with a Unified Text-to-Text Transformer", 2020, section 3.7; 6B, 22B and the lengths of sequences:
+# Aceso (Liu et al., EuroSys 2024), whose GPT of up to 1024 narrow layers is scale-layer.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -112,6 +131,7 @@ _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-39b", 48, 8192, 64),
     _gpt("gpt-76b", 60, 10240, 80),
     _gpt("gpt-175b", 96, 12288, 96, seq_len=2048),
+    *(_gpt(f"scale-layer-{layers}", layers, 512, 8, seq_len=2048) for layers in _DEEP),
     _bert("bert-base", 12, 768, 12, seq_len=512, vocab=30592),
     _bert("bert-large", 24, 1024, 16, seq_len=512, vocab=30592),
     _bert("bert-350m", 24, 1024, 16),
@@ -132,6 +152,11 @@ _ALL: tuple[AbstractConfig, ...] = (
     _moe("moe-10b", 16, 1536, 32),
     _moe("moe-27b", 16, 2048, 48),
     _moe("moe-70b", 32, 2048, 64),
+    _t5("t5-770m", 24, 4096, 16, head_size=64),
+    _t5("t5-3b", 24, 16384, 32),
+    _t5("t5-6b", 24, 32768, 64),
+    _t5("t5-11b", 24, 65536, 128),
+    _t5("t5-22b", 48, 65536, 128),
     _wide_resnet("wide-resnet-250m", 50, 160, 2),
     _wide_resnet("wide-resnet-500m", 50, 224, 2),
     _wide_resnet("wide-resnet-1b", 50, 320, 2),

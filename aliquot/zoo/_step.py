@@ -18,6 +18,7 @@ from ._config import LARGEST, AbstractConfig, AbstractTextConfig
 from ._image_config import WideResNetConfig
 from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
 from ._sizes import MODELS, as_fields, configure, from_fields
+from ._t5_config import T5Config
 
 if TYPE_CHECKING:
     import jax
@@ -155,6 +156,10 @@ def _network(config: AbstractConfig, dtypes: Precision, *, recompute: str, scan:
         from ._image_network import ImageNetwork
 
         return ImageNetwork(config, dtypes, recompute=recompute)
+    if isinstance(config, T5Config):
+        from ._t5_network import T5Network
+
+        return T5Network(config, dtypes, recompute=recompute, scan=scan)
     from ._network import Network
 
     assert isinstance(config, AbstractTextConfig)

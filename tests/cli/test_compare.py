@@ -1,6 +1,7 @@
 """`aliquot compare`, `models` and `clusters`: answers in one table, and as one JSON object."""
 
 import json
+import re
 
 import pytest
 from command_line import TINY, refused, run
@@ -78,6 +79,7 @@ def test_one_call_compares_too():
 
 
 def test_models_and_clusters_are_listed():
+    assert re.search(r"t5-770m +24\+24 +1024 +2048\+512 +30592", run("models").stdout)
     assert [m["name"] for m in json.loads(run("models", "--json").stdout)["models"]] == list(MODELS)
     text = run("models").stdout
     assert max(map(len, text.splitlines())) <= 80 and "llama-70b" in text

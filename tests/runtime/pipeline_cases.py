@@ -28,6 +28,7 @@ _MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "gpt": ("gpt-125m", _TEXT),
     "llama": ("llama-7b", _TEXT),
     "moe": ("moe-380m", {**_TEXT, "num_experts": 4, "group_size": 4}),
+    "t5": ("t5-770m", {**_TEXT, "seq_len": 8, "target_len": 4}),
     # The last layer has a 32nd of the image's points each way. Normalised over two values, as of two examples with a point
     # each, everything is 1 or -1 and gradients are rounding alone, which nothing can be compared with.
     "wide_resnet": (

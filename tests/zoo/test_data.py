@@ -41,6 +41,23 @@ def test_masked_bytes_are_the_only_targets():
     assert (data.batch_at(2)["inputs"] == inputs).all()
 
 
+def test_targets_with_a_length_of_their_own_are_how_the_text_goes_on(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(256)))
+    data = ByteData(paths=(file,), seq_len=16, batch=8, seed=3, target_len=4)
+    assert data.tokens == 8 * 20
+    for batch in itertools.islice(data.batches(), 5):
+        assert (batch["inputs"].shape, batch["targets"].shape) == ((8, 16), (8, 4))
+        assert (np.diff(np.hstack([batch["inputs"], batch["targets"]])) == 1).all()
+    file.write_bytes(b"abcdef")
+    batch = ByteData(paths=(file,), seq_len=4, batch=1, target_len=2).batch_at(0)
+    assert bytes(batch["targets"][0].tolist()) == b"ef"
+    with pytest.raises(InputError, match=r"seq_len=4 with target_len=3 needs at least 7"):
+        ByteData(paths=(file,), seq_len=4, batch=1, target_len=3)
+    with pytest.raises(InputError, match=r"target_len=2 must be.*masked_share=0\.5"):
+        ByteData(paths=(file,), seq_len=4, batch=1, target_len=2, masked_share=0.5)
+
+
 def test_any_step_can_be_asked_for(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)) * 5)

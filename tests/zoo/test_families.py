@@ -1,4 +1,4 @@
-"""What the training steps of BERT, MoE and Wide-ResNet have in common with the others, and the plans that are found for them."""
+"""What the training steps of BERT, MoE, T5 and Wide-ResNet have in common with the others, and the plans that are found for them."""
 
 import functools
 import json
@@ -25,8 +25,23 @@ MOE = {
 }
 RESNET = {"num_layers": 14, "num_channels": 8, "image_size": 16, "num_classes": 16}
 BERT = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 40, "seq_len": 8}
+T5 = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "head_size": 4,
+    "vocab_size": 40,
+    "seq_len": 8,
+    "target_len": 4,
+}
 # Groups of two sequences choose experts together.
-TINY = {"moe-380m": MOE, "moe-690m": MOE | {"group_size": 16}, "wide-resnet-250m": RESNET, "bert-base": BERT}
+TINY = {
+    "moe-380m": MOE,
+    "moe-690m": MOE | {"group_size": 16},
+    "wide-resnet-250m": RESNET,
+    "bert-base": BERT,
+    "t5-770m": T5,
+}
 ROWS = 16
 
 
@@ -76,6 +91,8 @@ def stacked(layers):
         ("wide-resnet-250m", False),
         ("bert-base", False),
         ("bert-base", True),
+        ("t5-770m", False),
+        ("t5-770m", True),
     ],
 )
 def test_abstract_state_is_what_init_and_step_give(name, scan, dtype):
@@ -93,6 +110,7 @@ def test_settings_rebuild_the_workload():
         tiny("moe-380m", scan=True),
         tiny("wide-resnet-250m"),
         tiny("bert-base"),
+        tiny("t5-770m", scan=True),
         build(own, 4),
         build("moe-70b", 8),
     ):
@@ -183,6 +201,7 @@ def test_text_is_not_given_to_models_of_images():
     with pytest.raises(InputError, match=r"text as bytes with a mask has 257.*--set vocab_size=257"):
         text_for(tiny("bert-base"))
     assert text_for(build("bert-base", 4)).masked_share == 0.15
+    assert text_for(build("t5-770m", 4)).target_len == 512
 
 
 @functools.cache
@@ -239,6 +258,10 @@ METHODS = {
         pytest.param("bert-base", "dp", 1, marks=pytest.mark.slow),
         ("bert-base", "pipeline", 4),
         pytest.param("bert-base", "shard 4x2", 2, marks=pytest.mark.slow),
+        ("t5-770m", "zero3", 2),
+        ("t5-770m", "pipeline", 4),
+        pytest.param("t5-770m", "dp", 1, marks=pytest.mark.slow),
+        pytest.param("t5-770m", "shard 4x2", 2, marks=pytest.mark.slow),
         ("wide-resnet-250m", "shard 2", 1),
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
     ],

@@ -221,7 +221,7 @@ def test_all_bad_options_are_listed():
         build("gpt-10m", 1, dtype="float64")
     with pytest.raises(InputError, match="overrides"):
         build(MODELS["gpt-10m"], 1, overrides={"num_layers": 1})
-    with pytest.raises(InputError, match="family=None is not one of gpt, bert, llama, moe, wide-resnet"):
+    with pytest.raises(InputError, match="family=None is not one of gpt, bert, llama, moe, t5, wide-resnet"):
         build({"name": "x"}, 1)
     with pytest.raises(InputError, match="not those of a ModelConfig"):
         build({"name": "x", "family": "gpt"}, 1)
