@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .cluster import Cluster
+from .cluster import AbstractMeasured, Cluster
 from .core import CaptureError, InfeasibleError, InputError, collecting_seldom
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
@@ -53,10 +53,14 @@ def plan(
     on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     verify: bool = False,
+    profiles: str | Path | None = None,
+    profiles_of_any: bool = False,
+    require_measured: float = 0.0,
+    measure: bool = False,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Find out how to run a training step on a cluster. Touches no device.
+    """Find out how to run a training step on a cluster. Touches no device, unless `measure` asks for it.
 
     Args:
         step: an ordinary training step; see `capture`.
@@ -74,6 +78,11 @@ def plan(
         model: how to build the step again, written into the plan.
         verify: compile the best plan for the cluster's devices, which need not be here, and keep
             searching until one fits. The plan then holds the compiled figures.
+        profiles: a profile database; what it holds of the cluster's devices corrects all prices. See `aliquot profile run`.
+        profiles_of_any: also take what was measured on other kinds of devices, or with other releases of JAX.
+        require_measured: refuse a plan of which less of the compute and communication was measured, 0 to 1.
+        measure: measure on the devices of this process what the best plan needs and the database lacks, keep it there, and
+            plan again, until the best plan needs nothing more.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
@@ -83,19 +92,48 @@ def plan(
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     started = time.perf_counter()
-    make = functools.partial(
-        _plan_captured,
-        capture(step, *args, **kwargs),
-        started=started,
-        cluster=cluster,
-        method=method,
-        micro_batch_semantics=micro_batch_semantics,
-        memory_limit_bytes=memory_limit_bytes,
+    graph = capture(step, *args, **kwargs)
+
+    def find(where: Cluster) -> Plan:
+        return _plan_counts(
+            graph,
+            num_micro_batches,
+            started=started,
+            cluster=where,
+            method=method,
+            micro_batch_semantics=micro_batch_semantics,
+            memory_limit_bytes=memory_limit_bytes,
+            on_missing_rule=on_missing_rule,
+            model=model,
+            verify=verify,
+            progress=progress,
+        )
+
+    where = cluster or Cluster.detect()
+    if profiles is None:
+        if measure or require_measured:
+            raise InputError("measure and require_measured need a profile database: give profiles.")
+        return find(where)
+    from ._profiles import plan_measured
+
+    return plan_measured(
+        find,
+        graph,
+        where,
+        profiles,
+        of_any=profiles_of_any,
+        require_measured=require_measured,
+        measure=measure,
         on_missing_rule=on_missing_rule,
-        model=model,
-        verify=verify,
         progress=progress,
     )
+
+
+def _plan_counts(
+    graph: Graph, num_micro_batches: int | Literal["auto"], *, method: AbstractMethod | None, **options: Any
+) -> Plan:
+    """See `plan`."""
+    make = functools.partial(_plan_captured, graph, method=method, **options)
     if num_micro_batches == "auto":
         return make() if isinstance(method, PipeshardParallel) else _fastest_count(make)
     return make(num_micro_batches=num_micro_batches)
@@ -291,38 +329,69 @@ def parallelize(
 
 
 def estimate(
-    plan: Plan, step: Callable[..., Any], *args: Any, on_missing_rule: str = "infer", **kwargs: Any
+    plan: Plan,
+    step: Callable[..., Any],
+    *args: Any,
+    on_missing_rule: str = "infer",
+    profiles: str | Path | None = None,
+    profiles_of_any: bool = False,
+    **kwargs: Any,
 ) -> Prediction:
     """Price a plan: one program or a pipeline, whoever made or edited it. Touches no device.
 
     Args:
         step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
+        profiles, profiles_of_any: as in `plan`. A plan that was made from measurements has its own prediction with the same.
 
     Raises:
         PlanMismatchError: the plan was made for another step, or cannot be run.
     """
-    return estimate_planned(apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule))
+    measured = _read_profiles(plan, profiles, profiles_of_any)
+    return estimate_planned(apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured))
+
+
+def _read_profiles(plan: Plan, profiles: str | Path | None, of_any: bool) -> AbstractMeasured | None:
+    if profiles is None:
+        return None
+    from ._profiles import with_profiles
+
+    return with_profiles(Cluster.from_dict(plan.cluster), profiles, of_any=of_any).measured
 
 
 def explain(
-    plan: Plan, step: Callable[..., Any], *args: Any, most: int = 5, on_missing_rule: str = "infer", **kwargs: Any
+    plan: Plan,
+    step: Callable[..., Any],
+    *args: Any,
+    most: int = 5,
+    on_missing_rule: str = "infer",
+    profiles: str | Path | None = None,
+    profiles_of_any: bool = False,
+    **kwargs: Any,
 ) -> list[Alternative]:
     """Price alternatives: for each of the largest arrays the best plan that splits it another way.
 
     Args:
         step, *args, **kwargs: what the plan was made for.
         most: how many arrays to look at.
+        profiles, profiles_of_any: as in `plan`; the same as the plan was made from.
 
     Raises:
         PlanMismatchError: the plan was made for another step.
-        InputError: the plan is a pipeline, of which each stage has splits of its own.
+        InputError: the plan is a pipeline, of which each stage has splits of its own; or it was made from measurements, and
+            none are given.
     """
     if len(plan.stages) > 1:
         raise InputError(
             f"The plan has {len(plan.stages)} stages, and other splits are looked for in plans of one program. `print(plan)` "
             "shows what its stages cost."
         )
-    planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
+    if plan.provenance.profiles and profiles is None:
+        raise InputError(
+            f"The plan was made from measurements ({plan.provenance.profiles}), and others would be priced without. Give the "
+            "same database: profiles=..., or --profiles FILE."
+        )
+    measured = _read_profiles(plan, profiles, profiles_of_any)
+    planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured)
     (stage,) = planned.stages
     return [
         Alternative(

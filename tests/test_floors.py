@@ -20,12 +20,13 @@ FLOORS = {
     "profiling": 7,
     "verification": 7,
     "interop": 7,
-    "_api": 8,
-    "zoo": 8,
-    "_questions": 9,
-    "_remedies": 9,
-    "cli": 10,
-    "__main__": 11,
+    "_profiles": 8,
+    "_api": 9,
+    "zoo": 9,
+    "_questions": 10,
+    "_remedies": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 
 # Where a library that not everybody has, or that may change under us, can be imported.

@@ -19,6 +19,8 @@ from ._demo import demo
 from ._diff import diff
 from ._explain import explain
 from ._plan import plan
+from ._profile import check, fit, merge, run
+from ._profile import show as show_profiles
 from ._size import size
 from ._train import train
 from ._verify import verify
@@ -50,6 +52,16 @@ for _name, _blocks_verb in (
 ):
     _blocks.command(_name)(_blocks_verb)
 app.add_typer(_blocks, name="blocks")
+_profile = typer.Typer(help="Measure operators where there is hardware, and plan from that.", no_args_is_help=True)
+for _name, _profile_verb in (
+    ("run", run),
+    ("show", show_profiles),
+    ("check", check),
+    ("fit", fit),
+    ("merge", merge),
+):
+    _profile.command(_name)(_profile_verb)
+app.add_typer(_profile, name="profile")
 _bench = typer.Typer(
     help="Draw the figures of papers, with our results beside the published ones.", no_args_is_help=True
 )

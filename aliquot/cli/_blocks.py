@@ -16,6 +16,7 @@ from ..core import InfeasibleError, InputError, write_atomic
 from ._devices import use_host_only, use_seen_devices, use_virtual_devices
 from ._model_options import BatchSize, Dtype, Recompute, SeqLen, Settings, model_options, read_memory_limit
 from ._options import Json, check_destination, read_cluster, read_mesh
+from ._profile import read_share
 from ._progress import search_progress
 from ._session import session
 
@@ -92,7 +93,7 @@ def profile(
 ) -> None:
     """Measure every combination of options of every distinct segment, most promising first. Run it again to go on."""
     with session(as_json) as say:
-        number, of = _read_share(share)
+        number, of = read_share(share)
         asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
         from ..profiling import ProfileDatabase, profile_segments
 
@@ -255,13 +256,6 @@ def _ask_here(name: str, devices: int | None, *rest: Any) -> _Asked:
 
     seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
     return _ask(name, Cluster.detect(seen), *rest)
-
-
-def _read_share(text: str) -> tuple[int, int]:
-    number, _, of = text.partition("/")
-    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
-        raise InputError(f"--share {text}: write K/N with K from 1 to N, such as 1/2 on one host and 2/2 on the other.")
-    return int(number), int(of)
 
 
 def _enumerate(

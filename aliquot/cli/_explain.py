@@ -31,6 +31,9 @@ def explain(
         typer.Option(metavar="FILE", help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev."),
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
+    profiles: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The database that the plan was made from.")
+    ] = None,
 ) -> None:
     """Explain a plan: its decisions, its predicted cost, and the cost of the best alternatives."""
     with session(as_json) as say:
@@ -44,7 +47,7 @@ def explain(
             planned_trace(plan).save(trace)
         if html is not None:
             write_atomic(html, page(plan))
-        others, remark = priced_alternatives(plan, say, model, trust_plan) if alternatives else ((), "")
+        others, remark = priced_alternatives(plan, say, model, trust_plan, profiles) if alternatives else ((), "")
         say.show(explanation(plan, others, remark=remark))
         if trace is not None:
             say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
@@ -55,13 +58,14 @@ def explain(
 
 
 def priced_alternatives(
-    plan: Plan, say: Session, model: str | None = None, trusted: bool = False
+    plan: Plan, say: Session, model: str | None = None, trusted: bool = False, profiles: Path | None = None
 ) -> tuple[Sequence[Alternative], str]:
     """Alternatives with their prices; if the step cannot be rebuilt, a remark that says so.
 
     Args:
         model: what the user calls the model, if not what the plan says.
         trusted: whether the plan may name the function that makes the step.
+        profiles: the database that the plan was made from, if any.
     """
     if is_pipeline(plan):
         return (
@@ -73,12 +77,17 @@ def priced_alternatives(
     if model is None and (reason := unnamed(plan.model, trusted=trusted)):
         how = "Or call aliquot.explain(plan, step, ...) where the function is."
         return (), f"Alternatives are not priced: {reason} {how}"
+    if plan.provenance.profiles and profiles is None:
+        return (
+            (),
+            "Alternatives are not priced: the plan was made from measurements. Give the same database: --profiles FILE.",
+        )
     from .._api import explain as price_alternatives
 
     try:
         workload = rebuild(plan.model, named=model, trusted=trusted)
         with user_code(workload.name):
-            return price_alternatives(plan, workload.step, workload.state, workload.batch), ""
+            return price_alternatives(plan, workload.step, workload.state, workload.batch, profiles=profiles), ""
     except PlanMismatchError as error:
         # The plan is not what it says it is, or not for what the user says.
         advice = f"{error.advice} To read the plan as it is, add --no-alternatives."

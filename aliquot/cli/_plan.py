@@ -79,6 +79,19 @@ def plan(
         bool,
         typer.Option("--verify", help="Compile the plan for the cluster's devices, and keep searching until one fits."),
     ] = False,
+    profiles: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Price with what this database holds; see aliquot profile run.")
+    ] = None,
+    profiles_of_any: Annotated[
+        bool,
+        typer.Option("--profiles-of-any", help="Also take what was measured on other devices or with another JAX."),
+    ] = False,
+    require_measured: Annotated[
+        float, typer.Option(min=0, max=1, help="Refuse a plan of which less of the time was measured.")
+    ] = 0.0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure here what the best plan needs and the database lacks.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -115,6 +128,10 @@ def plan(
                 semantics=micro_batch_semantics,
                 memory_limit_bytes=limit,
                 verify=verify,
+                profiles=profiles,
+                profiles_of_any=profiles_of_any,
+                require_measured=require_measured,
+                measure=measure,
             )
         except InfeasibleError as error:
             remedies = try_remedies(model, options, built, where, how, parts, limit, say) if tries else ()
@@ -136,8 +153,13 @@ def make_plan(
     semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     verify: bool = False,
+    **of_profiles: Any,
 ) -> Plan:
-    """Plan a model, with progress on standard error."""
+    """Plan a model, with progress on standard error.
+
+    Args:
+        of_profiles: see `aliquot.plan`.
+    """
     from .._api import plan as find_plan
     from ._model import user_code
 
@@ -154,6 +176,7 @@ def make_plan(
             model=model.reference,
             verify=verify,
             progress=report,
+            **of_profiles,
         )
 
 
@@ -194,6 +217,9 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "micro_batch_semantics": plan.micro_batch_semantics,
         "schedule": plan.schedule,
         "num_submeshes": plan.num_submeshes,
+        "measured_share": p.measured_share,
+        "measured_error": p.measured_error,
+        "profiles": provenance.profiles or None,
         "stages": [
             {
                 "mesh": list(stage.mesh_shape),

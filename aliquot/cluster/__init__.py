@@ -5,7 +5,9 @@ called.
 from ._calibration import Products as Products
 from ._cluster import Cluster as Cluster
 from ._cluster import Link as Link
+from ._detect import catalogue_name as catalogue_name
 from ._detect import visible_devices as visible_devices
+from ._device import CALIBRATED as CALIBRATED
 from ._device import DEVICES as DEVICES
 from ._device import Device as Device
 from ._file import parse_toml as parse_toml
@@ -13,6 +15,8 @@ from ._logical import AXIS_NAMES as AXIS_NAMES
 from ._logical import AxisLink as AxisLink
 from ._logical import LogicalMesh as LogicalMesh
 from ._logical import logical_mesh_shapes as logical_mesh_shapes
+from ._measured import AbstractMeasured as AbstractMeasured
+from ._measured import Corrections as Corrections
 from ._presets import wire as wire
 from ._prices import SAMPLE_PRICES as SAMPLE_PRICES
 from ._prices import HostPrice as HostPrice

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core import ClusterError, format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
 from ._device import Device
+from ._measured import AbstractMeasured
 from ._wires import Wires
 
 MOST_DEVICES = 1_000_000
@@ -58,6 +59,7 @@ class Cluster:
         topology: How the links came about, for people.
         wires: Where a host's devices are wired pair by pair: what each can send to each other, in
             bytes/s, one row per device. Empty where they all reach each other alike.
+        measured: What was measured of the devices; files of clusters and plans do not hold it.
 
     Raises:
         ClusterError: All values that cannot be right.
@@ -75,11 +77,12 @@ class Cluster:
     inter: Link
     topology: str = ""
     wires: Wires = ()
+    measured: AbstractMeasured | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         problems = [
-            f"{field} must be at least 1, got {value}"
-            for field, value in (("num_hosts", self.num_hosts), ("devices_per_host", self.devices_per_host))
+            f"{name} must be at least 1, got {value}"
+            for name, value in (("num_hosts", self.num_hosts), ("devices_per_host", self.devices_per_host))
             if value < 1
         ]
         if self.num_devices > MOST_DEVICES and not problems:
@@ -154,6 +157,7 @@ class Cluster:
                 "memory_bytes": self.device.memory_bytes,
                 "memory_bandwidth_bytes_per_s": self.device.memory_bandwidth_bytes_per_s,
                 "source": self.device.source,
+                **({"calibration": dict(self.device.calibration)} if self.device.calibration else {}),
             },
             "num_hosts": self.num_hosts,
             "devices_per_host": self.devices_per_host,

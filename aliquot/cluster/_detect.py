@@ -79,7 +79,7 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
     if problems:
         raise ClusterError(problems, asked="the devices of this process")
     hosts, per_host = len(sizes), next(iter(sizes.values()))
-    name = _catalogue_name(str(seen[0].device_kind))
+    name = catalogue_name(str(seen[0].device_kind))
     label = f"{hosts}x{per_host}x{name}" if hosts > 1 else f"{per_host}x{name}"
     return _MAKERS.get(name, wire)(label, name, hosts, per_host)
 
@@ -129,7 +129,12 @@ def _host_key(device: Any) -> int:
     return int(device.process_index if shared is None else shared)
 
 
-def _catalogue_name(kind: str) -> str:
+def catalogue_name(kind: str) -> str:
+    """The catalogue's name of what JAX calls a kind of device.
+
+    Raises:
+        ClusterError: it is not in the catalogue.
+    """
     for pattern, name in _KINDS:
         if re.search(pattern, kind):
             return name

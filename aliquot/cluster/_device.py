@@ -13,6 +13,20 @@ from dataclasses import dataclass, field
 from ..core import ClusterError
 
 KINDS = ("gpu", "tpu", "cpu")
+CALIBRATED = (
+    "matmul_efficiency",
+    "product_tile",
+    "product_depth",
+    "product_traffic",
+    "bandwidth_efficiency",
+    "collective_efficiency",
+    "all_to_all_efficiency",
+    "scatter_gather_share",
+    "collective_overhead_s",
+    "kernel_overhead_s",
+    "overlap_fraction",
+)
+"""Figures of a target that a device may bring along; what they mean stands at `Target` and `Products`."""
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 
 
@@ -28,6 +42,8 @@ class Device:
         memory_bytes: Device memory.
         memory_bandwidth_bytes_per_s: Peak of reading and writing together.
         source: Where the figures come from.
+        calibration: What its programs reach, as fitted to measurements (`aliquot profile fit`): figures of its target by
+            name, instead of those that `target_for` knows; see `CALIBRATED`.
 
     Raises:
         ClusterError: All values that cannot be right.
@@ -39,6 +55,7 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     source: str
+    calibration: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops_per_s", dict(self.peak_flops_per_s))
@@ -58,6 +75,12 @@ class Device:
             problems.append(f"device memory must be positive, got {self.memory_bytes} bytes")
         if not (math.isfinite(self.memory_bandwidth_bytes_per_s) and self.memory_bandwidth_bytes_per_s > 0):
             problems.append(f"memory bandwidth must be positive, got {self.memory_bandwidth_bytes_per_s} bytes/s")
+        object.__setattr__(self, "calibration", dict(self.calibration))
+        for name, value in self.calibration.items():
+            if name not in CALIBRATED:
+                problems.append(f"calibration has {name!r}, which is none of {', '.join(CALIBRATED)}")
+            if not (math.isfinite(value) and value >= 0):
+                problems.append(f"{name} must not be negative, got {value}")
         if problems:
             raise ClusterError(problems, asked=f"device {self.name!r}")
 

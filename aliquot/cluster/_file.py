@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..core import (
@@ -20,7 +21,7 @@ from ..core import (
     shortened,
 )
 from ._cluster import Cluster, Link
-from ._device import DEVICES, DTYPES, Device
+from ._device import CALIBRATED, DEVICES, DTYPES, Device
 from ._presets import WIRINGS, Wiring
 from ._wires import Wires
 
@@ -156,7 +157,8 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
         # Of lists in lists without end, and numbers of thousands of digits.
         raise ClusterError("it is TOML that no description needs", asked=asked) from error
     problems: list[str] = []
-    _Table("the file", data, ("cluster", "device", "intra", "inter"), problems)
+    _Table("the file", data, ("cluster", "device", "intra", "inter", "calibration"), problems)
+    calibration = _read_calibration("[calibration]", data.get("calibration", {}), problems)
     main = _Table("[cluster]", data.get("cluster", {}), _CLUSTER_KEYS, problems)
     device = _read_device(main, data, problems)
     hosts = main.take("hosts", _whole, 1)
@@ -173,7 +175,7 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     try:
         return Cluster(
             name=name or device.name,
-            device=device,
+            device=replace(device, calibration=calibration) if calibration else device,
             num_hosts=hosts,
             devices_per_host=devices_per_host,
             intra=intra,
@@ -254,6 +256,13 @@ def _read_peaks(where: str, data: Any, problems: list[str]) -> dict[str, float]:
     return {dtype: peak for dtype, peak in read.items() if peak is not None}
 
 
+def _read_calibration(where: str, data: Any, problems: list[str]) -> dict[str, float]:
+    """Figures of a target by name; see `Device.calibration`."""
+    table = _Table(where, data, CALIBRATED, problems)
+    read = {name: table.take(name, _number) for name in CALIBRATED if name in table.data}
+    return {name: value for name, value in read.items() if value is not None}
+
+
 def _read_link(key: str, data: Mapping[str, Any], problems: list[str]) -> Link | None:
     if key not in data:
         return None
@@ -292,11 +301,12 @@ def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:
 
 
 def _plain_device(data: Any, problems: list[str]) -> Device | None:
-    keys = ("name", "kind", "peak_flops_per_s", "memory_bytes", "memory_bandwidth_bytes_per_s", "source")
+    keys = ("name", "kind", "peak_flops_per_s", "memory_bytes", "memory_bandwidth_bytes_per_s", "source", "calibration")
     before = len(problems)
     table = _Table("device", data, keys, problems)
     values = {key: table.take(key, _text) for key in ("name", "kind", "source")}
     peaks = _read_peaks("device.peak_flops_per_s", table.data.get("peak_flops_per_s", {}), problems)
+    calibration = _read_calibration("device.calibration", table.data.get("calibration", {}), problems)
     memory = table.take("memory_bytes", _whole)
     bandwidth = table.take("memory_bandwidth_bytes_per_s", _number)
     if len(problems) > before or memory is None or bandwidth is None:
@@ -310,6 +320,7 @@ def _plain_device(data: Any, problems: list[str]) -> Device | None:
             peak_flops_per_s=peaks,
             memory_bytes=memory,
             memory_bandwidth_bytes_per_s=bandwidth,
+            calibration=calibration,
         ),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core import ClusterError
 from ._calibration import Products, measured_figures
@@ -320,4 +321,16 @@ def target_for(device: Device) -> Target:
     """
     target = TARGETS[device.kind]
     hides_latency = target.hides_latency or device.name in _HIDE_LATENCY
-    return replace(target, hides_latency=hides_latency, **measured_figures(device.name))
+    known = replace(target, hides_latency=hides_latency, **measured_figures(device.name))
+    return _calibrated(known, device) if device.calibration else known
+
+
+def _calibrated(target: Target, device: Device) -> Target:
+    """A target with the figures that a device brings along."""
+    figures: dict[str, Any] = dict(device.calibration)
+    shapes = {name.removeprefix("product_"): figures.pop(name) for name in list(figures) if name.startswith("product_")}
+    if "tile" in shapes:
+        shapes["tile"] = int(shapes["tile"])
+    if "collective_efficiency" in figures:
+        figures["collective_shares"] = ()
+    return replace(target, products=replace(target.products, **shapes), **figures)

@@ -11,7 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..cluster import LogicalMesh, Target, target_for
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import Corrections, LogicalMesh, Target, target_for
 from ..sharding import Move, Spec, reshard
 
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
@@ -26,17 +29,89 @@ def widening(dtype: str, target: Target, *, total: bool = False) -> float:
     return _WIDE_ITEMSIZE.get(dtype, 1.0) if total or target.widened_dtypes else 1.0
 
 
+# Measurements among other numbers of devices count for less than those of other sizes.
+_FAR = 8.0
+LEAST_MEASURED_BYTES = 1024.0
+
+
 def collective_line(
-    kind: str, axes: Sequence[int], mesh: LogicalMesh, target: Target, group: int | None = None
+    kind: str,
+    axes: Sequence[int],
+    mesh: LogicalMesh,
+    target: Target,
+    group: int | None = None,
+    near_bytes: float | None = None,
 ) -> tuple[float, float]:
     """`(latency_s, seconds_per_byte)` of a collective; the bytes are those that enter it on each
     device.
+
+    Where collectives were measured, the line goes through the measurement at `near_bytes`.
 
     Among n devices (all those along the axes, or groups of `group` of them), with bandwidth w and
     latency a per step: all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/h + (n-1) a;
     reduce-scatter (n-1)/n B/h + (n-1) a; all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a. The
     targets say what h and w' are of w.
     """
+    latency, per_byte = _modelled_line(kind, axes, mesh, target, group)
+    if near_bytes is None or mesh.cluster.measured is None or not latency + per_byte:
+        return latency, per_byte
+    seconds = np.array([latency + per_byte * near_bytes])
+    ratio = float(collective_corrections(kind, axes, mesh, group, np.array([near_bytes]), seconds).ratios[0])
+    return latency * ratio, per_byte * ratio
+
+
+def rounded_bytes(num_bytes: float, mesh: LogicalMesh) -> float | None:
+    """The power of two next to a size: conversions of arrays of about the same size are corrected alike.
+
+    None where nothing was measured.
+    """
+    if mesh.cluster.measured is None:
+        return None
+    return float(2.0 ** round(math.log2(max(num_bytes, 1.0))))
+
+
+def collective_kind(kind: str, crosses_hosts: bool) -> str:
+    """The table of measurements that a collective is corrected by."""
+    return f"{kind} {'between hosts' if crosses_hosts else 'in host'}"
+
+
+def collective_points(
+    num_bytes: NDArray[np.float64], axes: Sequence[int], mesh: LogicalMesh, group: int | None = None
+) -> NDArray[np.float64]:
+    """Collectives as points of such a table, `(sizes, 3)`: number of devices, distance between neighbours, and bytes that
+    enter on each device.
+    """
+    size = math.prod(mesh.shape[a] for a in axes) if group is None else group
+    stride = math.prod(mesh.shape[max(axes) + 1 :])
+    points = np.empty((len(num_bytes), 3))
+    points[:, 0], points[:, 1] = _FAR * math.log2(size), _FAR * math.log2(stride)
+    points[:, 2] = size_points(num_bytes)
+    return points
+
+
+def size_points(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sizes in powers of two, as tables of measurements know them: below a kibibyte nothing is faster still."""
+    return np.asarray(np.log2(np.maximum(num_bytes, LEAST_MEASURED_BYTES)), np.float64)
+
+
+def collective_corrections(
+    kind: str,
+    axes: Sequence[int],
+    mesh: LogicalMesh,
+    group: int | None,
+    num_bytes: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+) -> Corrections:
+    """What measurements say of collectives whose modelled seconds are given; the mesh's cluster must hold some."""
+    assert mesh.cluster.measured is not None
+    crosses = mesh.link(tuple(mesh.axis_names[a] for a in axes)).crosses_hosts
+    points = collective_points(num_bytes, axes, mesh, group)
+    return mesh.cluster.measured.correct(collective_kind(kind, crosses), points, seconds)
+
+
+def _modelled_line(
+    kind: str, axes: Sequence[int], mesh: LogicalMesh, target: Target, group: int | None
+) -> tuple[float, float]:
     link = mesh.link(tuple(mesh.axis_names[a] for a in axes))
     n = link.size if group is None else group
     if n == 1:
@@ -74,14 +149,17 @@ def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bo
     return False
 
 
-def move_line(move: Move, copies: bool, mesh: LogicalMesh, target: Target) -> tuple[float, float]:
-    """`collective_line` of one step of a conversion, with two `copies` around it: of what enters
-    and of what leaves.
+def move_line(
+    move: Move, copies: bool, mesh: LogicalMesh, target: Target, near_bytes: float | None = None
+) -> tuple[float, float]:
+    """`collective_line` of one step of a conversion of an array of about `near_bytes`, with two `copies` around it: of what
+    enters and of what leaves.
 
     Among n devices, B bytes that enter are read and written, and so are the n B that leave a
     gather, or the B/n that leave a reduce-scatter.
     """
-    latency, per_byte = collective_line(move.kind, move.axes, mesh, target, move.group)
+    entering = None if near_bytes is None else move.fraction * near_bytes
+    latency, per_byte = collective_line(move.kind, move.axes, mesh, target, move.group, entering)
     if copies:
         latency += 2 * target.kernel_overhead_s
         leaving = 1 / move.group if move.kind == "reduce-scatter" else move.group
@@ -95,5 +173,8 @@ def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: Logic
     moves = reshard(source, wanted, mesh.shape, target.reduce_scatter)
     if moves is None:
         return math.inf
-    lines = [(move, *move_line(move, through_copies(move, source, wanted, target), mesh, target)) for move in moves]
+    near = rounded_bytes(num_bytes, mesh)
+    lines = [
+        (move, *move_line(move, through_copies(move, source, wanted, target), mesh, target, near)) for move in moves
+    ]
     return sum(latency + per_byte * move.fraction * num_bytes for move, latency, per_byte in lines)

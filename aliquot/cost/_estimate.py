@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from ..cluster import Corrections
 from ..core import PlanMismatchError
 from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
 from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, waiting_apart
 from ._choices import can_split
-from ._collectives import collective_line, move_line, through_copies, widening
+from ._collectives import (
+    collective_corrections,
+    collective_line,
+    move_line,
+    rounded_bytes,
+    through_copies,
+    widening,
+)
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, known_memory, timeline
-from ._priced import Ints, Priced, pieces, scatters, waiting_axes
+from ._priced import Ints, Priced, corrected_work, pieces, scatters, waiting_axes
 
 
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
@@ -26,6 +35,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
     model = known_memory(priced, picks)
     peak, moment, parts = peak_memory(model, priced, picks)
     op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
+    measured = measured_share(priced, picks)
     return Prediction(
         step_time_s=time.total_s,
         compute_s=time.compute_s,
@@ -37,6 +47,8 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         memory_bytes=parts,
         peak_moment=f"{op.phase.name.lower()}, {op.name}:{op.index} {source_line(op)}".rstrip() if op else "",
         collectives=tuple(_placed(use, graph) for use in collective_uses(priced, picks)),
+        measured_share=measured.share,
+        measured_error=measured.error,
     )
 
 
@@ -63,57 +75,34 @@ def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float,
     return float(use[moment]), moment, {k: v for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v}
 
 
+class _Collective(NamedTuple):
+    """A collective of a step: how often it runs, the bytes that enter it and that it leaves on each device, and its line."""
+
+    kind: str
+    axes: tuple[int, ...]
+    group: int | None
+    label: str
+    times: float
+    entering: float
+    leaving: float
+    line: tuple[float, float]
+
+    @property
+    def seconds(self) -> float:
+        latency, per_byte = self.line
+        return self.times * (latency + per_byte * self.entering)
+
+
 def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     """Every collective of a step, most expensive first. Bytes are those that it leaves on each
     device, as compiled.
     """
     totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    sizes = priced.axis_sizes
-
-    def note(
-        kind: str,
-        axes: tuple[int, ...],
-        label: str,
-        count: float,
-        entering: float,
-        leaving: float,
-        line: tuple[float, float],
-    ) -> None:
-        latency, per_byte = line
-        entry = totals[kind, axes, label]
-        entry[0] += count
-        entry[1] += count * leaving
-        entry[2] += count * (latency + per_byte * entering)
-
-    for edge_index, s, t in conversions(priced, picks):
-        edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
-        source, target = table.sources[s], table.targets[t]
-        changes = [(source, target)]
-        if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
-            changes = list(waiting_apart(source, target, priced.data_axes))
-        for (before, behind), once in zip(changes, (False, True), strict=False):
-            count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
-            whole = edge.num_bytes * widening(edge.dtype, priced.target, total=once)
-            parts = pieces(edge, before, behind, priced.target)
-            count, whole = count * parts, whole / parts
-            for move in reshard(before, behind, sizes, scatters(edge, priced.target, total=once)) or ():
-                leaving = result_fraction(move, sizes) * whole
-                copies = through_copies(move, before, behind, priced.target)
-                line = move_line(move, copies, priced.mesh, priced.target)
-                note(move.kind, move.axes, edge.label, count, move.fraction * whole, leaving, line)
-    for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
-        choice = tuple(int(f) for f in p.choices[pick])
-        for c in node.collectives:
-            axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
-            if math.prod(sizes[a] for a in axes) == 1:
-                continue
-            for some, once in waiting_axes(c, axes, priced.data_axes):
-                count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
-                wide = widening(c.dtype, priced.target, total=once and priced.repeats > 1)
-                local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
-                grown = math.prod(sizes[a] for a in some) if c.kind == "all-gather" else 1
-                line = collective_line(c.kind, some, priced.mesh, priced.target)
-                note(c.kind, some, c.label, count, local, local * float(grown), line)
+    for each in _collectives(priced, picks):
+        entry = totals[each.kind, each.axes, each.label]
+        entry[0] += each.times
+        entry[1] += each.times * each.leaving
+        entry[2] += each.seconds
     names = priced.mesh.axis_names
     uses = [
         CollectiveUse(
@@ -122,6 +111,84 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
         for (kind, axes, label), (count, total, seconds) in totals.items()
     ]
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.kind, u.axes, u.label)))
+
+
+def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
+    """All of a step, one by one."""
+    sizes, mesh, target = priced.axis_sizes, priced.mesh, priced.target
+    for edge_index, s, t in conversions(priced, picks):
+        edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
+        changes = [(table.sources[s], table.targets[t])]
+        if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
+            changes = list(waiting_apart(*changes[0], priced.data_axes))
+        for (before, behind), once in zip(changes, (False, True), strict=False):
+            count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
+            whole = edge.num_bytes * widening(edge.dtype, target, total=once)
+            near = rounded_bytes(whole, mesh)
+            parts = pieces(edge, before, behind, target)
+            count, whole = count * parts, whole / parts
+            for move in reshard(before, behind, sizes, scatters(edge, target, total=once)) or ():
+                entering, leaving = move.fraction * whole, result_fraction(move, sizes) * whole
+                line = move_line(move, through_copies(move, before, behind, target), mesh, target, near)
+                yield _Collective(move.kind, move.axes, move.group, edge.label, count, entering, leaving, line)
+    for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
+        choice = tuple(int(f) for f in p.choices[pick])
+        for c in node.collectives:
+            axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
+            if math.prod(sizes[a] for a in axes) == 1:
+                continue
+            for some, once in waiting_axes(c, axes, priced.data_axes):
+                count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
+                wide = widening(c.dtype, target, total=once and priced.repeats > 1)
+                local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
+                grown = math.prod(sizes[a] for a in some) if c.kind == "all-gather" else 1
+                line = collective_line(c.kind, some, mesh, target, near_bytes=local)
+                yield _Collective(c.kind, some, None, c.label, count, local, local * float(grown), line)
+
+
+class MeasuredShare(NamedTuple):
+    """How much of some seconds rests on measurements of operators of about the same sizes, and the mean error of these."""
+
+    seconds: float
+    measured_s: float
+    error_s: float
+
+    @property
+    def share(self) -> float:
+        """Measured of all seconds, 0 to 1."""
+        return self.measured_s / self.seconds if self.seconds else 0.0
+
+    @property
+    def error(self) -> float:
+        """Mean relative error of what was measured: the spread of a measurement, or that of the interpolation."""
+        return self.error_s / self.measured_s if self.measured_s else 0.0
+
+
+def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
+    """How much of a choice's compute and communication was measured."""
+    measured = priced.mesh.cluster.measured
+    if measured is None:
+        return MeasuredShare(0.0, 0.0, 0.0)
+    total = of_it = error = 0.0
+
+    def note(seconds: float, corrections: Corrections) -> None:
+        nonlocal total, of_it, error
+        total += seconds
+        if corrections.is_measured[0]:
+            of_it += seconds
+            error += seconds * float(corrections.errors[0])
+
+    for node, table, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
+        choice, sizes = table.choices[pick : pick + 1], [factor.size for factor in node.factors]
+        for work in node.work:
+            seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
+            times = 1 if work.phase is Phase.UPDATE else priced.repeats
+            if corrections is not None:
+                note(float(seconds[0] * corrections.ratios[0]) * times, corrections)
+    for each in _collectives(priced, picks):
+        entering, seconds = np.array([each.entering]), np.array([each.seconds / max(each.times, 1.0)])
+        note(each.seconds, collective_corrections(each.kind, each.axes, priced.mesh, each.group, entering, seconds))
+    return MeasuredShare(total, of_it, error)
 
 
 def encode_interior(nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str]) -> tuple[OpSharding, ...]:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import LogicalMesh, Products, Target, target_for
+from ..cluster import Corrections, LogicalMesh, Products, Target, target_for
 from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import (
@@ -33,7 +33,15 @@ from ..sharding import (
     waiting_apart,
 )
 from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
-from ._collectives import collective_line, move_line, through_copies, widening
+from ._collectives import (
+    collective_corrections,
+    collective_line,
+    move_line,
+    rounded_bytes,
+    size_points,
+    through_copies,
+    widening,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -135,9 +143,13 @@ class _Cache:
     """Prices that many edges of one mesh have in common."""
 
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
-    lines: dict[tuple[Spec, Spec, bool], tuple[float, float]] = field(default_factory=dict)
-    tables: dict[tuple[_Specs, _Specs, bool], tuple[Floats, Floats, NDArray[np.bool_]]] = field(default_factory=dict)
-    collectives: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, float]] = field(default_factory=dict)
+    lines: dict[tuple[Spec, Spec, bool, float | None], tuple[float, float]] = field(default_factory=dict)
+    tables: dict[tuple[_Specs, _Specs, bool, float | None], tuple[Floats, Floats, NDArray[np.bool_]]] = field(
+        default_factory=dict
+    )
+    collectives: dict[tuple[str, tuple[int, ...], int, bool, float | None], tuple[float, float]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,18 +193,23 @@ class _Pricer:
             for some, once in waiting_axes(collective, axes, self.data_axes):
                 latency, per_byte = collective_line(collective.kind, some, self.mesh, self.target)
                 times = collective.count * (1 if once else self.times(collective.phase))
-                wide = widening(collective.dtype, self.target, total=once and self.repeats > 1)
-                seconds[rows] += times * (latency + per_byte * local[rows] * wide)
+                entering = local[rows] * widening(collective.dtype, self.target, total=once and self.repeats > 1)
+                each = latency + per_byte * entering
+                if self.mesh.cluster.measured is not None and latency + per_byte:
+                    each = each * collective_corrections(collective.kind, some, self.mesh, None, entering, each).ratios
+                seconds[rows] += times * each
         return seconds
 
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
-        latency, per_byte, moves = self.lines(sources, targets, scatters(edge, self.target))
+        whole = edge.num_bytes * widening(edge.dtype, self.target)
+        near = rounded_bytes(whole, self.mesh)
+        latency, per_byte, moves = self.lines(sources, targets, scatters(edge, self.target), near)
         if edge.kind == "alias":
             latency = latency * np.array([[pieces(edge, p, q, self.target) for q in targets] for p in sources])
         times = edge.count * self.times(edge.phase)
-        seconds = (latency + per_byte * (edge.num_bytes * widening(edge.dtype, self.target))) * times
+        seconds = (latency + per_byte * whole) * times
         once = seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
             seconds, once = self.waiting(edge, sources, targets, seconds)
@@ -213,36 +230,41 @@ class _Pricer:
             known = self.cache.splits[node, projection] = distinct_specs(nodes[node].choices, projection)
         return known
 
-    def lines(self, sources: _Specs, targets: _Specs, scatter: bool) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def lines(
+        self, sources: _Specs, targets: _Specs, scatter: bool, near: float | None
+    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Latencies and seconds per byte of the whole array for all conversions between some
         splits, and which take any.
+
+        Args:
+            near: about the bytes of the whole array, where collectives were measured.
         """
-        known = self.cache.tables.get((sources, targets, scatter))
+        known = self.cache.tables.get((sources, targets, scatter, near))
         if known is None:
-            both = np.array([[self.line(p, q, scatter) for q in targets] for p in sources])
+            both = np.array([[self.line(p, q, scatter, near) for q in targets] for p in sources])
             moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
-            known = self.cache.tables[sources, targets, scatter] = both[..., 0], both[..., 1], moves
+            known = self.cache.tables[sources, targets, scatter, near] = both[..., 0], both[..., 1], moves
         return known
 
-    def line(self, source: Spec, target: Spec, scatter: bool) -> tuple[float, float]:
+    def line(self, source: Spec, target: Spec, scatter: bool, near: float | None) -> tuple[float, float]:
         """Latency and seconds per byte of the whole array, for one conversion."""
-        known = self.cache.lines.get((source, target, scatter))
+        known = self.cache.lines.get((source, target, scatter, near))
         if known is None:
             moves = reshard(source, target, self.mesh.shape, scatter)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
-                fixed, slope = self.move_line(move, through_copies(move, source, target, self.target))
+                fixed, slope = self.move_line(move, through_copies(move, source, target, self.target), near)
                 latency += fixed
                 per_byte += slope * move.fraction
-            known = self.cache.lines[source, target, scatter] = latency, per_byte
+            known = self.cache.lines[source, target, scatter, near] = latency, per_byte
         return known
 
-    def move_line(self, move: Move, copies: bool) -> tuple[float, float]:
+    def move_line(self, move: Move, copies: bool, near: float | None) -> tuple[float, float]:
         """`move_line` of one collective, which many conversions have in common."""
-        key = move.kind, move.axes, move.group, copies
+        key = move.kind, move.axes, move.group, copies, None if near is None else near * move.fraction
         known = self.cache.collectives.get(key)
         if known is None:
-            known = self.cache.collectives[key] = move_line(move, copies, self.mesh, self.target)
+            known = self.cache.collectives[key] = move_line(move, copies, self.mesh, self.target, near)
         return known
 
     def waiting(self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats) -> tuple[Floats, Floats]:
@@ -258,8 +280,8 @@ class _Pricer:
             for q, target in enumerate(targets):
                 before, behind = waiting_apart(source, target, self.data_axes)
                 lines = [
-                    self.line(*change, scatters(edge, self.target, total=total))
-                    for change, total in ((before, False), (behind, True))
+                    self.line(*change, scatters(edge, self.target, total=total), rounded_bytes(size, self.mesh))
+                    for change, total, size in ((before, False, each), (behind, True, whole))
                 ]
                 once[p, q] = (lines[1][0] + lines[1][1] * whole) * edge.count
                 apart[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(edge.phase) + once[p, q]
@@ -305,7 +327,7 @@ def waiting_axes(
 
 def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target) -> Floats:
     """Roofline: the longer of arithmetic and memory traffic, and the launches that no split
-    removes.
+    removes; corrected where the cluster's devices were measured.
 
     Args:
         sizes: of the node's factors.
@@ -313,37 +335,57 @@ def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalM
     Reference: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance
     model", 2009.
     """
-    device = mesh.cluster.device
+    seconds, corrections = corrected_work(work, sizes, choices, mesh, target)
+    return seconds if corrections is None else seconds * corrections.ratios
+
+
+def corrected_work(
+    work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target
+) -> tuple[Floats, Corrections | None]:
+    """The cost model's seconds of `work_seconds`, and what measurements say of them, if there are any."""
+    device, measured = mesh.cluster.device, mesh.cluster.measured
     moved = np.zeros(len(choices))
     for num_bytes, split_by in work.arrays:
         moved += num_bytes / shards(choices, split_by, mesh.shape)
     seconds = moved / target.memory_bytes_per_s(device)
+    points = None
     if work.flops:
         flops = work.flops / shards(choices, work.split_by, mesh.shape)
-        slowdown = _product_slowdown(work, flops, sizes, choices, mesh, target.products)
+        if len(work.arrays) == 3 and (target.products.tile > 1 or measured is not None):
+            points = _product_points(work, flops, sizes, choices, mesh)
+        slowdown = _product_slowdown(points, target.products)
         speed = target.product_flops_per_s(device, work.dtype)
         seconds = np.maximum(seconds / target.products.traffic, flops * slowdown / speed)
-    return np.asarray(seconds + work.kernels * target.kernel_overhead_s, np.float64)
+    seconds = np.asarray(seconds + work.kernels * target.kernel_overhead_s, np.float64)
+    if measured is None:
+        return seconds, None
+    # A measurement is of one kernel.
+    count = max(work.kernels, 1.0)
+    if points is not None:
+        return seconds, measured.correct(f"product {work.dtype}", np.log2(points.T), seconds / count)
+    return seconds, measured.correct("traffic", size_points(moved / count)[:, None], seconds / count)
 
 
-def _product_slowdown(
-    work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, products: Products
-) -> Floats:
-    """Factor by which products of a device's share are slower than the same `flops` in a large
-    product; see `Products`.
-    """
-    if products.tile == 1 or len(work.arrays) != 3:
-        return np.ones(len(choices))
+def _product_points(work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh) -> Floats:
+    """Shapes of the products of a device under each choice, `(4, choices)`: products, rows, columns, and length of the sums."""
     left, right, result = (np.array(split_by) for _, split_by in work.arrays)
     # A factor of all three arrays repeats the product; one of the result comes from the left or
     # from the right.
-    points = [
+    batch, rows, columns = (
         _local_size(sizes, factors, choices, mesh)
         for factors in (result & left & right, result & left & ~right, result & ~left)
-    ]
-    batch, rows, columns = points
+    )
     rows = rows * _positions(work, sizes, result)
-    depth = flops / (2 * work.kernels * batch * rows * columns)
+    return np.stack([batch, rows, columns, flops / (2 * work.kernels * batch * rows * columns)])
+
+
+def _product_slowdown(points: Floats | None, products: Products) -> Floats | float:
+    """Factor by which products of a device's share are slower than as many operations in a large
+    product; see `Products`.
+    """
+    if points is None or products.tile == 1:
+        return 1.0
+    batch, rows, columns, depth = points
     tiles = batch * np.ceil(rows / products.tile) * np.ceil(columns / products.tile)
     covered = np.maximum(tiles, products.processors) * products.tile**2
     return np.asarray(covered / (batch * rows * columns) * (1 + products.depth / depth), np.float64)

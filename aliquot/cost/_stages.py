@@ -11,7 +11,7 @@ import numpy as np
 from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
-from ._estimate import collective_uses
+from ._estimate import MeasuredShare, collective_uses, measured_share
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
@@ -174,6 +174,8 @@ def _step_prediction(
         for part, num_bytes in predictions[k].memory_bytes.items():
             memory[part] += num_bytes
     collectives: list[CollectiveUse] = [use for stage in predictions for use in stage.collectives]
+    shares = [measured_share(stage.priced, stage.picks) for stage in stages]
+    measured = MeasuredShare(*(sum(column) for column in zip(*shares, strict=True)))
     return Prediction(
         step_time_s=times.step_time_s,
         compute_s=busy - gradient - communication,
@@ -186,4 +188,6 @@ def _step_prediction(
         memory_bytes=memory,
         peak_moment=f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight",
         collectives=tuple(sorted(collectives, key=lambda use: -use.seconds)),
+        measured_share=measured.share,
+        measured_error=measured.error,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..cluster import Cluster, subcluster
+from ..cluster import AbstractMeasured, Cluster, subcluster
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
 from ..graph import Graph, graph_fingerprint, split_scans
 from ..plans import ArrayInterface, Plan, StagePlan, require_match
@@ -17,7 +17,9 @@ from ._base import Task
 from ._follow import follow
 
 
-def apply_plan(plan: Plan, graph: Graph, on_missing_rule: str = "infer") -> PlannedStep:
+def apply_plan(
+    plan: Plan, graph: Graph, on_missing_rule: str = "infer", measured: AbstractMeasured | None = None
+) -> PlannedStep:
     """A step cut as its plan says.
 
     If its operators have drifted since it was planned, and it is one program, what lies between its inputs and outputs is
@@ -25,6 +27,7 @@ def apply_plan(plan: Plan, graph: Graph, on_missing_rule: str = "infer") -> Plan
 
     Args:
         graph: the step on its whole batch.
+        measured: what its costs are to be taken from.
 
     Raises:
         PlanMismatchError: the plan was made for another step; lists every difference.
@@ -36,7 +39,9 @@ def apply_plan(plan: Plan, graph: Graph, on_missing_rule: str = "infer") -> Plan
         outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
         asked=f"the plan was made for another step than {graph.name}",
     )
-    return _pipeline(plan, graph, on_missing_rule) if plan.is_pipeline else _program(plan, graph, on_missing_rule)
+    cluster = replace(Cluster.from_dict(plan.cluster), measured=measured)
+    make = _pipeline if plan.is_pipeline else _program
+    return make(plan, graph, cluster, on_missing_rule)
 
 
 def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
@@ -44,10 +49,10 @@ def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterfa
     return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role)
 
 
-def _program(plan: Plan, graph: Graph, on_missing_rule: str) -> PlannedStep:
+def _program(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> PlannedStep:
     task = Task(
         graph=graph,
-        cluster=Cluster.from_dict(plan.cluster),
+        cluster=cluster,
         semantics=plan.micro_batch_semantics,
         on_missing_rule=on_missing_rule,
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
@@ -67,7 +72,7 @@ def _choices(plan: Plan, graph: Graph, problem: Problem) -> Sequence[Choice]:
     return follow(problem, plan.stages[0])
 
 
-def _pipeline(plan: Plan, graph: Graph, on_missing_rule: str) -> PlannedStep:
+def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> PlannedStep:
     layers: str | int | None = plan.layers or None if plan.num_layers is None else plan.num_layers
     if plan.scan_bounds:
         graph = split_scans(graph, plan.scan_bounds).graph
@@ -80,7 +85,6 @@ def _pipeline(plan: Plan, graph: Graph, on_missing_rule: str) -> PlannedStep:
     )
     first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
     staged = stage_step(layered, first)
-    cluster = Cluster.from_dict(plan.cluster)
     stages: list[PlannedStage] = []
     for stage, extract in zip(plan.stages, staged.extracts, strict=True):
         if stage.like is not None:

@@ -105,6 +105,7 @@ def write_plan(
                 }
                 for c in decision.candidates
             ),
+            profiles=getattr(task.cluster.measured, "source", ""),
         ),
     )
 

@@ -144,7 +144,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline these are figures of
     its busiest stage, and `bubble_s` is what it waits for the others and for transfers; memory is that of the fullest stage.
-    `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`.
+    `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`. Of compute and communication
+    `measured_share` rests on measurements of operators of about the same sizes, with a mean relative error of
+    `measured_error`; the rest is modelled.
     """
 
     step_time_s: float
@@ -158,12 +160,15 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     peak_moment: str
     collectives: tuple[CollectiveUse, ...]
     bubble_s: float = 0.0
+    measured_share: float = 0.0
+    measured_error: float = 0.0
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Origin of a plan: planner, bound, search time. Not part of a comparison.
 
-    `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for` names.
+    `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for` names. `profiles` says
+    which measurements the plan was made from.
     """
 
     planner: str
@@ -175,6 +180,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bound_holds_for: str
     status: str
     candidates: tuple[dict[str, Any], ...] = ()
+    profiles: str = ""
 
 
 class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

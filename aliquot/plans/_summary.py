@@ -121,6 +121,11 @@ def _basis(plan: Plan) -> str:
     source = str(device.get("source", "")) if isinstance(device, dict) else ""
     short = source.partition(";")[0].partition("(")[0].strip()
     origin = f"predicted from {short}" if short else "predicted"
+    if plan.provenance.profiles:
+        p = plan.prediction
+        origin = (
+            f"{p.measured_share:.0%} of it measured, with a mean error of {p.measured_error:.0%}, the rest {origin}"
+        )
     return f"{origin}; compiled for {plan.compiled.target}" if plan.compiled else origin
 
 

@@ -13,6 +13,7 @@ from ..planners import Progress
 from ._compose import MeasuredStep
 from ._conversions import LAUNCH, all_conversions, compile_conversion, conversion_key
 from ._database import Measurement, ProfileDatabase, ProgramKey
+from ._operators import Operator, compile_operator, operator_key
 from ._programs import CompiledPart, compile_part, measure_in_turn, program_key, time_part
 from ._segments import Combination, SegmentedStep
 
@@ -105,8 +106,73 @@ def profile_segments(
     Raises:
         InputError: the database cannot be written.
     """
+    return _run_jobs(
+        _jobs(step),
+        database,
+        share=share,
+        repeats=repeats,
+        warm_up=warm_up,
+        stops_early=stops_early,
+        budget_s=budget_s,
+        progress=progress,
+    )
+
+
+def profile_operators(
+    operators: Sequence[tuple[Operator, tuple[int, ...]]],
+    database: ProfileDatabase,
+    *,
+    share: tuple[int, int] = (1, 1),
+    repeats: int = 5,
+    warm_up: int = 2,
+    budget_s: float = math.inf,
+    progress: Progress | None = None,
+) -> ProfileRun:
+    """Measure the operators that a database does not hold yet, in the order given; each measurement is kept at once.
+
+    Args:
+        operators: each with the mesh to run it on; see `required_operators`.
+        share, repeats, warm_up, budget_s, progress: as in `profile_segments`.
+
+    Raises:
+        InputError: the database cannot be written.
+    """
+    jobs = [
+        _Job(
+            group=number,
+            key=operator_key(operator, shape),
+            compile=functools.partial(compile_operator, operator, shape),
+        )
+        for number, (operator, shape) in enumerate(operators)
+    ]
+    return _run_jobs(
+        jobs,
+        database,
+        share=share,
+        repeats=repeats,
+        warm_up=warm_up,
+        stops_early=False,
+        evicts=True,
+        budget_s=budget_s,
+        progress=progress,
+    )
+
+
+def _run_jobs(
+    jobs: Sequence[_Job],
+    database: ProfileDatabase,
+    *,
+    share: tuple[int, int],
+    repeats: int,
+    warm_up: int,
+    stops_early: bool,
+    budget_s: float,
+    progress: Progress | None,
+    evicts: bool = False,
+) -> ProfileRun:
+    """See `profile_segments` and `time_part`."""
     start, (number, of) = time.perf_counter(), share
-    jobs = _jobs(step)[number - 1 :: of]
+    jobs = jobs[number - 1 :: of]
     held = [database.get(job.key) for job in jobs]
     missing = [job for job, measurement in zip(jobs, held, strict=True) if measurement is None]
     known, best_s = len(jobs) - len(missing), defaultdict[int, float](lambda: math.inf)
@@ -130,7 +196,7 @@ def profile_segments(
 
     def time_one(part: CompiledPart) -> Measurement:
         best = best_s[missing[measured].group] if stops_early else math.inf
-        return time_part(part, warm_up=warm_up, repeats=repeats, best_s=best)
+        return time_part(part, warm_up=warm_up, repeats=repeats, best_s=best, evicts=evicts)
 
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):

@@ -18,6 +18,10 @@ from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation
 from ._page import page as page
+from ._profiles import check_text as check_text
+from ._profiles import draw_profiles as draw_profiles
+from ._profiles import fit_text as fit_text
+from ._profiles import profiles_text as profiles_text
 from ._sizing import BatchSearch as BatchSearch
 from ._sizing import BatchTrial as BatchTrial
 from ._sizing import ClusterOption as ClusterOption

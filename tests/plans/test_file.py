@@ -71,6 +71,14 @@ def test_golden_file_is_what_is_written_today(path):
     assert GOLDEN_FILES[path].to_json() == path.read_text()
 
 
+def test_files_from_before_there_were_measurements_still_load():
+    data = json.loads(sample_plan().to_json())
+    for name in ("measured_share", "measured_error"):
+        del data["prediction"][name]
+    del data["provenance"]["profiles"]
+    assert Plan.from_json(json.dumps(data)) == sample_plan()
+
+
 def test_files_from_before_there_were_pipelines_still_load():
     data = json.loads(sample_plan().to_json())
     for name in ("num_submeshes", "layers", "scan_bounds"):

@@ -1,0 +1,139 @@
+"""Plan from measurements: read them for a cluster, and measure what the best plan still needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .cluster import Cluster
+from .core import InputError
+from .cost import estimate
+from .graph import Graph, capture
+from .planners import Progress, apply_plan
+from .plans import Plan
+
+_MOST_ROUNDS = 10
+
+
+def with_profiles(cluster: Cluster, profiles: str | Path, *, of_any: bool = False) -> Cluster:
+    """A cluster with what a database holds of its devices. Touches no device.
+
+    Raises:
+        InputError: there is no such database, or it holds nothing that was measured on such devices.
+    """
+    from .profiling import ProfileDatabase, read_measured
+
+    with ProfileDatabase(profiles, must_exist=True) as database:
+        return replace(cluster, measured=read_measured(database, cluster, of_any=of_any))
+
+
+def plan_measured(
+    find: Callable[[Cluster], Plan],
+    graph: Graph,
+    cluster: Cluster,
+    profiles: str | Path,
+    *,
+    of_any: bool = False,
+    require_measured: float = 0.0,
+    measure: bool = False,
+    on_missing_rule: str = "infer",
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan that `find` makes with what a database holds; see `plan` for the arguments.
+
+    With `measure`, what the best plan needs and the database lacks is measured, and the step planned again: until the best
+    plan needs nothing more, ten times at most. What was not measured is corrected by the nearest that was.
+
+    Raises:
+        InputError: less of the plan was measured than required; or its devices are not those of this process.
+    """
+    if measure:
+        _measure_launch(cluster, profiles)
+    for _ in range(_MOST_ROUNDS if measure else 1):
+        measured = with_profiles(cluster, profiles, of_any=of_any)
+        found = find(measured)
+        if not measure or not _measure_missing(found, graph, measured, profiles, on_missing_rule, progress):
+            break
+    share = found.prediction.measured_share
+    if share < require_measured:
+        raise InputError(
+            f"{share:.0%} of the plan's compute and communication was measured, and {require_measured:.0%} is required. "
+            f"Measure what it needs: aliquot profile run MODEL --database {profiles}, or plan with measure=True (--measure)."
+        )
+    return found
+
+
+def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
+    """Begin a database, so that there is something to read."""
+    from .profiling import LAUNCH, Operator, ProfileDatabase, profile_operators
+
+    _require_here(cluster)
+    alone = (cluster.num_devices,)
+    with ProfileDatabase(profiles) as database:
+        profile_operators([(LAUNCH, alone), (Operator("traffic", "float32", (1 << 20,)), alone)], database)
+
+
+def _measure_missing(
+    plan: Plan, graph: Graph, cluster: Cluster, profiles: str | Path, on_missing_rule: str, progress: Progress | None
+) -> bool:
+    """Measure what a plan needs and a database lacks; False if that is nothing."""
+    from .profiling import ProfileDatabase, operators_of_plan, profile_operators
+
+    planned = apply_plan(plan, graph, on_missing_rule, cluster.measured)
+    with ProfileDatabase(profiles) as database:
+        run = profile_operators(operators_of_plan(planned), database, budget_s=math.inf, progress=progress)
+    return run.num_measured > 0
+
+
+def _require_here(cluster: Cluster) -> None:
+    """Raises InputError if a cluster is not made of this process's devices."""
+    here = Cluster.detect()
+    if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
+        raise InputError(
+            f"To measure, the plan must be for the devices of this process: they are {here.name}, and the plan is for "
+            f"{cluster.name}. Use --cluster detect, or measure there and copy the database."
+        )
+
+
+def check_profiles(
+    plan: Plan, profiles: str | Path, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """How much of a plan's time a database covers, as plain data: the share that was measured and its error, the step time
+    with and without it, and which operators are missing, most useful first.
+
+    Args:
+        step, *args, **kwargs: what the plan was made for.
+
+    Raises:
+        InputError: there is no such database, or it holds nothing that was measured on such devices.
+        PlanMismatchError: the plan was made for another step.
+    """
+    from .profiling import ProfileDatabase, fitting_rows, is_measured, operators_of_plan
+
+    graph = capture(step, *args, **kwargs)
+    cluster = with_profiles(Cluster.from_dict(plan.cluster), profiles)
+    with_them = estimate(apply_plan(plan, graph, measured=cluster.measured))
+    planned = apply_plan(plan, graph)
+    operators = operators_of_plan(planned)
+    with ProfileDatabase(profiles) as database:
+        rows, _ = fitting_rows(database, cluster)
+    # What the launch of a program hides was measured too, and stays as modelled.
+    held = {(str(operator), key.mesh if operator.axes else "") for operator, key, _ in rows}
+    missing = [
+        (operator, shape)
+        for operator, shape in operators
+        if (str(operator), "x".join(map(str, shape)) if operator.axes else "") not in held
+        and not is_measured(operator, shape, cluster)
+    ]
+    return {
+        "measured_share": with_them.measured_share,
+        "measured_error": with_them.measured_error,
+        "step_time_s": with_them.step_time_s,
+        "modelled_step_time_s": estimate(planned).step_time_s,
+        "operators": len(operators),
+        "missing": len(missing),
+        "most_wanted": [(str(operator), "x".join(map(str, shape))) for operator, shape in missing],
+    }

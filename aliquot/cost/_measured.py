@@ -1,0 +1,113 @@
+"""Measurements of a cluster's devices, frozen for planning: how much longer or shorter things take
+than the cost model says, at the sizes that were measured and between them.
+
+The cost model gives the seconds; tables of measured ratios correct them. At a measured size the
+price is the measurement. The tables are read from a profile database (`aliquot.profiling`); nothing
+here touches a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import AbstractMeasured, Corrections
+
+Floats = NDArray[np.float64]
+_NEIGHBOURS = 4
+# A size counts as measured if one that was measured lies so near, in powers of two.
+_NEAR = 1.0
+_SAME = 1e-6
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RatioTable:
+    """Measured over modelled seconds of one kind of operator at some sizes.
+
+    Between them, the logarithm of the ratio is the mean over the nearest four, weighted by the
+    inverse square of the distance.
+
+    Args:
+        points: sizes in powers of two, `(points, dims)`; each once.
+        ratios: one for each.
+        spreads: of each measurement, as a share of it.
+
+    Reference: D. Shepard, "A two-dimensional interpolation function for irregularly-spaced data",
+    1968.
+    """
+
+    points: Floats
+    ratios: Floats
+    spreads: Floats
+
+    @cached_property
+    def _tree(self) -> Any:
+        # Planning from the cost model alone is quicker without.
+        from scipy.spatial import cKDTree
+
+        return cKDTree(self.points)
+
+    @cached_property
+    def interpolation_error(self) -> float:
+        """Median relative error of the interpolation at each measured size, without its own measurement; 1 if there is one size only."""
+        if len(self.points) < 2:
+            return 1.0
+        count = min(_NEIGHBOURS + 1, len(self.points))
+        distances, neighbours = self._tree.query(self.points, k=count)
+        without = self._mean(distances[:, 1:], neighbours[:, 1:])
+        return float(np.median(np.abs(without / self.ratios - 1)))
+
+    def _mean(self, distances: Floats, neighbours: NDArray[np.intp]) -> Floats:
+        weights = 1 / np.maximum(distances, _SAME) ** 2
+        logs = np.log(self.ratios)[neighbours]
+        return np.asarray(np.exp((weights * logs).sum(axis=1) / weights.sum(axis=1)), np.float64)
+
+    def correct(self, points: Floats) -> Corrections:
+        """See `AbstractMeasured.correct`."""
+        count = min(_NEIGHBOURS, len(self.points))
+        distances, neighbours = self._tree.query(points, k=count)
+        distances, neighbours = (each.reshape(len(points), count) for each in (distances, neighbours))
+        nearest, same = neighbours[:, 0], distances[:, 0] < _SAME
+        ratios = np.where(same, self.ratios[nearest], self._mean(distances, neighbours))
+        errors = np.where(same, self.spreads[nearest], self.interpolation_error)
+        return Corrections(ratios, distances[:, 0] <= _NEAR, errors)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Measured(AbstractMeasured):
+    """Tables by kind, with where they come from in words.
+
+    Two are equal if their tables are.
+    """
+
+    tables: Mapping[str, RatioTable] = field(repr=False)
+    source: str
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the tables."""
+        content = hashlib.sha256()
+        for kind, table in sorted(self.tables.items()):
+            content.update(kind.encode())
+            for array in (table.points, table.ratios):
+                content.update(np.ascontiguousarray(array).tobytes())
+        return content.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Measured) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def correct(self, kind: str, points: Floats, seconds: Floats) -> Corrections:
+        """See `AbstractMeasured.correct`. Kinds without a table stay as modelled."""
+        table = self.tables.get(kind)
+        if table is None:
+            return Corrections(np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points)))
+        return table.correct(points)

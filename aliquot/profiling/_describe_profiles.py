@@ -1,0 +1,134 @@
+"""A profile database as plain data: kinds of programs, curves, and outliers."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from ..cluster import Cluster
+from ._database import Measurement, ProfileDatabase, ProgramKey
+from ._measured import read_measured
+from ._operators import COLLECTIVES, LAUNCH, Operator
+
+_NOISY = 0.3
+_FAR_OFF = 1.0
+
+
+def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None) -> dict[str, Any]:
+    """What a database holds.
+
+    Args:
+        cluster: whose cost model the measurements are compared with; without one they are not.
+    """
+    by_kind: defaultdict[tuple[str, str], list[Measurement]] = defaultdict(list)
+    outliers = []
+    for key, measurement in database.rows():
+        operator = Operator.parse(key.program)
+        kind = "segment or conversion" if operator is None else _family(operator)
+        by_kind[kind, _devices(key)].append(measurement)
+        if measurement.spread > _NOISY and measurement.seconds is not None:
+            outliers.append(_outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}"))
+    kinds = [_kind(kind, devices, some) for (kind, devices), some in sorted(by_kind.items())]
+    return {
+        "kinds": kinds,
+        "tables": [] if cluster is None else _tables(database, cluster),
+        "outliers": sorted(outliers + _unlike_neighbours(database), key=lambda row: -float(row["seconds"])),
+    }
+
+
+def _devices(key: ProgramKey) -> str:
+    return f"{key.num_devices} x {key.device}, JAX {key.jax_version}"
+
+
+def _family(operator: Operator) -> str:
+    return operator.kind if operator.kind in (*COLLECTIVES, LAUNCH.kind) else f"{operator.kind} {operator.dtype}"
+
+
+def _kind(kind: str, devices: str, some: list[Measurement]) -> dict[str, Any]:
+    seconds = [m.seconds for m in some if m.seconds is not None]
+    spreads = [m.spread for m in some if m.seconds is not None]
+    return {
+        "kind": kind,
+        "devices": devices,
+        "measured": len(seconds),
+        "failed": len(some) - len(seconds),
+        "least_s": min(seconds, default=None),
+        "most_s": max(seconds, default=None),
+        "spread": float(np.median(spreads)) if spreads else None,
+    }
+
+
+def _outlier(key: ProgramKey, measurement: Measurement, reason: str) -> dict[str, Any]:
+    return {
+        "program": measurement.label or key.program,
+        "devices": _devices(key),
+        "seconds": measurement.seconds,
+        "reason": reason,
+    }
+
+
+def _tables(database: ProfileDatabase, cluster: Cluster) -> list[dict[str, Any]]:
+    measured = read_measured(database, cluster)
+    return [
+        {
+            "table": kind,
+            "sizes": len(table.points),
+            "median_ratio": float(np.median(table.ratios)),
+            "interpolation_error": table.interpolation_error,
+        }
+        for kind, table in measured.tables.items()
+    ]
+
+
+def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
+    """Curves to draw: rates over sizes, for each family of operators and each number of devices."""
+    series: defaultdict[str, defaultdict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
+    for key, measurement in database.rows():
+        operator = Operator.parse(key.program)
+        if operator is None or operator == LAUNCH or not measurement.seconds:
+            continue
+        where = f"{key.num_devices} x {key.device}"
+        if operator.kind == "product":
+            flops = 2.0 * math.prod(operator.sizes)
+            series["products"][f"{operator.dtype}, {where}"][flops] = flops / measurement.seconds / 1e9
+        elif operator.kind == "traffic":
+            size = float(operator.sizes[0])
+            series["traffic"][where][size] = size / measurement.seconds / 1e9
+        else:
+            along = ",".join(map(str, operator.axes))
+            size = float(operator.sizes[0])
+            name = f"{operator.kind} along {along} of {key.mesh}"
+            series[operator.kind][name][size] = size / measurement.seconds / 1e9
+    return [
+        {
+            "file": family,
+            "title": f"{family.capitalize()}, measured",
+            "horizontal": "operations" if family == "products" else "bytes on each device",
+            "unit": "GFLOP/s of each device" if family == "products" else "GB/s of each device",
+            "series": {name: dict(sorted(values.items())) for name, values in some.items()},
+        }
+        for family, some in sorted(series.items())
+    ]
+
+
+def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:
+    """Operators that are slower than a larger one of the same kind, by more than twice."""
+    groups: defaultdict[tuple[str, str, str, tuple[int, ...]], list[tuple[float, ProgramKey, Measurement]]]
+    groups = defaultdict(list)
+    for key, measurement in database.rows():
+        operator = Operator.parse(key.program)
+        if operator is not None and operator.kind not in (LAUNCH.kind, "product") and measurement.seconds:
+            groups[operator.kind, _devices(key), key.mesh, operator.axes].append(
+                (float(operator.sizes[0]), key, measurement)
+            )
+    found = []
+    for some in groups.values():
+        some.sort(key=lambda each: each[0])
+        for (_, key, measurement), (_, _, larger) in zip(some, some[1:], strict=False):
+            assert measurement.seconds is not None and larger.seconds is not None
+            if measurement.seconds > (1 + _FAR_OFF) * larger.seconds:
+                found.append(_outlier(key, measurement, "four times the size takes less than half as long"))
+    return found

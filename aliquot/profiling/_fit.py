@@ -1,0 +1,284 @@
+"""Fit the figures of the analytic cost model to measured operators, and write them as a cluster file.
+
+Every second size is fitted; the others show how well the figures predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from ..cluster import CALIBRATED, DEVICES, Cluster, target_for
+from ..core import InputError
+from ._database import Measurement, ProfileDatabase, ProgramKey
+from ._measured import fitting_rows, modelled_operator, without_launch
+from ._operators import COLLECTIVES, LAUNCH, Operator
+
+_Row = tuple[Operator, ProgramKey, Measurement]
+_TILE = 128
+_LEAST, _MOST = 1e-3, 1.0
+_HIGHEST = 100.0
+_FEW = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Figures of a cluster that were fitted.
+
+    Attributes:
+        cluster: with the figures; `to_toml` writes it down.
+        figures: by name: `value`, `before` and `source`.
+        errors: for each kind of operator, of the sizes that were not fitted: how many, and the median error with the
+            figures from before and with these.
+    """
+
+    cluster: Cluster
+    figures: Mapping[str, Mapping[str, Any]]
+    errors: Sequence[Mapping[str, Any]]
+
+
+def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
+    """Fit the cost model of a cluster to what a database holds of its devices.
+
+    Raises:
+        InputError: it holds too little.
+    """
+    rows, _ = fitting_rows(database, cluster)
+    plain = replace(cluster, measured=None)
+    launches = [row for row in rows if row[0] == LAUNCH]
+    timed = [(row, seconds) for row in rows if (seconds := without_launch(row, launches)) is not None]
+    used, held_out = _halves(timed)
+    target = target_for(cluster.device)
+    figures: dict[str, tuple[float, str]] = {}
+    figures |= _fit_products(used, plain)
+    figures |= _fit_traffic(used, plain)
+    figures |= _fit_collectives(used, plain)
+    if not figures:
+        raise InputError(
+            f"{database.path} holds too few operators to fit anything: a fit needs products, traffic, or collectives of at "
+            "least two sizes. Measure more: aliquot profile run MODEL."
+        )
+    fitted = _with_figures(plain, {name: value for name, (value, _) in figures.items()})
+    before = {name: _figure(target, name) for name in figures}
+    return Fit(
+        cluster=fitted,
+        figures={
+            name: {
+                "value": fitted.device.calibration[name],
+                "before": before[name],
+                "source": _raised(name, value, source),
+            }
+            for name, (value, source) in figures.items()
+        },
+        errors=_errors(held_out, plain, fitted),
+    )
+
+
+def _halves(timed: Sequence[tuple[_Row, float]]) -> tuple[list[tuple[_Row, float]], list[tuple[_Row, float]]]:
+    """Every second size of each kind of operator, and the others; where there are few, all are in the first half."""
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(list)
+    for (operator, key, measurement), seconds in timed:
+        groups[operator.kind, key.mesh, operator.axes].append(((operator, key, measurement), seconds))
+    used, held_out = [], []
+    for some in groups.values():
+        some.sort(key=lambda each: each[0][0].sizes)
+        used += some[::2] if len(some) >= _FEW else some
+        held_out += some[1::2] if len(some) >= _FEW else []
+    return used, held_out
+
+
+# What a share above 1 says more of than the cluster did.
+_PEAKS = {
+    "matmul_efficiency": "the peak",
+    "bandwidth_efficiency": "the memory bandwidth",
+    "collective_efficiency": "the links' bandwidth",
+}
+
+
+def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
+    """A cluster with fitted figures; where more than a peak was measured, the peak is raised to it."""
+    scale = {name: max(figures.get(name, 1.0), 1.0) for name in _PEAKS}
+    device = replace(
+        cluster.device,
+        peak_flops_per_s={d: scale["matmul_efficiency"] * p for d, p in cluster.device.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=scale["bandwidth_efficiency"] * cluster.device.memory_bandwidth_bytes_per_s,
+        calibration={name: value / scale.get(name, 1.0) for name, value in figures.items()},
+    )
+    links = scale["collective_efficiency"]
+    intra = replace(cluster.intra, bandwidth_bytes_per_s=links * cluster.intra.bandwidth_bytes_per_s)
+    if "all_to_all_efficiency" in figures:
+        # It is a share of the same links.
+        shares = {"all_to_all_efficiency": float(np.clip(figures["all_to_all_efficiency"] / links, _LEAST, _MOST))}
+        device = replace(device, calibration={**device.calibration, **shares})
+    return replace(cluster, device=device, intra=intra)
+
+
+def _raised(name: str, value: float, source: str) -> str:
+    if name not in _PEAKS or value <= 1:
+        return source
+    return f"{source}; {_PEAKS[name]} was raised, to {value:.3g} times what the cluster said"
+
+
+def _figure(target: Any, name: str) -> float:
+    if name.startswith("product_"):
+        return float(getattr(target.products, name.removeprefix("product_")))
+    return float(getattr(target, name))
+
+
+def _fit_products(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[str, tuple[float, str]]:
+    """Efficiency of large products, and how small ones fall behind; see `Products`."""
+    some = [(row, seconds) for row, seconds in timed if row[0].kind == "product"]
+    if len(some) < 3:
+        return {}
+    tile = _TILE if cluster.device.kind == "gpu" else 1
+    names = ["matmul_efficiency", "product_traffic", *(["product_depth"] if tile > 1 else [])]
+    measured = np.log([seconds for _, seconds in some])
+
+    def figures(values: NDArray[np.float64]) -> dict[str, float]:
+        found = dict(zip(names, map(float, values), strict=True))
+        return {**found, **({"product_tile": float(tile)} if tile > 1 else {})}
+
+    def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        calibrated = _with_figures(cluster, figures(values))
+        return np.log([modelled_operator(row[0], row[1], calibrated)[2] for row, _ in some]) - measured
+
+    low, high = np.full(len(names), _LEAST), np.full(len(names), _MOST)
+    high[0] = _HIGHEST
+    start = np.full(len(names), 0.5)
+    if tile > 1:
+        low[2], high[2], start[2] = 0.0, 4096.0, 128.0
+    found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1")
+    source = f"{len(some)} products of {_where(some)}"
+    return {name: (value, source) for name, value in figures(found.x).items()}
+
+
+def _fit_traffic(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[str, tuple[float, str]]:
+    some = [(row, seconds) for row, seconds in timed if row[0].kind == "traffic"]
+    if len(some) < 2:
+        return {}
+    slope, _ = _line(np.array([row[0].sizes[0] for row, _ in some], np.float64), np.array([s for _, s in some]))
+    share = 1 / slope / cluster.device.memory_bandwidth_bytes_per_s
+    return {
+        "bandwidth_efficiency": (_share([share], _HIGHEST), f"a line through elementwise traffic of {_where(some)}")
+    }
+
+
+def _fit_collectives(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[str, tuple[float, str]]:
+    """Shares of the links' bandwidth, and the time to start, from lines through the measured sizes.
+
+    The line of the cost model itself, with shares of 1, says what the links could do.
+    """
+    ideal = {
+        "collective_efficiency": 1.0,
+        "all_to_all_efficiency": 1.0,
+        "scatter_gather_share": 1.0,
+        "collective_overhead_s": 0.0,
+    }
+    best = replace(cluster, device=replace(cluster.device, calibration=ideal))
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(list)
+    for row, seconds in timed:
+        if row[0].kind in COLLECTIVES:
+            groups[row[0].kind, row[1].mesh, row[0].axes].append((row, seconds))
+    shares: defaultdict[str, list[float]] = defaultdict(list)
+    overheads = []
+    for (kind, *_), some in groups.items():
+        sizes = np.array([row[0].sizes[0] for row, _ in some], np.float64)
+        if len(set(sizes.tolist())) < 2:
+            continue
+        slope, start = _line(sizes, np.array([seconds for _, seconds in some]))
+        two = [modelled_operator(some[k][0][0], some[k][0][1], best) for k in (sizes.argmin(), sizes.argmax())]
+        fastest = (two[1][2] - two[0][2]) / (sizes.max() - sizes.min())
+        shares[kind].append(fastest / slope if slope > 0 else _MOST)
+        overheads.append(max(start - (two[0][2] - fastest * sizes.min()), 0.0))
+    figures: dict[str, tuple[float, str]] = {}
+    if not shares:
+        return figures
+    source = f"lines through collectives of {_where([each for some in groups.values() for each in some])}"
+    rings = shares["all-reduce"] or shares["collective-permute"]
+    if rings:
+        figures["collective_efficiency"] = _share(rings, _HIGHEST), source
+        gathers = [*shares["all-gather"], *shares["reduce-scatter"]]
+        if gathers:
+            figures["scatter_gather_share"] = _share([_share(gathers, _HIGHEST) / _share(rings, _HIGHEST)]), source
+    if shares["all-to-all"]:
+        figures["all_to_all_efficiency"] = _share(shares["all-to-all"], _HIGHEST), source
+    figures["collective_overhead_s"] = float(np.median(overheads)), source
+    return figures
+
+
+def _line(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """Slope and start of the line of least relative error, both at least 0."""
+    start = np.array([seconds.max() / sizes.max(), seconds.min()])
+    found = least_squares(
+        lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1, np.log(start), loss="soft_l1"
+    )
+    return float(np.exp(found.x[0])), float(np.exp(found.x[1]))
+
+
+def _share(shares: Sequence[float], most: float = _MOST) -> float:
+    return float(np.clip(np.median(shares), _LEAST, most))
+
+
+def _where(some: Sequence[tuple[_Row, float]]) -> str:
+    return ", ".join(sorted({f"{key.num_devices} x {key.device}" for (_, key, _), _ in some}))
+
+
+def _errors(timed: Sequence[tuple[_Row, float]], before: Cluster, after: Cluster) -> list[dict[str, Any]]:
+    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (operator, key, _), seconds in timed:
+        if operator == LAUNCH:
+            continue
+        both = (modelled_operator(operator, key, cluster)[2] for cluster in (before, after))
+        found[operator.kind].append(tuple(abs(modelled / seconds - 1) for modelled in both))  # type: ignore[arg-type]
+    return [
+        {
+            "table": kind,
+            "sizes": len(errors),
+            "before": float(np.median([error for error, _ in errors])),
+            "after": float(np.median([error for _, error in errors])),
+        }
+        for kind, errors in sorted(found.items())
+    ]
+
+
+def to_toml(fit: Fit) -> str:
+    """A cluster file with the fitted figures, which `Cluster.load` reads."""
+    cluster, device = fit.cluster, fit.cluster.device
+    plain = replace(device, calibration={})
+    lines = ["# Written by aliquot profile fit: figures fitted to measured operators.", "", "[cluster]"]
+    lines += [f"name = {_text(cluster.name)}"]
+    known = DEVICES.get(device.name) == plain
+    lines += [f"device = {_text(device.name)}"] if known else []
+    lines += [f"hosts = {cluster.num_hosts}", f"devices_per_host = {cluster.devices_per_host}"]
+    if not known:
+        peaks = ", ".join(f"{dtype} = {peak!r}" for dtype, peak in device.peak_flops_per_s.items())
+        lines += ["", "[device]", f"name = {_text(device.name)}", f"kind = {_text(device.kind)}"]
+        lines += [f"memory = {device.memory_bytes}", f"memory_bandwidth = {device.memory_bandwidth_bytes_per_s!r}"]
+        lines += [f"source = {_text(device.source)}", f"peak = {{ {peaks} }}"]
+    for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+        lines += ["", f"[{name}]", f"latency = {link.latency_s!r}", f"bandwidth = {link.bandwidth_bytes_per_s!r}"]
+        if name == "intra" and cluster.wires:
+            rows = ", ".join(f"[{', '.join(map(repr, row))}]" for row in cluster.wires)
+            lines.append(f"wires = [{rows}]")
+    lines += ["", "[calibration]"]
+    for name in CALIBRATED:
+        if name in fit.figures:
+            row = fit.figures[name]
+            lines += [f"# {row['source']}; {row['before']:.4g} before", f"{name} = {_significant(row['value'])!r}"]
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.4g}") if math.isfinite(value) else value

@@ -1,0 +1,138 @@
+"""Programs of single operators: products, elementwise traffic, collectives, and transfers between
+submeshes.
+
+On every device of a mesh runs what one device of a step would run, all at the same time: virtual
+devices share cores, and collectives share links. Each is described by a line of text, which is also
+how the database knows it, such as `product bfloat16 1x512x2048x512`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..runtime import make_mesh
+from ._database import ProgramKey
+from ._programs import CompiledPart, compile_program, device_key
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_AXES = ("x", "y", "z", "w")
+_FLOAT32_BYTES = 4
+# Square tiles at least as large as what products are blocked into are not needed for traffic.
+_PRODUCT, _TRAFFIC, _LAUNCH = "product", "traffic", "launch"
+
+
+class Operator(NamedTuple):
+    """One operator as each device runs it.
+
+    Attributes:
+        kind: `"product"`, `"traffic"`, `"launch"`, or one of `COLLECTIVES`.
+        dtype: of its arrays.
+        sizes: of a product the number of products, rows, columns and the length of the sums; of
+            traffic the bytes that it reads and writes; of a collective the bytes that enter it.
+        axes: of the mesh that a collective runs along, by position.
+    """
+
+    kind: str
+    dtype: str = "float32"
+    sizes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        along = "along " + ",".join(map(str, self.axes)) if self.axes else ""
+        return " ".join(part for part in (self.kind, self.dtype, "x".join(map(str, self.sizes)), along) if part)
+
+    @staticmethod
+    def parse(text: str) -> Operator | None:
+        """The reverse of `str`; None for what is no operator, such as the hash of a segment."""
+        head, _, along = text.partition(" along ")
+        kind, *rest = head.split(" ")
+        if kind == _LAUNCH:
+            return LAUNCH
+        if kind not in (_PRODUCT, _TRAFFIC, *COLLECTIVES) or len(rest) != 2:
+            return None
+        try:
+            sizes = tuple(int(size) for size in rest[1].split("x"))
+            return Operator(kind, rest[0], sizes, tuple(int(axis) for axis in along.split(",")) if along else ())
+        except ValueError:
+            return None
+
+
+LAUNCH = Operator(_LAUNCH)
+"""A program that does next to nothing: what every program takes, and an operator inside a step does not."""
+
+
+def operator_key(operator: Operator, mesh_shape: tuple[int, ...]) -> ProgramKey:
+    """The key of an operator on this process's devices. Only collectives depend on the mesh."""
+    shape = mesh_shape if operator.axes else (math.prod(mesh_shape),)
+    return device_key(str(operator), shape)
+
+
+def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> CompiledPart:
+    """Compile an operator for the first devices of this process. May be called in several threads."""
+    names = _AXES[: len(mesh_shape)]
+    mesh = make_mesh(mesh_shape, names, None)
+    function, shapes, dtype = _local_program(operator, tuple(names[axis] for axis in operator.axes))
+    split = PartitionSpec(names)
+    devices = math.prod(mesh_shape)
+    arguments = [
+        jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=NamedSharding(mesh, split)) for shape in shapes
+    ]
+
+    def on_each(*blocks: Any) -> Any:
+        return function(*(block[0] for block in blocks))[None]
+
+    jitted = jax.jit(
+        jax.shard_map(on_each, mesh=mesh, in_specs=(split,) * len(shapes), out_specs=split, check_vma=False)
+    )
+    return compile_program(jitted, arguments, mesh_shape, names, label=str(operator))
+
+
+def _local_program(operator: Operator, axes: tuple[str, ...]) -> tuple[Callable[..., Any], list[tuple[int, ...]], Any]:
+    """What one device runs: a function, the shapes of its arguments, and their dtype."""
+    dtype = jnp.dtype(operator.dtype)
+    if operator.kind == _LAUNCH:
+        return lambda x: x + 1, [()], dtype
+    if operator.kind == _PRODUCT:
+        batch, rows, columns, depth = operator.sizes
+        lead = (batch,) if batch > 1 else ()
+        return jnp.matmul, [(*lead, rows, depth), (*lead, depth, columns)], dtype
+    (num_bytes,) = operator.sizes
+    if operator.kind == _TRAFFIC:
+        # Read once and written once.
+        return lambda x: x * 1.5 + 0.5, [(max(num_bytes // 2 // dtype.itemsize, 1),)], dtype
+    size = max(num_bytes // dtype.itemsize, 1)
+    return _collective(operator.kind, axes), [(size,)], dtype
+
+
+def _collective(kind: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+    match kind:
+        case "all-reduce":
+            return lambda x: jax.lax.psum(x, axes)
+        case "all-gather":
+            return lambda x: jax.lax.all_gather(x, axes, tiled=True)
+        case "reduce-scatter":
+            return lambda x: jax.lax.psum_scatter(x, axes, tiled=True)
+        case "all-to-all":
+            return lambda x: jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+        case "collective-permute":
+            return lambda x: _shift(x, axes)
+    raise AssertionError(f"unknown collective {kind}")
+
+
+def _shift(x: Any, axes: tuple[str, ...]) -> Any:
+    """To the next device of a ring."""
+    size = jax.lax.axis_size(axes)
+    return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
+
+
+def collective_operator(kind: str, mesh_shape: tuple[int, ...], axes: tuple[int, ...], num_bytes: float) -> Operator:
+    """A collective on about so many bytes, which its devices divide."""
+    size = math.prod(mesh_shape[axis] for axis in axes)
+    unit = _FLOAT32_BYTES * size
+    return Operator(kind, "float32", (max(round(num_bytes / unit), 1) * unit,), axes)

@@ -1,0 +1,162 @@
+"""What has to be measured before a step can be planned from measurements: all operators that
+planners ask the cost model about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..cluster import AbstractMeasured, Cluster, Corrections, LogicalMesh, target_for
+from ..cost import (
+    LEAST_MEASURED_BYTES,
+    PlannedStep,
+    Problem,
+    collective_kind,
+    collective_line,
+    collective_points,
+    price,
+)
+from ._measured import part_of
+from ._operators import COLLECTIVES, LAUNCH, Operator, collective_operator
+
+_STEP = 4.0
+"""Between neighbouring sizes of traffic and collectives."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked(AbstractMeasured):
+    """Corrects nothing, and notes what it is asked: for each kind points, each with what it may save.
+
+    Of an operator that may be split in several ways, the fastest count most: its time, times the square of how near to
+    the fastest another is.
+    """
+
+    points: dict[str, dict[tuple[float, ...], float]] = field(default_factory=dict)
+
+    def correct(self, kind: str, points: np.ndarray, seconds: np.ndarray) -> Corrections:
+        known, least = self.points.setdefault(kind, {}), float(seconds.min(initial=np.inf))
+        for point, each in zip(points.tolist(), seconds.tolist(), strict=True):
+            known[tuple(point)] = known.get(tuple(point), 0.0) + (least**3 / each**2 if each else 0.0)
+        return Corrections(np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points)))
+
+
+def required_operators(
+    problem: Problem,
+    mesh_shapes: Sequence[tuple[int, ...]],
+    *,
+    largest_in_host_bytes: float = math.inf,
+    largest_between_hosts_bytes: float = math.inf,
+) -> list[tuple[Operator, tuple[int, ...]]]:
+    """Operators that the choices of a problem are priced by, each with a mesh to run it on.
+
+    Products are those of the problem; of traffic and of each collective there is one for every
+    fourfold of the size. The launch of a program comes first, and then products, traffic and
+    collectives in turn, of each those first that matter most.
+
+    Args:
+        problem: a step.
+        mesh_shapes: what it may be planned on.
+        largest_in_host_bytes, largest_between_hosts_bytes: no collective has a larger message.
+    """
+    asked = _Asked()
+    cluster = replace(problem.cluster, measured=asked)
+    for shape in mesh_shapes:
+        price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster), repeats=problem.num_micro_batches)
+    return _listed(asked, mesh_shapes, cluster, (largest_in_host_bytes, largest_between_hosts_bytes))
+
+
+def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, ...]]]:
+    """Operators that a plan's prediction is made of; as `required_operators` lists them.
+
+    Stages of a pipeline run at the same time, so that their products are measured on all devices; their collectives run
+    on the devices of a stage.
+    """
+    asked = _Asked()
+    shapes: dict[tuple[int, ...], None] = {}
+    whole = Cluster.from_dict(planned.plan.cluster)
+    for stage, of_plan in zip(planned.stages, planned.plan.stages, strict=True):
+        cluster = replace(stage.problem.cluster, measured=asked)
+        shapes[of_plan.mesh_shape] = None
+        price(
+            stage.problem.nodes,
+            LogicalMesh(shape=of_plan.mesh_shape, axis_names=of_plan.axis_names, cluster=cluster),
+            repeats=stage.problem.num_micro_batches,
+            data_axes=frozenset(of_plan.axis_names.index(axis) for axis in of_plan.data_axes),
+            choices=[np.array([choice], np.int64) for choice in stage.choices],
+        )
+    return _listed(asked, list(shapes), whole, (math.inf, math.inf))
+
+
+def _listed(
+    asked: _Asked, mesh_shapes: Sequence[tuple[int, ...]], cluster: Cluster, limits: tuple[float, float]
+) -> list[tuple[Operator, tuple[int, ...]]]:
+    alone = (cluster.num_devices,)
+    found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
+        [(worth, operator, alone) for worth, operator in _products(asked)],
+        [(worth, operator, alone) for worth, operator in _traffic(asked)],
+        [(worth, op, shape) for shape in mesh_shapes for worth, op in _collectives(asked, shape, cluster, limits)],
+    ]
+    for some in found:
+        some.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
+    in_turn = [each for row in itertools.zip_longest(*found) for each in row if each is not None]
+    unique = {(str(operator), shape): (operator, shape) for _, operator, shape in in_turn}
+    return [(LAUNCH, alone), *unique.values()]
+
+
+def _products(asked: _Asked) -> list[tuple[float, Operator]]:
+    found = []
+    for kind, points in asked.points.items():
+        name, _, dtype = kind.partition(" ")
+        if name == "product":
+            for point, worth in points.items():
+                sizes = tuple(round(2**log) for log in point)
+                if min(sizes) >= 1:
+                    found.append((worth, Operator("product", dtype, sizes)))
+    return found
+
+
+def _traffic(asked: _Asked) -> list[tuple[float, Operator]]:
+    points = asked.points.get("traffic", {})
+    if not points:
+        return []
+    logs = [point[0] for point in points]
+    return [(float(size), Operator("traffic", "float32", (size,))) for size in _sizes(min(logs), max(logs))]
+
+
+def _collectives(
+    asked: _Asked, shape: tuple[int, ...], cluster: Cluster, limits: tuple[float, float]
+) -> list[tuple[float, Operator]]:
+    """Those along every set of axes of a mesh, over the sizes that were asked for."""
+    part = part_of(replace(cluster, measured=None), math.prod(shape))
+    if part is None:
+        return []
+    mesh, target = LogicalMesh(shape=shape, cluster=part), target_for(cluster.device)
+    found = []
+    for count, kind in itertools.product(range(1, len(shape) + 1), COLLECTIVES):
+        for axes in itertools.combinations(range(len(shape)), count):
+            if math.prod(shape[axis] for axis in axes) == 1:
+                continue
+            crosses = mesh.link(tuple(mesh.axis_names[axis] for axis in axes)).crosses_hosts
+            points = asked.points.get(collective_kind(kind, crosses), {})
+            group = collective_points(np.ones(1), axes, mesh)[0, :2].tolist()
+            logs = [point[2] for point in points if list(point[:2]) == group]
+            if not logs:
+                continue
+            line = collective_line(kind, axes, mesh, target)
+            for size in _sizes(min(logs), max(logs)):
+                operator = collective_operator(kind, shape, axes, size)
+                if operator.sizes[0] <= limits[crosses]:
+                    found.append((line[0] + line[1] * operator.sizes[0], operator))
+    return found
+
+
+def _sizes(least_log: float, largest_log: float) -> list[int]:
+    """Sizes in bytes, each four times the one before, so that all between two powers of two lie among them."""
+    first = max(2.0**least_log, LEAST_MEASURED_BYTES)
+    count = math.ceil(max(largest_log - math.log2(first), 0.0) / math.log2(_STEP)) + 1
+    return [round(first * _STEP**k) for k in range(count)]

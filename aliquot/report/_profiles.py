@@ -1,0 +1,110 @@
+"""What a profile database holds, as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from ..core import format_seconds
+from ._charts import line_chart
+from ._tables import columns
+
+_MOST_OUTLIERS = 10
+
+
+def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
+    """Tables of what was measured: kinds of programs, and those that are noisy or differ from their neighbours.
+
+    Args:
+        answer: as `describe_profiles` gives it.
+    """
+    kinds = [
+        (
+            row["kind"],
+            row["devices"],
+            str(row["measured"]),
+            str(row["failed"] or ""),
+            f"{format_seconds(row['least_s'])} to {format_seconds(row['most_s'])}" if row["measured"] else "",
+            f"{row['spread']:.0%}" if row["measured"] else "",
+        )
+        for row in answer["kinds"]
+    ]
+    parts: list[RenderableType] = [
+        columns("Programs", ("kind", "devices", "measured", "failed", "seconds", "spread"), kinds, right=(2, 3, 5))
+    ]
+    if answer["tables"]:
+        tables = [
+            (row["table"], str(row["sizes"]), f"{row['median_ratio']:.2f}", f"{row['interpolation_error']:.0%}")
+            for row in answer["tables"]
+        ]
+        header = ("priced as", "sizes", "measured / modelled", "error between sizes")
+        parts.append(columns("Corrections of the cost model", header, tables, right=(1, 2, 3)))
+    if answer["outliers"]:
+        rows = [
+            (row["program"], row["devices"], format_seconds(row["seconds"]), row["reason"])
+            for row in answer["outliers"][:_MOST_OUTLIERS]
+        ]
+        parts.append(columns("Outliers", ("program", "devices", "seconds", "why"), rows, right=(2,)))
+    return Group(*parts)
+
+
+def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Write a chart of each family of curves; returns the files.
+
+    Args:
+        curves: with `file`, `title`, `horizontal`, `unit`, and `series`: points by name.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for curve in curves:
+        points = sorted({point for values in curve["series"].values() for point in values})
+        line_chart(
+            folder / f"{curve['file']}.png",
+            title=curve["title"],
+            horizontal=curve["horizontal"],
+            unit=curve["unit"],
+            points=points,
+            series={name: [values.get(point) for point in points] for name, values in curve["series"].items()},
+        )
+        written.append(folder / f"{curve['file']}.png")
+    return written
+
+
+def check_text(answer: Mapping[str, Any]) -> RenderableType:
+    """What of a plan was measured, and what is missing."""
+    lines = [
+        f"{answer['measured_share']:.0%} of the plan's compute and communication was measured, with a mean error of "
+        f"{answer['measured_error']:.0%}.",
+        f"step time       {format_seconds(answer['step_time_s'])} with these measurements, "
+        f"{format_seconds(answer['modelled_step_time_s'])} by the cost model alone",
+        f"still to do     {answer['missing']} of {answer['operators']} operators",
+    ]
+    if not answer["most_wanted"]:
+        return "\n".join(lines)
+    rows = [(text, mesh) for text, mesh in answer["most_wanted"][:_MOST_OUTLIERS]]
+    return Group("\n".join(lines), columns("Missing, most useful first", ("operator", "mesh"), rows))
+
+
+def fit_text(answer: Mapping[str, Any]) -> RenderableType:
+    """Fitted figures, and how well they predict what they were not fitted to."""
+    rows = [
+        (name, f"{row['before']:.4g}", f"{row['value']:.4g}", row["source"]) for name, row in answer["figures"].items()
+    ]
+    errors = [
+        (row["table"], str(row["sizes"]), f"{row['before']:.0%}", f"{row['after']:.0%}") for row in answer["errors"]
+    ]
+    return Group(
+        columns("Figures", ("figure", "before", "fitted", "from"), rows, right=(1, 2)),
+        columns(
+            "Median error on the sizes that were not fitted",
+            ("of", "sizes", "before", "after"),
+            errors,
+            right=(1, 2, 3),
+        ),
+    )
