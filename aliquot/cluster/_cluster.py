@@ -98,6 +98,15 @@ class Cluster:
         """All devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
+    @property
+    def transfer_links(self) -> tuple[Link, Link]:
+        """Links of a device in its host and of a host to the others, as transfers between stages use them: measured, where
+        they were.
+        """
+        if self.measured is None:
+            return self.intra, self.inter
+        return self.measured.transfer_link(False) or self.intra, self.measured.transfer_link(True) or self.inter
+
     @staticmethod
     def preset(spec: str) -> Cluster:
         """A cluster from a short name: `"8xH100"`, `"4x8xA100-80GB"` (hosts x devices x kind), or a

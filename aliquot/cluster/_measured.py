@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ._cluster import Link
+
 
 class Corrections(NamedTuple):
     """For each of some points: measured over modelled seconds, whether this rests on a measurement nearby, and its relative error."""
@@ -29,4 +31,10 @@ class AbstractMeasured(ABC):
             kind: what is priced, such as `"product bfloat16"` or `"all-reduce in host"`.
             points: sizes in powers of two, `(points, dims)`.
             seconds: what the cost model says of each.
+        """
+
+    @abstractmethod
+    def transfer_link(self, crosses_hosts: bool) -> Link | None:
+        """The link that arrays take between stages of a pipeline: of a device in its host, or of a host to the others; None
+        if it was not measured.
         """

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import AbstractMeasured, Corrections
+from ..cluster import AbstractMeasured, Corrections, Link
 
 Floats = NDArray[np.float64]
 _NEIGHBOURS = 4
@@ -83,11 +83,13 @@ class RatioTable:
 class Measured(AbstractMeasured):
     """Tables by kind, with where they come from in words.
 
-    Two are equal if their tables are.
+    Two are equal if their tables are. `transfers` are lines through the measured transfers between stages of a pipeline,
+    inside a host (False) and between hosts (True).
     """
 
     tables: Mapping[str, RatioTable] = field(repr=False)
     source: str
+    transfers: Mapping[bool, Link] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -97,6 +99,7 @@ class Measured(AbstractMeasured):
             content.update(kind.encode())
             for array in (table.points, table.ratios):
                 content.update(np.ascontiguousarray(array).tobytes())
+        content.update(repr(sorted(self.transfers.items())).encode())
         return content.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -111,3 +114,7 @@ class Measured(AbstractMeasured):
         if table is None:
             return Corrections(np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points)))
         return table.correct(points)
+
+    def transfer_link(self, crosses_hosts: bool) -> Link | None:
+        """See `AbstractMeasured.transfer_link`."""
+        return self.transfers.get(crosses_hosts)

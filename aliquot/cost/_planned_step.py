@@ -88,10 +88,11 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
                 recompute=planned.recompute,
             )
         )
+    measured = step.stages[0].problem.cluster.measured
     return predict_stages(
         stages,
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
-        Cluster.from_dict(plan.cluster),
+        replace(Cluster.from_dict(plan.cluster), measured=measured),
         boundary_bytes=step.layered.boundary_bytes([stage.first_layer for stage in plan.stages[1:]]),
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
         overlaps_transfers=plan.overlaps_transfers,

@@ -80,12 +80,13 @@ def predict_stages(
         overlaps_transfers: whether stages compute while arrays travel between them.
     """
     places = [(stage.first_device, stage.num_devices) for stage in stages]
+    intra, inter = cluster.transfer_links
     edges = edge_seconds(
         boundary_bytes,
         places,
         devices_per_host=cluster.devices_per_host,
-        intra=cluster.intra,
-        inter=cluster.inter,
+        intra=intra,
+        inter=inter,
     )
     costs = _stage_costs(stages, edges[1:].tolist(), boundary_bytes, overlaps_transfers=overlaps_transfers)
     times = simulate(schedule, costs)

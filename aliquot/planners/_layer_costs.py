@@ -242,6 +242,6 @@ def _chain(
         memory_limit_bytes=limit_bytes,
         num_hosts=cluster.num_hosts,
         devices_per_host=cluster.devices_per_host,
-        intra=cluster.intra,
-        inter=cluster.inter,
+        intra=cluster.transfer_links[0],
+        inter=cluster.transfer_links[1],
     )

@@ -11,10 +11,12 @@ import numpy as np
 from ..cluster import Cluster
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._measured import read_measured
-from ._operators import COLLECTIVES, LAUNCH, Operator
+from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 
 _NOISY = 0.3
 _FAR_OFF = 1.0
+_HORIZONTAL = {"products": "operations", TRANSFER: "bytes of the whole array"}
+_UNITS = {"products": "GFLOP/s of each device", TRANSFER: "GB/s of all devices"}
 
 
 def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None) -> dict[str, Any]:
@@ -94,9 +96,9 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
         if operator.kind == "product":
             flops = 2.0 * math.prod(operator.sizes)
             series["products"][f"{operator.dtype}, {where}"][flops] = flops / measurement.seconds / 1e9
-        elif operator.kind == "traffic":
+        elif operator.kind in ("traffic", TRANSFER):
             size = float(operator.sizes[0])
-            series["traffic"][where][size] = size / measurement.seconds / 1e9
+            series[operator.kind][where][size] = size / measurement.seconds / 1e9
         else:
             along = ",".join(map(str, operator.axes))
             size = float(operator.sizes[0])
@@ -106,8 +108,8 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
         {
             "file": family,
             "title": f"{family.capitalize()}, measured",
-            "horizontal": "operations" if family == "products" else "bytes on each device",
-            "unit": "GFLOP/s of each device" if family == "products" else "GB/s of each device",
+            "horizontal": _HORIZONTAL.get(family, "bytes on each device"),
+            "unit": _UNITS.get(family, "GB/s of each device"),
             "series": {name: dict(sorted(values.items())) for name, values in some.items()},
         }
         for family, some in sorted(series.items())

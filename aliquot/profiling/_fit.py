@@ -18,8 +18,8 @@ from scipy.optimize import least_squares
 from ..cluster import CALIBRATED, DEVICES, Cluster, target_for
 from ..core import InputError
 from ._database import Measurement, ProfileDatabase, ProgramKey
-from ._measured import fitting_rows, modelled_operator, without_launch
-from ._operators import COLLECTIVES, LAUNCH, Operator
+from ._measured import fit_line, fitting_rows, modelled_operator, without_launch
+from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 
 _Row = tuple[Operator, ProgramKey, Measurement]
 _TILE = 128
@@ -53,7 +53,11 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
     rows, _ = fitting_rows(database, cluster)
     plain = replace(cluster, measured=None)
     launches = [row for row in rows if row[0] == LAUNCH]
-    timed = [(row, seconds) for row in rows if (seconds := without_launch(row, launches)) is not None]
+    timed = [
+        (row, seconds)
+        for row in rows
+        if row[0].kind != TRANSFER and (seconds := without_launch(row, launches)) is not None
+    ]
     used, held_out = _halves(timed)
     target = target_for(cluster.device)
     figures: dict[str, tuple[float, str]] = {}
@@ -163,7 +167,7 @@ def _fit_traffic(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[
     some = [(row, seconds) for row, seconds in timed if row[0].kind == "traffic"]
     if len(some) < 2:
         return {}
-    slope, _ = _line(np.array([row[0].sizes[0] for row, _ in some], np.float64), np.array([s for _, s in some]))
+    slope, _ = fit_line(np.array([row[0].sizes[0] for row, _ in some], np.float64), np.array([s for _, s in some]))
     share = 1 / slope / cluster.device.memory_bandwidth_bytes_per_s
     return {
         "bandwidth_efficiency": (_share([share], _HIGHEST), f"a line through elementwise traffic of {_where(some)}")
@@ -192,7 +196,7 @@ def _fit_collectives(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> d
         sizes = np.array([row[0].sizes[0] for row, _ in some], np.float64)
         if len(set(sizes.tolist())) < 2:
             continue
-        slope, start = _line(sizes, np.array([seconds for _, seconds in some]))
+        slope, start = fit_line(sizes, np.array([seconds for _, seconds in some]))
         two = [modelled_operator(some[k][0][0], some[k][0][1], best) for k in (sizes.argmin(), sizes.argmax())]
         fastest = (two[1][2] - two[0][2]) / (sizes.max() - sizes.min())
         shares[kind].append(fastest / slope if slope > 0 else _MOST)
@@ -211,15 +215,6 @@ def _fit_collectives(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> d
         figures["all_to_all_efficiency"] = _share(shares["all-to-all"], _HIGHEST), source
     figures["collective_overhead_s"] = float(np.median(overheads)), source
     return figures
-
-
-def _line(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
-    """Slope and start of the line of least relative error, both at least 0."""
-    start = np.array([seconds.max() / sizes.max(), seconds.min()])
-    found = least_squares(
-        lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1, np.log(start), loss="soft_l1"
-    )
-    return float(np.exp(found.x[0])), float(np.exp(found.x[1]))
 
 
 def _share(shares: Sequence[float], most: float = _MOST) -> float:

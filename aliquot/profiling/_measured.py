@@ -11,14 +11,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import Cluster, LogicalMesh, catalogue_name, subcluster, target_for
+from ..cluster import Cluster, Link, LogicalMesh, catalogue_name, subcluster, target_for
 from ..core import ClusterError, InputError
 from ..cost import Measured, RatioTable, collective_kind, collective_line, collective_points, work_seconds
 from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import Work
 from ._database import Measurement, ProfileDatabase, ProgramKey
-from ._operators import COLLECTIVES, LAUNCH, Operator
+from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 from ._programs import host_device
 
 Floats = NDArray[np.float64]
@@ -37,9 +37,11 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
     """
     fitting, devices = fitting_rows(database, cluster, of_any=of_any)
     tables = _tables(_correct_rows(fitting, cluster))
+    transfers = {crosses: link for crosses in (False, True) if (link := _transfer_link(fitting, cluster, crosses))}
     what = f"{sum(len(table.points) for table in tables.values())} operators of {devices}"
     compute_only = not any(operator.axes for operator, _, _ in fitting) and cluster.num_devices > 1
-    return Measured(tables=tables, source=f"{what}; collectives are modelled" if compute_only else what)
+    source = f"{what}; collectives are modelled" if compute_only else what
+    return Measured(tables=tables, source=source, transfers=transfers)
 
 
 Row = tuple[Operator, ProgramKey, Measurement]
@@ -112,7 +114,33 @@ def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[str, 
 
 
 def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
+    if operator.kind == TRANSFER:
+        return False
     return operator.kind not in COLLECTIVES or part_of(cluster, key.num_devices) is not None
+
+
+def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -> Link | None:
+    """A line through the measured transfers, for each device of a host or for each host; see `transfer_seconds`."""
+    sizes, seconds = [], []
+    for operator, key, measurement in rows:
+        half = key.num_devices // 2
+        if operator.kind == TRANSFER and (key.num_devices > cluster.devices_per_host) is crosses_hosts:
+            lanes = max(half // cluster.devices_per_host, 1) if crosses_hosts else half
+            sizes.append(operator.sizes[0] / lanes)
+            seconds.append(measurement.seconds)
+    if len(set(sizes)) < 2:
+        return None
+    per_byte, latency_s = fit_line(np.array(sizes), np.array(seconds))
+    return Link(latency_s=latency_s, bandwidth_bytes_per_s=1 / per_byte)
+
+
+def fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
+    """Slope and start of the line of least relative error, both at least 0."""
+    from scipy.optimize import least_squares
+
+    start = np.log([seconds.max() / sizes.max(), seconds.min()])
+    found = least_squares(lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1, start, loss="soft_l1")
+    return float(np.exp(found.x[0])), float(np.exp(found.x[1]))
 
 
 def modelled_operator(operator: Operator, key: ProgramKey, cluster: Cluster) -> tuple[str, Floats, float]:
@@ -161,6 +189,8 @@ def is_measured(operator: Operator, mesh_shape: tuple[int, ...], cluster: Cluste
     """True if a cluster's measurements hold an operator of about this size."""
     if operator == LAUNCH or cluster.measured is None:
         return operator == LAUNCH
+    if operator.kind == TRANSFER:
+        return cluster.measured.transfer_link(math.prod(mesh_shape) > cluster.devices_per_host) is not None
     key = ProgramKey(
         program=str(operator),
         device="",

@@ -25,16 +25,19 @@ _AXES = ("x", "y", "z", "w")
 _FLOAT32_BYTES = 4
 # Square tiles at least as large as what products are blocked into are not needed for traffic.
 _PRODUCT, _TRAFFIC, _LAUNCH = "product", "traffic", "launch"
+TRANSFER = "transfer"
 
 
 class Operator(NamedTuple):
     """One operator as each device runs it.
 
     Attributes:
-        kind: `"product"`, `"traffic"`, `"launch"`, or one of `COLLECTIVES`.
+        kind: `"product"`, `"traffic"`, `"transfer"` from the first half of the devices to the other, `"launch"`, or one of
+            `COLLECTIVES`.
         dtype: of its arrays.
         sizes: of a product the number of products, rows, columns and the length of the sums; of
-            traffic the bytes that it reads and writes; of a collective the bytes that enter it.
+            traffic the bytes that it reads and writes; of a collective the bytes that enter it on each device; of a transfer
+            those of the whole array.
         axes: of the mesh that a collective runs along, by position.
     """
 
@@ -54,7 +57,7 @@ class Operator(NamedTuple):
         kind, *rest = head.split(" ")
         if kind == _LAUNCH:
             return LAUNCH
-        if kind not in (_PRODUCT, _TRAFFIC, *COLLECTIVES) or len(rest) != 2:
+        if kind not in (_PRODUCT, _TRAFFIC, TRANSFER, *COLLECTIVES) or len(rest) != 2:
             return None
         try:
             sizes = tuple(int(size) for size in rest[1].split("x"))
@@ -75,6 +78,8 @@ def operator_key(operator: Operator, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> CompiledPart:
     """Compile an operator for the first devices of this process. May be called in several threads."""
+    if operator.kind == TRANSFER:
+        return _transfer(operator, math.prod(mesh_shape))
     names = _AXES[: len(mesh_shape)]
     mesh = make_mesh(mesh_shape, names, None)
     function, shapes, dtype = _local_program(operator, tuple(names[axis] for axis in operator.axes))
@@ -91,6 +96,22 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
         jax.shard_map(on_each, mesh=mesh, in_specs=(split,) * len(shapes), out_specs=split, check_vma=False)
     )
     return compile_program(jitted, arguments, mesh_shape, names, label=str(operator))
+
+
+def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
+    """An array that is split over one half of the devices, brought to the other half."""
+    half, (num_bytes,) = num_devices // 2, operator.sizes
+    here, there = (
+        NamedSharding(make_mesh((half,), ("x",), devices), PartitionSpec("x"))
+        for devices in (jax.devices()[:half], jax.devices()[half:num_devices])
+    )
+    argument = jax.ShapeDtypeStruct((num_bytes // _FLOAT32_BYTES,), jnp.float32, sharding=here)
+
+    def move(x: Any) -> Any:
+        return jax.device_put(x, there)
+
+    # JAX moves arrays without a program.
+    return CompiledPart(arguments=(argument,), successors={}, compiled=move, memory_bytes=0.0, label=str(operator))
 
 
 def _local_program(operator: Operator, axes: tuple[str, ...]) -> tuple[Callable[..., Any], list[tuple[int, ...]], Any]:
@@ -136,3 +157,9 @@ def collective_operator(kind: str, mesh_shape: tuple[int, ...], axes: tuple[int,
     size = math.prod(mesh_shape[axis] for axis in axes)
     unit = _FLOAT32_BYTES * size
     return Operator(kind, "float32", (max(round(num_bytes / unit), 1) * unit,), axes)
+
+
+def transfer_operator(num_bytes: int, num_devices: int) -> Operator:
+    """A transfer of about so many bytes, which half of the devices divide."""
+    unit = _FLOAT32_BYTES * max(num_devices // 2, 1)
+    return Operator(TRANSFER, "float32", (max(round(num_bytes / unit), 1) * unit,))

@@ -22,10 +22,11 @@ from ..cost import (
     price,
 )
 from ._measured import part_of
-from ._operators import COLLECTIVES, LAUNCH, Operator, collective_operator
+from ._operators import COLLECTIVES, LAUNCH, Operator, collective_operator, transfer_operator
 
 _STEP = 4.0
 """Between neighbouring sizes of traffic and collectives."""
+_TRANSFERS = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,9 @@ class _Asked(AbstractMeasured):
         for point, each in zip(points.tolist(), seconds.tolist(), strict=True):
             known[tuple(point)] = known.get(tuple(point), 0.0) + (least**3 / each**2 if each else 0.0)
         return Corrections(np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points)))
+
+    def transfer_link(self, crosses_hosts: bool) -> None:
+        return None
 
 
 def required_operators(
@@ -67,7 +71,7 @@ def required_operators(
     cluster = replace(problem.cluster, measured=asked)
     for shape in mesh_shapes:
         price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster), repeats=problem.num_micro_batches)
-    return _listed(asked, mesh_shapes, cluster, (largest_in_host_bytes, largest_between_hosts_bytes))
+    return _listed(asked, mesh_shapes, cluster, (largest_in_host_bytes, largest_between_hosts_bytes), transfers=True)
 
 
 def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, ...]]]:
@@ -89,17 +93,24 @@ def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, .
             data_axes=frozenset(of_plan.axis_names.index(axis) for axis in of_plan.data_axes),
             choices=[np.array([choice], np.int64) for choice in stage.choices],
         )
-    return _listed(asked, list(shapes), whole, (math.inf, math.inf))
+    is_pipeline = planned.layered is not None
+    return _listed(asked, list(shapes), whole, (math.inf, math.inf), transfers=is_pipeline)
 
 
 def _listed(
-    asked: _Asked, mesh_shapes: Sequence[tuple[int, ...]], cluster: Cluster, limits: tuple[float, float]
+    asked: _Asked,
+    mesh_shapes: Sequence[tuple[int, ...]],
+    cluster: Cluster,
+    limits: tuple[float, float],
+    *,
+    transfers: bool,
 ) -> list[tuple[Operator, tuple[int, ...]]]:
     alone = (cluster.num_devices,)
     found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
         [(worth, operator, alone) for worth, operator in _products(asked)],
         [(worth, operator, alone) for worth, operator in _traffic(asked)],
         [(worth, op, shape) for shape in mesh_shapes for worth, op in _collectives(asked, shape, cluster, limits)],
+        [(worth, operator, alone) for worth, operator in _transfers(cluster, limits)] if transfers else [],
     ]
     for some in found:
         some.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
@@ -153,6 +164,14 @@ def _collectives(
                 if operator.sizes[0] <= limits[crosses]:
                     found.append((line[0] + line[1] * operator.sizes[0], operator))
     return found
+
+
+def _transfers(cluster: Cluster, limits: tuple[float, float]) -> list[tuple[float, Operator]]:
+    """From one half of the devices to the other."""
+    if cluster.num_devices % 2:
+        return []
+    largest = limits[cluster.num_hosts > 1]
+    return [(float(size), transfer_operator(size, cluster.num_devices)) for size in _TRANSFERS if size <= largest]
 
 
 def _sizes(least_log: float, largest_log: float) -> list[int]:

@@ -48,8 +48,10 @@ def measured_as(path, of_model, *, device=H100, version=None, of=CLUSTER, spread
                 mesh="x".join(map(str, shape if operator.axes else (4,))),
                 jax_version=version or jax.__version__,
             )
-            modelled_s = 0.0 if operator == LAUNCH else modelled_operator(operator, key, of)[2]
-            seconds = 0.0 if operator == LAUNCH else of_model(operator, modelled_s)
+            if operator.kind in ("launch", "transfer"):
+                seconds = 0.0 if operator == LAUNCH else 1e-3 + operator.sizes[0] / 2 / 1e9
+            else:
+                seconds = of_model(operator, modelled_operator(operator, key, of)[2])
             database.put(key, Measurement(seconds=seconds, spread=spread, repeats=5))
     return path
 
@@ -138,6 +140,19 @@ def test_the_judge_gives_a_saved_plan_its_own_prediction(tmp_path, method):
     assert "operators of 4 x NVIDIA H100 80GB HBM3 with JAX" in again.provenance.profiles
     assert again.prediction.measured_share > 0.4
     assert "of it measured, with a mean error of" in str(again)
+
+
+def test_transfers_between_stages_take_as_long_as_measured(tmp_path):
+    # A device sends 1 GB/s after 1 ms, half of four devices to the other half.
+    profiles = measured_as(tmp_path / "p.sqlite", lambda operator, seconds: seconds)
+    with ProfileDatabase(profiles) as database:
+        link = read_measured(database, CLUSTER).transfer_link(False)
+    assert (link.latency_s, link.bandwidth_bytes_per_s) == (pytest.approx(1e-3), pytest.approx(1e9))
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=aq.PipeshardParallel(num_stages=2))
+    plain, found = aq.estimate(plan, *STEP), aq.estimate(plan, *STEP, profiles=profiles)
+    assert found.step_time_s > plain.step_time_s + 1e-3
+    searched = aq.plan(*STEP, cluster=CLUSTER, method=aq.PipeshardParallel(num_stages=2), profiles=profiles)
+    assert searched.prediction == aq.estimate(searched, *STEP, profiles=profiles)
 
 
 def test_other_splits_are_priced_from_the_same_measurements(tmp_path):

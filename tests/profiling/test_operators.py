@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from two_products import STEP
@@ -30,6 +32,7 @@ OPERATORS = [
         for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
         for axes in ((0,), (1,), (0, 1))
     ],
+    Operator("transfer", "float32", (1 << 16,)),
     LAUNCH,
 ]
 
@@ -46,7 +49,18 @@ def test_other_programs_are_no_operators(text):
     assert Operator.parse(text) is None
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_transfer_goes_from_one_half_of_the_devices_to_the_other():
+    part = compile_operator(OPERATORS[-2], (2, 2))
+    x = jnp.arange(1 << 14, dtype=jnp.float32)
+    moved = part.compiled(jax.device_put(x, part.arguments[0].sharding))
+    assert part.arguments[0].shape == x.shape and (np.asarray(moved) == np.asarray(x)).all()
+    assert [part.arguments[0].sharding.device_set, moved.sharding.device_set] == [
+        set(jax.devices()[:2]),
+        set(jax.devices()[2:4]),
+    ]
+
+
+@pytest.mark.parametrize("operator", [o for o in OPERATORS if o.kind != "transfer"], ids=str)
 def test_each_device_runs_the_operator_and_nothing_else(operator):
     part = compile_operator(operator, (2, 2))
     text = part.compiled.as_text()
