@@ -37,8 +37,9 @@ from aliquot.cost import Chain, ChainPlan
 from aliquot.graph import Layers, cut_alike, cut_layers
 from aliquot.planners import PipeshardParallel
 from aliquot.planners._base import Decision, Task
+from aliquot.planners._counts import counts_to_try
 from aliquot.planners._layer_costs import build_chains
-from aliquot.planners._pipeshard import _counts, _solve_stages
+from aliquot.planners._pipeshard import _solve_stages
 from aliquot.planners._stage_cache import StageCache
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step, sketch_step
@@ -65,8 +66,8 @@ def _chains(
 
 
 def _own_counts(graph: Any, cluster: aq.Cluster) -> list[int]:
-    """All numbers of micro-batches that the planner may try."""
-    return [count for group in _counts(PipeshardParallel(), graph, cluster) for count in group]
+    """The largest numbers of micro-batches that the planner may try."""
+    return [count for group in counts_to_try(graph, cluster) for count in group[-2:]]
 
 
 def _grouped(graph: Any, case: Case, groups: int) -> Layers:

@@ -130,7 +130,8 @@ class Chain(AbstractChain):
         columns: dict[str, Floats] = {
             "forward_s": of(tables.forward_s),
             "backward_s": of(tables.backward_s),
-            "weight_gradient_s": of(tables.weight_gradient_s),
+            # Differences of prefix sums: rounded, a part could exceed the whole.
+            "weight_gradient_s": np.minimum(of(tables.weight_gradient_s), of(tables.backward_s)),
             "exposed_s": of(tables.exposed_s),
             "once_s": of(tables.once_s),
             "transfer_s": _edges_s(self, stages),

@@ -117,7 +117,7 @@ def _stage_costs(
     entering = np.array([0.0, *boundary_bytes]) / np.array([_data_parallel_size(s) for s in stages])
     return StageCosts(
         forward_s=forward,
-        backward_input_s=backward - deferrable,
+        backward_input_s=np.maximum(backward - deferrable, 0.0),
         backward_weight_s=deferrable,
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=np.array(transfer_s),

@@ -9,33 +9,36 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..cluster import Cluster, subcluster
-from ..core import CaptureError, InfeasibleError
+from ..cluster import subcluster
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
 from ..graph import (
     Graph,
-    Role,
     operators_with_effects,
     same_structure,
-    scans_over_layers,
     source_line,
     split_scans,
 )
 from ..plans import make_schedule
-from ..sharding import LayeredStep, StagedStep, layer_step, sketch_step, stage_step
+from ..sharding import LayeredStep, StagedStep, layer_step, stage_step
 from ._base import AbstractMethod, Candidate, Decision, Interrupted, PipelineParts, Progress, Task
+from ._counts import MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
 from ._helper import HelperProcess
-from ._layer_costs import build_chains, price_option
+from ._layer_costs import price_option
 from ._methods import Auto, ShardParallel
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large, one_program_by_doubling
+from ._priced_layers import PricedLayers, price_layers
 from ._race import Entry, race
 from ._stage_cache import Solved, StageCache
-from ._tried import tried_pipeline
+from ._tried import tried_counts, tried_pipeline
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra, Space, fixed
 
 _ROUNDS = 4
-_MOST_MICRO_BATCHES = 1024
+# Numbers of micro-batches that are searched on their own.
+_MOST_COUNTS = 4
+# Stages that are solved as wholes take up to so much less than their layers one by one.
+_LESS_AS_WHOLES = 0.03
 # Smaller steps are searched before a helper process is ready.
 _MANY_OPS = 1000
 _ONE_PROGRAM_SCOPES = {
@@ -97,18 +100,24 @@ class PipeshardParallel(AbstractMethod):
         num_micro_batches = task.num_micro_batches
         method = self if num_micro_batches == 1 else replace(self, num_micro_batches=num_micro_batches)
         best: Decision | None = None
-        program: OneProgram | None = None
-        refusal: InfeasibleError | None = None
+        found: PipelineSearch | None = None
+        refusal: InfeasibleError | InputError | CaptureError | None = None
         try:
-            pipeline, program = solve_pipeline(method, task)
+            found = solve_pipeline(method, task)
         except InfeasibleError as error:
             if not method.may_be_one_program:
                 raise
-            refusal, pipeline = error, None
+            refusal = error
+        except (InputError, CaptureError) as error:
+            # Where stages may be cut was said wrongly, or the step cannot be cut; it may still run whole.
+            if not method.may_be_one_program or method.layers is not None:
+                raise
+            refusal = error
+        pipeline = found.decision if found else None
         if pipeline is not None and len(pipeline.stages) > 1:
             best = pipeline
         try:
-            for single in _one_programs(method, task, pipeline, program):
+            for single in _one_programs(method, task, pipeline, found.program if found else None):
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
                         single,
@@ -122,12 +131,13 @@ class PipeshardParallel(AbstractMethod):
         if best is None:
             assert refusal is not None
             raise refusal
+        tried = found.tried if found else ()
         if best is pipeline:
-            return replace(best, candidates=(*_tried_program(program), tried_pipeline(best)))
+            program = _tried_program(found.program) if found else ()
+            return replace(best, candidates=(*program, tried_pipeline(best), *tried))
         if pipeline is not None and len(pipeline.stages) > 1:
-            slower = tried_pipeline(pipeline, "slower than one program")
-            best = replace(best, candidates=(*best.candidates, slower))
-        return best
+            tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
+        return replace(best, candidates=(*best.candidates, *tried))
 
 
 def _one_programs(
@@ -141,7 +151,7 @@ def _one_programs(
     found: Decision | None = None
     if method.may_be_one_program:
         given = method.num_micro_batches
-        most = min(_batch_size(task.graph), _MOST_MICRO_BATCHES) if given is None else given
+        most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if given is None else given
         # Searches where memory is short take long, and there are stages that fit.
         found = one_program_by_doubling(
             Auto(intra=method.intra), task, first=given or 1, most=most, until_it_fits=pipeline is None
@@ -170,9 +180,23 @@ def _one_program_scope(decision: Decision) -> str:
     return shown + _ONE_PROGRAM_SCOPES.get(decision.bound_holds_for, f", {decision.bound_holds_for}")
 
 
-def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, OneProgram | None]:
-    """The best pipeline for a step on a cluster, and an estimate of the step as one program if the
-    method allows one.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineSearch:
+    """The best pipeline for a step on a cluster.
+
+    Attributes:
+        decision: the pipeline.
+        program: an estimate of the step as one program, if the method allows one.
+        tried: what else was looked at.
+    """
+
+    decision: Decision
+    program: OneProgram | None = None
+    tried: tuple[Candidate, ...] = ()
+
+
+def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
+    """The best pipeline for a step on a cluster.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -180,15 +204,70 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> tuple[Decision, One
         CaptureError: the step does not decompose into micro-batches.
     """
     _refuse_effects(task.graph)
-    groups = [counts for counts in _counts(method, task.graph, task.cluster) if counts]
+    given = method.num_micro_batches
+    groups = [[given]] if given is not None else [g for g in counts_to_try(task.graph, task.cluster) if g]
     with HelperProcess(wanted=len(task.graph.ops) >= _MANY_OPS) as helper:
         for number, counts in enumerate(groups):
             try:
-                return _solve_with(method, task, counts, helper)
+                return _search_counts(method, task, counts, helper)
             except InfeasibleError:
                 if number == len(groups) - 1:
                     raise
     raise AssertionError("there is always a number of micro-batches to try")
+
+
+def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess) -> PipelineSearch:
+    """The best pipeline with any of these numbers of micro-batches.
+
+    Layers are priced with the fewest and with the most micro-batches; chains of the numbers between
+    are drawn from both. Numbers whose stages are fastest by those chains are then priced and solved
+    on their own, until what the others promise is no faster than what was found.
+
+    Raises:
+        InfeasibleError: nothing fits with any of them.
+    """
+    price = functools.partial(price_layers, task, intra=method.intra, layers=method.layers, helper=helper)
+    priced = {counts[0]: price(counts)}
+    chains = priced[counts[0]].chains
+    if len(counts) > 1:
+        fine = priced[counts[-1]] = price(counts[-1:])
+        if len(fine.kinds) != len(priced[counts[0]].kinds):
+            # Small micro-batches may have other layers.
+            fine = price(counts[-1:], layers=priced[counts[0]].sketch.layers)
+        chains = chains_between(chains, fine.chains[0])
+    found: list[Decision] = []
+    refusals: list[InfeasibleError] = []
+    left = list(chains)
+    promised: ChainPlan | None = None
+    while left:
+        count = left[0].num_micro_batches
+        if len(counts) > 1:
+            try:
+                promised = method.inter.solve(left, limits=method.limits, helper=helper)
+            except InfeasibleError as error:
+                refusals.append(error)
+                break
+            fastest_s = min((decision.step_time_s for decision in found), default=math.inf)
+            searched = len(found) + len(refusals)
+            if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s or searched == _MOST_COUNTS:
+                break
+            count = promised.num_micro_batches
+        left = [chain for chain in left if chain.num_micro_batches != count]
+        if count not in priced:
+            priced[count] = price([count])
+        try:
+            found.append(_solve_with(method, task, priced[count], helper))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    best = min(found, key=lambda decision: decision.step_time_s)
+    tried = [tried_pipeline(each, "slower") for each in found if each is not best]
+    if left and promised is not None:
+        tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
+    is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
+    program = as_one_program(chains) if is_open and method.inter.searches else None
+    return PipelineSearch(decision=best, program=program, tried=tuple(tried))
 
 
 def _refuse_effects(graph: Graph) -> None:
@@ -236,29 +315,11 @@ def _solve_one_program(
     )
 
 
-def _solve_with(
-    method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess
-) -> tuple[Decision, OneProgram | None]:
-    """The best pipeline with any of these numbers of micro-batches."""
-    graph, limit = task.graph, task.limit_bytes
-    # The largest micro-batch can be split over every submesh.
-    first = counts[0]
-    length = _scan_length(graph) if method.layers is None else 0
-    sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
-    sketch = sketch_step(sketched, first, layers=method.layers, on_missing_rule=task.on_missing_rule)
-    chains, kinds = build_chains(
-        sketch,
-        task.cluster,
-        intra=method.intra,
-        counts=counts,
-        memory_limit_bytes=limit,
-        copies=_copies(length),
-        on_missing_rule=task.on_missing_rule,
-        progress=task.progress,
-        helper=helper,
-    )
+def _solve_with(method: PipeshardParallel, task: Task, priced: PricedLayers, helper: HelperProcess) -> Decision:
+    """The best pipeline with the number of micro-batches at which layers were priced."""
+    graph, limit, length = task.graph, task.limit_bytes, priced.length
+    chain = priced.chains[0]
     layered: LayeredStep | None = None
-    inter = method.inter
     shrink, needed = 1.0, 0.0
     cut, cache = graph, StageCache()
     proposal: ChainPlan | None = None
@@ -267,25 +328,23 @@ def _solve_with(
             # It already fits the tighter limit, so the search would return it again.
             shrink *= min(0.97, limit / needed)
             continue
-        tighter = [replace(chain, memory_limit_bytes=limit * shrink) for chain in chains]
-        proposal = inter.solve(tighter, limits=method.limits, helper=helper)
+        tighter = replace(chain, memory_limit_bytes=limit * shrink)
+        proposal = method.inter.solve([tighter], limits=method.limits, helper=helper)
         bounds = (*(s.first_unit for s in proposal.stages), length)
         if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
-        if layered is None or proposal.num_micro_batches != layered.num_micro_batches:
+        if layered is None:
             layered = layer_step(
                 cut if length else graph,
                 proposal.num_micro_batches,
-                layers=None if length else sketch.layers,
+                layers=None if length else priced.sketch.layers,
                 semantics=task.semantics,
                 on_missing_rule=task.on_missing_rule,
             )
             cache = StageCache()
-        (chain,) = (c for c in chains if c.num_micro_batches == proposal.num_micro_batches)
-        result = _solve_stages(method, task, layered, chain, proposal, kinds, cache)
+        result = _solve_stages(method, task, layered, chain, proposal, priced.kinds, cache)
         if isinstance(result, Decision):
-            is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
-            return result, as_one_program(chains) if is_open and inter.searches else None
+            return result
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
@@ -296,44 +355,6 @@ def _solve_with(
         available_bytes=int(limit),
         parts={},
     )
-
-
-def _scan_length(graph: Graph) -> int:
-    """Number of layers in the longest loop over layers; 0 if there is none."""
-    return max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
-
-
-def _few_ranges(length: int) -> tuple[int, ...]:
-    """Ranges that single out the first, an inner and the last layer; all others are like the inner
-    one.
-    """
-    return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))
-
-
-def _copies(length: int) -> tuple[int, ...]:
-    """For each layer of a loop the range of `_few_ranges` that it is like."""
-    last = len(_few_ranges(length)) - 2
-    return tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))
-
-
-def _counts(method: PipeshardParallel, graph: Graph, cluster: Cluster) -> list[list[int]]:
-    """Groups of numbers of micro-batches; each group is tried if nothing fits with the one before."""
-    if method.num_micro_batches is not None:
-        return [[method.num_micro_batches]]
-    size = _batch_size(graph)
-    # Fewer cannot keep stages busy, and a micro-batch should have a sample for each device of a
-    # host. If memory is short, only smaller ones may fit.
-    divisors = [n for n in range(1, min(size, _MOST_MICRO_BATCHES) + 1) if size % n == 0]
-    usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
-    return [usual[-2:], [n for n in divisors if n > usual[-1]][-2:]]
-
-
-def _batch_size(graph: Graph) -> int:
-    """Size of the batch, of which numbers of micro-batches are divisors; 1 if the step has none."""
-    sizes = [
-        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
-    ]
-    return math.gcd(*sizes) or 1
 
 
 def _solve_stages(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..cost import ChainPlan
 from ._base import Candidate, Decision
 
 
@@ -17,4 +20,18 @@ def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
         lower_bound_s=decision.lower_bound_s,
         step_time_s=decision.step_time_s,
         outcome=outcome,
+    )
+
+
+def tried_counts(promised: ChainPlan, best: Decision, counts: Sequence[int]) -> Candidate:
+    """Numbers of micro-batches that were not searched on their own, with the step time of their
+    best stages by prices of single layers.
+    """
+    slower = promised.step_time_s >= best.step_time_s
+    return Candidate(
+        name=f"{best.method}, {', '.join(map(str, counts))} micro-batches",
+        mesh="",
+        lower_bound_s=None,
+        step_time_s=promised.step_time_s,
+        outcome="no faster by its layers" if slower else "not searched: limit on numbers of micro-batches",
     )

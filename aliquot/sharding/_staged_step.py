@@ -110,7 +110,7 @@ def layer_step(
 
 
 def sketch_step(
-    graph: Graph, num_micro_batches: int, *, layers: str | int | None = None, on_missing_rule: str = "infer"
+    graph: Graph, num_micro_batches: int, *, layers: str | int | Layers | None = None, on_missing_rule: str = "infer"
 ) -> LayeredStep:
     """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as
     `trace_part` does.

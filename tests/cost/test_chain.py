@@ -143,6 +143,20 @@ def test_plans_that_fit_by_closed_form_fit_when_simulated(schedule, seed):
     assert simulate_stages(chain, plan)[1] <= plan.peak_bytes * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_whole_of_a_backward_pass_may_be_for_weights(seed):
+    """Sums of stretches are differences of prefix sums, which round; a part never exceeds the whole."""
+    rng = np.random.default_rng(seed)
+    chain = random_chain(rng, num_units=12, geometry=(1, 2), most_options=1)
+    passes = rng.random((12, 1))
+    chain = replace(chain, forward_s=passes, backward_s=passes, weight_gradient_s=passes * (1 + 5e-10))
+    for first in range(12):
+        for last in range(first + 1, 13):
+            stage = StageChoice(first_unit=first, last_unit=last, option=0, first_device=0)
+            (figures,) = chain.quote([stage], [1.0])
+            assert figures.weight_gradient_s <= figures.backward_s
+
+
 def test_wrong_chains_say_everything():
     chain = even_chain(3, devices=2)
     with pytest.raises(InputError) as caught:

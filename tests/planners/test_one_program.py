@@ -8,7 +8,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.core import InfeasibleError
+from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
 from aliquot.planners import ShardParallel
 from aliquot.planners._one_program import fewer_micro_batches, is_too_large, one_program_by_doubling
@@ -149,16 +149,30 @@ def test_a_search_for_stages_is_never_slower_than_auto(count):
             assert plans[0].num_micro_batches == 2
 
 
-def test_one_program_is_planned_where_no_pipeline_fits(monkeypatch):
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        InfeasibleError("no pipeline fits", required_bytes=2, available_bytes=1),
+        InputError("no pipeline fits these devices"),
+        CaptureError("no pipeline fits: it does not decompose"),
+    ],
+    ids=["memory", "devices", "micro-batches"],
+)
+def test_one_program_is_planned_where_no_pipeline_fits(refusal, monkeypatch):
     def nothing_fits(method, task):
-        raise InfeasibleError("no pipeline fits", required_bytes=2, available_bytes=1)
+        raise refusal
 
     monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", nothing_fits)
     plan = plan_of()
     assert len(plan.stages) == 1
     assert "one program" in plan.provenance.bound_holds_for
-    with pytest.raises(InfeasibleError, match="no pipeline fits"):
+    with pytest.raises(type(refusal), match="no pipeline fits"):
         plan_of(num_stages=2)
+
+
+def test_a_wrong_pattern_of_layers_is_refused_though_one_program_has_none():
+    with pytest.raises(InputError, match="no_such_layers"):
+        plan_of(layers="no_such_layers[*]")
 
 
 @pytest.mark.parametrize(

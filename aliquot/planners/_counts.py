@@ -1,0 +1,81 @@
+"""Numbers of micro-batches that a pipeline may have, and chains for those between two that were
+priced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..cost import Chain
+from ..graph import Graph, Role
+
+MOST_MICRO_BATCHES = 1024
+_FIGURES = (
+    "forward_s",
+    "backward_s",
+    "weight_gradient_s",
+    "once_s",
+    "state_bytes",
+    "in_flight_bytes",
+    "working_bytes",
+)
+
+
+def batch_size(graph: Graph) -> int:
+    """Size of the batch, of which numbers of micro-batches are divisors; 1 if the step has none."""
+    sizes = [
+        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
+    ]
+    return math.gcd(*sizes) or 1
+
+
+def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
+    """Groups of numbers of micro-batches; each group is tried if nothing fits with the one before.
+
+    The first has all divisors of the batch that leave a micro-batch a sample for each device of a
+    host. If memory is short, only smaller micro-batches may fit.
+    """
+    size = batch_size(graph)
+    divisors = [n for n in range(1, min(size, MOST_MICRO_BATCHES) + 1) if size % n == 0]
+    usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
+    # A single micro-batch keeps one stage busy at a time.
+    return [[n for n in usual if n > 1] or usual, [n for n in divisors if n > usual[-1]][-2:]]
+
+
+def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
+    """A chain with figures between those of two others, by the size of its micro-batches.
+
+    Seconds and bytes of one way to split grow about linearly with the size of a micro-batch. The
+    fastest way of several lies near the line between two of its points, and mostly above it.
+
+    Args:
+        chain: for its number of micro-batches; figures of options that `fine` lacks stay.
+        coarse: priced at fewer and larger micro-batches, with the same options.
+        fine: priced at more and smaller ones, perhaps with fewer options.
+    """
+    sizes = [1 / c.num_micro_batches for c in (fine, chain, coarse)]
+    share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
+    place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(fine.options)}
+    columns = [place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in chain.options]
+    known = np.array([c >= 0 for c in columns]) & np.isfinite(chain.forward_s)
+    between = {}
+    for name in _FIGURES:
+        near, far = getattr(fine, name)[:, columns], getattr(coarse, name)
+        known_both = known & np.isfinite(near) & np.isfinite(far)
+        with np.errstate(invalid="ignore"):
+            between[name] = np.where(known_both, (1 - share) * near + share * far, getattr(chain, name))
+    between["weight_gradient_s"] = np.minimum(between["weight_gradient_s"], between["backward_s"])
+    return replace(chain, **between)
+
+
+def chains_between(chains: Sequence[Chain], fine: Chain) -> list[Chain]:
+    """Chains that were priced at the first number of micro-batches, with figures between those of
+    the first and of one of the same units that was priced at the last.
+    """
+    coarse = chains[0]
+    return [coarse, *(chain_between(chain, coarse, fine) for chain in chains[1:])]

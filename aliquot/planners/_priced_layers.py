@@ -1,0 +1,77 @@
+"""Costs of the layers of a captured step, written out or in a loop, at a number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..cost import Chain
+from ..graph import Graph, Layers, scans_over_layers, split_scans
+from ..sharding import LayeredStep, sketch_step
+from ._base import Task
+from ._helper import HelperProcess
+from ._layer_costs import build_chains
+from .intra import AbstractIntra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedLayers:
+    """Layers of a step with their costs at a number of micro-batches.
+
+    Attributes:
+        chains: for that number, which comes first, and for others by scaling.
+        kinds: for each unit the number of its kind.
+        length: of the loop over layers that the units are; 0 if there is none.
+    """
+
+    sketch: LayeredStep
+    chains: Sequence[Chain]
+    kinds: Sequence[int]
+    length: int
+
+
+def price_layers(
+    task: Task, counts: Sequence[int], *, intra: AbstractIntra, layers: str | int | Layers | None, helper: HelperProcess
+) -> PricedLayers:
+    """Chains for numbers of micro-batches, priced at the first: the largest micro-batch can be
+    split over every submesh.
+
+    Args:
+        counts: numbers of micro-batches.
+        intra: finds the splits of each layer.
+        layers: where stages may be cut; see `PipeshardParallel`; or the layers themselves.
+    """
+    graph = task.graph
+    length = _scan_length(graph) if layers is None else 0
+    sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
+    sketch = sketch_step(sketched, counts[0], layers=layers, on_missing_rule=task.on_missing_rule)
+    chains, kinds = build_chains(
+        sketch,
+        task.cluster,
+        intra=intra,
+        counts=counts,
+        memory_limit_bytes=task.limit_bytes,
+        copies=_copies(length),
+        on_missing_rule=task.on_missing_rule,
+        progress=task.progress,
+        helper=helper,
+    )
+    return PricedLayers(sketch=sketch, chains=chains, kinds=kinds, length=length)
+
+
+def _scan_length(graph: Graph) -> int:
+    """Number of layers in the longest loop over layers; 0 if there is none."""
+    return max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
+
+
+def _few_ranges(length: int) -> tuple[int, ...]:
+    """Ranges that single out the first, an inner and the last layer; all others are like the inner
+    one.
+    """
+    return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))
+
+
+def _copies(length: int) -> tuple[int, ...]:
+    """For each layer of a loop the range of `_few_ranges` that it is like."""
+    last = len(_few_ranges(length)) - 2
+    return tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))

@@ -1,0 +1,95 @@
+"""Numbers of micro-batches of pipelines: which are tried, and that a free number is never slower than a given one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.planners import Task
+from aliquot.planners._counts import chains_between, counts_to_try
+from aliquot.planners._helper import HelperProcess
+from aliquot.planners._priced_layers import price_layers
+
+
+def step(state, batch):
+    def loss(params):
+        x = batch
+        for layer in params:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return jnp.mean(x**2)
+
+    gradients = jax.grad(loss)(state["params"])
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], gradients)
+    return {"params": jax.tree.map(lambda w, m: w - 0.1 * m, state["params"], mu), "mu": mu}
+
+
+def arguments(width, rows, depth=4):
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+    params = [{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}] * depth
+    return {"params": params, "mu": params}, jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+
+def planned(width, rows, cluster, count=None, method=None):
+    method = method or aq.PipeshardParallel(num_micro_batches=count)
+    return aq.plan(step, *arguments(width, rows), cluster=Cluster.preset(cluster), method=method)
+
+
+def task_of(width, rows, cluster):
+    return Task(graph=aq.capture(step, *arguments(width, rows)), cluster=Cluster.preset(cluster))
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "cluster"),
+    [(1024, 1024, "2x4xA100-40GB"), (512, 8192, "7xA100-40GB"), (2048, 256, "4x8xA100-80GB")],
+)
+def test_a_free_number_of_micro_batches_is_never_slower_than_a_given_one(width, rows, cluster):
+    free = planned(width, rows, cluster)
+    for count in (2, 4, 16):
+        given = planned(width, rows, cluster, count)
+        assert given.num_micro_batches == count
+        assert free.prediction.step_time_s <= given.prediction.step_time_s * 1.002
+
+
+def test_what_was_tried_is_listed():
+    tried = planned(1024, 1024, "2x4xA100-40GB").provenance.candidates
+    stages = [row for row in tried if "stages" in row["name"]]
+    rest = [row for row in tried if "micro-batches" in row["name"] and row not in stages]
+    assert stages and rest and rest[0]["outcome"] == "no faster by its layers"
+
+
+def test_devices_that_do_not_divide_the_batch_have_a_plan():
+    """The first layer's whole backward pass waits for nothing: rounded, its parts must not exceed it."""
+    method = aq.PipeshardParallel()
+    cluster = Cluster.preset("7xA100-40GB")
+    args = arguments(2048, 8192)
+    plans = [
+        aq.plan(step, *args, cluster=cluster, method=each, num_micro_batches=2) for each in (method, aq.ShardParallel())
+    ]
+    assert plans[0].prediction.step_time_s <= plans[1].prediction.step_time_s * 1.002
+
+
+def test_all_divisors_that_fill_a_host_are_tried_first():
+    usual, small = counts_to_try(task_of(64, 48, "2x4xA100-40GB").graph, Cluster.preset("2x4xA100-40GB"))
+    assert usual == [2, 3, 4, 6, 8, 12]
+    assert small == [24, 48]
+
+
+def test_chains_between_two_that_were_priced_are_near():
+    task, counts = task_of(512, 1024, "2x4xA100-40GB"), [2, 8, 64]
+    price = functools.partial(price_layers, task, intra=aq.ILP(), helper=HelperProcess(wanted=False))
+    coarse = price(counts, layers=None)
+    exact, fine = (price([count], layers=coarse.sketch.layers).chains[0] for count in counts[1:])
+    first, drawn, last = chains_between(coarse.chains, fine)
+    assert [chain.num_micro_batches for chain in (first, drawn, last)] == counts
+    place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(exact.options)}
+    columns = [place[o.submesh, o.mesh_shape, o.recompute] for o in drawn.options]
+
+    def error(chain):
+        passes, wanted = (c.forward_s + c.backward_s for c in (chain, exact))
+        return np.abs(np.log(passes / wanted[:, columns])).max()
+
+    assert error(drawn) < 0.2 < error(coarse.chains[1])
