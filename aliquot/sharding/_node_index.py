@@ -199,10 +199,12 @@ class NodeIndex:
             through: which operators may stand on the way.
             ending: which of them may make the last value; by default all of them.
         """
-        cuts, last = self.cuts, value_class
+        cuts, last, seen = self.cuts, value_class, set[int]()
         while len(readers := self.readers.get(value_class, set())) == 1:
             op = cuts.first[next(iter(readers))]
-            if not through(op) or op.outputs[0] < 0:
+            # The terms of a running total over equal layers are one class, which serves itself.
+            seen.add(value_class)
+            if not through(op) or op.outputs[0] < 0 or int(cuts.folding.value_class[op.outputs[0]]) in seen:
                 break
             value_class = int(cuts.folding.value_class[op.outputs[0]])
             last = value_class if ending is None or ending(op) else last

@@ -20,6 +20,8 @@ MODELS = {
     "gpt": ("gpt-125m", SIZES),
     "llama": ("llama-7b", SIZES),
     "deep gpt": ("gpt-125m", {**SIZES, "num_layers": 6}),
+    "t5": ("t5-770m", {**SIZES, "head_size": 0, "target_len": 4}),
+    "deep t5": ("t5-770m", {**SIZES, "num_layers": 6, "head_size": 0, "target_len": 4}),
     "moe": ("moe-380m", {**SIZES, "num_experts": 4, "group_size": 8}),
 }
 
@@ -35,8 +37,8 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
     """A state and a batch, and what the plain step makes of them on one device."""
     work = workload(model, scan)
     state = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
-    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, ROWS, SIZES["seq_len"]), np.int32)
-    batch = {"inputs": tokens[0], "targets": tokens[1]}
+    random = np.random.default_rng(0)
+    batch = {name: random.integers(0, SIZES["vocab_size"], x.shape, np.int32) for name, x in work.batch.items()}
     after, metrics = jax.jit(work.train_step)(state, batch)
     return state, batch, jax.device_get(after), float(metrics["loss"])
 
@@ -54,6 +56,9 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
         ("megatron:dp2,tp2,pp2", "gpt", 4, False),
         ("megatron:tp4,pp2,zero1", "llama", 4, True),
         ("megatron:dp2,pp4", "deep gpt", 4, False),
+        ("tp:4", "t5", 1, False),
+        ("megatron:dp2,tp4,zero1", "t5", 2, True),
+        ("megatron:tp2,pp4", "deep t5", 4, False),
     ],
 )
 def test_a_layout_by_name_is_the_plain_step(name, model, micro_batches, scan):

@@ -196,6 +196,26 @@ def test_equal_layers_are_one_decision():
     assert resident[0] == pytest.approx(resident[1], rel=0.02)
 
 
+def test_a_total_over_equal_layers_may_leave_the_step():
+    """All layers read one array, as those of a decoder do; the terms of its gradient are one class that serves itself."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params["layers"]:
+            x = x + jnp.tanh((x @ w["own"]) * (batch["source"] @ w["cross"]))
+        return (x**2).mean()
+
+    def step(params, batch):
+        value, (grads, of_batch) = jax.value_and_grad(loss, argnums=(0, 1))(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "of_source": of_batch["source"]}
+
+    layer = {"own": array(WIDTH, WIDTH), "cross": array(WIDTH, WIDTH)}
+    batch = {"x": array(ROWS, WIDTH), "source": array(ROWS, WIDTH)}
+    graph = aq.capture(step, {"layers": [layer] * 5}, batch)
+    folded, apart = build_nodes(graph), build_nodes(graph, repeats=False)
+    assert folded.folded and len(folded.nodes) < len(apart.nodes)
+
+
 def test_the_batch_reaches_activations_and_no_parameter():
     graph, nodes = nodes_of(recompute="none")
     for item, port in zip(graph.inputs, nodes.input_ports):
