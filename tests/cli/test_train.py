@@ -55,7 +55,7 @@ def plain(monkeypatch):
 
     def use(**settings):
         monkeypatch.setattr(aliquot._api, "parallelize", lambda f, plan: PlainStep(plan, **settings), raising=False)
-        monkeypatch.setattr(aliquot._api, "explain", lambda plan, *args: [], raising=False)
+        monkeypatch.setattr(aliquot._api, "explain", lambda plan, *args, **kwargs: [], raising=False)
 
     return use
 
