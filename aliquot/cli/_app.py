@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from ._aceso import evaluate, show
+from ._aceso_profile import accuracy, export
+from ._aceso_profile import profile as profile_aceso
 from ._aceso_search import faults, search
 from ._bench_aceso import aceso as bench_aceso
 from ._bench_cfp import cfp as bench_cfp
@@ -38,8 +40,9 @@ app = typer.Typer(
 for _verb in (demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
 _aceso = typer.Typer(help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True)
-for _aceso_verb in (show, evaluate, search, faults):
+for _aceso_verb in (show, evaluate, search, faults, accuracy):
     _aceso.command(_aceso_verb.__name__)(_aceso_verb)
+_aceso.command("profile")(profile_aceso)
 app.add_typer(_aceso, name="aceso")
 _blocks = typer.Typer(
     help="ParallelBlocks: find them, measure their programs, and plan from that.", no_args_is_help=True
@@ -59,6 +62,7 @@ for _name, _profile_verb in (
     ("check", check),
     ("fit", fit),
     ("merge", merge),
+    ("export", export),
 ):
     _profile.command(_name)(_profile_verb)
 app.add_typer(_profile, name="profile")

@@ -59,7 +59,7 @@ def aceso(
     Published throughput is measured; ours is the published one of Aceso, scaled by the ratio of the predicted times.
     """
     with session(as_json) as say:
-        tables = _Published(published)
+        tables = PublishedTables(published)
         figures = _Figures(out, say)
         results = _search_all(database, say)
         answer: dict[str, Any] = {"cases": {}, "missing": results.missing}
@@ -126,7 +126,7 @@ def _search(database: Path, family: str, size: str, setting: _Setting, num_layer
 
 
 def _draw_family(
-    figures: _Figures, published: _Published, family: str, results: _Results, answer: dict[str, Any]
+    figures: _Figures, published: PublishedTables, family: str, results: _Results, answer: dict[str, Any]
 ) -> None:
     own = {size: result for (name, size), result in results.by_case.items() if name == family}
     for size, result in own.items():
@@ -173,7 +173,7 @@ def _draw_family(
 
 
 def _draw_layers(
-    figures: _Figures, database: Path, published: _Published, max_layers: int, say: Session, answer: dict[str, Any]
+    figures: _Figures, database: Path, published: PublishedTables, max_layers: int, say: Session, answer: dict[str, Any]
 ) -> None:
     throughput = published.table("e2e_thpt_scale_scale-layer")
     cost = published.table("search_cost_scale_scale-layer")
@@ -217,7 +217,8 @@ def _layers(name: str) -> int:
     return int(name.removesuffix("layers"))
 
 
-def _tabulate_accuracy(figures: _Figures, published: _Published, answer: dict[str, Any]) -> None:
+def accuracy_rows(published: PublishedTables) -> list[dict[str, Any]]:
+    """For each model of the paper: iteration time and memory, predicted by Aceso and measured."""
     rows = []
     for family in _SIZES:
         times = published.table(f"perf_model_time_large_{family}")
@@ -238,6 +239,11 @@ def _tabulate_accuracy(figures: _Figures, published: _Published, answer: dict[st
                     "memory off by": f"{total / measured_mb - 1:+.1%}" if measured_mb else "",
                 }
             )
+    return rows
+
+
+def _tabulate_accuracy(figures: _Figures, published: PublishedTables, answer: dict[str, Any]) -> None:
+    rows = accuracy_rows(published)
     if rows:
         answer["accuracy"] = rows
         figures.table(
@@ -248,7 +254,7 @@ def _tabulate_accuracy(figures: _Figures, published: _Published, answer: dict[st
         )
 
 
-class _Published:
+class PublishedTables:
     """The tables of the artifact by name: a row for each system, a column for each size."""
 
     def __init__(self, folder: Path) -> None:

@@ -13,6 +13,8 @@ from ._configuration import write_configuration as write_configuration
 from ._database import Database as Database
 from ._database import load_database as load_database
 from ._database import models_in as models_in
+from ._gpt_database import GPTShape as GPTShape
+from ._gpt_database import gpt_database as gpt_database
 from ._judge import ACESO as ACESO
 from ._judge import JUDGES as JUDGES
 from ._judge import Faults as Faults
@@ -21,3 +23,6 @@ from ._judge import find_judge as find_judge
 from ._performance import Estimate as Estimate
 from ._performance import StageEstimate as StageEstimate
 from ._performance import evaluate_configuration as evaluate_configuration
+from ._write_database import DatabaseContent as DatabaseContent
+from ._write_database import OperatorRow as OperatorRow
+from ._write_database import write_database as write_database

@@ -53,7 +53,7 @@ def read_problem(
     if faults:
         raise InputError("The search cannot begin:\n" + "\n".join(f"  - {fault}" for fault in faults))
     description = read_chain(chain) if chain is not None else _family(model)
-    settings = dict(_settings(description, model, size, own=chain is not None))
+    settings = dict(_settings(description, model, size, own=chain is not None or num_layers is not None))
     measured_as = settings.pop("measured_as", size)
     if num_layers is not None:
         settings["num_layers"] = num_layers
@@ -91,7 +91,9 @@ def _settings(description: Any, model: str, size: str, *, own: bool) -> dict[str
         return dict(sizes[size])
     if own:
         return {}
-    raise InputError(f"{model} has no size {size!r}. Sizes are {', '.join(sizes)}; others need --chain.")
+    raise InputError(
+        f"{model} has no size {size!r}. Sizes are {', '.join(sizes)}; others need --num-layers, or --chain."
+    )
 
 
 def _repeats_known(description: Any, settings: dict[str, Any]) -> bool:

@@ -1,0 +1,141 @@
+"""Databases in Aceso's format from our cost model, and the accuracy table."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from command_line import refused, run
+
+from aliquot.cluster import Cluster
+from aliquot.interop.aceso import GPTShape, gpt_database, load_database, write_database
+from aliquot.profiling import LAUNCH, Measurement, Operator, ProfileDatabase, ProgramKey
+
+CLUSTER = Cluster.preset("2x4xV100-32GB")
+# GPT of 1.3 billion parameters, as Aceso has it.
+SHAPE = GPTShape(
+    hidden_size=2048, num_heads=32, ffn_size=8192, vocab_size=51200, seq_len=2048, max_positions=2048, dtype="float16"
+)
+MODEL = ["gpt-125m", "--cluster", "1x4xV100-32GB", "--micro-batch-sizes", "1,2"]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aceso") / "database"
+    write_database(folder, "gpt_1_3B", gpt_database(SHAPE, CLUSTER, micro_batches=[1, 2, 4]))
+    return load_database(folder, "gpt_1_3B")
+
+
+def numbers(database, operator, *, batch=1, tensor=1, algorithm=0):
+    at = database.micro_batches.index(batch), database.tensor_degrees.index(tensor), algorithm
+    return database.table[(database.operators[operator], *at)]
+
+
+@pytest.mark.parametrize(
+    ("operator", "tensor", "algorithm", "mib"),
+    [
+        # Input, output, weights and activations, worked out by hand: a hidden state is 8 MiB, scores are 256 MiB.
+        ("encoder-embedding", 2, 0, (0.008, 8, 108, 12)),
+        ("enc-attention-qkv", 2, 0, (16, 20, 12, 12)),
+        ("enc-attention-qkv", 2, 1, (12, 32, 12, 24)),
+        ("enc-attention-score", 1, 0, (32, 272, 0, 256)),
+        ("enc-attention-dropout", 2, 0, (140, 140, 0, 192)),
+        ("enc-attention-dense", 2, 0, (12, 16.004, 4, 8)),
+        ("enc-MLP-GEMM-1", 4, 0, (16, 16.004, 8, 8)),
+        ("enc-MLP-GEMM-2", 1, 0, (40, 16.004, 32, 8)),
+        ("gpt-post-process", 4, 0, (8, 0, 50, 100)),
+    ],
+)
+def test_sizes_are_those_of_the_operator(database, operator, tensor, algorithm, mib):
+    found = numbers(database, operator, tensor=tensor, algorithm=algorithm)[2:6]
+    np.testing.assert_allclose(found, mib, atol=0.001)
+
+
+def test_times_follow_the_work(database):
+    assert not database.missing and database.tensor_degrees == (1, 2, 4)
+    for operator in database.operators:
+        times = np.array([numbers(database, operator, batch=b)[:2] for b in (1, 2, 4)])
+        assert (np.diff(times, axis=0) > 0).all(), operator
+    for operator in ("enc-attention-score", "enc-attention-softmax", "enc-MLP-gelu"):
+        times = np.array([numbers(database, operator, tensor=t)[:2] for t in (1, 2, 4)])
+        assert (np.diff(times, axis=0) < 0).all(), operator
+    qkv, split = numbers(database, "enc-attention-qkv"), numbers(database, "enc-attention-qkv", tensor=4)
+    # Columns split: no collective forward, the sum of the input's gradient backward.
+    assert split[0] < 0.35 * qkv[0] and split[1] > 0.3 * qkv[1]
+    assert all(times[16] > times[8] > times[1] > 0 for times in database.collectives.values())
+    assert database.collectives["all_gather", 2][16] == pytest.approx(
+        database.collectives["all_gather", 2][8] * 2, rel=0.2
+    )
+    assert database.between_nodes.bandwidths_gb_per_s[-1] < database.within_nodes.bandwidths_gb_per_s[-1]
+
+
+def test_measured_products_replace_modelled_ones(tmp_path):
+    profiles = tmp_path / "p.sqlite"
+    with ProfileDatabase(profiles) as known:
+        for operator, seconds in ((LAUNCH, 0.0), (Operator("product", "float16", (1, 1024, 3072, 768)), 0.01)):
+            key = ProgramKey(
+                program=str(operator),
+                device="Tesla V100-SXM2-32GB",
+                num_devices=4,
+                mesh="4",
+                jax_version=jax.__version__,
+            )
+            known.put(key, Measurement(seconds=seconds))
+    for name, more in (("plain", []), ("measured", ["--profiles", profiles])):
+        done = run("aceso", "profile", *MODEL, *more, "--out", tmp_path / name)
+        assert done.exit_code == 0, done.output
+        assert ("nothing of it was measured" in done.stdout) == (name == "plain")
+    done = run("profile", "export", profiles, *MODEL, "--out", tmp_path / "exported")
+    assert done.exit_code == 0, done.output
+    plain, measured, exported = (
+        numbers(load_database(tmp_path / name, "gpt_125M"), "enc-MLP-GEMM-1")
+        for name in ("plain", "measured", "exported")
+    )
+    assert measured[0] == pytest.approx(1e4) and plain[0] < 1e3 and (measured == exported).all()
+
+
+def test_a_written_database_is_searched(tmp_path):
+    out = tmp_path / "database"
+    done = run("aceso", "profile", *MODEL, "--out", out, "--json")
+    assert json.loads(done.stdout) == {
+        "database": str(out),
+        "model": "gpt_125M",
+        "num_layers": 12,
+        "micro_batches": [1, 2],
+        "tensor_degrees": [1, 2, 4],
+        "profiles": None,
+    }
+    found = run(
+        *("aceso", "search", "--database", out, "--model", "gpt", "--size", "125M", "--num-layers", "12", "--json"),
+        *("--nodes", "1", "--gpus-per-node", "4", "--global-batch", "32", "--memory-limit-mb", "28000"),
+        *("--micro-batch-sizes", "1,2"),
+    )
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    assert answer["gap"] < 0.05 and answer["config"]["num_layers"] == 12 and not answer["missing"]
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    here = ["--cluster", "1x4xV100-32GB", "--out", tmp_path / "database"]
+    refused(run("aceso", "profile", "llama-7b", *here), "llama-7b is no GPT")
+    refused(run("aceso", "profile", "gpt-125m", *here, "--micro-batch-sizes", "1,x"), "--micro-batch-sizes '1,x'")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept.csv").write_text("kept")
+    refused(run("aceso", "profile", *MODEL, "--out", tmp_path / "full"), "is not empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_accuracy_lists_predicted_beside_measured(tmp_path):
+    (tmp_path / "perf_model_time_large_gpt.csv").write_text("name,1_3B\npredict,101.0\nactual,100.0\n")
+    (tmp_path / "perf_model_mem_large_gpt.csv").write_text(
+        "name,1_3B\npredict (norm),50\npredict (extra),60\nactual,100\n"
+    )
+    done = run("aceso", "accuracy", "--published", tmp_path, "--json")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["model"], row["time off by"], row["memory off by"]) == ("GPT 1_3B", "+1.0%", "+10.0%")
+    assert "GPT 1_3B" in run("aceso", "accuracy", "--published", tmp_path).stdout
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.csv").write_text("name,1\nx,1\n")
+    refused(run("aceso", "accuracy", "--published", tmp_path / "other"), "no predicted and measured times")
