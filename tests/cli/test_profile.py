@@ -1,4 +1,4 @@
-"""`aliquot profile`, on a very small GPT and virtual devices."""
+"""`aliquot profile`, on a GPT of one layer, whose products take longer than a launch, and virtual devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from command_line import refused, run
 
 from aliquot.cluster import Cluster
 
-MODEL = ["gpt-10m", "--global-batch", "8", "--set", "num_layers=1", "--set", "hidden_size=32", "--set", "num_heads=4"]
-MODEL += ["--seq-len", "16", "--dtype", "float32"]
+MODEL = ["gpt-10m", "--global-batch", "8", "--set", "num_layers=1", "--set", "hidden_size=256", "--set", "num_heads=4"]
+MODEL += ["--seq-len", "128", "--dtype", "float32"]
 
 
 def answer_of(*args):
@@ -59,7 +59,8 @@ def test_plan_check_and_explain_use_the_same_measurements(profiles, tmp_path):
     assert checked["step_time_s"] == planned["step_time_s"] and checked["measured_share"] == planned["measured_share"]
     assert checked["missing"] == 0 and checked["operators"] > 5
     assert "8 x cpu" in planned["profiles"]
-    refused(run(*args, "--require-measured", "1.0"), "100% is required", "--measure")
+    other = ["float16" if arg == "float32" else arg for arg in args]
+    refused(run(*other, "--require-measured", "0.9"), "90% is required", "--measure")
     without = run("explain", plan)
     assert without.exit_code == 0 and "Give the same database: --profiles FILE" in without.stdout
     answer = answer_of("explain", plan, "--profiles", profiles)
