@@ -7,16 +7,19 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 GPU_COMPILER := $(VENV)/gpu-compiler
+BROWSER := $(VENV)/browser
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all verify-test lint bench docs clean versions
+.PHONY: help demo test test-all verify-test page-test pictures lint bench docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
 	@echo "make test         the tests, without those marked slow"
 	@echo "make test-all     every test, full tables of combinations included"
 	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once)"
+	@echo "make page-test    pages of plans in a real browser (downloads 0.3 GB once)"
+	@echo "make pictures     the pictures of the documentation"
 	@echo "make lint         formatting, lint and types"
 	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
 	@echo "make docs         the documentation as a site, in site/"
@@ -59,6 +62,24 @@ $(GPU_COMPILER)/.installed: $(INSTALLED)
 
 verify-test: $(GPU_COMPILER)/.installed
 	PYTHONPATH='$(CURDIR)/$(GPU_COMPILER)' $(PYTEST) tests/verify/test_gpu.py
+
+# A browser for Python, likewise in a folder of its own: only what looks at pages needs it.
+$(BROWSER)/.installed: $(INSTALLED)
+	@echo "Installing a browser, once."
+	@rm -rf $(BROWSER)
+	@$(BIN)/python -m pip install --quiet --target $(BROWSER) PySide6-WebEngine
+	@touch $@
+
+page-test: $(BROWSER)/.installed
+	PYTHONPATH='$(CURDIR)/$(BROWSER)' $(BIN)/python -m pytest tests/report/test_page_in_browser.py
+
+# Of a plan with everything that a page can show.
+pictures: $(BROWSER)/.installed
+	@rm -rf build/pictures && mkdir -p build/pictures docs/pictures
+	$(BIN)/aliquot plan gpt-2.6b --cluster 2x8xV100-16GB --global-batch 64 --method pipeshard --out build/pictures/plan.json > build/pictures/plan.txt
+	$(BIN)/aliquot explain build/pictures/plan.json --no-alternatives --html build/pictures/page.html > build/pictures/explain.txt
+	PYTHONPATH='$(CURDIR)/$(BROWSER)' $(BIN)/python tests/browser/render.py build/pictures/page.html
+	cp build/pictures/page.png docs/pictures/page.png
 
 # Stubs of NumPy are written for the Python that it is installed for.
 PYTHON_VERSION = $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')

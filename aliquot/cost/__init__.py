@@ -48,6 +48,7 @@ from ._memory import known_memory as known_memory
 from ._memory import memory_model as memory_model
 from ._memory import over_time as over_time
 from ._memory import timeline as timeline
+from ._memory_curve import memory_over_time as memory_over_time
 from ._phases import PhaseCosts as PhaseCosts
 from ._phases import phase_costs as phase_costs
 from ._pipeline import PipelineTimes as PipelineTimes

@@ -26,6 +26,7 @@ from ._collectives import (
 )
 from ._evaluate import conversions, evaluate
 from ._memory import MemoryModel, converted, known_memory, timeline
+from ._memory_curve import memory_over_time
 from ._priced import Ints, Priced, corrected_work, pieces, scatters, waiting_axes
 
 
@@ -49,6 +50,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         collectives=tuple(_placed(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
         measured_error=measured.error,
+        memory_over_time=memory_over_time(model, priced, picks, graph),
     )
 
 

@@ -36,6 +36,7 @@ from ._plan import ArrayInterface as ArrayInterface
 from ._plan import CollectiveUse as CollectiveUse
 from ._plan import CompiledFigures as CompiledFigures
 from ._plan import InferredRule as InferredRule
+from ._plan import MemoryCurve as MemoryCurve
 from ._plan import ModelReference as ModelReference
 from ._plan import OpSharding as OpSharding
 from ._plan import Plan as Plan

@@ -139,6 +139,20 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prediction: StagePrediction | None = None
 
 
+class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Predicted bytes on each device over the course of a step, at moments spread evenly over its operators.
+
+    Each moment stands for a stretch of operators and shows the one among them at which the most memory is taken.
+
+    Attributes:
+        phases: for each moment the phase of the step: "forward", "backward" or "update".
+        parts: the bytes of each part, such as "parameters" or "activations", at each moment.
+    """
+
+    phases: tuple[str, ...]
+    parts: dict[str, tuple[float, ...]]
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Estimated cost of the plan on each device.
 
@@ -146,7 +160,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     its busiest stage, and `bubble_s` is what it waits for the others and for transfers; memory is that of the fullest stage.
     `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`. Of compute and communication
     `measured_share` rests on measurements of operators of about the same sizes, with a mean relative error of
-    `measured_error`; the rest is modelled.
+    `measured_error`; the rest is modelled. `memory_over_time` shows memory over the course of the step; None for a
+    pipeline.
     """
 
     step_time_s: float
@@ -162,6 +177,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bubble_s: float = 0.0
     measured_share: float = 0.0
     measured_error: float = 0.0
+    memory_over_time: MemoryCurve | None = None
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..cluster import Cluster
 from ..core import ClusterError, PlanMismatchError, nearest
 from ._arrays import unranged
-from ._plan import ArrayInterface, Plan, StagePlan
+from ._plan import ArrayInterface, Plan, Prediction, StagePlan
 from ._validate_pipeline import pipeline_violations, process_violations
 
 _LISTED = 8
@@ -235,9 +235,28 @@ def _sums(plan: Plan) -> Iterator[str]:
     parts_bytes = sum(p.memory_bytes.values())
     if not math.isclose(parts_bytes, p.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
         yield f"the parts of memory add up to {parts_bytes:.0f} bytes, not to the peak of {p.peak_memory_bytes:.0f}"
+    yield from _memory_over_time(p)
     parts_s = p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s
     if not math.isclose(parts_s, p.step_time_s, rel_tol=_TOLERANCE, abs_tol=1e-12):
         yield f"the parts of the step time add up to {parts_s:.6g} s, not to {p.step_time_s:.6g} s"
+
+
+def _memory_over_time(prediction: Prediction) -> Iterator[str]:
+    curve = prediction.memory_over_time
+    if curve is None:
+        return
+    uneven = [part for part, values in curve.parts.items() if len(values) != len(curve.phases)]
+    if uneven:
+        yield f"memory_over_time has {len(curve.phases)} moments, and another number of them for {_list(uneven)}"
+        return
+    if not all(math.isfinite(value) and value >= 0 for values in curve.parts.values() for value in values):
+        yield "memory_over_time holds bytes that are not finite or are negative"
+        return
+    most_bytes = max((sum(values) for values in zip(*curve.parts.values(), strict=True)), default=0.0)
+    if not math.isclose(most_bytes, prediction.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
+        yield (
+            f"memory_over_time rises to {most_bytes:.0f} bytes, and the peak is {prediction.peak_memory_bytes:.0f} bytes"
+        )
 
 
 def _list(names: Sequence[str]) -> str:

@@ -143,3 +143,19 @@ def test_the_limit_is_kept():
     assert tight.prediction.peak_memory_bytes <= 0.8 * free.prediction.peak_memory_bytes
     problem = make_problem(aq.capture(*step), cluster, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
     assert estimate(PlannedStep.of_program(tight, problem.graph, problem)) == tight.prediction
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_memory_over_time_passes_through_the_peak_of_the_prediction(name):
+    problem = make_problem(aq.capture(*STEPS[name]), Cluster.preset("8xH100"))
+    plan = aq.plan(*STEPS[name], cluster=Cluster.preset("8xH100"), method=Zero3Parallel())
+    curve = plan.prediction.memory_over_time
+    totals = np.sum(list(curve.parts.values()), axis=0)
+    assert totals.max() == pytest.approx(plan.prediction.peak_memory_bytes, abs=1)
+    at_peak = {part: values[int(np.argmax(totals))] for part, values in curve.parts.items()}
+    assert {part: value for part, value in at_peak.items() if value} == pytest.approx(
+        plan.prediction.memory_bytes, abs=1
+    )
+    order = ["prologue", "forward", "backward", "update"]
+    assert [order.index(phase) for phase in curve.phases] == sorted(order.index(phase) for phase in curve.phases)
+    assert len(curve.phases) == min(96, len(problem.graph.ops) + 1)

@@ -5,7 +5,7 @@ import pytest
 from sample_plans import INPUTS, OUTPUTS, PREDICTION, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.core import PlanMismatchError
-from aliquot.plans import ArrayInterface, require_match, violations
+from aliquot.plans import ArrayInterface, MemoryCurve, require_match, violations
 
 replace = msgspec.structs.replace
 
@@ -16,6 +16,10 @@ def _stage(**changes):
 
 def _split(path, dims):
     return _stage(shardings={**SPLITS, path: dims})
+
+
+def _curve(parts):
+    return {"prediction": replace(PREDICTION, memory_over_time=MemoryCurve(phases=("forward", "update"), parts=parts))}
 
 
 def test_the_sample_has_none():
@@ -51,6 +55,12 @@ W = "state.params.layers[0].w"
         ),
         ({"prediction": replace(PREDICTION, step_time_s=0.5)}, "add up to 0.011 s, not to 0.5 s"),
         ({"prediction": replace(PREDICTION, memory_limit_bytes=-1.0)}, "memory_limit_bytes is -1"),
+        (
+            _curve({"parameters": (3000.0,)}),
+            "memory_over_time has 2 moments, and another number of them for `parameters`",
+        ),
+        (_curve({"parameters": (3000.0, -1.0)}), "memory_over_time holds bytes that are not finite or are negative"),
+        (_curve({"parameters": (10.0, 2000.0)}), "rises to 2000 bytes, and the peak is 3000 bytes"),
         ({"cluster": {"name": "nothing"}}, "cluster: "),
     ],
 )

@@ -4,9 +4,13 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import run
+from planners.small_steps import mlp
 from sample_plans import sample_pipeline, sample_plan
 
+import aliquot as aq
+from aliquot.cluster import Cluster
 from aliquot.report import page
+from aliquot.report._drawings import areas
 
 
 @pytest.mark.parametrize("plan", [sample_plan(), sample_pipeline()], ids=["program", "pipeline"])
@@ -29,3 +33,31 @@ def test_explain_writes_the_page(tmp_path):
     found = run("explain", tmp_path / "plan.json", "--no-alternatives", "--html", tmp_path / "page.html")
     assert found.exit_code == 0 and "The page is in" in found.stdout
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_memory_of_a_program_and_of_a_pipeline_is_drawn_over_the_step():
+    plan = aq.plan(*mlp((64, 128, 64), 32), cluster=Cluster.preset("8xH100"))
+    assert "Memory over the course of a step (predicted)" in page(plan)
+    assert "Memory over the course of a step of stage 0, the fullest" in page(sample_pipeline())
+    assert "Memory over the course" not in page(sample_plan())
+
+
+def test_a_limit_far_above_is_written_down():
+    def drawn(limit):
+        return areas(
+            (0.0, 1.0),
+            {"parameters": (1.0, 2.0)},
+            limit=limit,
+            limit_text="limit",
+            format_value=str,
+            marks=(),
+            label="memory",
+        )
+
+    assert 'class="limit"' in drawn(4.0) and "above the picture" not in drawn(4.0)
+    assert 'class="limit"' not in drawn(40.0) and "above the picture" in drawn(40.0)
+
+
+def test_a_long_schedule_is_drawn_from_its_beginning():
+    text = page(sample_pipeline(4, num_micro_batches=4000))
+    assert "The beginning of a step of" in text and len(text) < 1_000_000

@@ -1,0 +1,220 @@
+"""Pictures of a plan's page as inline SVG: bars, stacked areas over time, devices of a mesh, and a pipeline's schedule.
+
+A colour stands for the same thing in every picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+# Colours that people who see few colours can tell apart (Okabe and Ito), and lighter ones of the same hues.
+_COLOURS = {
+    "parameters": "#0072b2",
+    "state": "#0072b2",
+    "optimizer state": "#56b4e9",
+    "gradients": "#e69f00",
+    "activations": "#009e73",
+    "activations in flight": "#009e73",
+    "working memory": "#cc79a7",
+    "temporaries": "#cc79a7",
+    "resharded copies": "#d55e00",
+    "batch": "#f0e442",
+    "forward": "#56b4e9",
+    "backward": "#e69f00",
+    "backward for inputs": "#e69f00",
+    "gradients of weights": "#f7d08a",
+    "update": "#7f7f7f",
+}
+_OTHERS = ("#999999", "#8c6d31", "#7b4173", "#637939", "#bcbd22")
+_BAR_WIDTH = 360
+_BAR_HEIGHT = 14
+_WIDTH = 860
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 16, 12, 30
+_AREA_HEIGHT = 250
+_CELL = 34
+_ROW = 22
+_GAP = 4
+_LEAST_WIDTH = 0.4
+_FARTHEST_LIMIT = 2.5
+"""A limit is drawn up to so many times the highest value; beyond, the values would be too flat to read."""
+
+
+class Segment(NamedTuple):
+    """A stretch of a row: from where to where, what it is (which gives its colour), and a text for its tooltip."""
+
+    start: float
+    end: float
+    kind: str
+    text: str
+
+
+def colour_of(name: str, names: Sequence[str]) -> str:
+    """The colour of a part or of a kind of task; of an unknown one by its place among the unknown ones of `names`."""
+    if name in _COLOURS:
+        return _COLOURS[name]
+    unknown = [other for other in names if other not in _COLOURS]
+    return _OTHERS[unknown.index(name) % len(_OTHERS)]
+
+
+def bars(rows: Sequence[tuple[str, float, str]], parts: Sequence[str] = ()) -> str:
+    """A table with a bar in each row, as long as its value is large; nothing if all values are 0.
+
+    Args:
+        rows: name, value and the text of the value.
+        parts: names that have colours of their own; others share one.
+    """
+    most = max((value for _, value, _ in rows), default=0.0)
+    if not most:
+        return ""
+    shown = []
+    for name, value, text in rows:
+        width = _BAR_WIDTH * value / most
+        colour = colour_of(name, parts) if name in parts else "#3b6ea5"
+        bar = (
+            f'<svg width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" role="img" aria-label="{escape(name)}: {escape(text)}">'
+            f'<rect fill="{colour}" width="{width:.1f}" height="{_BAR_HEIGHT}"/></svg>'
+        )
+        shown.append(f"<tr><td>{escape(name)}</td><td>{bar}</td><td>{escape(text)}</td></tr>")
+    return f'<table class="bars">{"".join(shown)}</table>'
+
+
+def areas(
+    places: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    *,
+    limit: float,
+    limit_text: str,
+    format_value: Callable[[float], str],
+    marks: Iterable[tuple[float, str]],
+    label: str,
+    steps: bool = False,
+) -> str:
+    """Values stacked upon each other over a horizontal axis, with a line at their limit and a legend.
+
+    A limit far above all values is only written down.
+
+    Args:
+        places: where each value stands, ascending; the axis runs from the first to the last.
+        series: by name the values at the places; the first is at the bottom.
+        limit, limit_text: the line across, and what is written on it.
+        format_value: text of a value at the vertical axis.
+        marks: places on the axis with a text each.
+        label: what the picture shows, for those who cannot see it.
+        steps: whether a value holds until the next place, instead of leading to it in a straight line.
+    """
+    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    most = max(totals)
+    is_near = limit <= _FARTHEST_LIMIT * most
+    top = 1.06 * max(limit, most) if is_near else 1.15 * most
+    first, extent = places[0], (places[-1] - places[0]) or 1.0
+
+    def at(place: float, value: float) -> str:
+        x = _LEFT + (place - first) / extent * (_WIDTH - _LEFT - _RIGHT)
+        return f"{x:.1f},{_TOP + (1 - value / top) * _AREA_HEIGHT:.1f}"
+
+    drawn = [_grid(top, format_value)]
+    bottom = [0.0] * len(places)
+    for name, values in series.items():
+        upper = [below + value for below, value in zip(bottom, values, strict=True)]
+        there = _corners(places, upper, steps)
+        back = _corners(places, bottom, steps)[::-1]
+        points = " ".join(at(place, value) for place, value in [*there, *back])
+        drawn.append(
+            f'<polygon points="{points}" fill="{colour_of(name, list(series))}"><title>{escape(name)}</title></polygon>'
+        )
+        bottom = upper
+    height = _TOP + _AREA_HEIGHT
+    for place, text in marks:
+        x = at(place, 0).partition(",")[0]
+        drawn.append(f'<line x1="{x}" x2="{x}" y1="{_TOP}" y2="{height + 5}" class="mark"/>')
+        anchor = "end" if (place - first) / extent > 0.9 else "start"
+        drawn.append(f'<text x="{x}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>')
+    (left, y), right = at(places[0], limit).split(","), _WIDTH - _RIGHT
+    if is_near:
+        drawn.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" class="limit"/>')
+        drawn.append(f'<text x="{right}" y="{float(y) - 4:.1f}" text-anchor="end">{escape(limit_text)}</text>')
+    else:
+        text = escape(f"{limit_text}, above the picture")
+        drawn.append(f'<text x="{right}" y="{_TOP + 12}" text-anchor="end">{text}</text>')
+    return _picture(_WIDTH, height + _BOTTOM, drawn, label) + legend(list(series))
+
+
+def _corners(places: Sequence[float], values: Sequence[float], steps: bool) -> list[tuple[float, float]]:
+    corners = list(zip(places, values, strict=True))
+    if not steps:
+        return corners
+    held = [(later, value) for later, value in zip(places[1:], values, strict=False)]
+    return [corner for pair in zip(corners, [*held, corners[-1]], strict=True) for corner in pair]
+
+
+def _grid(top: float, format_value: Callable[[float], str]) -> str:
+    lines = []
+    for quarter in range(5):
+        y = _TOP + (1 - quarter / 4) * _AREA_HEIGHT
+        lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        text = escape(format_value(top * quarter / 4))
+        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    return "".join(lines)
+
+
+def legend(names: Sequence[str]) -> str:
+    """Each name beside its colour."""
+    entries = "".join(
+        f'<span><svg width="12" height="12"><rect width="12" height="12" fill="{colour_of(name, names)}"/></svg> '
+        f"{escape(name)}</span>"
+        for name in names
+    )
+    return f'<p class="legend">{entries}</p>'
+
+
+def rows_over_time(
+    names: Sequence[str], rows: Sequence[Sequence[Segment]], *, marks: Iterable[tuple[float, str]], label: str
+) -> str:
+    """Rows of segments over a common axis, each with its name in front, and a legend of the kinds of segments.
+
+    Args:
+        names: one for each row.
+        rows: segments of each row; the axis ends with the last of all.
+        marks: places on the axis with a text each.
+        label: what the picture shows, for those who cannot see it.
+    """
+    extent = max((segment.end for row in rows for segment in row), default=0.0) or 1.0
+    scale = (_WIDTH - _LEFT - _RIGHT) / extent
+    height = _TOP + len(rows) * _ROW
+    kinds = list(dict.fromkeys(segment.kind for row in rows for segment in row))
+    drawn = []
+    for index, (name, row) in enumerate(zip(names, rows, strict=True)):
+        y = _TOP + index * _ROW
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y + _ROW - 8}" text-anchor="end">{escape(name)}</text>')
+        for segment in row:
+            width = max((segment.end - segment.start) * scale - _LEAST_WIDTH, _LEAST_WIDTH)
+            drawn.append(
+                f'<rect x="{_LEFT + segment.start * scale:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - _GAP}" '
+                f'fill="{colour_of(segment.kind, kinds)}"><title>{escape(segment.text)}</title></rect>'
+            )
+    for place, text in marks:
+        x = _LEFT + place * scale
+        anchor = "end" if place > 0.9 * extent else "start"
+        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height + 5}" class="mark"/>')
+        drawn.append(f'<text x="{x:.1f}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>')
+    return _picture(_WIDTH, height + _BOTTOM, drawn, label) + legend(kinds)
+
+
+def cells(numbers: Sequence[int], columns: int, label: str) -> str:
+    """Devices as numbered squares, `columns` in each row."""
+    drawn = [
+        f'<rect x="{k % columns * _CELL + 1}" y="{k // columns * _CELL + 1}" width="{_CELL - 4}" height="{_CELL - 4}"'
+        f' rx="4" class="device"/><text x="{k % columns * _CELL + _CELL / 2 - 1:.0f}" y="{k // columns * _CELL + 21}"'
+        f' text-anchor="middle">{number}</text>'
+        for k, number in enumerate(numbers)
+    ]
+    return _picture(columns * _CELL, -(-len(numbers) // columns) * _CELL, drawn, label)
+
+
+def _picture(width: int, height: int, drawn: Iterable[str], label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {width} {height}" style="width:{width}px" role="img" aria-label="{escape(label)}">'
+        f"{''.join(drawn)}</svg>"
+    )

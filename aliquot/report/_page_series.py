@@ -1,0 +1,139 @@
+"""What the pictures of a plan's page show: memory over the course of a step, and the tasks of a pipeline's schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core import format_seconds
+from ..plans import Plan, TaskKind, TraceEvent, in_flight_events, submesh_names
+from ._drawings import Segment
+from ._trace import planned_trace
+
+_MOST_SEGMENTS = 3000
+_MOST_SUBMESHES = 32
+_KEPT = "activations in flight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemorySeries:
+    """Memory of each device over the course of a step.
+
+    Attributes:
+        places: operators of the step for one program, seconds for a pipeline; ascending.
+        parts: by name the bytes at each place, the longest kept first.
+        marks: places with a text each.
+        who: which devices it is of.
+        steps: whether bytes stay the same from one place to the next.
+    """
+
+    places: tuple[float, ...]
+    parts: dict[str, tuple[float, ...]]
+    marks: tuple[tuple[float, str], ...]
+    who: str
+    steps: bool
+
+
+def memory_series(plan: Plan) -> MemorySeries | None:
+    """The memory to draw: of one program as its prediction stores it, of a pipeline that of its fullest stage.
+
+    None for plans of one program whose file was written before predictions held it, and for pipelines without a backward
+    pass, which keep nothing.
+    """
+    if plan.is_pipeline:
+        return _fullest_stage(plan)
+    curve = plan.prediction.memory_over_time
+    if curve is None or not curve.parts:
+        return None
+    # What stays for the whole step lies at the bottom.
+    steadiest = sorted(curve.parts.items(), key=lambda item: (-min(item[1]), item[0]))
+    marks, count = [], 0
+    for phase, group in itertools.groupby(curve.phases):
+        marks.append((float(count), phase))
+        count += len(list(group))
+    return MemorySeries(
+        places=tuple(float(k) for k in range(len(curve.phases))),
+        parts=dict(steadiest),
+        marks=tuple(_spread(marks, count)),
+        who="",
+        steps=False,
+    )
+
+
+def _spread(marks: Sequence[tuple[float, str]], extent: float) -> list[tuple[float, str]]:
+    """Marks whose texts do not lie upon each other: of those that are too near the first stays."""
+    kept: list[tuple[float, str]] = []
+    for place, text in marks:
+        if not kept or place - kept[-1][0] > 0.08 * extent:
+            kept.append((place, text))
+    return kept
+
+
+def _fullest_stage(plan: Plan) -> MemorySeries | None:
+    """State and working memory stay; each micro-batch in flight keeps its activations."""
+    index, prediction = max(
+        ((k, stage.prediction) for k, stage in enumerate(plan.stages) if stage.prediction),
+        key=lambda item: item[1].peak_memory_bytes,
+    )
+    trace = planned_trace(plan)
+    held = {second: count for second, _, stage, count in in_flight_events(trace.events) if stage == index}
+    if not held or not prediction.in_flight:
+        return None
+    places = [0.0, *(second for second in held if second > 0), trace.step_time_s]
+    counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
+    each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
+    parts = {
+        name: tuple(count * each_bytes for count in counts) if name == _KEPT else (num_bytes,) * len(places)
+        for name, num_bytes in sorted(prediction.memory_bytes.items(), key=lambda item: item[0] == _KEPT)
+        if num_bytes
+    }
+    return MemorySeries(
+        places=tuple(places),
+        parts=parts,
+        marks=((0.0, "0 s"), (trace.step_time_s, format_seconds(trace.step_time_s))),
+        who=f" of stage {index}, the fullest",
+        steps=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScheduleRows:
+    """Tasks of each submesh in the order of time. `shown_s`: how much of the step they cover from its beginning."""
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[Segment, ...], ...]
+    shown_s: float
+    step_time_s: float
+    num_left_out: int
+
+
+def schedule_rows(plan: Plan) -> ScheduleRows:
+    """The predicted schedule, as much of it from the beginning as can be drawn."""
+    trace = planned_trace(plan)
+    shown = min(plan.num_submeshes, _MOST_SUBMESHES)
+    events = sorted(
+        (e for e in trace.events if e.lane == "compute" and e.submesh < shown), key=lambda event: event.end_s
+    )
+    splits_backward = any(event.kind == TaskKind.BACKWARD_WEIGHT for event in events)
+    rows: list[list[Segment]] = [[] for _ in range(shown)]
+    for event in events[:_MOST_SEGMENTS]:
+        rows[event.submesh].append(_segment(event, splits_backward))
+    return ScheduleRows(
+        names=tuple(f"submesh {k}" for k in range(shown)),
+        rows=tuple(tuple(row) for row in rows),
+        shown_s=events[min(len(events), _MOST_SEGMENTS) - 1].end_s if events else 0.0,
+        step_time_s=trace.step_time_s,
+        num_left_out=len(submesh_names(plan)) - shown,
+    )
+
+
+def _segment(event: TraceEvent, splits_backward: bool) -> Segment:
+    kind = {
+        TaskKind.FORWARD.value: "forward",
+        TaskKind.BACKWARD_WEIGHT.value: "gradients of weights",
+        "update": "update",
+    }.get(str(event.kind), "backward for inputs" if splits_backward else "backward")
+    which = f" of micro-batch {event.micro_batch}" if event.micro_batch >= 0 else ""
+    time = format_seconds(event.end_s - event.start_s)
+    return Segment(event.start_s, event.end_s, kind, f"{kind}{which}, stage {event.stage}: {time}")

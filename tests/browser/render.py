@@ -1,0 +1,85 @@
+"""Loads pages in Chromium without a screen and writes a picture of each beside it.
+
+Run as a program of its own, `python render.py page.html ...`: prints one line of JSON for each page, with what the page
+itself reports about its layout, and all errors that the browser logged.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")
+
+from PySide6.QtCore import QEventLoop, QTimer, QUrl
+from PySide6.QtWebEngineCore import QWebEnginePage
+from PySide6.QtWebEngineWidgets import QWebEngineView
+from PySide6.QtWidgets import QApplication
+
+WIDTH = 1000
+SETTLE_MS = 400
+LIMIT_MS = 60_000
+# What the browser made of the page: its extent, pictures without an extent, and texts that stick out of their picture.
+LAYOUT = """JSON.stringify({
+  title: document.title,
+  headings: [...document.querySelectorAll('h2')].map(h => h.textContent),
+  width: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
+  pictures: document.querySelectorAll('svg').length,
+  empty: [...document.querySelectorAll('svg')].filter(s => !(s.getBoundingClientRect().width > 4)).length,
+  outside: [...document.querySelectorAll('svg text')].filter(t => {
+    const a = t.getBoundingClientRect(), b = t.closest('svg').getBoundingClientRect();
+    return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+  }).map(t => t.textContent),
+})"""
+
+
+class Page(QWebEnginePage):
+    """Keeps what the browser logs."""
+
+    def __init__(self, parent):
+        super().__init__(parent)
+        self.logged = []
+
+    def javaScriptConsoleMessage(self, level, message, line, source):
+        self.logged.append(message)
+
+
+def wait(connect):
+    """Run the event loop until a callback is called, and return what it was given."""
+    loop, results = QEventLoop(), []
+
+    def done(*given):
+        results.append(given[0] if given else None)
+        loop.quit()
+
+    QTimer.singleShot(LIMIT_MS, loop.quit)
+    connect(done)
+    if not results:
+        loop.exec()
+    if not results:
+        sys.exit("the browser did not answer in time")
+    return results[0]
+
+
+def main(paths):
+    application = QApplication([])
+    view = QWebEngineView()
+    page = Page(view)
+    view.setPage(page)
+    for path in map(Path, paths):
+        page.logged.clear()
+        view.resize(WIDTH, 600)
+        view.show()
+        page.load(QUrl.fromLocalFile(str(path.resolve())))
+        loaded = wait(lambda done: page.loadFinished.connect(done))
+        found = json.loads(wait(lambda done: page.runJavaScript(LAYOUT, 0, done)))
+        view.resize(WIDTH, int(found["height"]) + 8)
+        wait(lambda done: QTimer.singleShot(SETTLE_MS, done))
+        view.grab().save(str(path.with_suffix(".png")))
+        print(json.dumps({**found, "loaded": loaded, "logged": list(page.logged)}), flush=True)
+    view.close()
+    application.quit()
+
+
+main(sys.argv[1:])

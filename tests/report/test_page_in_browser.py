@@ -1,0 +1,76 @@
+"""Pages of plans in Chromium; it needs a package (`make page-test` installs it)."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_plans import PREDICTION, sample_pipeline, sample_plan
+
+from aliquot.plans import MemoryCurve
+from aliquot.report import page
+
+RENDER = Path(__file__).parents[1] / "browser" / "render.py"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("PySide6") is None,
+    reason="no browser for Python is installed; make page-test installs one",
+)
+CURVE = MemoryCurve(
+    phases=("forward",) * 8 + ("backward",) * 8 + ("update",) * 2,
+    parts={
+        "parameters": (2048.0,) * 18,
+        "activations": tuple(119.0 * k for k in (*range(1, 9), *range(8, 0, -1), 0, 0)),
+    },
+)
+PLANS = {
+    "program": sample_plan(
+        prediction=PREDICTION.__class__(
+            **{name: getattr(PREDICTION, name) for name in PREDICTION.__struct_fields__} | {"memory_over_time": CURVE}
+        )
+    ),
+    "pipeline": sample_pipeline(),
+    "strange names": sample_plan(notes=("<script>document.title = 'run'</script> & \"quoted\"",), method="<b>"),
+}
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    """What the browser reports of each page, and where its picture lies."""
+    folder = tmp_path_factory.mktemp("pages")
+    paths = [folder / f"{name.replace(' ', '_')}.html" for name in PLANS]
+    for path, plan in zip(paths, PLANS.values()):
+        path.write_text(page(plan))
+    ended = subprocess.run([sys.executable, str(RENDER), *map(str, paths)], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(PLANS, zip(found, (path.with_suffix(".png") for path in paths)), strict=True))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_browser_shows_all_of_the_page(rendered, name):
+    found, _ = rendered[name]
+    assert found["loaded"] and found["logged"] == []
+    assert found["pictures"] >= 3 and found["empty"] == 0 and found["outside"] == []
+    assert found["width"] <= 1000
+
+
+def test_sections_of_a_program_and_of_a_pipeline(rendered):
+    program, pipeline = rendered["program"][0]["headings"], rendered["pipeline"][0]["headings"]
+    assert "Memory over the course of a step (predicted)" in program
+    assert {"Stages (predicted)", "Schedule (predicted)"} <= set(pipeline)
+
+
+def test_colours_of_memory_reach_the_screen(rendered):
+    """Pixels of the stacked areas: of parameters at the bottom, of activations above."""
+    from matplotlib.image import imread
+
+    picture = (imread(rendered["program"][1])[:, :, :3] * 255).round().astype(np.int64)
+    for colour in ((0x00, 0x72, 0xB2), (0x00, 0x9E, 0x73)):
+        assert (np.abs(picture - np.array(colour)).max(axis=2) <= 2).sum() > 5000
+
+
+def test_texts_of_a_plan_run_nothing(rendered):
+    assert rendered["strange names"][0]["title"] != "run"
