@@ -1,0 +1,34 @@
+"""Pages of the documentation: each is listed and linked from the first one, and what they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import aliquot as aq
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+NAVIGATION = (DOCS.parent / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_is_in_the_navigation_and_linked_from_the_first(page):
+    assert f": {page}\n" in NAVIGATION
+    assert page == "index.md" or f"({page})" in (DOCS / "index.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_included_files_exist(page):
+    text = (DOCS / page).read_text()
+    targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
+    included = re.findall(r'--8<-- "([^"]+)"', text)
+    assert [target for target in targets if not (DOCS / target).exists()] == []
+    assert [path for path in included if not (DOCS.parent / path).exists()] == []
+
+
+def test_every_public_name_is_in_the_api_reference():
+    text = (DOCS / "api.md").read_text()
+    modules = {"cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo", "interop"}
+    public = {name for name in aq.__all__ if name not in modules and not name.startswith("_")}
+    assert sorted(name for name in public if not re.search(rf"\b{name}\b", text)) == []
