@@ -13,8 +13,11 @@ from ._configuration import write_configuration as write_configuration
 from ._database import Database as Database
 from ._database import load_database as load_database
 from ._database import models_in as models_in
+from ._export_plan import configuration_of as configuration_of
 from ._gpt_database import GPTShape as GPTShape
 from ._gpt_database import gpt_database as gpt_database
+from ._gpt_operators import OperatorMap as OperatorMap
+from ._gpt_operators import map_gpt as map_gpt
 from ._judge import ACESO as ACESO
 from ._judge import JUDGES as JUDGES
 from ._judge import Faults as Faults

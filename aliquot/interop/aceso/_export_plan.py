@@ -1,0 +1,231 @@
+"""A plan of a GPT -> Aceso's configuration, where its layout can be expressed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core import InputError, listing
+from ...cost import PlannedStage, PlannedStep
+from ...graph import Phase, Role
+from ...plans import StagePlan
+from ._configuration import Configuration, StageConfiguration
+from ._gpt_operators import OperatorMap
+from ._products import SPLIT_OF, Product, products_of
+
+_ASKED = "this plan cannot be written as a configuration of Aceso's"
+_ADVICE = "Plan a pipeline of data and tensor parallelism, for example with --method megatron:dp2,tp2,pp2, which always can be."
+_BETWEEN = {"enc-attention-softmax": "enc-attention-score", "enc-attention-dropout": "enc-attention-score"}
+_BETWEEN |= {"enc-MLP-gelu": "enc-MLP-GEMM-1"}
+_READS_BETWEEN = {"enc-attention-score": "enc-attention-context", "enc-MLP-GEMM-1": "enc-MLP-GEMM-2"}
+# Products whose results are added to the residual stream, and those that read it.
+_FILL_STREAM = ("encoder-embedding", "enc-attention-dense", "enc-MLP-GEMM-2")
+_READ_STREAM = ("enc-attention-qkv", "enc-MLP-GEMM-1", "gpt-post-process")
+
+
+def configuration_of(
+    step: PlannedStep,
+    operators: OperatorMap,
+    *,
+    model_size: str,
+    global_batch: int,
+    settings: Mapping[str, Any],
+    layers_recompute: bool,
+) -> Configuration:
+    """A plan in Aceso's terms.
+
+    Args:
+        operators: of the step.
+        model_size: as the configuration names it.
+        global_batch: samples in a step.
+        settings: what else Aceso's runtime reads, such as `num_layers`.
+        layers_recompute: whether the step itself recomputes its layers.
+
+    Raises:
+        InputError: the plan has a layout or a schedule that Aceso has no terms for; lists all of them.
+    """
+    plan = step.plan
+    faults = list(_schedule_faults(step))
+    numbers = [e.ops for e in step.staged.extracts] if step.staged else [tuple(range(len(step.graph.ops)))]
+    stage_of, cuts = _stages(step, operators, numbers)
+    faults += cuts
+    stages = []
+    for k, (stage, planned, ops) in enumerate(zip(step.stages, plan.stages, numbers, strict=True)):
+        mine = [o for o, number in enumerate(stage_of) if number == k]
+        layout = _StageLayout(stage=stage, planned=planned, operators=operators, ops=ops, where=f"stage {k}")
+        degrees = [layout.degrees(o) for o in mine]
+        faults += [*layout.operator_faults(), *layout.state_faults()]
+        again = [planned.recompute or (layers_recompute and operators.names[o].startswith("enc-")) for o in mine]
+        stages.append(
+            StageConfiguration(
+                num_devices=math.prod(planned.mesh_shape),
+                tensor=tuple(d[0] for d in degrees),
+                data=tuple(d[1] for d in degrees),
+                algorithm=tuple(d[2] for d in degrees),
+                recompute=tuple(again),
+            )
+        )
+    if faults:
+        raise InputError(listing(_ASKED, faults, _ADVICE))
+    return Configuration(
+        model_name="gpt",
+        model_size=model_size,
+        global_batch=global_batch,
+        micro_batch=global_batch // plan.num_micro_batches,
+        stages=tuple(stages),
+        settings=dict(settings),
+    )
+
+
+def _schedule_faults(step: PlannedStep) -> Iterator[str]:
+    plan = step.plan
+    if plan.is_pipeline and plan.schedule != "1f1b":
+        yield f"its schedule is {plan.schedule}, and Aceso runs 1f1b: plan with --schedule 1f1b"
+    if plan.is_pipeline and plan.num_submeshes != len(plan.stages):
+        yield f"its {len(plan.stages)} stages share {plan.num_submeshes} groups of devices, and Aceso gives each its own"
+        return
+    first = 0
+    for k, stage in enumerate(plan.stages):
+        if stage.first_device != first:
+            yield f"stage {k} begins on device {stage.first_device}, and Aceso puts it behind the stages before it, on {first}"
+        first = stage.first_device + math.prod(stage.mesh_shape)
+
+
+def _stages(step: PlannedStep, operators: OperatorMap, numbers: Sequence[Sequence[int]]) -> tuple[list[int], list[str]]:
+    """The stage of each operator of the chain, and the operators that a cut goes through."""
+    found: list[set[int]] = [set() for _ in operators.names]
+    for k, ops in enumerate(numbers):
+        for number in ops:
+            if operators.computes[number] and operators.of_op[number] >= 0:
+                if step.graph.ops[number].phase is Phase.FORWARD:
+                    found[operators.of_op[number]].add(k)
+    faults = [
+        f"operator {o}, {operators.names[o]}, is cut: it is in stages {', '.join(map(str, sorted(stages)))}"
+        for o, stages in enumerate(found)
+        if len(stages) > 1
+    ]
+    stage_of: list[int] = []
+    for stages in found:
+        before = stage_of[-1] if stage_of else 0
+        stage_of.append(max(before, min(stages, default=before)))
+    return stage_of, faults
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _StageLayout:
+    """The layout of one stage, read from its choices."""
+
+    stage: PlannedStage
+    planned: StagePlan
+    operators: OperatorMap
+    ops: Sequence[int]
+    where: str
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    products: dict[int, list[Product]] = field(init=False)
+    tensor_axes: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.products, self.tensor_axes = {}, set()
+        for product in products_of(self.stage.problem, self.operators, self.ops):
+            kinds = SPLIT_OF[self.operators.names[product.operators[0]]]
+            choice = self.stage.choices[product.node]
+            self.tensor_axes |= {a for a, f in enumerate(choice) if product.kinds.get(f) in kinds}
+            for operator in product.operators:
+                self.products.setdefault(operator, []).append(product)
+
+    def degrees(self, operator: int) -> tuple[int, int, int]:
+        """Tensor degree, data degree and algorithm of an operator of the chain."""
+        if operator in self.products:
+            found = {self._of_product(operator, product) for product in self.products[operator]}
+            if len(found) > 1 and operator not in {o for o, _ in self.faults}:
+                shown = " and ".join(f"tp{t} dp{d} algorithm {a}" for t, d, a in sorted(found))
+                self._fault(operator, f"its products are split in different ways: {shown}")
+            return min(found)
+        return self._of_group(operator)
+
+    def operator_faults(self) -> Iterator[str]:
+        """What operators have that Aceso has no terms for; the same of several layers in one line."""
+        by_kind: dict[tuple[str, str], dict[int, None]] = {}
+        for operator, what in self.faults:
+            by_kind.setdefault((self.operators.names[operator], what), {})[operator] = None
+        for (name, what), numbers in by_kind.items():
+            yield f"{self.where}, {name} (operators {', '.join(map(str, numbers))}): {what}"
+
+    def state_faults(self) -> Iterator[str]:
+        """What is split of parameters and states beyond tensor parallelism."""
+        split: dict[tuple[str, str], int] = {}
+        problem = self.stage.problem
+        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+            if item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE) or port.node < 0:
+                continue
+            for a, factor in enumerate(self.stage.choices[port.node]):
+                if factor >= 0 and port.projection[factor] >= 0 and a not in self.tensor_axes:
+                    what = "parameters are" if item.role is Role.PARAMETER else "the state of the optimizer is"
+                    split[what, self.planned.axis_names[a]] = split.get((what, self.planned.axis_names[a]), 0) + 1
+        for (what, axis), count in split.items():
+            yield (
+                f"{self.where}: {what} split over axis {axis!r} ({count} arrays), as by ZeRO or FSDP, and Aceso keeps the "
+                "state whole on all data ranks"
+            )
+
+    def _of_product(self, operator: int, product: Product) -> tuple[int, int, int]:
+        kinds = SPLIT_OF[self.operators.names[operator]]
+        tensor = data = 1
+        split: set[str] = set()
+        for a, factor in enumerate(self.stage.choices[product.node]):
+            size, axis = self.planned.mesh_shape[a], self.planned.axis_names[a]
+            kind = product.kinds.get(factor, "")
+            if factor in product.batch:
+                data *= size
+            elif kind in kinds:
+                tensor *= size
+                split.add(kind)
+            elif factor < 0 and size > 1:
+                self._fault(operator, f"all {size} devices along axis {axis!r} do the same work")
+            elif size > 1:
+                label = self.stage.problem.nodes.nodes[product.node].factors[factor].label
+                self._fault(
+                    operator, f"axis {axis!r} splits dim {label}, neither examples nor what tensor degrees split"
+                )
+        if len(split) > 1:
+            self._fault(operator, f"it is split by {' and '.join(sorted(split))} at once, and Aceso's by one of them")
+        return tensor, data, min((kinds.index(kind) for kind in split), default=0)
+
+    def _of_group(self, operator: int) -> tuple[int, int, int]:
+        """Degrees of an operator between products, by the split of its arrays."""
+        devices = math.prod(self.planned.mesh_shape)
+        name = self.operators.names[operator]
+        node = self._node(operator)
+        if node is None:
+            data = math.prod(self.planned.mesh_shape[self.planned.axis_names.index(a)] for a in self.planned.data_axes)
+            return devices // data, data, 0
+        batch, data = self.stage.problem.nodes.batch_factors[node], 1
+        for a, factor in enumerate(self.stage.choices[node]):
+            size, axis = self.planned.mesh_shape[a], self.planned.axis_names[a]
+            if factor in batch:
+                data *= size
+            elif size > 1 and (factor >= 0) != (name in _BETWEEN):
+                how = "also splits something else than examples" if factor >= 0 else "splits nothing"
+                self._fault(operator, f"axis {axis!r} {how} of its arrays")
+        return devices // data, data, 0
+
+    def _node(self, operator: int) -> int | None:
+        """The decision about the arrays that an operator between products works on."""
+        name = self.operators.names[operator]
+        filled: tuple[str, ...] = _FILL_STREAM
+        read: tuple[str, ...] = _READ_STREAM
+        if name in _BETWEEN:
+            filled, read = (_BETWEEN[name],), (_READS_BETWEEN[_BETWEEN[name]],)
+        nearest = sorted(self.products, key=lambda o: abs(o - operator))
+        for other in nearest:
+            for product in self.products[other]:
+                if self.operators.names[other] in filled and product.landed is not None:
+                    return product.landed.node
+                if self.operators.names[other] in read and product.sources:
+                    return product.sources[-1][1].node
+        return None
+
+    def _fault(self, operator: int, what: str) -> None:
+        self.faults.append((operator, what))
