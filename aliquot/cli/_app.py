@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ._aceso import evaluate, show
-from ._aceso_plans import export_plan
+from ._aceso_plans import export_plan, import_plan
 from ._aceso_profile import accuracy, export
 from ._aceso_profile import profile as profile_aceso
 from ._aceso_search import faults, search
@@ -45,6 +45,7 @@ for _aceso_verb in (show, evaluate, search, faults, accuracy):
     _aceso.command(_aceso_verb.__name__)(_aceso_verb)
 _aceso.command("profile")(profile_aceso)
 _aceso.command("export")(export_plan)
+_aceso.command("import")(import_plan)
 app.add_typer(_aceso, name="aceso")
 _blocks = typer.Typer(
     help="ParallelBlocks: find them, measure their programs, and plan from that.", no_args_is_help=True

@@ -40,6 +40,7 @@ from ._layers import Layers as Layers
 from ._layers import cut_alike as cut_alike
 from ._layers import cut_between as cut_between
 from ._layers import cut_layers as cut_layers
+from ._layers import named_places as named_places
 from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
 from ._render import to_dot as to_dot

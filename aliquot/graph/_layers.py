@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import InputError, nearest
+from ..core import InputError, nearest, shortened
 from ._dataflow import Item, items_of
 from ._segments import Run, find_repeats
 from ._split_reach import scans_over_layers
@@ -32,6 +32,8 @@ _SMALL = 0.1
 _WIDE = 8.0
 # Places where hardly more bytes cross are as good as the narrowest.
 _CLOSE = 1.01
+# Layers that begin at given places of the forward pass.
+_PLACES = "places:"
 # Rows of a stacked parameter, as `split_scans` names them.
 _RANGE = re.compile(r"(.*?)(\[\d+:\d+\])$")
 
@@ -66,17 +68,20 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
     Args:
         graph: the step.
         layers: a number; a pattern of parameter paths such as `params.layers[*]`, every match of
-            which begins a layer; or None for every good place.
+            which begins a layer; the text that `named_places` gives; or None for every good place.
 
     Raises:
-        InputError: the pattern matches no parameter, or there are not so many places to cut.
+        InputError: the pattern matches no parameter, there are not so many places to cut, or places
+            are none of the step's.
     """
     items = items_of(graph)
     forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
     crossing = crossing_bytes(graph, items, forward)
     costs = np.array([items[k].cost for k in forward])
     users = _parameters_of(graph, items, forward)
-    if isinstance(layers, str):
+    if isinstance(layers, str) and layers.startswith(_PLACES):
+        starts = _at_places(graph, layers, len(forward))
+    elif isinstance(layers, str):
         starts = _by_pattern(graph, layers, users, crossing)
     else:
         places = _places(graph, items, forward, crossing, users)
@@ -92,6 +97,11 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         boundary_bytes=_behind(crossing, ends),
         costs=_weights(items, forward, starts),
     )
+
+
+def named_places(layers: Layers) -> str:
+    """Text that tells `cut_layers` to begin layers where these do."""
+    return _PLACES + ",".join(map(str, layers.starts[1:]))
 
 
 def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
@@ -183,6 +193,19 @@ def cut_alike(layers: Layers, graph: Graph) -> Layers:
     )
     ends = [*layers.starts[1:], len(layers.forward)]
     return replace(layers, items=items, boundary_bytes=_behind(crossing_bytes(graph, items, layers.forward), ends))
+
+
+def _at_places(graph: Graph, text: str, end: int) -> list[int]:
+    """Starts of the layers that begin at the places of a text."""
+    parts = text.removeprefix(_PLACES).split(",")
+    places = [int(part) for part in parts if part.isdecimal() and len(part) < 10]
+    starts = [0, *places]
+    if len(places) < len(parts) or any(a >= b for a, b in itertools.pairwise([*starts, end])):
+        raise InputError(
+            f"layers={shortened(text, 60)!r}: layers of {graph.name} can begin at rising numbers from 1 to {end - 1}, such as "
+            f"{_PLACES}1,2."
+        )
+    return starts
 
 
 def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, ...]:

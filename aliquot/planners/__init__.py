@@ -5,6 +5,7 @@ from ._base import AbstractMethod as AbstractMethod
 from ._base import Candidate as Candidate
 from ._base import Decision as Decision
 from ._base import Interrupted as Interrupted
+from ._base import PipelineParts as PipelineParts
 from ._base import Progress as Progress
 from ._base import StageDecision as StageDecision
 from ._base import Task as Task
@@ -49,4 +50,5 @@ from .intra import MegatronSplit as MegatronSplit
 from .intra import Space as Space
 from .intra import block_options as block_options
 from .intra import judge_picks as judge_picks
+from .intra import kinds_of as kinds_of
 from .intra import restrict_blocks as restrict_blocks

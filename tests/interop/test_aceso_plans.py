@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 
+import jax
+import numpy as np
 import pytest
 from command_line import refused, run
+from runtime.equality import largest
 
+import aliquot as aq
+from aliquot import Plan, zoo
 from aliquot.interop.aceso import built_in_chains, make_chain, read_configuration
 
 SHAPE = ["hidden_size=32", "num_heads=4", "ffn_size=64", "vocab_size=64", "num_layers=4", "seq_len=16"]
@@ -97,3 +102,198 @@ def test_files_that_are_no_plans(tmp_path):
     odd = tmp_path / "odd.json"
     odd.write_text("{")
     refused(run("aceso", "export", odd, "--out", tmp_path / "config.json"), "is not JSON")
+
+
+# ---- configurations as plans ---------------------------------------------------------------------
+
+
+def configuration(path, stages, *, micro=4, **changes):
+    """A configuration for the small model.
+
+    Args:
+        stages: for each how many operators, how many GPUs, and a function from an operator's number and name to its tensor
+            degree, algorithm and recomputation.
+    """
+    rows, first = [], 0
+    for count, devices, layout in stages:
+        rows.append([(*layout(o, NAMES[o]), devices) for o in range(first, first + count)])
+        first += count
+    content = {
+        "model_name": "gpt",
+        "model_size": "10M",
+        "num_layers": 4,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "global_batch_size": 8,
+        "micro_batch_size": micro,
+        "num_stages": len(stages),
+        "num_gpus": [devices for _, devices, _ in stages],
+        "checkpoint_activations": [any(again for _, _, again, _ in row) for row in rows],
+        "resharding_stages": [False for _ in stages],
+        "num_ops_in_each_stage": [count for count, _, _ in stages],
+        "model_parallel_size_of_each_op": [[tensor for tensor, _, _, _ in row] for row in rows],
+        "data_parallel_size_of_each_op": [[devices // tensor for tensor, _, _, devices in row] for row in rows],
+        "recompute_ops": [[again for _, _, again, _ in row] for row in rows],
+        "algo_of_each_op": [[algorithm for _, algorithm, _, _ in row] for row in rows],
+    }
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+def degrees(tensor, *, algorithm=0, again=0):
+    return lambda o, name: (tensor, algorithm, again)
+
+
+def swapped(o, name):
+    """Algorithm 1 wherever there is one."""
+    return 2, int(name in ("enc-attention-qkv", "enc-attention-dense", "enc-MLP-GEMM-1", "enc-MLP-GEMM-2")), 0
+
+
+def attention_finer(o, name):
+    """Attention on all four devices, all else on the examples."""
+    return (4 if "attention" in name and "post" not in name else 1), 0, 0
+
+
+def mlp_by_tensors(o, name):
+    return (2 if "MLP" in name else 1), 0, 0
+
+
+def three_degrees(o, name):
+    """Tensor degree 4 for attention, 2 for the first product behind it, 1 for all else."""
+    return (4 if "attention" in name and "post" not in name else 2 if name == "enc-MLP-GEMM-1" else 1), 0, 0
+
+
+IMPORTED = {
+    "uniform": [(27, 4, degrees(2)), (28, 4, degrees(4))],
+    "one stage": [(55, 8, degrees(2))],
+    "unequal stages": [(17, 2, degrees(1)), (20, 4, degrees(4)), (18, 2, degrees(2))],
+    # Behind the queries, inside the softmax, and behind the activation of the feed-forward layer.
+    "cut anywhere": [(3, 2, degrees(2)), (14, 2, degrees(1)), (21, 2, degrees(2)), (17, 2, degrees(1))],
+    "algorithm 1": [(27, 4, swapped), (28, 4, swapped)],
+    "mixed": [(27, 4, attention_finer), (28, 4, mlp_by_tensors)],
+    "mixed, cut inside a layer": [(24, 4, attention_finer), (31, 4, attention_finer)],
+    "three degrees": [(55, 8, three_degrees)],
+}
+
+
+def imported(folder, stages, *options, **settings):
+    out = folder / "plan.json"
+    config = configuration(folder / "config.json", stages, **settings)
+    done = run("aceso", "import", config, "--model", *TINY[:1], *TINY[3:], "--out", out, *options)
+    assert done.exit_code == 0, done.output
+    return Plan.load(out)
+
+
+def check_equal(plan):
+    """Three steps of a plan are those of the plain step, in float64."""
+    with jax.enable_x64(True):
+        work = zoo.build(**plan.model.settings)
+        start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
+        random = np.random.default_rng(0)
+        batches = [
+            {name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()} for _ in range(3)
+        ]
+        plain, step = jax.jit(work.train_step), aq.parallelize(work.train_step, plan)
+        wanted = found = start
+        for batch in batches:
+            wanted, expected = plain(wanted, batch)
+            found, metrics = step(found, batch)
+            assert abs(float(metrics["loss"]) - float(expected["loss"])) <= 1e-9 * float(expected["loss"])
+        leaf, path = largest("float64", start, jax.device_get(found), jax.device_get(wanted))
+        assert leaf <= 1e-9, path
+        predicted = aq.estimate(plan, work.train_step, work.state, work.batch)
+    assert predicted == plan.prediction
+    return work
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_imported_configurations_run_as_the_plain_step(tmp_path, name):
+    plan = imported(tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4)
+    assert [len(s.layer_names) for s in plan.stages] == [1] * len(IMPORTED[name])
+    check_equal(plan)
+
+
+def test_degrees_come_back_as_they_were(tmp_path):
+    for name in ("uniform", "algorithm 1", "mixed", "three degrees"):
+        imported(tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4)
+        done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
+        assert done.exit_code == 0, done.output
+        before, after = (json.loads((tmp_path / f).read_text()) for f in ("config.json", "again.json"))
+        for key in ("num_gpus", "num_ops_in_each_stage", "algo_of_each_op", "micro_batch_size"):
+            assert before[key] == after[key], key
+        first = 0
+        for k, count in enumerate(before["num_ops_in_each_stage"]):
+            key = "model_parallel_size_of_each_op"
+            differ = {NAMES[first + o] for o in range(count) if before[key][k][o] != after[key][k][o]}
+            # Dropout is none of the model's, and the last dropout of the MLP is on the residual stream.
+            assert differ <= ({"enc-post-MLP-dropout"} if name == "mixed" else set()), (name, differ)
+            first += count
+
+
+def test_imported_plans_are_split_as_their_degrees_say(tmp_path):
+    plan = imported(tmp_path, IMPORTED["mixed"], "--dtype", "float64")
+    first, second = plan.stages
+    assert (first.mesh_shape, first.axis_names) == ((4,), ("mixed",))
+    assert (second.mesh_shape, second.axis_names, second.data_axes) == ((2, 2), ("data", "mixed"), ("data",))
+    assert first.shardings["state.params.layers[0].attn.q.kernel"] == ((), ("mixed",))
+    assert first.shardings["state.params.layers[0].mlp.up.kernel"] == ((), ())
+    assert first.shardings["batch.inputs"] == (("mixed",), ())
+    assert second.shardings["state.params.layers[3].mlp.down.kernel"] == (("mixed",), ())
+    assert second.shardings["state.params.layers[3].attn.out.kernel"] == ((), ())
+
+
+def test_all_that_does_not_fit_is_said_at_once(tmp_path):
+    config = configuration(
+        tmp_path / "config.json",
+        [(27, 4, degrees(1)), (26, 2, degrees(2)), (1, 1, degrees(1))],
+        micro=3,
+        hidden_size=64,
+        seq_length=32,
+        model_name="t5",
+    )
+    refused(
+        run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--out", tmp_path / "plan.json"),
+        "it is of a model of family 't5'",
+        "seq_length is 32, and the model's 16: add --set seq_len=32",
+        "hidden_size is 64, and the model's 32: add --set hidden_size=64",
+        "it has 54 operators, and the model's chain 55",
+        "micro-batches of 3 do not make up a global batch of 8",
+        "it is for 7 GPUs, and 8xcpu has 8: give a --cluster of 7",
+        "stage 0, operator 0, encoder-embedding and 26 more: micro-batches of 3 samples cannot be split over data degree 4",
+    )
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_degrees_that_do_not_divide_and_stages_without_work(tmp_path):
+    out = ("--out", tmp_path / "plan.json")
+    many = [(27, 4, degrees(4)), (28, 4, degrees(1))]
+    config = configuration(tmp_path / "config.json", many, num_attention_heads=2)
+    fewer_heads = [str(part).replace("num_heads=4", "num_heads=2") for part in TINY[3:]]
+    refused(
+        run("aceso", "import", config, "--model", "gpt-10m", *fewer_heads, *out),
+        "stage 0, operator 3, enc-attention-score: its arrays (dot_general",
+        "cannot be split, 2 into 4",
+    )
+    algorithm = [(27, 4, degrees(2, algorithm=2)), (28, 4, degrees(2))]
+    config = configuration(tmp_path / "config.json", algorithm)
+    refused(
+        run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], *out),
+        "stage 0, operator 2, enc-attention-qkv: there is no algorithm 2, only 0, 1",
+    )
+    empty = [(5, 4, degrees(1)), (1, 2, degrees(1)), (49, 2, degrees(1))]
+    config = configuration(tmp_path / "config.json", empty)
+    refused(
+        run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], *out),
+        "stage 1 has only enc-attention-dropout, of which the model computes nothing",
+    )
+
+
+def test_memory_that_is_short(tmp_path):
+    config = configuration(tmp_path / "config.json", IMPORTED["uniform"])
+    done = run(
+        *("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--memory-limit", "200KiB"),
+        *("--out", tmp_path / "plan.json"),
+    )
+    refused(done, "The configuration does not fit, with 200.0 KiB on each device", "- stage 0 needs", code=1)

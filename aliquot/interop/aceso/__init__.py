@@ -18,6 +18,8 @@ from ._gpt_database import GPTShape as GPTShape
 from ._gpt_database import gpt_database as gpt_database
 from ._gpt_operators import OperatorMap as OperatorMap
 from ._gpt_operators import map_gpt as map_gpt
+from ._import_plan import configuration_faults as configuration_faults
+from ._import_plan import plan_of as plan_of
 from ._judge import ACESO as ACESO
 from ._judge import JUDGES as JUDGES
 from ._judge import Faults as Faults

@@ -13,16 +13,13 @@ from ...graph import Phase, Role
 from ...plans import StagePlan
 from ._configuration import Configuration, StageConfiguration
 from ._gpt_operators import OperatorMap
-from ._products import SPLIT_OF, Product, products_of
+from ._products import FILL_STREAM, READ_STREAM, SPLIT_OF, Product, products_of
 
 _ASKED = "this plan cannot be written as a configuration of Aceso's"
 _ADVICE = "Plan a pipeline of data and tensor parallelism, for example with --method megatron:dp2,tp2,pp2, which always can be."
 _BETWEEN = {"enc-attention-softmax": "enc-attention-score", "enc-attention-dropout": "enc-attention-score"}
 _BETWEEN |= {"enc-MLP-gelu": "enc-MLP-GEMM-1"}
 _READS_BETWEEN = {"enc-attention-score": "enc-attention-context", "enc-MLP-GEMM-1": "enc-MLP-GEMM-2"}
-# Products whose results are added to the residual stream, and those that read it.
-_FILL_STREAM = ("encoder-embedding", "enc-attention-dense", "enc-MLP-GEMM-2")
-_READ_STREAM = ("enc-attention-qkv", "enc-MLP-GEMM-1", "gpt-post-process")
 
 
 def configuration_of(
@@ -214,8 +211,8 @@ class _StageLayout:
     def _node(self, operator: int) -> int | None:
         """The decision about the arrays that an operator between products works on."""
         name = self.operators.names[operator]
-        filled: tuple[str, ...] = _FILL_STREAM
-        read: tuple[str, ...] = _READ_STREAM
+        filled: tuple[str, ...] = FILL_STREAM
+        read: tuple[str, ...] = READ_STREAM
         if name in _BETWEEN:
             filled, read = (_BETWEEN[name],), (_READS_BETWEEN[_BETWEEN[name]],)
         nearest = sorted(self.products, key=lambda o: abs(o - operator))

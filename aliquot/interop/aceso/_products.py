@@ -23,6 +23,19 @@ SPLIT_OF = {
     "gpt-post-process": (FEATURES,),
 }
 
+STREAM = (
+    "enc-1st-layernorm",
+    "enc-post-attention-dropout",
+    "enc-2nd-layernorm",
+    "enc-post-MLP-dropout",
+    "final-layernorm",
+)
+"""Operators on the residual stream."""
+FILL_STREAM = ("encoder-embedding", "enc-attention-dense", "enc-MLP-GEMM-2")
+"""Products whose results are added to the residual stream."""
+READ_STREAM = ("enc-attention-qkv", "enc-MLP-GEMM-1", "gpt-post-process")
+"""Products that read it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:

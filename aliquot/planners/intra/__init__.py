@@ -12,4 +12,5 @@ from .blocks import block_options as block_options
 from .blocks import restrict_blocks as restrict_blocks
 from .fixed import Fixed as Fixed
 from .fixed import MegatronSplit as MegatronSplit
+from .fixed import kinds_of as kinds_of
 from .ilp import ILP as ILP

@@ -1,0 +1,300 @@
+"""Aceso's configuration -> a plan of a GPT."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...cluster import Cluster, LogicalMesh, subcluster
+from ...core import InfeasibleError, InputError, format_bytes, listing
+from ...cost import PipelinePrediction, PricedStage, make_problem, predict_stages, price, price_stage
+from ...graph import Graph, cut_between, named_places
+from ...planners import ILP, Decision, PipelineParts, Space, StageDecision, Task, write_plan
+from ...plans import ModelReference, Plan, make_schedule
+from ...sharding import LayeredStep, layer_step, stage_step
+from ._configuration import Configuration, StageConfiguration
+from ._gpt_operators import OperatorMap
+from ._products import STREAM
+from ._stage_splits import DATA, StageSplits, members_differ, mesh_axes
+
+_ASKED = "the configuration does not fit this model and this cluster"
+_SCHEDULE = "1f1b"
+# What stands for each of Aceso's keys on the command line.
+_SETTINGS = {
+    "num_layers": "num_layers",
+    "seq_length": "seq_len",
+    "num_attention_heads": "num_heads",
+    "hidden_size": "hidden_size",
+}
+
+
+def configuration_faults(
+    configuration: Configuration, names: Sequence[str], shape: Mapping[str, Any], cluster: Cluster
+) -> list[str]:
+    """What of a configuration does not go with a GPT, or with a cluster.
+
+    Args:
+        names: of the operators of the model's chain.
+        shape: of the model, by Aceso's keys.
+    """
+    return [*_model_faults(configuration, names, shape), *_device_faults(configuration, names, cluster)]
+
+
+def _model_faults(configuration: Configuration, names: Sequence[str], shape: Mapping[str, Any]) -> Iterator[str]:
+    if configuration.model_name != "gpt":
+        yield f"it is of a model of family {configuration.model_name!r}, and plans are made for those of family 'gpt'"
+    for key, option in _SETTINGS.items():
+        given = configuration.settings.get(key, shape[key])
+        if given != shape[key]:
+            yield f"{key} is {given}, and the model's {shape[key]}: add --set {option}={given}"
+    if configuration.num_operators != len(names):
+        yield f"it has {configuration.num_operators} operators, and the model's chain {len(names)}"
+    if configuration.global_batch % configuration.micro_batch:
+        yield (
+            f"micro-batches of {configuration.micro_batch} do not make up a global batch of {configuration.global_batch}: "
+            "micro_batch_size must divide global_batch_size"
+        )
+
+
+def _device_faults(configuration: Configuration, names: Sequence[str], cluster: Cluster) -> Iterator[str]:
+    used = sum(stage.num_devices for stage in configuration.stages)
+    if used != cluster.num_devices:
+        yield f"it is for {used} GPUs, and {cluster.name} has {cluster.num_devices}: give a --cluster of {used}"
+    first_device = first = 0
+    for k, stage in enumerate(configuration.stages):
+        if (where := _straddles(first_device, stage.num_devices, cluster)) is not None:
+            yield f"stage {k} on {where}"
+        first_device += stage.num_devices
+        if mesh_axes(stage.num_devices, stage.tensor) is None:
+            shown = ", ".join(map(str, sorted(set(stage.tensor))))
+            yield f"stage {k} has tensor degrees {shown}, which must divide each other, and its {stage.num_devices} devices"
+        wrong: dict[int, list[int]] = {}
+        for o, data in enumerate(stage.data, first):
+            if configuration.micro_batch % data:
+                wrong.setdefault(data, []).append(o)
+        for data, operators in wrong.items():
+            named = names[operators[0]] if operators[0] < len(names) else "unknown"
+            more = f" and {len(operators) - 1} more" if len(operators) > 1 else ""
+            yield (
+                f"stage {k}, operator {operators[0]}, {named}{more}: micro-batches of {configuration.micro_batch} samples cannot "
+                f"be split over data degree {data}"
+            )
+        first += len(stage.tensor)
+
+
+def _straddles(first: int, count: int, cluster: Cluster) -> str | None:
+    each = cluster.devices_per_host
+    fits = (first % each == 0 and count % each == 0) if count > each else first % each + count <= each
+    return None if fits else f"devices {first} to {first + count - 1} straddles hosts of {each}"
+
+
+def plan_of(
+    configuration: Configuration,
+    graph: Graph,
+    operators: OperatorMap,
+    cluster: Cluster,
+    *,
+    model: ModelReference,
+    version: str,
+    trace_s: float,
+    memory_limit_bytes: float | None = None,
+) -> Plan:
+    """A configuration as a plan of a captured GPT.
+
+    Operators are split as their degrees say, and what follows from them as is cheapest. The residual stream has one split in
+    each stage, that of most operators on it; notes of the plan name stages where others asked for another.
+
+    Args:
+        configuration: for which `configuration_faults` found nothing.
+        operators: of the step.
+        memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
+
+    Raises:
+        InputError: degrees do not divide what they split, or a stage has no operator that the model computes; all are listed.
+        InfeasibleError: a stage does not fit in memory.
+    """
+    started = time.perf_counter()
+    count = configuration.global_batch // configuration.micro_batch
+    task = Task(graph=graph, cluster=cluster, num_micro_batches=count, memory_limit_bytes=memory_limit_bytes)
+    firsts = _first_operators(configuration)
+    layers = _cut(graph, operators, firsts)
+    layered = layer_step(graph, count, layers=layers)
+    decision, notes = _decide(configuration, operators, firsts, layered, task)
+    plan = write_plan(
+        decision,
+        task,
+        model=model,
+        version=version,
+        trace_s=trace_s,
+        search_s=time.perf_counter() - started,
+        layers=layers,
+    )
+    return msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
+
+
+def _first_operators(configuration: Configuration) -> list[int]:
+    lengths = [len(stage.tensor) for stage in configuration.stages]
+    return [sum(lengths[:k]) for k in range(len(lengths))]
+
+
+def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | int:
+    """Where the stages begin, as `cut_layers` takes it."""
+    if len(firsts) == 1:
+        return 1
+    computing = [(k, operators.of_op[k]) for k, computes in enumerate(operators.computes) if computes]
+    present = {operator for _, operator in computing}
+    ends = [*firsts[1:], len(operators.names)]
+    empty = [
+        f"stage {k} has only {', '.join(operators.names[o] for o in range(a, b))}, of which the model computes nothing"
+        for k, (a, b) in enumerate(zip(firsts, ends, strict=True))
+        if not present & set(range(a, b))
+    ]
+    if empty:
+        raise InputError(listing(_ASKED, empty, "Move an operator there from a neighbouring stage."))
+    pairs = [
+        (
+            max(k for k, operator in computing if operator < first),
+            min(k for k, operator in computing if operator >= first),
+        )
+        for first in firsts[1:]
+    ]
+    return named_places(cut_between(graph, pairs))
+
+
+def _decide(
+    configuration: Configuration, operators: OperatorMap, firsts: Sequence[int], layered: LayeredStep, task: Task
+) -> tuple[Decision, list[str]]:
+    staged = stage_step(layered, range(len(firsts)))
+    faults: list[str] = []
+    notes: list[str] = []
+    splits = []
+    for k, (stage, first, extract) in enumerate(zip(configuration.stages, firsts, staged.extracts, strict=True)):
+        problem = make_problem(
+            extract.graph,
+            task.cluster,
+            num_micro_batches=layered.num_micro_batches,
+            memory_limit_bytes=task.limit_bytes,
+            on_missing_rule=task.on_missing_rule,
+        )
+        if members_differ(problem, operators, extract.ops, stage, first):
+            faults.append(f"stage {k}: its layers have different degrees or recomputation")
+            continue
+        problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
+        axes = mesh_axes(stage.num_devices, stage.tensor)
+        assert axes is not None
+        split = StageSplits(problem=problem, operators=operators, ops=extract.ops, stage=stage, first=first, axes=axes)
+        choices = split.choices()
+        faults += [f"stage {k}, {fault}" for fault in split.faults]
+        splits.append((split, choices))
+        notes += _notes(k, split)
+    if faults:
+        raise InputError(listing(_ASKED, list(dict.fromkeys(faults)), "Use degrees that divide what they split."))
+    solved = [_solve(split, choices, task) for split, choices in splits]
+    first_devices = np.cumsum([0, *(stage.num_devices for stage in configuration.stages)]).tolist()
+    schedule = make_schedule(_SCHEDULE, len(solved), layered.num_micro_batches)
+    prediction = predict_stages(
+        [replace(priced, first_device=first) for (_, priced), first in zip(solved, first_devices, strict=False)],
+        schedule,
+        task.cluster,
+        boundary_bytes=layered.boundary_bytes(range(1, len(solved))),
+        memory_limit_bytes=task.limit_bytes,
+        overlaps_transfers=False,
+    )
+    _require_memory(prediction, task)
+    stages = tuple(
+        replace(
+            stage,
+            first_device=first_devices[k],
+            first_layer=k,
+            layer_names=(_name(operators, configuration, firsts, k),),
+        )
+        for k, (stage, _) in enumerate(solved)
+    )
+    return (
+        Decision(
+            method="aceso",
+            planner="imported",
+            stages=stages,
+            step_time_s=prediction.step.step_time_s,
+            lower_bound_s=None,
+            bound_holds_for="",
+            status="imported from a configuration of Aceso's",
+            pipeline=PipelineParts(
+                layered=layered,
+                staged=staged,
+                schedule=schedule,
+                overlaps_transfers=False,
+                prediction=prediction,
+            ),
+            combine=layered.combine,
+        ),
+        notes,
+    )
+
+
+def _submesh(stage: StageConfiguration, cluster: Cluster) -> tuple[int, int]:
+    """Hosts of a stage, and devices of each."""
+    each = cluster.devices_per_host
+    return max(1, stage.num_devices // each), min(stage.num_devices, each)
+
+
+def _solve(split: StageSplits, choices: Sequence[Any], task: Task) -> tuple[StageDecision, PricedStage]:
+    """A stage with the cheapest of the choices that it may take."""
+    problem, axes = split.problem, split.axes
+    waits = problem.num_micro_batches > 1
+    priced = price(
+        problem.nodes,
+        LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
+        repeats=problem.num_micro_batches,
+        data_axes=frozenset(
+            a for a, name in enumerate(axes.names) if waits and name.startswith(DATA) and axes.sizes[a] > 1
+        ),
+        choices=choices,
+    )
+    space = Space(name="imported", priced=priced, allowed=[np.ones(len(node.choices), bool) for node in priced.nodes])
+    planner = ILP().coarser(relative_gap=1e-2, node_limit=50)
+    solution = planner.solve(problem, space, memory_limit_bytes=task.limit_bytes)
+    if solution is None:
+        # Where it does not fit, say by how much.
+        solution = planner.solve(problem, space, memory_limit_bytes=math.inf)
+    assert solution is not None
+    decision = StageDecision(problem=problem, priced=priced, picks=solution.picks)
+    return decision, price_stage(priced, solution.picks, problem.graph)
+
+
+def _require_memory(prediction: PipelinePrediction, task: Task) -> None:
+    peaks = [stage.peak_memory_bytes for stage in prediction.stages]
+    over = [k for k, peak in enumerate(peaks) if peak > task.limit_bytes]
+    if over:
+        listed = "".join(f"\n  - stage {k} needs {format_bytes(peaks[k])}" for k in over)
+        raise InfeasibleError(
+            f"The configuration does not fit, with {format_bytes(task.limit_bytes)} on each device:{listed}\n"
+            "  Recompute more operators, use more tensor parallelism or smaller micro-batches, or raise --memory-limit.",
+            required_bytes=max(peaks),
+            available_bytes=task.limit_bytes,
+        )
+
+
+def _name(operators: OperatorMap, configuration: Configuration, firsts: Sequence[int], k: int) -> str:
+    last = firsts[k] + len(configuration.stages[k].tensor) - 1
+    return f"{operators.names[firsts[k]]} ({firsts[k]}) to {operators.names[last]} ({last})"
+
+
+def _notes(k: int, split: StageSplits) -> Iterator[str]:
+    """What a stage does in another way than its configuration says."""
+    stage = split.stage
+    degree = split.stream_data
+    others = [
+        o for o, data in enumerate(stage.data, split.first) if split.operators.names[o] in STREAM and data != degree
+    ]
+    if others:
+        yield (
+            f"stage {k}: sums and norms on the residual stream are split over data degree {degree}; operators "
+            f"{', '.join(map(str, others[:6]))}{', ...' if len(others) > 6 else ''} asked for another"
+        )

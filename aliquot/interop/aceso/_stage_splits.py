@@ -1,0 +1,251 @@
+"""Degrees of the operators of one stage -> the choices that its nodes may take.
+
+The mesh is factored so finely that each axis is, for every operator, either one of its tensor degree or one of its data
+degree; ranks of one tensor group are neighbours, as in Megatron-LM. Products and the arrays between them are split as
+their operators say. The residual stream, with the norms and sums on it, is one array through the whole stage, so it has
+one split. What follows (weights, states, the backward pass) may be split as what it is made of is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cost import Problem, can_split, enumerate_choices
+from ...planners import kinds_of
+from ...sharding import Choice, Port, Projection
+from ._configuration import StageConfiguration
+from ._gpt_operators import OperatorMap
+from ._products import CONTRACTION, FEATURES, FILL_STREAM, HEADS, READ_STREAM, SPLIT_OF, STREAM, Product, products_of
+
+Ints = NDArray[np.int64]
+_Neighbours: TypeAlias = dict[int, list[tuple[int, Projection, Projection]]]
+DATA, TENSOR, MIXED = "data", "tensor", "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The mesh of a stage, outermost axis first.
+
+    Attributes:
+        names, sizes: of the axes.
+        degrees: for each the least tensor degree of operators that it is a tensor axis for.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    degrees: tuple[int, ...]
+
+    def is_tensor(self, axis: int, tensor: int) -> bool:
+        """Whether an axis is one of the tensor degree of an operator."""
+        return tensor >= self.degrees[axis]
+
+
+def mesh_axes(num_devices: int, tensor_degrees: Sequence[int]) -> Axes | None:
+    """The coarsest mesh on which all these tensor degrees exist; None where they do not divide each other."""
+    steps = sorted({1, *tensor_degrees, num_devices})
+    if any(b % a for a, b in itertools.pairwise(steps)):
+        return None
+    least, most = min(tensor_degrees), max(tensor_degrees)
+    names, sizes, degrees = [], [], []
+    for low, high in reversed(list(itertools.pairwise(steps))):
+        # An operator has an axis for tensors if its degree reaches the upper end of it.
+        kind = DATA if high > most else TENSOR if high <= least else MIXED
+        names.append(kind)
+        sizes.append(high // low)
+        degrees.append(high)
+    counts: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        counts[name] += 1
+        numbered.append(name if counts[name] == 1 else f"{name}{counts[name]}")
+    if not numbered:
+        return Axes(names=(DATA,), sizes=(1,), degrees=(2,))
+    return Axes(names=tuple(numbered), sizes=tuple(sizes), degrees=tuple(degrees))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StageSplits:
+    """The choices of a stage.
+
+    Attributes:
+        problem: of the stage.
+        operators: of the step.
+        ops: for each operator of the stage its number in the step.
+        stage: its configuration.
+        first: the chain's first operator in the stage.
+        axes: of its mesh.
+        faults: what the model cannot follow.
+    """
+
+    problem: Problem
+    operators: OperatorMap
+    ops: Sequence[int]
+    stage: StageConfiguration
+    first: int
+    axes: Axes
+    faults: list[str] = field(default_factory=list)
+    _decided: dict[int, Choice] = field(default_factory=dict)
+    _seeds: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
+
+    def choices(self) -> list[Ints]:
+        """For each node the choices that it may take; `faults` where there are none."""
+        products = products_of(self.problem, self.operators, self.ops)
+        for product in products:
+            self._decide_product(product)
+        for product in products:
+            self._decide_arrays(product)
+        return self._allowed()
+
+    @property
+    def stream_data(self) -> int:
+        """The data degree of the residual stream: that of most operators on it, of several the largest."""
+        on_stream = Counter(self._degrees(o)[1] for o in self._mine() if self.operators.names[o] in STREAM)
+        everywhere = Counter(self.stage.data)
+        counts = on_stream or everywhere
+        return max(counts, key=lambda degree: (counts[degree], degree))
+
+    def _mine(self) -> range:
+        return range(self.first, self.first + len(self.stage.tensor))
+
+    def _degrees(self, operator: int) -> tuple[int, int, int]:
+        """Tensor degree, data degree and algorithm; of an operator of another stage those of the nearest one here."""
+        k = min(max(operator - self.first, 0), len(self.stage.tensor) - 1)
+        return self.stage.tensor[k], self.stage.data[k], self.stage.algorithm[k]
+
+    def _decide_product(self, product: Product) -> None:
+        operator = product.operators[0]
+        name = self.operators.names[operator]
+        tensor, _, algorithm = self._degrees(operator)
+        kinds = SPLIT_OF[name]
+        if algorithm >= len(kinds):
+            self._fault(operator, f"there is no algorithm {algorithm}, only {', '.join(map(str, range(len(kinds))))}")
+            return
+        factor = next(f for f, kind in sorted(product.kinds.items()) if kind == kinds[algorithm])
+        self._decide(operator, product.node, product.batch, factor, tensor)
+
+    def _decide_arrays(self, product: Product) -> None:
+        """The arrays that a product makes and reads."""
+        operator = product.operators[0]
+        name = self.operators.names[operator]
+        if product.landed is not None:
+            shared = {FEATURES, HEADS}
+            self._decide_array(product, name in FILL_STREAM, product.own, product.landed, shared, behind=True)
+        for port, source in product.sources:
+            shared = {HEADS} if HEADS in product.kinds.values() else {CONTRACTION}
+            self._decide_array(product, name in READ_STREAM, port, source, shared, behind=False)
+
+    def _decide_array(
+        self, product: Product, on_stream: bool, port: Port, other: Port, shared: set[str], *, behind: bool
+    ) -> None:
+        if other.node in self._decided:
+            return
+        batch = self.problem.nodes.batch_factors[other.node]
+        operator = product.operators[0]
+        name = self.operators.names[operator]
+        if on_stream:
+            devices = self.stage.num_devices
+            self._decide(operator, other.node, batch, -1, devices // self.stream_data)
+            return
+        # Softmax and GELU have degrees of their own.
+        if behind and name in ("enc-attention-score", "enc-MLP-GEMM-1"):
+            operator += 1
+        elif not behind:
+            operator -= 2 if name == "enc-attention-context" else 1
+        tensor, _, algorithm = self._degrees(operator)
+        dims = [port.projection[f] for f, kind in product.kinds.items() if kind in shared]
+        factor = next((other.projection.index(d) for d in dims if d >= 0 and d in other.projection), -1)
+        if behind and name == "enc-attention-qkv" and algorithm == 1:
+            # Its result is summed, and whole on the devices of a tensor group.
+            factor = -1
+        self._decide(operator, other.node, batch, factor, tensor)
+
+    def _decide(self, operator: int, node: int, batch: frozenset[int], factor: int, tensor: int) -> None:
+        example = min(batch, default=-1)
+        choice = tuple(factor if self.axes.is_tensor(axis, tensor) else example for axis in range(len(self.axes.sizes)))
+        table = self.problem.nodes.nodes[node]
+        if not can_split(table, choice, self.axes.sizes):
+            sizes = [
+                f"{table.factors[f].size} into {math.prod(s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f)}"
+                for f in sorted({*choice} - {-1})
+            ]
+            self._fault(operator, f"its arrays ({table.label}) cannot be split, {', '.join(sizes)}")
+            return
+        self._decided[node] = choice
+        for axis, chosen in enumerate(choice):
+            if chosen >= 0 and chosen not in batch:
+                self._seeds[axis].add((node, chosen))
+
+    def _allowed(self) -> list[Ints]:
+        kinds = kinds_of(self.problem.graph, self.problem.nodes)
+        neighbours = self._neighbours()
+        follows = [self._spread(axis, neighbours) for axis in range(len(self.axes.sizes))]
+        allowed = []
+        for node in self.problem.nodes.nodes:
+            if node.index in self._decided:
+                allowed.append(np.array([self._decided[node.index]], np.int64))
+                continue
+            choices = enumerate_choices(node, self.axes.sizes)
+            is_state = node.index in kinds.parameters or node.index in kinds.update
+            batch = frozenset[int]() if is_state else self.problem.nodes.batch_factors[node.index]
+            for axis, name in enumerate(self.axes.names):
+                follow = follows[axis].get(node.index, set())
+                if name.startswith(MIXED) and not is_state:
+                    choices = choices[np.isin(choices[:, axis], [-1, *batch, *follow])]
+                else:
+                    choices = _as_far_as_possible(choices, axis, batch if name.startswith(DATA) else follow)
+            allowed.append(choices)
+        return allowed
+
+    def _spread(self, axis: int, neighbours: _Neighbours) -> dict[int, set[int]]:
+        """For each node that is not decided the factors along which the splits by an axis go on."""
+        reached: dict[int, set[int]] = defaultdict(set)
+        pending = sorted(self._seeds[axis])
+        while pending:
+            node, factor = pending.pop()
+            for other, mine, theirs in neighbours.get(node, ()):
+                if other in self._decided or mine[factor] < 0 or mine[factor] not in theirs:
+                    continue
+                same = theirs.index(mine[factor])
+                if same not in reached[other]:
+                    reached[other].add(same)
+                    pending.append((other, same))
+        return reached
+
+    def _neighbours(self) -> _Neighbours:
+        found: _Neighbours = defaultdict(list)
+        for edge in self.problem.nodes.edges:
+            found[edge.source].append((edge.target, edge.source_projection, edge.target_projection))
+            found[edge.target].append((edge.source, edge.target_projection, edge.source_projection))
+        return found
+
+    def _fault(self, operator: int, what: str) -> None:
+        self.faults.append(f"operator {operator}, {self.operators.names[operator]}: {what}")
+
+
+def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[int]) -> Ints:
+    """Choices that let an axis split one of some factors, or nothing where they cannot."""
+    wanted = np.isin(choices[:, axis], list(factors))
+    return choices[wanted if wanted.any() else choices[:, axis] == -1]
+
+
+def members_differ(
+    problem: Problem, operators: OperatorMap, ops: Sequence[int], stage: StageConfiguration, first: int
+) -> bool:
+    """Whether layers that are decided together have different degrees."""
+
+    def each() -> Iterator[tuple[int, tuple[object, ...]]]:
+        for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
+            k = operators.of_op[ops[op.index]] - first
+            if 0 <= k < len(stage.tensor) and operators.computes[ops[op.index]]:
+                yield op_class, (stage.tensor[k], stage.data[k], stage.algorithm[k], stage.recompute[k])
+
+    seen: dict[int, tuple[object, ...]] = {}
+    return any(seen.setdefault(op_class, layout) != layout for op_class, layout in each())
