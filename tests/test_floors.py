@@ -29,6 +29,9 @@ FLOORS = {
     "__main__": 12,
 }
 
+# Rooms of a folder: each imports those before it, by what their `__init__.py` offers. Files beside them import all.
+ROOMS = {"sharding": ("micro_batches",), "runtime": ("transport", "compiled", "spmd", "pipeline")}
+
 # Where a library that not everybody has, or that may change under us, can be imported.
 CONFINED = {
     "flax": ("zoo/", "graph/_nnx.py"),
@@ -36,7 +39,7 @@ CONFINED = {
     "matplotlib": ("report/",),
     "equinox": (),
     "ray": ("runtime/_ray.py",),
-    "orbax": ("runtime/_state.py",),
+    "orbax": ("runtime/transport/_state.py",),
     "jax._src": ("graph/_jax_compat.py",),
     "jaxlib": ("graph/_jax_compat.py",),
     "typer": ("cli/",),
@@ -104,6 +107,23 @@ def violations(source: str, path: str) -> list[str]:
     return wrong
 
 
+def room_violations(source: str, path: str) -> list[str]:
+    """What a file imports of another room of its folder that it may not."""
+    folder, *inner = path.split("/")
+    rooms = ROOMS.get(folder, ())
+    own = inner[0] if len(inner) > 1 else ""
+    wrong = []
+    for line, name in imported(ast.parse(source), path):
+        parts = name.split(".")
+        if parts[:2] != ["aliquot", folder] or len(parts) < 4 or parts[2] not in rooms or parts[2] == own:
+            continue
+        if own in rooms and rooms.index(parts[2]) > rooms.index(own):
+            wrong.append(f"{path}:{line}: room `{own}` imports `{parts[2]}`, which comes after it")
+        if parts[3].startswith("_"):
+            wrong.append(f"{path}:{line}: imports `{name}` past the `__init__.py` of its room")
+    return wrong
+
+
 def _runs_at_import(tree: ast.Module) -> list[ast.stmt]:
     """Statements outside functions and outside `if TYPE_CHECKING`, those in classes and branches included."""
     waiting, found = list(tree.body), []
@@ -122,6 +142,25 @@ def _runs_at_import(tree: ast.Module) -> list[ast.stmt]:
 @pytest.mark.parametrize("path", package_files())
 def test_imports_go_down(path):
     assert violations((PACKAGE / path).read_text(), path) == []
+
+
+@pytest.mark.parametrize("path", [path for path in package_files() if path.split("/")[0] in ROOMS])
+def test_rooms_import_those_before_them(path):
+    assert room_violations((PACKAGE / path).read_text(), path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "count"),
+    [
+        ("runtime/spmd/_a.py", "from ..transport import place\nfrom ._spmd import Program", 0),
+        ("runtime/_step.py", "from .pipeline import Pipeline", 0),
+        ("runtime/transport/_a.py", "from ..pipeline import Pipeline", 1),
+        ("runtime/_step.py", "from .pipeline._pipeline import Pipeline", 1),
+        ("runtime/transport/_a.py", "from ..pipeline._pipeline import Pipeline", 2),
+    ],
+)
+def test_a_wrong_import_between_rooms_is_seen(path, source, count):
+    assert len(room_violations(source, path)) == count
 
 
 @pytest.mark.parametrize("path", [path for path in package_files() if path.startswith(JAX_FREE_AT_IMPORT)])

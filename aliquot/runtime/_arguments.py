@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..core import InputError, PlanMismatchError
 from ..graph import FlatCall, Graph
-from ._pieces import PiecedArray
+from .transport import PiecedArray
 
 
 class Arguments:

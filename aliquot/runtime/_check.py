@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph import Graph
-from ._pieces import PiecedArray
-from ._state import gather
+from .transport import PiecedArray, gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from ..core import CaptureError, PlanMismatchError
 from ..graph import SplitGraph, calling_of, capture, evaluate, split_rows
 from ..plans import ArrayInterface
-from ._arrays import stub
-from ._pieces import Rows, joined
+from .transport import Rows, joined, stub
 
 _NOTHING = np.zeros((), np.int32)
 

@@ -15,17 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..cost import PlannedStep
 from ..graph import Graph, Literal
 from ..plans import ArrayInterface, Plan, Trace
-from ._agreement import agree_on_step
 from ._arguments import Arguments
-from ._pieces import cut_leaves, input_pieces, join_results, original_of, output_pieces
-from ._pipeline import Pipeline
-from ._pipeline_stats import pipeline_stats
-from ._plan_pipeline import build_plan_pipeline
 from ._runner import AbstractRunner, interface_of
-from ._stage_functions import Key
-from ._state import place
-from ._stats import Stats
-from ._trace import Span, measured_trace
+from .compiled import Stats
+from .pipeline import Key, Pipeline, Span, build_plan_pipeline, measured_trace, pipeline_stats
+from .transport import agree_on_step, cut_leaves, input_pieces, join_results, original_of, output_pieces, place
 
 
 class PipelineRunner(AbstractRunner):

@@ -15,16 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from ..cost import PlannedStep
 from ..graph import Graph
 from ..plans import ArrayInterface, Plan, Trace, TraceEvent
-from ._agreement import agree_on_step, spans_processes
 from ._arguments import types_of
-from ._mesh import make_mesh
-from ._pieces import PiecedArray
-from ._plan_program import build_plan_program
 from ._runner import AbstractRunner, interface_of
-from ._spmd import Program
-from ._state import place
-from ._stats import Stats, compiled_stats
-from ._watchdog import watched
+from .compiled import Stats, compiled_stats
+from .spmd import Program, build_plan_program, make_mesh
+from .transport import PiecedArray, agree_on_step, place, spans_processes, watched
 
 
 class ProgramRunner(AbstractRunner):

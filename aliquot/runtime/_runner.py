@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..graph import Graph
 from ..plans import ArrayInterface, Trace
-from ._stats import Stats
+from .compiled import Stats
 
 
 class AbstractRunner(abc.ABC):

@@ -12,17 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core import InputError
 from ..cost import PlannedStep
 from ..plans import Plan, Trace, headline
-from ._agreement import agree, plan_lines, spans_processes
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
-from ._mesh import make_mesh
-from ._pieces import places_of
 from ._pipeline_runner import PipelineRunner
 from ._program_runner import ProgramRunner
 from ._runner import AbstractRunner
-from ._state import local_part
-from ._stats import Stats
+from .compiled import Stats
+from .spmd import make_mesh
+from .transport import agree, local_part, places_of, plan_lines, spans_processes
 
 
 class Step:

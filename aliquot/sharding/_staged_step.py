@@ -19,8 +19,7 @@ from ..graph import (
     range_layers,
     stage_layers,
 )
-from ._micro_batches import plan_micro_batches, trace_part
-from ._time_specs import TimeKind
+from .micro_batches import TimeKind, plan_micro_batches, trace_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

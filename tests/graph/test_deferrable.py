@@ -7,10 +7,10 @@ import pytest
 
 import aliquot as aq
 from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
-from aliquot.runtime._layout import Layout
-from aliquot.runtime._micro_batch_graphs import cut_graph
-from aliquot.runtime._programs import Part
-from aliquot.runtime._split import split_stages
+from aliquot.runtime.pipeline._programs import Part
+from aliquot.runtime.pipeline._split import split_stages
+from aliquot.runtime.spmd._layout import Layout
+from aliquot.runtime.spmd._micro_batch_graphs import cut_graph
 from aliquot.sharding import layer_step, plan_micro_batches, stage_step
 from aliquot.zoo import build, configure
 

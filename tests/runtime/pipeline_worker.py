@@ -29,8 +29,8 @@ from runtime.pipelines import pipeline
 from aliquot.core import PlanMismatchError
 from aliquot.runtime import initialize, shutdown
 from aliquot.runtime._check import compare
-from aliquot.runtime._transfer import plan_move
-from aliquot.runtime._watchdog import Peers
+from aliquot.runtime.transport._transfer import plan_move
+from aliquot.runtime.transport._watchdog import Peers
 
 NUM_STEPS = 3
 WIDTH, BATCH, WORDS = 8, 8, 12

@@ -13,8 +13,8 @@ from aliquot.graph import Graph, Phase, Role, Staging, capture, cut_layers, item
 from aliquot.graph._stages import assign_stages
 from aliquot.plans import make_schedule
 from aliquot.runtime import PipelineRunner, Step
-from aliquot.runtime._build_pipeline import StageSetup, build_pipeline
 from aliquot.runtime._check import StepCheck, compare
+from aliquot.runtime.pipeline._build_pipeline import StageSetup, build_pipeline
 from aliquot.sharding import Pins
 
 

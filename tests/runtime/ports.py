@@ -2,7 +2,7 @@
 
 import os
 
-from aliquot.runtime._hosts import reserved_port
+from aliquot.runtime.transport._hosts import reserved_port
 
 
 def coordinator_port() -> int:

@@ -7,8 +7,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from aliquot.runtime import add_up, find_collectives
-from aliquot.runtime._device_groups import device_groups
-from aliquot.runtime._hlo import num_bytes
+from aliquot.runtime.compiled._device_groups import device_groups
+from aliquot.runtime.compiled._hlo import num_bytes
 
 
 def entry(*lines: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 from runtime.host_worker import NUM_STEPS, batch_of, workload
 from runtime.ports import coordinator_port
 
-from aliquot.runtime._hosts import _spare_threads, reserved_port
+from aliquot.runtime.transport._hosts import _spare_threads, reserved_port
 
 WORKER = Path(__file__).parent / "host_worker.py"
 TIMEOUT_S = 170

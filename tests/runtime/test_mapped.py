@@ -11,7 +11,7 @@ from aliquot.cluster import TARGETS
 from aliquot.cost import Problem
 from aliquot.graph import ReplayHook, capture, evaluate
 from aliquot.planners import ManualParallel, Zero3Parallel
-from aliquot.runtime._mapped import differing
+from aliquot.runtime.spmd._mapped import differing
 
 
 def plain(w, x):

@@ -16,8 +16,8 @@ from runtime.pipelines import build, check_steps
 
 from aliquot import zoo
 from aliquot.graph import Call, Role, capture, cut_layers, split_scans, stage_layers
-from aliquot.runtime._instructions import Run
-from aliquot.runtime._pieces import PiecedArray
+from aliquot.runtime.pipeline._instructions import Run
+from aliquot.runtime.transport._pieces import PiecedArray
 
 BAR = 1e-9
 ROWS, WIDTH, LAYERS = 8, 4, 5

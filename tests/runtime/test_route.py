@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from aliquot.runtime import _route
-from aliquot.runtime._arrays import struct
-from aliquot.runtime._route import plan_route
+from aliquot.runtime.transport import _route
+from aliquot.runtime.transport._arrays import struct
+from aliquot.runtime.transport._route import plan_route
 
 _ENDS = [*itertools.permutations((1, 2, 3, 4), 2), (2, 2), (4, 4), (2, 6), (6, 2), (5, 3)]
 

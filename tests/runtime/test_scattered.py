@@ -11,7 +11,7 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.planners import ManualParallel, Zero2Parallel
 from aliquot.runtime import find_collectives
-from aliquot.runtime._local import product
+from aliquot.runtime.spmd._local import product
 
 WIDTH, HIDDEN = 64, 128
 

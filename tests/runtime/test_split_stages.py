@@ -13,10 +13,10 @@ from runtime.pipelines import build, staging
 from aliquot import zoo
 from aliquot.graph import capture, cut_layers, stage_layers
 from aliquot.plans import TaskKind, make_schedule
-from aliquot.runtime._hlo import find_collectives
-from aliquot.runtime._instructions import Run, Send
-from aliquot.runtime._programs import PER_MICRO_BATCH, Part
-from aliquot.runtime._stage_functions import Form
+from aliquot.runtime.compiled._hlo import find_collectives
+from aliquot.runtime.pipeline._instructions import Run, Send
+from aliquot.runtime.pipeline._programs import PER_MICRO_BATCH, Part
+from aliquot.runtime.pipeline._stage_functions import Form
 
 MICRO_BATCHES = 4
 
@@ -147,7 +147,7 @@ def kept(pipeline, stage):
 
 
 def test_stats_count_what_is_in_flight(grouped):
-    from aliquot.runtime._pipeline_stats import pipeline_stats
+    from aliquot.runtime.pipeline._pipeline_stats import pipeline_stats
 
     stages = pipeline_stats(grouped).stages
     lists = make_schedule("1f1b", 2, MICRO_BATCHES)

@@ -7,7 +7,8 @@ import pytest
 
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
-from aliquot.sharding import Action, TimeKind, _micro_batch_analysis, dim_rule, plan_micro_batches
+from aliquot.sharding import Action, TimeKind, dim_rule, plan_micro_batches
+from aliquot.sharding.micro_batches import _micro_batch_analysis
 
 W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
 BATCH = {

@@ -6,9 +6,10 @@ import pytest
 
 from aliquot.core import CaptureError
 from aliquot.graph import capture
-from aliquot.sharding import _micro_batches, layer_step, trace_part
-from aliquot.sharding._micro_batches import _trace
-from aliquot.sharding._resized import resized
+from aliquot.sharding import layer_step, trace_part
+from aliquot.sharding.micro_batches import _micro_batches
+from aliquot.sharding.micro_batches._micro_batches import _trace
+from aliquot.sharding.micro_batches._resized import resized
 from aliquot.zoo import build
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_len": 16, "vocab_size": 64}

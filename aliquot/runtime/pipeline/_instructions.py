@@ -1,0 +1,221 @@
+"""A schedule and the programs of its stages -> one list of instructions, the same in every process.
+
+Arrays live in numbered slots. An instruction runs a program on slots, or moves slots from one stage
+to another, and says which slots nobody reads afterwards; there is nothing left to decide while a
+step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...plans import Schedule, TaskKind
+from ._programs import Part
+from ._stage_functions import Form, Key, StageFunction
+
+PART_OF = {
+    TaskKind.FORWARD: Part.FORWARD,
+    TaskKind.BACKWARD: Part.BACKWARD,
+    TaskKind.BACKWARD_INPUT: Part.BACKWARD_INPUT,
+    TaskKind.BACKWARD_WEIGHT: Part.BACKWARD_WEIGHT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Run a stage's function.
+
+    Attributes:
+        function: its position in the list of functions.
+        stage, micro_batch: whose task it is; -1 for what runs once a step.
+        inputs, outputs: slots.
+        frees: slots that nobody reads afterwards.
+    """
+
+    function: int
+    stage: int
+    micro_batch: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Move arrays from one stage's mesh to another's, all in one transfer."""
+
+    source: int
+    target: int
+    micro_batch: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Instructions:
+    """Instructions of one step.
+
+    Attributes:
+        steps: in the order in which they are issued.
+        slots: what each slot holds, and on which stage: `(stage, key, micro-batch)`.
+        given: for each stage the slots of inputs of the step that must lie there, by value.
+        zeros: for each stage the slots of its running totals, by value.
+        numbers: for each stage the slots of the numbers of micro-batches.
+        results: for each (stage, value) that the user gets, its slot.
+    """
+
+    steps: tuple[Run | Send, ...]
+    slots: tuple[tuple[int, Key, int], ...]
+    given: dict[int, dict[int, int]]
+    zeros: dict[int, dict[int, int]]
+    numbers: dict[int, tuple[int, ...]]
+    results: dict[tuple[int, int], int]
+
+
+def write_instructions(
+    functions: Sequence[StageFunction],
+    schedule: Schedule,
+    *,
+    home: Mapping[int, int],
+    results: Iterable[tuple[int, int]],
+) -> Instructions:
+    """Instructions of a step.
+
+    Args:
+        functions: of all stages.
+        schedule: its tasks.
+        home: for inputs that are kept on one stage that stage; others are given to every stage that
+            reads them.
+        results: stages and values that the user gets.
+    """
+    writer = _Writer(functions, schedule.num_micro_batches)
+    writer.spread_inputs(home)
+    writer.once(Part.EARLY)
+    for task in schedule.order():
+        writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
+    for number in sorted({f.program.round for f in functions if f.program.part is Part.UPDATE}):
+        writer.once(Part.UPDATE, number)
+    slots_of_results = {(stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results}
+    return Instructions(
+        steps=_with_frees(writer.steps, set(slots_of_results.values()), writer.kept()),
+        slots=tuple(writer.slots),
+        given=writer.by_stage(Form.GIVEN),
+        zeros=writer.by_stage(Form.TOTAL),
+        numbers=writer.numbers(),
+        results=slots_of_results,
+    )
+
+
+class _Writer:
+    def __init__(self, functions: Sequence[StageFunction], num_micro_batches: int) -> None:
+        self._functions, self._num_micro_batches = functions, num_micro_batches
+        self.steps: list[Run | Send] = []
+        self.slots: dict[tuple[int, Key, int], int] = {}
+        self._moved: set[int] = set()
+        self._readers: dict[tuple[Form, int], list[int]] = {}
+        for f in functions:
+            for key in f.takes:
+                readers = self._readers.setdefault((key.form, key.value), [])
+                if f.program.stage not in readers:
+                    readers.append(f.program.stage)
+
+    def slot(self, stage: int, key: Key, micro_batch: int) -> int:
+        if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE, Form.PACKED):
+            micro_batch = -1
+        elif key.micro_batch >= 0:
+            micro_batch, key = key.micro_batch, Key(key.form, key.value)
+        return self.slots.setdefault((stage, key, micro_batch), len(self.slots))
+
+    def spread_inputs(self, home: Mapping[int, int]) -> None:
+        """Bring to every stage what it reads of another stage's state."""
+        wanted: dict[tuple[int, int], list[int]] = {}
+        for (form, value), readers in self._readers.items():
+            if form is Form.GIVEN and value in home:
+                self.slot(home[value], Key(form, value), -1)
+                for stage in sorted(readers):
+                    if stage != home[value]:
+                        wanted.setdefault((home[value], stage), []).append(value)
+        for (source, target), values in sorted(wanted.items()):
+            self._send(source, target, -1, [Key(Form.GIVEN, v) for v in values])
+
+    def once(self, part: Part, number: int = 0) -> None:
+        """Run what runs once a step, in all stages, and send what others read of it."""
+        for k, f in enumerate(self._functions):
+            if f.program.part is part and f.program.round == number:
+                self._run(k, f, -1)
+                self._send_all(f, -1)
+
+    def task(self, stage: int, part: Part, micro_batch: int) -> None:
+        """Run one task of the schedule, and send what others read of it."""
+        for k, f in enumerate(self._functions):
+            if (f.program.stage, f.program.part) == (stage, part):
+                self._run(k, f, micro_batch)
+                self._send_all(f, micro_batch)
+
+    def _run(self, k: int, f: StageFunction, micro_batch: int) -> None:
+        stage = f.program.stage
+        self.steps.append(
+            Run(
+                function=k,
+                stage=stage,
+                micro_batch=micro_batch,
+                inputs=tuple(self.slot(stage, key, micro_batch) for key in f.takes),
+                outputs=tuple(self.slot(stage, key, micro_batch) for key in f.gives),
+            )
+        )
+
+    def _send_all(self, f: StageFunction, micro_batch: int) -> None:
+        source = f.program.stage
+        targets: dict[int, list[Key]] = {}
+        for key in f.gives:
+            if key.form in (Form.SENT, Form.LATE, Form.PACKED):
+                for stage in self._readers.get((key.form, key.value), []):
+                    if stage != source:
+                        targets.setdefault(stage, []).append(key)
+        for target, keys in sorted(targets.items()):
+            self._send(source, target, micro_batch, keys)
+
+    def _send(self, source: int, target: int, micro_batch: int, keys: Sequence[Key]) -> None:
+        outputs = tuple(self.slot(target, key, micro_batch) for key in keys)
+        self._moved.update(outputs)
+        self.steps.append(
+            Send(
+                source=source,
+                target=target,
+                micro_batch=micro_batch,
+                inputs=tuple(self.slot(source, key, micro_batch) for key in keys),
+                outputs=outputs,
+            )
+        )
+
+    def by_stage(self, form: Form) -> dict[int, dict[int, int]]:
+        """Slots that must be filled before the first instruction."""
+        stages: dict[int, dict[int, int]] = {}
+        for (stage, key, _), slot in self.slots.items():
+            if key.form is form and slot not in self._moved:
+                stages.setdefault(stage, {})[key.value] = slot
+        return stages
+
+    def numbers(self) -> dict[int, tuple[int, ...]]:
+        """Slots of micro-batches' numbers, by stage."""
+        stages = sorted({stage for stage, key, _ in self.slots if key.form is Form.NUMBER})
+        every = range(self._num_micro_batches)
+        return {stage: tuple(self.slot(stage, Key(Form.NUMBER), m) for m in every) for stage in stages}
+
+    def kept(self) -> set[int]:
+        """Slots that outlive a step."""
+        return {slot for (_, key, _), slot in self.slots.items() if key.form is Form.NUMBER}
+
+
+def _with_frees(steps: Sequence[Run | Send], results: set[int], kept: set[int]) -> tuple[Run | Send, ...]:
+    """Every slot is dropped behind its last reader, or where it is made if nobody reads it."""
+    done = results | kept
+    freed = []
+    for step in reversed(steps):
+        touched = dict.fromkeys([*step.inputs, *step.outputs])
+        last = tuple(slot for slot in touched if slot not in done)
+        done.update(last)
+        freed.append(replace(step, frees=last))
+    return tuple(freed[::-1])

@@ -1,0 +1,32 @@
+"""A step that runs on its whole batch at once, cut like one that runs on micro-batches: body, then
+update.
+"""
+
+from __future__ import annotations
+
+from ...graph import Graph, Phase, items_of
+from ..spmd import MicroBatchGraphs, subgraph
+
+
+def phase_parts(graph: Graph) -> MicroBatchGraphs:
+    """Forward and backward pass as the body, the update behind it; nothing runs early and nothing
+    is cut.
+    """
+    items = items_of(graph)
+    given = [i.value for i in graph.inputs]
+    body = [item for item in items if item.phase is not Phase.UPDATE]
+    late = [item for item in items if item.phase is Phase.UPDATE]
+    made_in_body = {o for item in body for o in item.outputs}
+    wanted = {i for item in late for i in item.inputs} | {o.value for o in graph.outputs if isinstance(o.value, int)}
+    crossing = sorted(made_in_body & wanted)
+    return MicroBatchGraphs(
+        early=subgraph(graph, given, [], []),
+        body=subgraph(graph, given, [item.what for item in body], crossing),
+        late=subgraph(graph, [*given, *crossing], [item.what for item in late], [o.value for o in graph.outputs]),
+        early_values=(),
+        inside=(),
+        sliced=(),
+        crossing=tuple(crossing),
+        group=-1,
+        micro_batch=-1,
+    )

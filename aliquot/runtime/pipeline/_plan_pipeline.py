@@ -1,0 +1,126 @@
+"""From a plan with several stages to the pipeline that runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ...core import PlanMismatchError
+from ...cost import PlannedStage, PlannedStep
+from ...graph import Extract, Graph
+from ...plans import Plan, StagePlan, make_schedule, require_match
+from ...sharding import Pin, Pins, Spec
+from ..spmd import make_mesh, partition, stage_pins
+from ._build_pipeline import StageSetup, build_pipeline
+from ._pipeline import Pipeline
+
+
+def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None) -> Pipeline:
+    """The pipeline of a plan.
+
+    Args:
+        devices: in the cluster's order; by default `jax.devices()`.
+
+    Raises:
+        PlanMismatchError: there are too few devices, or the processes that have them cannot share
+            the plan's hosts.
+    """
+    plan = step.plan
+    devices = jax.devices() if devices is None else devices
+    require_devices(plan, devices)
+    meshes = [make_mesh(s.mesh_shape, s.axis_names, devices[s.first_device :]) for s in plan.stages]
+    return pipeline_on(step, meshes)
+
+
+def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
+    """Refuse devices, or the processes that have them, which a pipeline's plan cannot use. Raises
+    `PlanMismatchError`.
+    """
+    needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
+    if len(devices) < needed:
+        raise PlanMismatchError(
+            f"the plan is for {needed} devices in {len(plan.stages)} stages, and there are {len(devices)}",
+            asked="the plan does not fit these devices",
+            advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
+        )
+    processes = len({device.process_index for device in devices})
+    require_match(plan, num_processes=processes, asked="the plan does not fit these processes")
+
+
+def pipeline_on(
+    step: PlannedStep, meshes: Sequence[Any], processes: Sequence[frozenset[int]] | None = None
+) -> Pipeline:
+    """The same on a mesh for each stage; on those without devices (`AbstractMesh`) it can be
+    lowered, but not run.
+
+    Args:
+        processes: that have devices of each stage; must be given where meshes have none.
+    """
+    plan, staged = step.plan, step.staged
+    assert staged is not None
+    waits = plan.num_micro_batches > 1
+    setups = [
+        _setup(staged.graph, extract, stage, planned, mesh, waits=waits)
+        for extract, stage, planned, mesh in zip(staged.extracts, step.stages, plan.stages, meshes, strict=True)
+    ]
+    return build_pipeline(
+        staged.graph,
+        staged.staging,
+        setups,
+        make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
+        semantics=plan.micro_batch_semantics,
+        recompute=frozenset(k for k, stage in enumerate(plan.stages) if stage.recompute),
+        processes=processes,
+    )
+
+
+def _setup(
+    graph: Graph, extract: Extract, stage: PlannedStage, planned: StagePlan, mesh: Any, *, waits: bool
+) -> StageSetup:
+    problem = stage.problem
+    pins = stage_pins(extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits)
+    taken = {i.value for i in graph.inputs}
+    given: dict[int, PartitionSpec] = {}
+    sent: dict[int, PartitionSpec] = {}
+    for item, spec in zip(extract.graph.inputs, pins.inputs, strict=True):
+        value = extract.values[item.value]
+        shape = extract.graph.values[item.value].shape
+        (given if value in taken else sent)[value] = partition(mesh, spec, shape)
+    for output, spec in zip(extract.graph.outputs, pins.outputs, strict=True):
+        if isinstance(output.value, int):
+            value = extract.values[output.value]
+            sent.setdefault(value, partition(mesh, spec, extract.graph.values[output.value].shape))
+    return StageSetup(
+        mesh=mesh,
+        pins=_for_whole(graph, extract, pins, len(planned.mesh_shape)),
+        data_axes=planned.data_axes,
+        given_specs=given,
+        sent_specs=sent,
+    )
+
+
+def _for_whole(graph: Graph, extract: Extract, part_pins: Pins, num_axes: int) -> Pins:
+    """Pins of a part, by the operators of the whole step."""
+    op_class = [-1] * len(graph.ops)
+    for number, index in enumerate(extract.ops):
+        op_class[index] = part_pins.op_class[number]
+    whole: Spec = (-1,) * num_axes
+    by_value = {extract.values[i.value]: s for i, s in zip(extract.graph.inputs, part_pins.inputs, strict=True)}
+    pins: dict[int, Pin] = {number: pin for number, pin in part_pins.by_class.items() if number >= 0}
+    return Pins(
+        by_class=pins,
+        op_class=op_class,
+        inputs=tuple(by_value.get(i.value, whole) for i in graph.inputs),
+        outputs=tuple(whole for _ in graph.outputs),
+        values={extract.values[v]: s for v, s in part_pins.values.items()},
+        totals={extract.values[v]: s for v, s in part_pins.totals.items()},
+        rows={
+            extract.values[v]: (extract.values[old], rows_made, kept)
+            for v, (old, rows_made, kept) in part_pins.rows.items()
+        },
+    )

@@ -1,0 +1,80 @@
+"""The programs of a pipeline's stages as plain data: what `_split` makes, and all else here reads."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...graph import Graph
+
+
+class Part(enum.StrEnum):
+    """Part of a stage's work that a program does. A backward pass comes whole, or as two programs."""
+
+    EARLY = "early"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward input"
+    BACKWARD_WEIGHT = "backward weight"
+    UPDATE = "update"
+
+
+PER_MICRO_BATCH = frozenset({Part.FORWARD, Part.BACKWARD, Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageProgram:
+    """One program of one stage.
+
+    Attributes:
+        stage, part: whose work, and which; `round` counts those of the update.
+        graph: its operators; inputs are the values that it reads, outputs those that it makes for
+            others.
+        given: inputs of the step, and constants, that it reads.
+        early: values that it reads from its stage's early program, by their names in its graph.
+        imports: what it reads from other programs: values of the same micro-batch, or of earlier
+            rounds.
+        exports: what it makes for other programs, or for the user; `kept` are those that its own
+            stage reads again.
+        totals: what it makes of every micro-batch for the update: added up, or kept one by one
+            (`stacked`).
+        combines: totals that it turns into the whole batch's values before anything else.
+    """
+
+    stage: int
+    part: Part
+    round: int = 0
+    graph: Graph
+    given: tuple[int, ...]
+    early: tuple[int, ...] = ()
+    imports: tuple[int, ...] = ()
+    exports: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
+    totals: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+    combines: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as `stage 2 backward`."""
+        number = f" {self.round}" if self.part is Part.UPDATE else ""
+        return f"stage {self.stage} {self.part}{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagePrograms:
+    """All programs of a pipeline.
+
+    Attributes:
+        programs: in an order in which they could run.
+        made_by: for each value that programs exchange, the (first) stage that makes it.
+        outputs: for each of the step's outputs the stage and round that hold it, or None if it is
+            an input or literal.
+        home: for each input that is no batch its stage.
+    """
+
+    programs: tuple[StageProgram, ...]
+    made_by: Mapping[int, int]
+    outputs: tuple[tuple[int, int] | None, ...]
+    home: Mapping[int, int]

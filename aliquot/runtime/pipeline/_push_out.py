@@ -1,0 +1,78 @@
+"""Gradients of parameters that several stages use: each stage's share is added up where it is made.
+
+Left in the forward and backward pass, the sum over stages would cross between meshes for each
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...graph import SHARED, Call, Op, Operand, Staging, hands_on_gradients, items_of
+from ...sharding import MicroBatchPlan, TimeKind
+from ..spmd import MicroBatchGraphs, subgraph
+
+
+def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging) -> MicroBatchGraphs:
+    """MicroBatchGraphs whose sums over stages, and over nothing else's operands, are in the late
+    graph.
+    """
+    ops, items = parts.body.ops, parts.body.body.items
+    # What was converted for micro-batches is another sum than that of the whole step.
+    as_before = [
+        k for k in items if isinstance(k, int) and k < len(parts.late.ops) and ops[k].inputs == parts.late.ops[k].inputs
+    ]
+    maker = {o: k for k in as_before if _adds(ops[k], plan) for o in ops[k].outputs}
+    sources = _sources(parts, maker, staging)
+    readers = Counter(i for item in items_of(parts.body) for i in item.inputs)
+    crossing = set(parts.crossing)
+    moved: list[int] = []
+    # Last operators first: what reads a sum has been moved before it, or stays.
+    waiting = {value for value in crossing if value in maker}
+    while waiting:
+        value = max(waiting, key=lambda v: (maker[v], v))
+        waiting.remove(value)
+        if len(sources[value]) < 2 or readers[value]:
+            continue
+        crossing.remove(value)
+        moved.append(maker[value])
+        for i in dict.fromkeys(ops[maker[value]].inputs):
+            assert isinstance(i, int)
+            readers[i] -= 1
+            crossing.add(i)
+            if i in maker:
+                waiting.add(i)
+    if not moved:
+        return parts
+    gone = set(moved)
+    kept = tuple(sorted(crossing))
+    body_items = [item for item in items if isinstance(item, Call) or item not in gone]
+    body = subgraph(parts.body, [i.value for i in parts.body.inputs], body_items, kept)
+    late_inputs = [i.value for i in parts.late.inputs if i.value not in parts.crossing]
+    late_items = [*sorted(moved), *parts.late.body.items]
+    late = subgraph(parts.late, [*late_inputs, *kept], late_items, [o.value for o in parts.late.outputs])
+    return replace(parts, body=body, late=late, crossing=kept)
+
+
+def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
+    """True if it adds arrays up, or hands one on, and may as well do so behind the last
+    micro-batch.
+    """
+    return hands_on_gradients(op) and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
+
+
+def _sources(parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging) -> dict[int, frozenset[int]]:
+    """The stages whose results a value adds up."""
+    stage_of = {o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs}
+    sources: dict[int, frozenset[int]] = {}
+
+    def of(value: Operand) -> frozenset[int]:
+        assert isinstance(value, int)
+        stage = stage_of.get(value, SHARED)
+        return sources.get(value, frozenset([stage]) - {SHARED})
+
+    for value, k in sorted(maker.items(), key=lambda pair: pair[1]):
+        sources[value] = frozenset().union(*map(of, parts.body.ops[k].inputs))
+    return sources

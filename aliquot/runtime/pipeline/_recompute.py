@@ -1,0 +1,95 @@
+"""Choice of the forward results to keep for the backward program; the others are recomputed.
+
+A backward program of its own cannot fuse with the forward pass: every value that it reads is an
+array in memory, one more to hand over, for each micro-batch in flight. What is cheap is worked out
+again from the smallest set of arrays that allows it: a minimum cut between what only products can
+make and what the backward program reads.
+
+Reference: the min-cut rematerialisation of functorch's AOTAutograd (Horace He, "Min-cut
+recomputation", 2022); here only for memory, as products are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ...graph import Call, Item, Value, traits_of
+
+# Handing an array over costs about as much as moving so many bytes.
+_BYTES_PER_ARRAY = 4096
+_LARGEST = 2**30
+
+
+def what_to_keep(
+    items: Sequence[Item],
+    names: Sequence[str],
+    wanted: Collection[int],
+    values: Sequence[Value],
+    *,
+    free: Collection[int],
+    read_anyway: Collection[int],
+    everything: bool = False,
+) -> frozenset[int]:
+    """The values to keep so that all that is wanted can be worked out from them.
+
+    Args:
+        items: of the forward program, in order.
+        names: of their primitives.
+        wanted: values made by `items` that the backward program reads.
+        values: of the graph, by index.
+        free: values at hand in both programs: the step's inputs, and what anybody can work out.
+        read_anyway: values from elsewhere that the backward program reads whatever is decided.
+        everything: work everything out again, products too.
+    """
+    costly = [not everything and _is_costly(item, name) for item, name in zip(items, names, strict=True)]
+    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+    needed: dict[int, None] = dict.fromkeys(wanted)
+    waiting = list(needed)
+    while waiting:
+        k = maker.get(waiting.pop())
+        if k is None or costly[k]:
+            continue
+        new = [i for i in items[k].inputs if i not in needed and i not in free]
+        needed |= dict.fromkeys(new)
+        waiting += new
+    number = {v: n for n, v in enumerate(needed)}
+    # Nodes: two for each value, then source and sink.
+    source, sink = 2 * len(number), 2 * len(number) + 1
+    total = sum(values[v].num_bytes + _BYTES_PER_ARRAY for v in number)
+    unit = max(1, -(-total // (_LARGEST // 2)))
+    edges: list[tuple[int, int, int]] = []
+    for v, n in number.items():
+        cost = 0 if v in read_anyway else (values[v].num_bytes + _BYTES_PER_ARRAY) // unit + 1
+        edges.append((2 * n, 2 * n + 1, cost))
+        k = maker.get(v)
+        if k is None or costly[k]:
+            edges.append((source, 2 * n, _LARGEST))
+        else:
+            edges += [(2 * number[i] + 1, 2 * n, _LARGEST) for i in items[k].inputs if i in number]
+    edges += [(2 * number[v] + 1, sink, _LARGEST) for v in set(wanted)]
+    if not number:
+        return frozenset()
+    reached = _reached(edges, source, sink)
+    return frozenset(v for v, n in number.items() if 2 * n in reached and 2 * n + 1 not in reached)
+
+
+def _is_costly(item: Item, name: str) -> bool:
+    return isinstance(item.what, Call) or traits_of(name).costly
+
+
+def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[int]:
+    """The nodes on the source's side of a minimum cut."""
+    # Slow to import, and only pipelines need it.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    rows, columns, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
+    size = sink + 1
+    graph = csr_array((capacity, (rows, columns)), shape=(size, size))
+    flow = maximum_flow(graph, source, sink).flow
+    left = (graph - flow).tocsr()
+    left.data = np.where(left.data > 0, left.data, 0)
+    left.eliminate_zeros()
+    return frozenset(breadth_first_order(left, source, return_predecessors=False).tolist())

@@ -1,0 +1,284 @@
+"""A step on micro-batches -> programs for the stages of a pipeline, as plain data.
+
+Every stage gets a forward and a backward program, run for each micro-batch, and one program for
+each round of the update. A round ends where scalars of other stages are needed, such as the norm of
+all gradients. What a program reads and neither makes nor is given becomes an import;
+`_stage_functions` makes functions of programs, `_instructions` moves arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...graph import SHARED, Item, Phase, Staging, deferrable_items, items_of
+from ...sharding import MicroBatchPlan
+from ..spmd import MicroBatchGraphs, is_summed, subgraph
+from ._programs import Part, StageProgram, StagePrograms
+from ._push_out import push_out
+from ._recompute import what_to_keep
+from ._split_update import Update
+
+
+def split_stages(
+    parts: MicroBatchGraphs,
+    plan: MicroBatchPlan | None,
+    staging: Staging,
+    *,
+    split_backward: bool = False,
+    recompute: frozenset[int] = frozenset(),
+) -> StagePrograms:
+    """Programs of all stages.
+
+    Args:
+        parts: the step cut over time.
+        plan: how it was cut; None for a step that runs on its whole batch at once.
+        staging: stages of the whole step's items.
+        split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages
+            in `recompute` one.
+        recompute: stages whose backward programs work everything out again from what enters the
+            stage.
+    """
+    parts = push_out(parts, plan, staging)
+    body = _Body(parts, staging, split_backward, plan, recompute)
+    update = Update(parts, staging, body.made)
+    early = _early_programs(parts, [*body.programs.values(), *update.programs])
+    wanted = update.wanted_totals
+    programs = [*early, *body.finished(wanted, plan), *update.programs]
+    return StagePrograms(
+        programs=tuple(programs),
+        made_by=body.made | update.made,
+        outputs=tuple(update.outputs),
+        home=update.home,
+    )
+
+
+# ---- forward and backward ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A program while its items are gathered."""
+
+    stage: int
+    part: Part
+    own: list[Item] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+
+
+class _Body:
+    """Programs that run for each micro-batch."""
+
+    def __init__(
+        self,
+        parts: MicroBatchGraphs,
+        staging: Staging,
+        split: bool,
+        plan: MicroBatchPlan | None,
+        recompute: frozenset[int],
+    ) -> None:
+        self._graphs, self._staging, self._split = parts, staging, split
+        self._items = items_of(parts.body)
+        self._order = {id(item): k for k, item in enumerate(self._items)}
+        self._maker = {o: item for item in self._items for o in item.outputs}
+        self._num_values = len(plan.whole.values) if plan else len(parts.body.values)
+        self._stage = self._stages()
+        self._recompute = recompute
+        # Whatever else runs for each micro-batch runs in forward programs.
+        phased = [i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items]
+        stages = [self._stage[id(item)] for item in self._items]
+        deferrable = deferrable_items(parts.body, phased, stages) if split else ()
+        self._deferrable = {id(self._items[k]) for k in deferrable}
+        self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
+        self._early = set(parts.inside)
+        drafts = self._drafts()
+        self.made = {o: s for item in self._items for o in item.outputs if (s := self._stage[id(item)]) != SHARED}
+        self._add_shared_crossing(drafts)
+        for draft in drafts.values():
+            self._close(draft)
+        self._keep_less(drafts)
+        self._drafts_by = drafts
+        self.programs = {key: self._program(draft, drafts, ()) for key, draft in drafts.items()}
+
+    def _stages(self) -> dict[int, int]:
+        """Stages by item: those of the whole step's items, and for what was put in between those of
+        its operands.
+        """
+        by_op: dict[tuple[str, int], int] = {}
+        for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
+            by_op |= dict.fromkeys(_keys(item), stage)
+        stages: dict[int, int] = {}
+        made_by: dict[int, int] = {}
+        for item in self._items:
+            known = [by_op[key] for key in _keys(item) if key in by_op]
+            stage = known[0] if known else max((made_by.get(i, SHARED) for i in item.inputs), default=SHARED)
+            # A conversion of an operand belongs to whoever reads it.
+            if not known and all(o >= self._num_values for o in item.outputs):
+                stage = SHARED
+            stages[id(item)] = stage
+            made_by |= dict.fromkeys(item.outputs, stage)
+        return stages
+
+    def _drafts(self) -> dict[tuple[int, Part], _Draft]:
+        drafts: dict[tuple[int, Part], _Draft] = {}
+        for stage in range(self._staging.num_stages):
+            for part in self._parts_of_a_task():
+                drafts[stage, part] = _Draft(stage, part)
+        backward: dict[int, list[Item]] = {}
+        for item in self._items:
+            stage = self._stage[id(item)]
+            if stage == SHARED:
+                continue
+            if item.phase is Phase.BACKWARD:
+                backward.setdefault(stage, []).append(item)
+            else:
+                drafts[stage, Part.FORWARD].own.append(item)
+        for stage, items in backward.items():
+            if not self._split:
+                drafts[stage, Part.BACKWARD].own = items
+                continue
+            for item in items:
+                # What a stage works out again it would have to work out a third time.
+                waits = id(item) in self._deferrable and stage not in self._recompute
+                drafts[stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT].own.append(item)
+        return drafts
+
+    def _parts_of_a_task(self) -> tuple[Part, ...]:
+        if self._split:
+            return Part.FORWARD, Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT
+        return Part.FORWARD, Part.BACKWARD
+
+    def _add_shared_crossing(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
+        """Let the last stage's forward program compute what the update needs of shared items."""
+        last = self._staging.num_stages - 1
+        for value in self._graphs.crossing:
+            if value in self._maker and value not in self.made:
+                self.made[value] = last
+                drafts[last, Part.FORWARD].own.append(self._maker[value])
+
+    def _close(self, draft: _Draft, again: Iterable[Item] = ()) -> None:
+        """Add the shared items that a program needs, and `again`: forward items that it works out
+        once more.
+        """
+        items = {id(item): item for item in [*draft.own, *again]}
+        waiting = list(items.values())
+        while waiting:
+            for i in waiting.pop().inputs:
+                maker = self._maker.get(i)
+                if maker is not None and id(maker) not in items and self._stage[id(maker)] == SHARED:
+                    items[id(maker)] = maker
+                    waiting.append(maker)
+        draft.items = sorted(items.values(), key=lambda item: self._order[id(item)])
+        inside = {o for item in draft.items for o in item.outputs}
+        known = inside | self._graphs.body.constants.keys()
+        draft.reads = list(dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known))
+
+    def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
+        """Work out again, in a backward program, what is cheaper to work out than to keep from the
+        forward program.
+        """
+        graph = self._graphs.body
+        anybody = {o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs}
+        free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | anybody
+        free |= graph.constants.keys()
+        for stage in range(self._staging.num_stages):
+            forward = drafts[stage, Part.FORWARD]
+            mine = [item for item in forward.items if self._stage[id(item)] != SHARED]
+            names = [graph.ops[item.ops[0]].name if item.ops else "" for item in mine]
+            inside = {o for item in mine for o in item.outputs}
+            for part in self._parts_of_a_task()[1:]:
+                draft = drafts[stage, part]
+                wanted = [i for i in draft.reads if i in inside]
+                read_anyway = {i for i in draft.reads if i not in inside}
+                kept = what_to_keep(
+                    mine,
+                    names,
+                    wanted,
+                    graph.values,
+                    free=free,
+                    read_anyway=read_anyway,
+                    everything=stage in self._recompute,
+                )
+                self._close(draft, _needed(mine, wanted, kept))
+
+    def finished(self, wanted: Iterable[int], plan: MicroBatchPlan | None) -> list[StageProgram]:
+        """The programs, with totals of `wanted` values where they are made."""
+        programs = []
+        wanted = set(wanted)
+        for draft in self._drafts_by.values():
+            inside = {o for item in draft.own for o in item.outputs}
+            totals = tuple(sorted(v for v in inside & wanted if self.made[v] == draft.stage))
+            programs.append(self._program(draft, self._drafts_by, totals, plan))
+        # An order in which they could run: up the stages, then down.
+        return sorted(
+            programs, key=lambda p: (p.part is not Part.FORWARD, p.stage * (1 if p.part is Part.FORWARD else -1))
+        )
+
+    def _program(
+        self,
+        draft: _Draft,
+        drafts: Mapping[tuple[int, Part], _Draft],
+        totals: tuple[int, ...],
+        plan: MicroBatchPlan | None = None,
+    ) -> StageProgram:
+        made_here = {o for item in draft.own for o in item.outputs}
+        read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
+        exports = tuple(sorted(made_here & read_elsewhere))
+        stacked = tuple(v for v in totals if plan is not None and not is_summed(v, plan))
+        outputs = [*exports, *totals]
+        numbers = {self._graphs.group, self._graphs.micro_batch}
+        given = tuple(sorted(i for i in draft.reads if i in self._given))
+        return StageProgram(
+            stage=draft.stage,
+            part=draft.part,
+            graph=subgraph(self._graphs.body, draft.reads, [item.what for item in draft.items], outputs),
+            given=given,
+            early=tuple(sorted(i for i in draft.reads if i in self._early)),
+            imports=tuple(
+                sorted(i for i in draft.reads if i not in self._given and i not in self._early and i not in numbers)
+            ),
+            exports=exports,
+            kept=frozenset(v for other in drafts.values() if other.stage == draft.stage for v in other.reads)
+            & made_here,
+            totals=tuple(v for v in totals if v not in stacked),
+            stacked=stacked,
+        )
+
+
+def _keys(item: Item) -> list[tuple[str, int]]:
+    """Key of an item that is the same in the whole step and in its parts."""
+    return [("op", item.what)] if isinstance(item.what, int) else [("call", o) for o in item.outputs]
+
+
+def _needed(items: Sequence[Item], wanted: Sequence[int], kept: frozenset[int]) -> list[Item]:
+    """The items that make what is wanted out of what is kept."""
+    need = {v for v in wanted if v not in kept}
+    needed = []
+    for item in reversed(items):
+        if any(o in need for o in item.outputs):
+            needed.append(item)
+            need.update(i for i in item.inputs if i not in kept)
+    return needed[::-1]
+
+
+def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -> list[StageProgram]:
+    """Programs that run once on the whole batch, on every stage that reads their results."""
+    outside = dict(zip(parts.inside, parts.early_values, strict=True))
+    items = items_of(parts.early)
+    early_programs = []
+    for stage in sorted({p.stage for p in programs if p.early}):
+        wanted = {outside.get(v, v) for p in programs if p.stage == stage for v in p.early}
+        need = set(wanted)
+        items_of_stage: list[Item] = []
+        for item in reversed(items):
+            if any(o in need for o in item.outputs):
+                items_of_stage.append(item)
+                need.update(item.inputs)
+        made_early = {o for item in items_of_stage for o in item.outputs} | parts.early.constants.keys()
+        reads = sorted({i for item in items_of_stage for i in item.inputs if i not in made_early})
+        graph = subgraph(parts.early, reads, [item.what for item in items_of_stage[::-1]], sorted(wanted))
+        early_programs.append(
+            StageProgram(stage=stage, part=Part.EARLY, graph=graph, given=tuple(reads), exports=tuple(sorted(wanted)))
+        )
+    return early_programs

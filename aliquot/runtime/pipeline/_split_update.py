@@ -1,0 +1,159 @@
+"""Programs of the stages that run once in a step, after the last micro-batch, in rounds.
+
+A round ends where scalars of other stages are needed, such as the norm of all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ...graph import SHARED, Call, Operand, Staging, items_of, place_update
+from ..spmd import MicroBatchGraphs, subgraph
+from ._programs import Part, StageProgram
+
+
+class Update:
+    """Programs that run once a step, behind the last micro-batch."""
+
+    def __init__(self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[int, int]) -> None:
+        self._graph = graph = parts.late
+        self._items = items = items_of(graph)
+        self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+        self._crossing = {v: made_by[v] for v in parts.crossing if v in made_by}
+        self._given = {i.value for i in parts.early.inputs} | set(graph.constants)
+        self._early = set(parts.early_values)
+        self._stage = [SHARED] * len(items)
+        homes = dict(staging.home)
+        self.home = place_update(graph, items, range(len(items)), self._stage, self._crossing, homes)
+        for k, item in enumerate(items):
+            if isinstance(item.what, Call) and self._stage[k] == SHARED:
+                self._stage[k] = 0
+        self._rounds: dict[tuple[int, int], int] = {}
+        self._last = staging.num_stages
+        self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
+        self.made: dict[int, int] = {o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED}
+        self.outputs: list[tuple[int, int] | None] = [self._where(o.value) for o in graph.outputs]
+        self.programs = self._build()
+
+    def _round(self, stage: int, value: int) -> int:
+        """The first round of a stage's update in which it can have a value."""
+        known = self._rounds.get((stage, value))
+        if known is not None:
+            return known
+        if value in self._crossing:
+            first = 0 if self._crossing[value] == stage else 1
+        elif value in self._maker:
+            k = self._maker[value]
+            if self._stage[k] == SHARED:
+                first = max((self._round(stage, i) for i in self._items[k].inputs), default=0)
+            else:
+                first = self._item_round(k) + (self._stage[k] != stage)
+        else:
+            first = 0
+        self._rounds[stage, value] = first
+        return first
+
+    def _item_round(self, k: int) -> int:
+        stage = self._stage[k]
+        if stage == SHARED:
+            return 0
+        return max((self._round(stage, i) for i in self._items[k].inputs), default=0)
+
+    def _late_as_can_be(self, rounds: list[int]) -> list[int]:
+        """Rounds of items, with those that only later rounds of their own stage read put off until
+        then.
+
+        So moments that decay in one round and take up clipped gradients in the next are neither
+        copied in between nor kept from being donated.
+        """
+        readers: dict[int, set[int]] = {}
+        for k, item in enumerate(self._items):
+            for i in item.inputs:
+                readers.setdefault(i, set()).add(k)
+        for k in range(len(self._items) - 1, -1, -1):
+            readers_of_item = {reader for o in self._items[k].outputs for reader in readers.get(o, ())}
+            if readers_of_item and all(self._stage[reader] == self._stage[k] != SHARED for reader in readers_of_item):
+                rounds[k] = max(rounds[k], min(rounds[reader] for reader in readers_of_item))
+        return rounds
+
+    def _where(self, operand: Operand) -> tuple[int, int] | None:
+        """Stage and round that hold a result of the step."""
+        if not isinstance(operand, int) or operand in self._given:
+            return None
+        if operand in self._crossing:
+            return self._crossing[operand], 0
+        if operand in self._maker and self._stage[self._maker[operand]] != SHARED:
+            k = self._maker[operand]
+            return self._stage[k], self._round_of[k]
+        return min(((s, self._round(s, operand)) for s in range(self._last)), key=lambda w: (w[1], w[0]))
+
+    def _build(self) -> list[StageProgram]:
+        items_in: dict[tuple[int, int], set[int]] = {}
+        results: dict[tuple[int, int], set[int]] = {}
+        for k in range(len(self._items)):
+            if self._stage[k] != SHARED:
+                items_in.setdefault((self._stage[k], self._round_of[k]), set()).add(k)
+        for output, where in zip(self._graph.outputs, self.outputs, strict=True):
+            if where is not None and isinstance(output.value, int):
+                results.setdefault(where, set()).add(output.value)
+                items_in.setdefault(where, set())
+                if output.value in self._maker:
+                    items_in[where].add(self._maker[output.value])
+        closed = {key: self._closure(key[0], chosen) for key, chosen in items_in.items()}
+        reads = {key: self._reads(chosen) for key, chosen in closed.items()}
+        # What is worked out early and nothing but a result is read by nobody.
+        for key, values in results.items():
+            reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
+        # Totals are combined in the first round, also where only later rounds or other stages read
+        # them.
+        for v in {v for values in reads.values() for v in values if v in self._crossing}:
+            closed.setdefault((self._crossing[v], 0), set())
+            reads.setdefault((self._crossing[v], 0), [])
+        self.wanted_totals = {v for values in reads.values() for v in values if v in self._crossing}
+        self.wanted_totals |= {v for wanted in results.values() for v in wanted if v in self._crossing}
+        combined_in = {v: (self._crossing[v], 0) for v in self.wanted_totals}
+        programs = []
+        for key in sorted(closed, key=lambda key: (key[1], key[0])):
+            stage, number = key
+            inside = {o for k in closed[key] for o in self._items[k].outputs if self._stage[k] == stage}
+            combines = tuple(sorted(v for v, where in combined_in.items() if where == key))
+            elsewhere = {v for other, values in reads.items() if other != key for v in values}
+            exports = (inside | set(combines)) & elsewhere | results.get(key, set())
+            items = sorted(closed[key])
+            programs.append(
+                StageProgram(
+                    stage=stage,
+                    part=Part.UPDATE,
+                    round=number,
+                    graph=subgraph(
+                        self._graph,
+                        [*reads[key], *(v for v in combines if v not in reads[key])],
+                        [self._items[k].what for k in items],
+                        sorted(exports),
+                    ),
+                    given=tuple(v for v in reads[key] if v in self._given),
+                    early=tuple(v for v in reads[key] if v in self._early),
+                    imports=tuple(
+                        v for v in reads[key] if v not in self._given and v not in self._early and v not in combines
+                    ),
+                    exports=tuple(sorted(exports)),
+                    combines=combines,
+                )
+            )
+        self.made |= {v: self._crossing[v] for v in self.wanted_totals}
+        return programs
+
+    def _closure(self, stage: int, chosen: Iterable[int]) -> set[int]:
+        items = set(chosen)
+        waiting = list(items)
+        while waiting:
+            for i in self._items[waiting.pop()].inputs:
+                k = self._maker.get(i)
+                if k is not None and k not in items and self._stage[k] == SHARED:
+                    items.add(k)
+                    waiting.append(k)
+        return items
+
+    def _reads(self, chosen: Iterable[int]) -> list[int]:
+        inside = {o for k in chosen for o in self._items[k].outputs} | self._graph.constants.keys()
+        return list(dict.fromkeys(i for k in sorted(chosen) for i in self._items[k].inputs if i not in inside))

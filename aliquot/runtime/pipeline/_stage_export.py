@@ -1,0 +1,131 @@
+"""A pipeline without devices: its programs in the form in which they are compiled, for whoever does
+that elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from ...cluster import Cluster
+from ...cost import PlannedStep
+from ._instructions import Run
+from ._pipeline import Pipeline, StageForm
+from ._pipeline_stats import bytes_on_device
+from ._plan_pipeline import pipeline_on
+from ._stage_functions import Form, Key
+from ._stage_memory import StageMemory, stage_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageExport:
+    """One program of a stage.
+
+    Attributes:
+        name: such as `stage 1 backward`.
+        stage: whose.
+        form: what is compiled.
+        sources: for each argument whose split the compiler chooses, because it chose that of the
+            result: which export made it, and at which position; None for the others.
+        paths: what each argument is, for people.
+        runs: how often a step runs it.
+    """
+
+    name: str
+    stage: int
+    form: StageForm
+    sources: tuple[tuple[int, int] | None, ...]
+    paths: tuple[str, ...]
+    runs: int
+
+
+def abstract_pipeline(step: PlannedStep) -> Pipeline:
+    """The pipeline of a plan on meshes without devices, as it would be with one process for each
+    host.
+    """
+    plan = step.plan
+    per_host = Cluster.from_dict(plan.cluster).devices_per_host
+    meshes = [
+        AbstractMesh(tuple(s.mesh_shape), tuple(s.axis_names), axis_types=(AxisType.Auto,) * len(s.mesh_shape))
+        for s in plan.stages
+    ]
+    devices = [range(s.first_device, s.first_device + math.prod(s.mesh_shape)) for s in plan.stages]
+    processes = [frozenset(device // per_host for device in group) for group in devices]
+    return pipeline_on(step, meshes, processes)
+
+
+def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
+    """All programs of a pipeline, in an order in which they can be compiled."""
+    known: dict[tuple[int, Key], Any] = {}
+    made_by: dict[tuple[int, Key], tuple[int, int]] = {}
+    paths = {item.value: item.path for item in pipeline.graph.inputs}
+    runs = [step.function for step in pipeline.instructions.steps if isinstance(step, Run)]
+    exports = []
+    for k, function in enumerate(pipeline.functions):
+        stage = function.program.stage
+        form = pipeline.form_of(k, function, known)
+        exports.append(
+            StageExport(
+                name=function.program.name,
+                stage=stage,
+                form=form,
+                sources=tuple(
+                    made_by[stage, Key(key.form, key.value)] if struct.sharding is None else None
+                    for key, struct in zip(function.takes, form.arguments, strict=True)
+                ),
+                paths=tuple(_path(key, paths) for key in function.takes),
+                runs=runs.count(k),
+            )
+        )
+        for position, key in enumerate(function.gives):
+            made_by[stage, Key(key.form, key.value)] = k, position
+    return tuple(exports)
+
+
+def _path(key: Key, paths: dict[int, str]) -> str:
+    if key.form is Form.GIVEN:
+        return paths.get(key.value, "a constant")
+    return {Form.LOCAL: "a residual", Form.SENT: "what another program left", Form.TOTAL: "a running total"}.get(
+        key.form, "what another program left"
+    )
+
+
+def exported_memory(
+    pipeline: Pipeline,
+    exports: Sequence[StageExport],
+    stages: Sequence[int],
+    *,
+    out_bytes: Sequence[Sequence[int]],
+    temps: Sequence[int],
+    aliases: Sequence[int],
+) -> StageMemory:
+    """Memory over a step on the devices of some stages.
+
+    Args:
+        exports: of the pipeline.
+        stages: those that share the devices.
+        out_bytes: for each export the bytes of each result on each device.
+        temps, aliases: for each export the bytes of its temporaries, and of results in the place of
+            arguments.
+    """
+    size: dict[tuple[int, Key], int] = {}
+    for export, results in zip(exports, out_bytes, strict=True):
+        function = export.form.function
+        for key, struct in zip(function.takes, export.form.arguments, strict=True):
+            if struct.sharding is not None:
+                size[export.stage, Key(key.form, key.value)] = bytes_on_device(struct)
+        for key, num_bytes in zip(function.gives, results, strict=True):
+            size[export.stage, Key(key.form, key.value)] = num_bytes
+    slots = pipeline.instructions.slots
+    return stage_memory(
+        pipeline.instructions,
+        stages,
+        sizes={slot: size[stage, key] for slot, (stage, key, _) in enumerate(slots) if (stage, key) in size},
+        temps=dict(enumerate(temps)),
+        aliases=dict(enumerate(aliases)),
+        donated={k: export.form.donated for k, export in enumerate(exports)},
+    )

@@ -1,0 +1,355 @@
+"""A stage's program -> a function over arrays on the stage's mesh.
+
+Between stages a value of a micro-batch travels as the array that the user would see: examples of
+all data-parallel groups in order. Within a stage it keeps a leading dim for the groups, split over
+the mesh's data axes, so that no gradient crosses between groups before the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...sharding import MicroBatchPlan, Pins, TimeKind
+from ..spmd import ConstraintLowering, Layout, MicroBatchGraphs, Totals, partition
+from ._programs import Part, StageProgram
+
+_REDUCE: dict[TimeKind, Callable[..., Any]] = {
+    TimeKind.SUM: jnp.sum,
+    TimeKind.PROD: jnp.prod,
+    TimeKind.MAX: jnp.max,
+    TimeKind.MIN: jnp.min,
+    TimeKind.AND: jnp.all,
+    TimeKind.OR: jnp.any,
+}
+# What a group adds to what another one has already counted.
+_NEUTRAL: dict[TimeKind, Callable[..., Any]] = {TimeKind.SUM: jnp.zeros, TimeKind.PROD: jnp.ones}
+
+
+class Form(enum.StrEnum):
+    """In which form a stage has a value."""
+
+    GIVEN = "given"  # an input of the step, or a constant
+    EARLY = "early"  # of the whole batch, made before the first micro-batch
+    LOCAL = "local"  # of one micro-batch, as the stage itself uses it
+    SENT = "sent"  # of one micro-batch, as stages exchange it
+    TOTAL = "total"  # added up over micro-batches so far
+    STACKED = "stacked"  # of one micro-batch, kept for the update
+    LATE = "late"  # of the whole batch, in the update
+    PACKED = "packed"  # a vector of scalars of the update, on its way to other stages
+    NUMBER = "number"  # the number of the micro-batch
+
+
+class Key(NamedTuple):
+    """A value in some form; `micro_batch` only where a program takes those of several."""
+
+    form: Form
+    value: int = -1
+    micro_batch: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageContext:
+    """Mesh, splits and layout with which a stage runs.
+
+    Attributes:
+        mesh: its devices.
+        pins: its splits, for the operators of the whole step.
+        data_axes: mesh axes that the data-parallel groups lie along; empty without micro-batches.
+        parts, plan: the step cut over time for this number of groups; no plan for a whole batch at
+            once.
+        layout: groups and micro-batches.
+        given_specs: how inputs are split here, by value.
+        sent_specs: how values that it exchanges are split here, by value.
+    """
+
+    mesh: Mesh
+    pins: Pins
+    data_axes: tuple[str, ...]
+    parts: MicroBatchGraphs
+    plan: MicroBatchPlan | None
+    layout: Layout
+    given_specs: Mapping[int, PartitionSpec]
+    sent_specs: Mapping[int, PartitionSpec]
+    lowering: ConstraintLowering = field(init=False)
+    without: frozenset[str] = field(init=False)
+    totals: Totals | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        without = frozenset(self.data_axes) if self.layout.groups > 1 else frozenset[str]()
+        lowering = ConstraintLowering(mesh=self.mesh, pins=self.pins)
+        object.__setattr__(self, "lowering", lowering)
+        object.__setattr__(self, "without", without)
+        totals = None
+        if self.plan is not None:
+            totals = Totals(
+                plan=self.plan, mesh=self.mesh, lowering=lowering, layout=self.layout, pins=self.pins, without=without
+            )
+        object.__setattr__(self, "totals", totals)
+
+    @property
+    def independent(self) -> bool:
+        """True if micro-batches are steps of their own, each with its own sums over its examples."""
+        return self.plan is not None and self.plan.semantics == "independent"
+
+    def kind(self, value: int) -> TimeKind:
+        """Relation of the parts' values to those of the whole batch."""
+        assert self.plan is not None
+        return self.plan.specs[value].kind
+
+    def given_sharding(self, value: int) -> NamedSharding:
+        """Sharding of an input of the step."""
+        return NamedSharding(self.mesh, self.given_specs.get(value, PartitionSpec()))
+
+    def sent_sharding(self, value: int, shape: Sequence[int]) -> NamedSharding:
+        """Sharding of a value of a micro-batch that comes from another stage, or goes to one."""
+        spec = self.sent_specs.get(value)
+        if len(shape) > len(self.parts.body.values[value].shape):
+            # Each group's own, with a leading dim that may count another stage's groups.
+            spec = PartitionSpec(self.data_axes) if shape[0] == self.layout.groups else PartitionSpec()
+        elif spec is None:
+            dims: list[Any] = [None] * len(shape)
+            kind = self.plan.specs[value] if self.plan else None
+            size = 1
+            for axis in self.data_axes:
+                size *= self.mesh.shape[axis]
+            if (
+                kind is not None
+                and kind.kind is TimeKind.CONCATENATE
+                and shape[kind.dim] % size == 0
+                and self.data_axes
+            ):
+                dims[kind.dim] = self.data_axes
+            spec = PartitionSpec(*dims)
+        return NamedSharding(self.mesh, spec)
+
+    def total_sharding(self, value: int) -> NamedSharding:
+        """Sharding of a running total."""
+        assert self.totals is not None
+        shape, _ = self.totals.look(value)
+        lead = 1 if self.layout.groups > 1 else 0
+        dims = partition(self.mesh, self.totals.total_spec(value), shape[lead:], self.without)
+        groups = tuple(str(n) for n in self.mesh.axis_names if n in self.without)
+        return NamedSharding(self.mesh, PartitionSpec(*([groups] * lead), *dims))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageFunction:
+    """A program as a function of flat arrays: what it takes and gives, in order."""
+
+    program: StageProgram
+    takes: tuple[Key, ...]
+    gives: tuple[Key, ...]
+    run: Callable[..., list[Any]]
+
+
+def build_function(
+    program: StageProgram, context: StageContext, *, made_by: Mapping[int, int], sent: frozenset[int]
+) -> StageFunction:
+    """The function of a program.
+
+    Args:
+        context: of its stage.
+        made_by: the stage that makes a value.
+        sent: values that other stages read.
+    """
+    if program.part is Part.EARLY:
+        return _early(program, context)
+    if program.part is Part.UPDATE:
+        return _update(program, context)
+    return _body(program, context, made_by, sent)
+
+
+def _early(program: StageProgram, context: StageContext) -> StageFunction:
+    return StageFunction(
+        program=program,
+        takes=tuple(Key(Form.GIVEN, v) for v in program.given),
+        gives=tuple(Key(Form.EARLY, v) for v in program.exports),
+        run=lambda *arrays: context.lowering.replay(program.graph, arrays),
+    )
+
+
+# ---- for each micro-batch ------------------------------------------------------------------------
+
+
+def _body(
+    program: StageProgram, context: StageContext, made_by: Mapping[int, int], sent: frozenset[int]
+) -> StageFunction:
+    grouped = context.layout.groups > 1
+    outside = dict(zip(context.parts.inside, context.parts.early_values, strict=True))
+    own_imports = [v for v in program.imports if grouped and made_by[v] == program.stage]
+    others = [v for v in program.imports if v not in own_imports]
+    parts = context.totals is not None
+    takes = [
+        *(Key(Form.GIVEN, v) for v in program.given),
+        *(Key(Form.EARLY, outside[v]) for v in program.early),
+        *(Key(Form.LOCAL, v) for v in own_imports),
+        *(Key(Form.SENT, v) for v in others),
+        *(Key(Form.TOTAL, v) for v in program.totals if parts),
+        *([Key(Form.NUMBER)] if parts else []),
+    ]
+    at_home = [v for v in program.exports if grouped and _is_read_at_home(v, program, made_by)]
+    away = [v for v in program.exports if not grouped or v in sent]
+    gives = [
+        *(Key(Form.LOCAL, v) for v in at_home),
+        *(Key(Form.SENT, v) for v in away),
+        *(Key(Form.TOTAL, v) for v in program.totals),
+        *(Key(Form.STACKED, v) for v in program.stacked),
+    ]
+
+    def run(*arrays: Any) -> list[Any]:
+        known = dict(zip(takes, arrays, strict=True))
+        results = _replay_part(program, context, known, outside)
+        gathered = [results[v] for v in at_home]
+        gathered += [_joined(context, v, results[v]) if grouped else results[v] for v in away]
+        for v in program.totals:
+            if context.totals is None:
+                gathered.append(results[v])
+            else:
+                total = known[Key(Form.TOTAL, v)]
+                gathered.append(context.totals.spread(v, total + results[v].astype(total.dtype)))
+        return gathered + [results[v] for v in program.stacked]
+
+    return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
+
+
+def _is_read_at_home(value: int, program: StageProgram, made_by: Mapping[int, int]) -> bool:
+    return made_by[value] == program.stage and value in program.kept
+
+
+def _replay_part(
+    program: StageProgram, context: StageContext, known: Mapping[Key, Any], outside: Mapping[int, int]
+) -> dict[int, Any]:
+    """The program's results for one micro-batch, with a leading dim for the groups where there are
+    several.
+    """
+    parts, layout = context.parts, context.layout
+    number = known.get(Key(Form.NUMBER))
+    plain: dict[int, Any] = {}
+    mapped: dict[int, Any] = {}
+    sliced = dict(parts.sliced)
+    for key, array in known.items():
+        value = key.value
+        if key.form in (Form.GIVEN, Form.EARLY):
+            names = [value] if key.form is Form.GIVEN else [v for v in program.early if outside[v] == value]
+            for name in names:
+                if value in sliced:
+                    place = mapped if layout.groups > 1 else plain
+                    place[name] = _slice(context, array, value, sliced[value], number)
+                else:
+                    plain[name] = array
+        elif key.form is Form.LOCAL:
+            mapped[value] = array
+        elif key.form is Form.SENT and layout.groups == 1:
+            has_groups = array.ndim > len(parts.body.values[value].shape)
+            plain[value] = _for_groups(array, 1, context.kind(value))[0] if has_groups else array
+        elif key.form is Form.SENT:
+            _take_apart(context, value, array, plain, mapped)
+    order = [item.value for item in program.graph.inputs]
+    names = [v for v in order if v in mapped]
+
+    def run(group: Any, has_groups: Sequence[Any]) -> list[Any]:
+        arrays = plain | dict(zip(names, has_groups, strict=True)) | {parts.group: group, parts.micro_batch: number}
+        inputs = [arrays[v] for v in order]
+        return context.lowering.replay(program.graph, inputs, without=context.without, mapped=[*names, parts.group])
+
+    if layout.groups == 1:
+        results = run(jnp.int32(0), [])
+    else:
+        axes: Any = context.data_axes if len(context.data_axes) > 1 else context.data_axes[0]
+        groups = jnp.arange(layout.groups, dtype=jnp.int32)
+        results = jax.vmap(run, spmd_axis_name=axes)(groups, [mapped[v] for v in names])
+    return {o.value: array for o, array in zip(program.graph.outputs, results, strict=True) if isinstance(o.value, int)}
+
+
+def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any) -> Any:
+    """One micro-batch's part of an array of the whole batch."""
+    cut = jax.lax.dynamic_index_in_dim(context.layout.cut(array, dim), number, keepdims=False)
+    if context.layout.groups == 1:
+        return cut
+    dims: list[Any] = [context.data_axes] + [None] * (cut.ndim - 1)
+    return jax.lax.with_sharding_constraint(cut, NamedSharding(context.mesh, PartitionSpec(*dims)))
+
+
+def _joined(context: StageContext, value: int, array: Any) -> Any:
+    """The form in which other stages see a value that each group has for itself; the dim of groups
+    stays where all differ.
+    """
+    assert context.plan is not None
+    spec = context.plan.specs[value]
+    if spec.kind is TimeKind.CONCATENATE:
+        front = jnp.moveaxis(array, 0, spec.dim)
+        shape = front.shape
+        return front.reshape(*shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :])
+    if spec.kind is TimeKind.MEAN or (spec.kind in _REDUCE and context.independent):
+        return array
+    return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
+
+
+def _take_apart(context: StageContext, value: int, array: Any, plain: dict[int, Any], mapped: dict[int, Any]) -> None:
+    """The reverse of `_joined`: a sum or product counts once, in the first group."""
+    assert context.plan is not None
+    spec, groups = context.plan.specs[value], context.layout.groups
+    if spec.kind is TimeKind.CONCATENATE:
+        shape, dim = array.shape, spec.dim
+        apart = array.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+        mapped[value] = jnp.moveaxis(apart, dim, 0)
+    elif array.ndim > len(context.parts.body.values[value].shape):
+        mapped[value] = _for_groups(array, groups, spec.kind)
+    elif spec.kind in _NEUTRAL:
+        mapped[value] = _NEUTRAL[spec.kind]((groups, *array.shape), array.dtype).at[0].set(array)
+    else:
+        plain[value] = array
+
+
+def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
+    """Groups' own values for another number of groups, those of the groups that have the same
+    examples.
+    """
+    count = array.shape[0]
+    if groups % count == 0:
+        repeated = jnp.repeat(array, groups // count, axis=0)
+        shared = repeated / (groups // count) if kind is TimeKind.SUM and groups > count else repeated
+        return shared.astype(array.dtype)
+    if count % groups:
+        return _for_groups(_for_groups(array, 1, kind), groups, kind)
+    shares = array.reshape(groups, count // groups, *array.shape[1:])
+    return _REDUCE[kind](shares, axis=1) if kind in _REDUCE else shares.mean(1).astype(array.dtype)
+
+
+# ---- once a step ---------------------------------------------------------------------------------
+
+
+def _update(program: StageProgram, context: StageContext) -> StageFunction:
+    plan, totals = context.plan, context.totals
+    summed = [v for v in program.combines if totals is None or totals.is_summed(v)]
+    stacked = [v for v in program.combines if v not in summed]
+    takes = [
+        *(Key(Form.GIVEN, v) for v in program.given),
+        *(Key(Form.EARLY, v) for v in program.early),
+        *(Key(Form.LATE, v) for v in program.imports),
+        *(Key(Form.TOTAL, v) for v in summed),
+        *(Key(Form.STACKED, v, m) for v in stacked for m in range(plan.num_micro_batches if plan else 1)),
+    ]
+
+    def run(*arrays: Any) -> list[Any]:
+        known = dict(zip(takes, arrays, strict=True))
+        values = {key.value: array for key, array in known.items() if key.form not in (Form.TOTAL, Form.STACKED)}
+        for v in summed:
+            total = known[Key(Form.TOTAL, v)]
+            values[v] = total if totals is None else totals.add_up(v, total)
+        for v in stacked:
+            assert totals is not None and plan is not None
+            stack = jnp.stack([known[Key(Form.STACKED, v, m)] for m in range(plan.num_micro_batches)])
+            values[v] = totals.combine(v, stack)
+        return context.lowering.replay(program.graph, [values[i.value] for i in program.graph.inputs])
+
+    return StageFunction(
+        program=program, takes=tuple(takes), gives=tuple(Key(Form.LATE, v) for v in program.exports), run=run
+    )

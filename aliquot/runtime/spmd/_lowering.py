@@ -1,0 +1,247 @@
+"""Pins -> a program: how the splits that a plan decided reach the compiler."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...graph import Graph, Op, Operand, ReplayHook, evaluate, traits_of
+from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
+from ._local import Bind, convolution, in_plain_order, on_pieces, product
+from ._mapped import differing
+
+
+class AbstractLowering(abc.ABC):
+    """A way to run a graph under a plan's pins."""
+
+    @abc.abstractmethod
+    def replay(
+        self,
+        graph: Graph,
+        arrays: Sequence[Any],
+        *,
+        without: frozenset[str] = frozenset(),
+        mapped: Collection[int] = (),
+    ) -> list[Any]:
+        """Run a graph on traced arrays, one for each of its inputs.
+
+        Args:
+            graph: the step that the pins are of, or some of its operators under their own indices.
+            arrays: one for each of `graph.inputs`.
+            without: mesh axes along which something around the replay gives each group of devices
+                arrays of its own.
+            mapped: the inputs of which it does. The pins of what depends on them must not mention
+                those axes.
+        """
+
+    @abc.abstractmethod
+    def constrain(
+        self,
+        array: Any,
+        spec: Spec,
+        *,
+        without: frozenset[str] = frozenset(),
+        leading: int = 0,
+        minor: Sequence[int] = (),
+    ) -> Any:
+        """Split an array as `spec` says.
+
+        Args:
+            without: mesh axes that are not to be mentioned.
+            leading: number of dims before those that `spec` speaks of; the last of them is split
+                over `without`.
+            minor: positions of mesh axes that subdivide tiles last.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ConstraintLowering(AbstractLowering):
+    """Sharding constraints where the pins are; the compiler's partitioner does the rest.
+
+    An array that a pin leaves whole is constrained too: without it the compiler would guess.
+    """
+
+    mesh: Mesh
+    pins: Pins
+
+    def replay(
+        self,
+        graph: Graph,
+        arrays: Sequence[Any],
+        *,
+        without: frozenset[str] = frozenset(),
+        mapped: Collection[int] = (),
+    ) -> list[Any]:
+        """See `AbstractLowering.replay`."""
+        results = evaluate(graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped)))
+        if self.pins.rows:
+            given = {item.value: array for item, array in zip(graph.inputs, arrays, strict=True)}
+            for position, output in enumerate(graph.outputs):
+                results[position] = self._renewed(output.value, results[position], given)
+        return results
+
+    def constrain(
+        self,
+        array: Any,
+        spec: Spec,
+        *,
+        without: frozenset[str] = frozenset(),
+        leading: int = 0,
+        minor: Sequence[int] = (),
+    ) -> Any:
+        """See `AbstractLowering.constrain`."""
+        if array.ndim == 0:
+            return array
+        dims = partition(self.mesh, spec, array.shape[leading:], without, minor)
+        if leading:
+            groups = tuple(name for name in self.mesh.axis_names if name in without)
+            lead = [()] * (leading - 1) + [groups]
+            dims = PartitionSpec(*lead, *dims)
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
+
+    def _renewed(self, value: Operand, new: Any, given: Mapping[int, Any]) -> Any:
+        """A result; if it replaces a given array row by row, that one with its rows, each gathered
+        by itself.
+        """
+        old, *specs = self.pins.rows.get(value, (-1,)) if isinstance(value, int) else (-1,)
+        if old not in given:
+            return new
+        new = self.constrain(new, specs[0])
+
+        def replace(number: Any, kept: Any) -> Any:
+            row = jax.lax.dynamic_index_in_dim(new, number, keepdims=False)
+            for spec in specs:
+                row = self.constrain(row, _of_row(spec))
+            # Or the whole array would take on the order of dims that a gather leaves.
+            row = in_plain_order(row, self.mesh, partition(self.mesh, _of_row(specs[-1]), row.shape))
+            return jax.lax.dynamic_update_index_in_dim(kept, row, number, 0)
+
+        return jax.lax.fori_loop(0, new.shape[0], replace, given[old])
+
+
+def partition(
+    mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset(), minor: Sequence[int] = ()
+) -> PartitionSpec:
+    """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too
+    small for them.
+    """
+    names = [str(name) for name in mesh.axis_names]
+    kept: list[tuple[str, ...]] = []
+    for size, axes in zip(shape, dims_of(without_partial(spec), names, len(shape), minor), strict=True):
+        mine: list[str] = []
+        shards = 1
+        for axis in axes:
+            if axis not in without and size % (shards * mesh.shape[axis]) == 0:
+                mine.append(axis)
+                shards *= mesh.shape[axis]
+        kept.append(tuple(mine))
+    return PartitionSpec(*kept)
+
+
+def _of_row(spec: Spec) -> Spec:
+    """Split of one row of an array."""
+    return tuple(REPLICATED if p == 0 else p - 1 if p > 0 else p for p in spec)
+
+
+class _Constrain(ReplayHook):
+    """Pins every operand, then every result, one split after the other."""
+
+    def __init__(
+        self, lowering: ConstraintLowering, graph: Graph, without: frozenset[str], differing: frozenset[int]
+    ) -> None:
+        self._graph = graph
+        self._lowering, self._without, self._differing = lowering, without, differing
+        self._pins = lowering.pins
+        # What arrays were turned into on their way to operands, with these arrays: their ids must
+        # stay theirs.
+        self._between: dict[tuple[int, Spec], tuple[Any, Any]] = {}
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """See `ReplayHook.body`."""
+        outside, self._between = self._between, {}
+        try:
+            yield
+        finally:
+            self._between = outside
+
+    def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        if pin is None:
+            return arrays
+        for position, (spec, between) in enumerate(zip(pin.operands, pin.between, strict=True)):
+            for each in between:
+                arrays[position] = self._once(op.inputs[position], arrays[position], each)
+            if spec is not None:
+                arrays[position] = self._pin(op.inputs[position], arrays[position], spec)
+        return arrays
+
+    def _once(self, value: Operand, array: Any, spec: Spec) -> Any:
+        """The same pinned array for all operands: what follows from two, the partitioner would
+        convert twice.
+        """
+        known = self._between.get((id(array), spec))
+        if known is None:
+            known = self._between[id(array), spec] = self._pin(value, array, spec), array
+        return known[0]
+
+    def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        sums_scattered = pin is not None and pin.on_pieces
+        by_itself = traits_of(op.name).runs_on_pieces or not is_declared(op)
+        if not sums_scattered and not by_itself and op.name != "conv_general_dilated":
+            return bind(op.eqn, arrays)
+        mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))
+        without = self._without if differs else frozenset()
+        if pin is not None and sums_scattered:
+            return self._product(pin, op, arrays, bind, without)
+        groups = [str(name) for name in mesh.axis_names if name in without]
+        if op.name == "conv_general_dilated":
+            return convolution(op.eqn, arrays, bind, mesh, groups)
+        given = pin.operands if pin is not None else [None] * len(arrays)
+        splits = [s if s is None else partition(mesh, s, a.shape, without) for s, a in zip(given, arrays, strict=True)]
+        rule = dim_rule(op, self._graph, on_missing_rule=self._pins.on_missing_rule)
+        return on_pieces(op.eqn, arrays, bind, mesh, groups, rule, splits)
+
+    def _product(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]) -> Sequence[Any]:
+        mesh, (chain,), (minor,) = self._lowering.mesh, pin.results, pin.minor
+        operands = [
+            partition(mesh, spec or (), array.shape, without) for spec, array in zip(pin.operands, arrays, strict=True)
+        ]
+
+        def wanted(shape: Sequence[int]) -> PartitionSpec:
+            return partition(mesh, chain[0], shape, without, minor)
+
+        result = product(op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums)
+        return bind(op.eqn, arrays) if result is None else result
+
+    def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        if pin is None:
+            return arrays
+        for position, (chain, minor) in enumerate(zip(pin.results, pin.minor, strict=True)):
+            for number, spec in enumerate(chain):
+                arrays[position] = self._pin(op.outputs[position], arrays[position], spec, () if number else minor)
+        return arrays
+
+    def value(self, index: int, array: Any) -> Any:
+        spec = self._pins.values.get(index)
+        return array if spec is None else self._pin(index, array, spec)
+
+    def row(self, index: int, array: Any) -> Any:
+        # Left as it is, a row is stacked as it is, and the whole stack converted behind the loop.
+        spec = self._pins.values.get(index)
+        if spec is None:
+            return array
+        return self._pin(index, array, _of_row(spec))
+
+    def _pin(self, value: Operand, array: Any, spec: Spec, minor: Sequence[int] = ()) -> Any:
+        differs = isinstance(value, int) and value in self._differing
+        without = self._without if differs else frozenset()
+        return self._lowering.constrain(array, spec, without=without, minor=minor)

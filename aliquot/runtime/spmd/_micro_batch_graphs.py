@@ -1,0 +1,485 @@
+"""A `MicroBatchPlan` -> three graphs: what runs before the first part, on each part, and after the
+last.
+
+Each graph holds only what is needed. Values keep their indices, so the pins of the whole step hold
+in all three; what a part needs beside its operators (a slice, a shift, a sum that counts once)
+becomes operators of its own at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...graph import (
+    Block,
+    Call,
+    Graph,
+    Input,
+    Literal,
+    Op,
+    Operand,
+    Output,
+    Phase,
+    Role,
+    Value,
+    any_effects,
+    scan_counts,
+    traits_of,
+)
+from ...sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims, phase_of
+from ._layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchGraphs:
+    """The three graphs, and what passes between them; all by value index.
+
+    Attributes:
+        early: takes the step's inputs, returns `early_values`.
+        body: takes the step's inputs with `sliced` values cut, `early_values`, the numbers of the
+            group and of the micro-batch; returns `crossing` values.
+        late: takes the step's inputs, `early_values` and combined `crossing` values; returns the
+            step's outputs.
+        early_values: computed once, on the whole batch; `inside` are their names in the body.
+        sliced: inputs, constants and early values of which each part gets its slice, with the dim.
+        crossing: what the late graph needs of the parts.
+        group, micro_batch: the values that hold a part's numbers.
+    """
+
+    early: Graph
+    body: Graph
+    late: Graph
+    early_values: tuple[int, ...]
+    inside: tuple[int, ...]
+    sliced: tuple[tuple[int, int], ...]
+    crossing: tuple[int, ...]
+    group: int
+    micro_batch: int
+
+
+def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
+    """The three graphs of a plan."""
+    whole = plan.whole
+    needs = _Needs(plan)
+    needs.find()
+    crossing = tuple(sorted(needs.crossing))
+    early_values = tuple(sorted(needs.early))
+    rewriter = _Rewriter(plan, layout)
+    items = rewriter.items(needs.body_items)
+    ops, values = tuple(rewriter.ops), tuple(rewriter.values)
+    numbers = [rewriter.group, rewriter.micro_batch]
+    inside = [rewriter.early_alias.get(v, v) for v in early_values]
+    body_inputs = [*(i.value for i in whole.inputs), *whole.constants, *inside, *numbers]
+    body = subgraph(replace(plan.part, ops=ops, values=values), body_inputs, items, crossing)
+    late_inputs = [*(i.value for i in whole.inputs), *early_values, *crossing]
+    late = subgraph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
+    early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
+    return MicroBatchGraphs(
+        early=early,
+        body=replace(body, constants={}),
+        late=late,
+        early_values=early_values,
+        inside=tuple(inside),
+        sliced=_sliced(plan, early_values),
+        crossing=crossing,
+        group=rewriter.group,
+        micro_batch=rewriter.micro_batch,
+    )
+
+
+def _sliced(plan: MicroBatchPlan, early_values: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    whole = plan.whole
+    candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
+    batch_dims = {v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE}
+    return tuple(sorted(batch_dims.items()))
+
+
+def subgraph(base: Graph, inputs: Sequence[int], items: Sequence[int | Call], outputs: Sequence[Operand]) -> Graph:
+    """Some items of a graph under the same indices, with inputs and outputs of their own."""
+    named = {item.value: item for item in base.inputs}
+    return replace(
+        base,
+        inputs=tuple(named.get(v) or Input(path=f"value {v}", value=v, role=Role.OTHER) for v in inputs),
+        body=Block(inputs=tuple(inputs), items=tuple(items), outputs=tuple(outputs)),
+        outputs=tuple(Output(path="", value=v) for v in outputs),
+    )
+
+
+@dataclass(slots=True)
+class _Needs:
+    """Contents of the three graphs, found backwards from the step's outputs."""
+
+    plan: MicroBatchPlan
+    early: set[int] = field(default_factory=set)
+    crossing: set[int] = field(default_factory=set)
+    late_items: list[int | Call] = field(default_factory=list)
+    body_items: list[int | Call] = field(default_factory=list)
+    early_items: list[int | Call] = field(default_factory=list)
+    _late: set[int] = field(default_factory=set)
+    _given: set[int] = field(default_factory=set)
+    _again: dict[int, bool] = field(default_factory=dict)
+
+    def find(self) -> None:
+        whole = self.plan.whole
+        self._given = {item.value for item in whole.inputs} | whole.constants.keys()
+        items = whole.body.items
+        self._mark_again(items)
+        self._find_late(items)
+        self._find_body(items)
+        self.crossing -= self.early
+        self._find_early()
+
+    def _inputs(self, item: int | Call) -> tuple[Operand, ...]:
+        return item.inputs if isinstance(item, Call) else self.plan.whole.ops[item].inputs
+
+    def _outputs(self, item: int | Call) -> tuple[int, ...]:
+        outputs = item.outputs if isinstance(item, Call) else self.plan.whole.ops[item].outputs
+        return tuple(v for v in outputs if v >= 0)
+
+    def _is(self, item: int | Call, action: Action) -> bool:
+        if isinstance(item, Call):
+            calls = self.plan.early_calls if action is Action.EARLY else self.plan.late_calls
+            return item in calls
+        return self.plan.actions.get(item) is action
+
+    def _mark_again(self, items: Sequence[int | Call]) -> None:
+        """Mark the items that can run again from the step's inputs alone: they see no part of the
+        batch.
+        """
+        batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
+        known = {v: v not in batch for v in self._given}
+        for item in items:
+            again = not self._is(item, Action.EARLY) and not self._is(item, Action.LATE)
+            if again and isinstance(item, Call):
+                again = all(isinstance(i, Literal) or known[i] for i in item.inputs)
+            elif again and isinstance(item, int):
+                again = all(
+                    isinstance(i, Literal) or known[i] or self._converted_early(item, k)
+                    for k, i in enumerate(self.plan.whole.ops[item].inputs)
+                )
+            for out in self._outputs(item):
+                known[out] = again
+        self._again = known
+
+    def _converted_early(self, op: int, position: int) -> bool:
+        return self.plan.conversions.get((op, position)) is Conversion.EARLY
+
+    def _find_late(self, items: Sequence[int | Call]) -> None:
+        needed = {o.value for o in self.plan.whole.outputs if isinstance(o.value, int)} - self._given
+        for item in reversed(items):
+            outputs = [v for v in self._outputs(item) if v in needed]
+            if not outputs and not any_effects(item, self.plan.whole):
+                continue
+            if self._is(item, Action.EARLY):
+                self.early.update(outputs)
+            elif self._is(item, Action.LATE) or self._again[outputs[0]] or self._updates_once(item):
+                self.late_items.append(item)
+                for k, operand in enumerate(self._inputs(item)):
+                    if isinstance(operand, Literal):
+                        continue
+                    if isinstance(item, int) and self._converted_early(item, k):
+                        self.early.add(operand)
+                    elif operand not in self._given:
+                        needed.add(operand)
+            else:
+                self.crossing.update(outputs)
+        self.late_items.reverse()
+        self.early |= {v for v in self.crossing if self.plan.specs[v].kind is TimeKind.WHOLE}
+        self.crossing -= self.early
+
+    def _updates_once(self, item: int | Call) -> bool:
+        """Updates by gradients that are the same for all parts wait, as all others do."""
+        phase = phase_of(item, self.plan.whole) if isinstance(item, Call) else self.plan.whole.ops[item].phase
+        kinds = {self.plan.specs[v].kind for v in (*self._inputs(item), *self._outputs(item)) if isinstance(v, int)}
+        return phase is Phase.UPDATE and kinds <= {TimeKind.EQUAL, TimeKind.LATE}
+
+    def _find_body(self, items: Sequence[int | Call]) -> None:
+        needed = set(self.crossing)
+        for item in reversed(items):
+            outputs = [v for v in self._outputs(item) if v in needed]
+            if not outputs:
+                continue
+            if self._is(item, Action.EARLY) or self._is_worth_once(item, outputs):
+                self.early.update(outputs)
+                continue
+            self.body_items.append(item)
+            for k, operand in enumerate(self._inputs(item)):
+                if isinstance(operand, Literal) or operand in self._given:
+                    continue
+                if isinstance(item, int) and self._converted_early(item, k):
+                    self.early.add(operand)
+                else:
+                    needed.add(operand)
+            if isinstance(item, Call):
+                self._look_inside(item)
+        self.body_items.reverse()
+
+    def _look_inside(self, call: Call) -> None:
+        """Early values that a body reads."""
+        for block in call.blocks:
+            for item in block.items:
+                if self._is(item, Action.EARLY):
+                    self.early.update(self._outputs(item))
+                elif isinstance(item, Call):
+                    self._look_inside(item)
+                else:
+                    for k, operand in enumerate(self._inputs(item)):
+                        if isinstance(operand, int) and self._converted_early(item, k):
+                            self.early.add(operand)
+
+    def _is_worth_once(self, item: int | Call, outputs: Sequence[int]) -> bool:
+        """Products and loops that see nothing of the batch are not done again for each part of it."""
+        if not self._again[outputs[0]] or any(self.plan.specs[v].kind is not TimeKind.EQUAL for v in outputs):
+            return False
+        if isinstance(item, Call):
+            return True
+        op = self.plan.whole.ops[item]
+        return traits_of(op.name).multiplies and dim_rule(op, self.plan.whole).contracts
+
+    def _find_early(self) -> None:
+        """Remat regions are transparent here: only the few operators that are needed run."""
+        flat: list[int | Call] = []
+        alias: dict[int, int] = {}
+
+        def flatten(items: Iterable[int | Call]) -> None:
+            for item in items:
+                if isinstance(item, Call) and item.kind == "remat":
+                    flatten(item.blocks[0].items)
+                    for out, inner in zip(item.outputs, item.blocks[0].outputs, strict=True):
+                        if out >= 0 and isinstance(inner, int) and out != inner:
+                            alias[out] = inner
+                else:
+                    flat.append(item)
+
+        flatten(self.plan.whole.body.items)
+        needed = set(self.early)
+        for item in reversed(flat):
+            needed |= {alias[v] for v in needed & alias.keys()}
+            if any(v in needed for v in self._outputs(item)):
+                self.early_items.append(item)
+                needed.update(i for i in self._inputs(item) if isinstance(i, int))
+        self.early_items.reverse()
+
+
+class _Rewriter:
+    """Rewrites blocks for a part: conversions, slices and shifts become operators."""
+
+    def __init__(self, plan: MicroBatchPlan, layout: Layout) -> None:
+        self.plan, self.layout = plan, layout
+        self.ops: list[Op] = list(plan.part.ops)
+        self.values: list[Value] = list(plan.part.values)
+        # Where a part has its own array under an index, the whole batch's goes by another one.
+        self.early_alias: dict[int, int] = {}
+        self.group = self._value((), "int32")
+        self.micro_batch = self._value((), "int32")
+
+    def items(self, items: Iterable[int | Call]) -> list[int | Call]:
+        out: list[int | Call] = []
+        for item in items:
+            if isinstance(item, Call):
+                if item not in self.plan.early_calls and item not in self.plan.late_calls:
+                    out.append(self._call(item, out))
+            elif self.plan.actions.get(item) not in (Action.EARLY, Action.LATE):
+                self._op(item, out)
+        return out
+
+    def _value(self, shape: Sequence[int], dtype: str, itemsize: int = 4) -> int:
+        value = Value(index=len(self.values), shape=tuple(shape), dtype=dtype, itemsize=itemsize)
+        self.values.append(value)
+        return value.index
+
+    def _add(
+        self, fn: Callable[..., Any], inputs: Sequence[Operand], output: int, like: Op | None, out: list[int | Call]
+    ) -> int:
+        """A new operator that calls `fn` on arrays of the inputs' shapes."""
+        structs = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
+        (eqn,) = jax.make_jaxpr(jax.jit(fn))(*structs).jaxpr.eqns
+        base = like or self.plan.whole.ops[0]
+        self.ops.append(
+            replace(base, index=len(self.ops), name="jit", inputs=tuple(inputs), outputs=(output,), params={}, eqn=eqn)
+        )
+        out.append(len(self.ops) - 1)
+        return output
+
+    # ---- operators -------------------------------------------------------------------------------
+
+    def _op(self, index: int, out: list[int | Call]) -> None:
+        op, whole = self.ops[index], self.plan.whole.ops[index]
+        conversions = {k: self.plan.conversions.get((index, k)) for k in range(len(op.inputs))}
+        inputs = tuple(
+            i if conversions[k] is None else self._convert(conversions[k], op, k, out) for k, i in enumerate(op.inputs)
+        )
+        action = self.plan.actions.get(index, Action.RUN)
+        if action is Action.RUN:
+            self.ops[index] = replace(op, inputs=inputs)
+            out.append(index)
+        elif action is Action.SHIFT:
+            (target,) = op.outputs
+            plain = self._like(target)
+            self.ops[index] = replace(op, inputs=inputs, outputs=(plain,))
+            out.append(index)
+            self._shift(plain, target, op, out)
+        else:
+            self._slice(index, whole, inputs, out)
+
+    def _like(self, index: int, shape: Sequence[int] | None = None) -> int:
+        value = self.values[index]
+        return self._value(value.shape if shape is None else shape, value.dtype, value.itemsize)
+
+    def _shift(self, plain: int, target: int, op: Op, out: list[int | Call]) -> None:
+        dim, layout = self.plan.specs[target].dim, self.layout
+
+        def shift(array: Any, group: Any, micro_batch: Any) -> Any:
+            offsets = layout.offsets(array.shape, dim, group, micro_batch, jnp.int32)
+            return array + offsets.astype(array.dtype)
+
+        self._add(shift, [plain, self.group, self.micro_batch], target, op, out)
+
+    def _slice(self, index: int, whole: Op, inputs: Sequence[Operand], out: list[int | Call]) -> None:
+        """Run an operator for the whole batch, and keep the part's slice of what depends on the
+        batch's size.
+        """
+        outputs = []
+        cuts: list[tuple[int, int]] = []
+        for target in whole.outputs:
+            if target >= 0 and self.plan.specs[target].kind is TimeKind.CONCATENATE:
+                full = self._like(target, self.plan.whole.values[target].shape)
+                cuts.append((full, target))
+                outputs.append(full)
+            else:
+                outputs.append(target)
+        self.ops[index] = replace(whole, inputs=tuple(inputs), outputs=tuple(outputs))
+        out.append(index)
+        for full, target in cuts:
+            dim, layout = self.plan.specs[target].dim, self.layout
+
+            def take(array: Any, group: Any, micro_batch: Any, dim: int = dim, layout: Layout = layout) -> Any:
+                return layout.take(array, dim, group, micro_batch)
+
+            self._add(take, [full, self.group, self.micro_batch], target, whole, out)
+
+    def _convert(self, how: Conversion | None, op: Op, position: int, out: list[int | Call]) -> Operand:
+        operand = op.inputs[position]
+        match how:
+            case Conversion.ONCE:
+                return self._once(operand, op, out)
+            case Conversion.ESTIMATE:
+                return self._own(operand, op, out)
+            case Conversion.LOCAL:
+                return self._local(operand, op, out)
+            case Conversion.EARLY:
+                assert isinstance(operand, int)
+                if operand not in self.early_alias:
+                    self.early_alias[operand] = self._like(operand)
+                return self.early_alias[operand]
+        return operand
+
+    def _once(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
+        # A part that stands for the whole batch multiplies its share, so that each must have the
+        # same.
+        shared = self.plan.semantics == "independent"
+        parts = self.plan.num_parts
+
+        def once(array: Any, group: Any, micro_batch: Any) -> Any:
+            if shared and jnp.issubdtype(array.dtype, jnp.inexact):
+                return array / jnp.asarray(parts, array.dtype)
+            return jnp.where((group == 0) & (micro_batch == 0), array, jnp.zeros_like(array))
+
+        target = self._value(*_look(operand, self.values))
+        return self._add(once, [operand, self.group, self.micro_batch], target, op, out)
+
+    def _own(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
+        parts = self.plan.num_parts
+
+        def own(array: Any) -> Any:
+            return array * jnp.asarray(parts, array.dtype)
+
+        return self._add(own, [operand], self._value(*_look(operand, self.values)), op, out)
+
+    def _local(self, operand: Operand, op: Op, out: list[int | Call]) -> int:
+        assert isinstance(operand, int) and isinstance(op.inputs[0], int)
+        component = indexed_dims(op).index(self.plan.specs[op.inputs[0]].dim)
+        dim, layout = self.plan.specs[operand].dim, self.layout
+
+        def local(array: Any, group: Any, micro_batch: Any) -> Any:
+            offsets = layout.offsets(array.shape, dim, group, micro_batch, jnp.int32)
+            chosen = jnp.arange(array.shape[-1]) == component
+            return array - jnp.where(chosen, offsets, 0).astype(array.dtype)
+
+        target = self._like(operand)
+        return self._add(local, [operand, self.group, self.micro_batch], target, op, out)
+
+    # ---- structured operators --------------------------------------------------------------------
+
+    def _call(self, call: Call, out: list[int | Call]) -> Call:
+        inputs = list(call.inputs)
+        blocks = list(call.blocks)
+        if call.kind == "remat":
+            (block,) = blocks
+            blocks = [replace(block, items=tuple(self.items(block.items)))]
+            return replace(call, eqn=self.plan.part_eqns[call], blocks=tuple(blocks))
+        if call.kind == "cond":
+            results = [call.outputs] * len(blocks)
+            bodies = blocks
+        else:
+            (*conditions, body) = blocks
+            params = call.eqn.params
+            if call.kind == "scan":
+                first, count = scan_counts(params)
+                before = first
+            else:
+                first, count = params["body_nconsts"], len(call.outputs)
+                before = first + params["cond_nconsts"]
+            carried = [v for v in body.inputs[first : first + count] if isinstance(v, int)]
+            for k, inner in enumerate(carried):
+                inputs[before + k] = self._match(inputs[before + k], inner, out)
+            results = [(*carried, *call.outputs[count:])]
+            bodies = [body]
+            blocks = [replace(c, items=tuple(self.items(c.items))) for c in conditions]
+        rewritten = [self._block(b, wanted) for b, wanted in zip(bodies, results, strict=True)]
+        blocks = rewritten if call.kind == "cond" else [*blocks, *rewritten]
+        return replace(call, eqn=self.plan.part_eqns[call], inputs=tuple(inputs), blocks=tuple(blocks))
+
+    def _block(self, block: Block, wanted: Sequence[int]) -> Block:
+        """A body whose results have the specs of the values that they become."""
+        items = self.items(block.items)
+        outputs = [self._match(o, target, items) for o, target in zip(block.outputs, wanted, strict=True)]
+        return replace(block, items=tuple(items), outputs=tuple(outputs))
+
+    def _match(self, operand: Operand, target: int, out: list[int | Call]) -> Operand:
+        if target < 0:
+            return operand
+        have = TimeKind.EQUAL if isinstance(operand, Literal) else self.plan.specs[operand].kind
+        want = self.plan.specs[target].kind
+        if have is TimeKind.EQUAL and want is TimeKind.SUM:
+            return self._once(operand, None, out)
+        if have is TimeKind.SUM and want is TimeKind.MEAN:
+            return self._own(operand, None, out)
+        return operand
+
+
+def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], str, int]:
+    if isinstance(operand, Literal):
+        return operand.shape, operand.dtype, 4
+    value = values[operand]
+    return value.shape, value.dtype, value.itemsize
+
+
+def struct_of(what: Literal | Value) -> jax.ShapeDtypeStruct:
+    """JAX's description of a value."""
+    if what.dtype.startswith("key<"):
+        name = {"fry": "threefry2x32"}.get(what.dtype[4:-1], what.dtype[4:-1])
+        key: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name))
+        return _shape_struct(what.shape, key.dtype)
+    return _shape_struct(what.shape, jnp.dtype(what.dtype))
+
+
+def _shape_struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    make: Any = jax.ShapeDtypeStruct
+    struct: jax.ShapeDtypeStruct = make(shape, dtype)
+    return struct

@@ -1,0 +1,197 @@
+"""One program over one mesh: the whole step, or a loop over micro-batches with the update behind
+it.
+
+With data-parallel groups every part of the loop's body carries a dim for the group, split over the
+mesh's data axes. The gradients of a group are then added up where they arise, and cross between
+groups once, after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from ...graph import Graph, Role
+from ...sharding import MicroBatchPlan, Pins, TimeKind, dims_of
+from ._layout import Layout, sizes_of
+from ._lowering import AbstractLowering, ConstraintLowering, partition
+from ._micro_batch_graphs import cut_graph
+from ._totals import Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """A step as one jitted function over flat arrays.
+
+    Attributes:
+        jitted: takes one array for each input of the step, returns one for each output. Donated
+            inputs are used up.
+        in_shardings, out_shardings: in that order.
+        donated: positions of the donated inputs.
+    """
+
+    jitted: Any
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    donated: tuple[int, ...]
+
+
+def build_program(
+    graph: Graph,
+    pins: Pins,
+    mesh: Mesh,
+    *,
+    micro_batches: MicroBatchPlan | None = None,
+    data_axes: Sequence[str] = (),
+) -> Program:
+    """The program of a step.
+
+    Args:
+        graph: the step.
+        pins: its splits.
+        mesh: where it runs; all axes `AxisType.Auto`.
+        micro_batches: how it is cut over time; its groups must be those of `data_axes`. None for no
+            cut.
+        data_axes: mesh axes over which gradients wait for the last micro-batch.
+    """
+    lowering = ConstraintLowering(mesh=mesh, pins=pins)
+    in_shardings = tuple(
+        NamedSharding(mesh, partition(mesh, spec, graph.values[item.value].shape))
+        for item, spec in zip(graph.inputs, pins.inputs, strict=True)
+    )
+    out_shardings = tuple(
+        NamedSharding(mesh, partition(mesh, spec, _shape(graph, output.value)))
+        for output, spec in zip(graph.outputs, pins.outputs, strict=True)
+    )
+    run: Callable[..., list[Any]]
+    if micro_batches is None or micro_batches.num_micro_batches == 1:
+
+        def run(*flat: Any) -> list[Any]:
+            return lowering.replay(graph, flat)
+
+    else:
+        run = _Loop(micro_batches, lowering, mesh, pins, tuple(data_axes))
+    donated = tuple(
+        position
+        for position, item in enumerate(graph.inputs)
+        if item.output is not None
+        and in_shardings[position] == out_shardings[item.output]
+        and _alike(graph, item.value, graph.outputs[item.output].value)
+    )
+    jitted = jax.jit(
+        run, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=donated, keep_unused=True
+    )
+    return Program(jitted=jitted, in_shardings=in_shardings, out_shardings=out_shardings, donated=donated)
+
+
+def _shape(graph: Graph, operand: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = graph.values[operand].shape if isinstance(operand, int) else operand.shape
+    return shape
+
+
+def _alike(graph: Graph, value: int, successor: Any) -> bool:
+    """True if a successor can live in its predecessor's buffer."""
+    if not isinstance(successor, int):
+        return False
+    a, b = graph.values[value], graph.values[successor]
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+class _Loop:
+    """The step as a loop over micro-batches. Called with flat arrays, it returns flat results."""
+
+    def __init__(
+        self, plan: MicroBatchPlan, lowering: AbstractLowering, mesh: Mesh, pins: Pins, data_axes: tuple[str, ...]
+    ) -> None:
+        self._plan, self._lowering = plan, lowering
+        self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
+        self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
+        self._layout = _layout(plan, pins, mesh, self._without)
+        self._graphs = cut_graph(plan, self._layout)
+        self._specs = {item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)}
+        self._totals = Totals(
+            plan=plan, mesh=mesh, lowering=lowering, layout=self._layout, pins=pins, without=self._without
+        )
+        self.__name__ = plan.whole.name
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        parts, layout = self._graphs, self._layout
+        early = self._lowering.replay(parts.early, flat) if parts.early_values else []
+        known = dict(zip([i.value for i in self._plan.whole.inputs], flat, strict=True))
+        known |= self._plan.whole.constants
+        known |= dict(zip(parts.early_values, early, strict=True))
+        slices = [self._cut(known[value], value, dim) for value, dim in parts.sliced]
+        whole = self._totals
+        summed = [v for v in parts.crossing if whole.is_summed(v)]
+        stacked = [v for v in parts.crossing if not whole.is_summed(v)]
+
+        def step(totals: list[Any], part: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            results = dict(zip(parts.crossing, self._part(known, *part), strict=True))
+            added = [total + results[v].astype(total.dtype) for v, total in zip(summed, totals, strict=True)]
+            return [whole.spread(v, a) for v, a in zip(summed, added, strict=True)], [results[v] for v in stacked]
+
+        zeros = [whole.zeros(v) for v in summed]
+        numbers = jnp.arange(layout.micro_batches, dtype=jnp.int32)
+        totals, stacks = jax.lax.scan(step, zeros, (numbers, slices))
+        combined = {v: whole.add_up(v, total) for v, total in zip(summed, totals, strict=True)}
+        combined |= {v: whole.combine(v, stack) for v, stack in zip(stacked, stacks, strict=True)}
+        crossing = [combined[v] for v in parts.crossing]
+        return self._lowering.replay(parts.late, [*flat, *early, *crossing])
+
+    def _part(self, known: dict[int, Any], micro_batch: Any, slices: Sequence[Any]) -> list[Any]:
+        """Crossing values of one micro-batch, for all groups."""
+        parts, groups = self._graphs, self._layout.groups
+        order = [*(i.value for i in self._plan.whole.inputs), *self._plan.whole.constants, *parts.early_values]
+        sliced = {value for value, _ in parts.sliced}
+        given = [i.value for v, i in zip(order, parts.body.inputs, strict=False) if v in sliced]
+
+        def run(group: Any, arrays_of_group: Sequence[Any]) -> list[Any]:
+            arrays = known | dict(zip([value for value, _ in parts.sliced], arrays_of_group, strict=True))
+            inputs = [*(arrays[v] for v in order), group, micro_batch]
+            return self._lowering.replay(parts.body, inputs, without=self._without, mapped=[*given, parts.group])
+
+        if groups == 1:
+            return run(jnp.int32(0), slices)
+        names: Any = self._axes if len(self._axes) > 1 else self._axes[0]
+        mapped = jax.vmap(run, spmd_axis_name=names)
+        results: list[Any] = mapped(jnp.arange(groups, dtype=jnp.int32), list(slices))
+        return results
+
+    def _cut(self, array: Any, value: int, dim: int) -> Any:
+        cut = self._layout.cut(array, dim)
+        leading = 2 if self._layout.groups > 1 else 1
+        spec = self._specs.get(value)
+        if spec is None:
+            return cut
+        return self._lowering.constrain(cut, spec, without=self._without, leading=leading)
+
+
+def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str]) -> Layout:
+    """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in
+    that order.
+
+    Arrays that hold fewer rows than there are examples must have a row for each shard, too.
+    """
+    sizes = {str(name): size for name, size in mesh.shape.items()}
+    shards = 1
+    for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True):
+        shape = plan.part.values[item.value].shape
+        if item.role is not Role.BATCH:
+            continue
+        names = tuple(sizes)
+        (batch_axes, *_) = dims_of(spec, names, len(shape))
+        others = tuple(name for name in batch_axes if name not in without)
+        (count,) = sizes_of([others], sizes)
+        if (
+            batch_axes[: len(batch_axes) - len(others)] == tuple(n for n in batch_axes if n in without)
+            and shape[0] % count == 0
+        ):
+            shards = max(shards, count)
+    split = ((v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE)
+    even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)
+    return Layout(groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches)

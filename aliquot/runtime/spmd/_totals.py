@@ -1,0 +1,139 @@
+"""Accumulators over micro-batches: running totals, and results kept part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ...graph import Graph
+from ...sharding import MicroBatchPlan, Pins, Spec, TimeKind
+from ._layout import Layout
+from ._lowering import AbstractLowering
+
+_REDUCE: dict[TimeKind, Callable[..., Any]] = {
+    TimeKind.MAX: jnp.max,
+    TimeKind.MIN: jnp.min,
+    TimeKind.PROD: jnp.prod,
+    TimeKind.AND: jnp.all,
+    TimeKind.OR: jnp.any,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Totals:
+    """Accumulation of the parts' values into those of the batch. Arrays carry a leading dim for
+    groups where there are several.
+
+    Attributes:
+        plan: how the step is cut.
+        mesh, lowering, pins: how arrays are split.
+        layout: groups and micro-batches.
+        without: mesh axes that the groups lie along.
+    """
+
+    plan: MicroBatchPlan
+    mesh: Mesh
+    lowering: AbstractLowering
+    layout: Layout
+    pins: Pins
+    without: frozenset[str]
+    landing: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "landing", _landings(self.plan.whole, self.pins))
+
+    def is_summed(self, value: int) -> bool:
+        """True if the parts' values are added up as they come: sums, and what is averaged."""
+        return is_summed(value, self.plan)
+
+    def look(self, value: int) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype of a running total: at least single precision."""
+        what = self.plan.part.values[value]
+        dtype = jnp.dtype(what.dtype)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            dtype = jnp.promote_types(dtype, jnp.float32)
+        lead = (self.layout.groups,) if self.layout.groups > 1 else ()
+        return (*lead, *what.shape), dtype
+
+    def zeros(self, value: int) -> Any:
+        """A total before the first part."""
+        return self.spread(value, jnp.zeros(*self.look(value)))
+
+    def spread(self, value: int, total: Any) -> Any:
+        """Keep each group's running total on the group."""
+        if self.layout.groups == 1:
+            return total
+        return self.lowering.constrain(total, self.total_spec(value), without=self.without, leading=1)
+
+    def total_spec(self, value: int) -> Spec:
+        """Split of a running total's dims, without that of the groups."""
+        whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
+        chain = self.landing.get(value)
+        return chain[-1][0] if chain else self.pins.values.get(value, whole)
+
+    def add_up(self, value: int, total: Any) -> Any:
+        """The batch's value from a running total."""
+        chain = self.landing.get(value, ())
+        if self.layout.groups > 1:
+            total = self._over_groups(total, *chain[0]) if chain else total.sum(0)
+        if self.plan.specs[value].kind is TimeKind.MEAN:
+            total = total / self.plan.num_parts
+        total = total.astype(self.plan.whole.values[value].dtype)
+        for spec, minor in chain:
+            total = self.lowering.constrain(total, spec, minor=minor)
+        return total
+
+    def _over_groups(self, total: Any, spec: Spec, minor: Sequence[int]) -> Any:
+        """The sum of the groups' totals, along the axes that split it first; at once, XLA would
+        all-reduce all of it.
+        """
+        names = [str(name) for name in self.mesh.axis_names]
+        axes = [name for name in names if name in self.without]
+        scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
+        if not 0 < len(scattered) < len(axes):
+            return total.sum(0)
+        apart = total.reshape(*(self.mesh.shape[name] for name in axes), *total.shape[1:])
+        left = apart.sum(scattered).reshape(-1, *total.shape[1:])
+        others = self.without - {axes[k] for k in scattered}
+        return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
+
+    def combine(self, value: int, stack: Any) -> Any:
+        """The batch's value of what is no sum, stacked by micro-batch, and by group where there are
+        any.
+        """
+        spec = self.plan.specs[value]
+        lead = (0, 1) if self.layout.groups > 1 else (0,)
+        if spec.kind is TimeKind.CONCATENATE:
+            return self.layout.join(stack, spec.dim)
+        if spec.kind in _REDUCE:
+            return _REDUCE[spec.kind](stack, axis=lead)
+        return stack[(-1,) * len(lead)]
+
+
+def is_summed(value: int, plan: MicroBatchPlan) -> bool:
+    """True if the parts' values are added up as they come: sums, and what is averaged."""
+    kind, dtype = plan.specs[value].kind, plan.whole.values[value].dtype
+    return kind is TimeKind.SUM or (kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex")))
+
+
+def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]]:
+    """Splits that results of pinned operators take on, one after the other, each with the axes that
+    are minor in it.
+
+    So do casts and transposes of them, which is what becomes of a product that makes a gradient.
+    """
+    landings: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
+    for op in graph.ops:
+        pin = pins.of(op)
+        chain = landings.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
+        if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
+            order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
+            places = {dim: place for place, dim in enumerate(order)}
+            landings[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)
+        if pin is not None:
+            landings |= {out: chain for out, chain in zip(op.outputs, pin.totals, strict=True) if out >= 0 and chain}
+    return landings

@@ -1,0 +1,32 @@
+"""Arrays between devices and processes: their pieces, routes and moves, and the hosts that agree and watch each other."""
+
+from ._agreement import agree as agree
+from ._agreement import agree_on_step as agree_on_step
+from ._agreement import plan_lines as plan_lines
+from ._agreement import spans_processes as spans_processes
+from ._arrays import is_key as is_key
+from ._arrays import struct as struct
+from ._arrays import stub as stub
+from ._endings import end_in_order as end_in_order
+from ._hosts import initialize as initialize
+from ._hosts import shutdown as shutdown
+from ._pieces import PiecedArray as PiecedArray
+from ._pieces import Rows as Rows
+from ._pieces import cut_leaves as cut_leaves
+from ._pieces import input_pieces as input_pieces
+from ._pieces import join_results as join_results
+from ._pieces import joined as joined
+from ._pieces import original_of as original_of
+from ._pieces import output_pieces as output_pieces
+from ._pieces import places_of as places_of
+from ._state import gather as gather
+from ._state import local_part as local_part
+from ._state import place as place
+from ._transfer import Move as Move
+from ._transfer import channels_of_hosts as channels_of_hosts
+from ._transfer import plan_broadcast as plan_broadcast
+from ._transfer import plan_move as plan_move
+from ._transfer import processes_of as processes_of
+from ._watchdog import Peers as Peers
+from ._watchdog import watch as watch
+from ._watchdog import watched as watched

@@ -1,0 +1,169 @@
+"""Many processes that run one step together, each on its own devices."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+from collections.abc import Sequence
+
+import jax
+
+from ...core import InputError
+from ...graph import detect_processes
+from ._endings import end_in_order, finish_work, part
+from ._meeting import Hello, default_run_id
+from ._watchdog import meet, watched
+
+# JAX's own watch, which aborts, comes later than the one here.
+_HEARTBEAT_S = 600
+_SHUTDOWN_S = 10
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    initialization_timeout_s: int = 300,
+    cpu_collectives: str | None = "gloo",
+    transfers: str | None = None,
+    run_id: str | None = None,
+) -> None:
+    """Join the processes that run a step together. Call it first, before anything touches a device.
+
+    On a cluster that JAX knows (SLURM, Open MPI, Cloud TPU, Kubernetes) no argument is needed. Afterwards
+    `jax.devices()` lists the devices of all processes, a plan for that many devices runs on them, and each process calls
+    the step: with its own part of the batch (`Step.local_part`) or with the whole. When a process dies, the
+    others say what they were doing and end with exit code 3. At the end all call `shutdown`.
+
+    Args:
+        coordinator_address: `host:port` of process 0.
+        num_processes: how many there are.
+        process_id: which one this is, from 0.
+        local_device_ids: which of this machine's devices it uses; all by default.
+        initialization_timeout_s: how long to wait for the others.
+        cpu_collectives: how CPUs of several processes work together within a program. With None
+            they cannot, as a pipeline does not need where every stage has one process: then
+            collectives within a process do not go through the network, which on CPUs takes 40 times
+            as long.
+        transfers: what carries arrays between the stages of a pipeline in different processes:
+            "device" leaves it to JAX, "host" sends them through the memory and the network of the
+            hosts. By default hosts do so for CPUs, whose transfers in JAX lose data, and devices
+            for themselves elsewhere.
+
+        run_id: what only the processes of this run have in common: whoever comes to the same
+            address from another run is turned away. By default the number of the launcher's job, if
+            there is one.
+
+    Raises:
+        SystemExit: with code 3 and a message, when the others do not come, have other versions, or
+            die meanwhile.
+        InputError: The arguments do not say which process this is of how many, or fit no process.
+        RuntimeError: from JAX, when devices were touched already.
+    """
+    _spare_threads()
+    # Only clients of CPU devices look at this.
+    jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)
+    address, count, process, devices = detect_processes(
+        coordinator_address, num_processes, process_id, local_device_ids, initialization_timeout_s
+    )
+    if address is None or count is None or process is None:
+        raise InputError(
+            f"initialize() does not know the processes: coordinator_address={address!r}, num_processes={count!r}, "
+            f"process_id={process!r}, and no launcher that JAX knows tells the rest. Pass all three."
+        )
+    port = address.rpartition(":")[2]
+    if not (port.isdecimal() and int(port) < 65536) or not 0 <= process < count:
+        raise InputError(
+            f"initialize() was given the address {address!r} and process_id={process} of num_processes={count}: it needs "
+            "host:port, and numbers from 0 to num_processes - 1."
+        )
+    if jax.distributed.is_initialized() or watched() is not None:
+        raise RuntimeError("initialize() was called before: processes join once.")
+    held: list[socket.socket] = []
+
+    def service_port() -> int:
+        held.append(reserved_port("0.0.0.0", 0, 1))
+        port: int = held[0].getsockname()[1]
+        return port
+
+    service = address
+    if count > 1:
+        # Without it JAX aborts all processes when one dies, before anything can be said. The watch
+        # ends them.
+        jax.config.update("jax_enable_recoverability", True)
+        hello = Hello.own(process, count, default_run_id() if run_id is None else run_id)
+        service = meet(address, hello, initialization_timeout_s, service_port)
+        end_in_order()
+    jax.distributed.initialize(
+        service,
+        count,
+        process,
+        local_device_ids=devices,
+        initialization_timeout=initialization_timeout_s,
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        shutdown_timeout_seconds=_SHUTDOWN_S,
+        coordinator_bind_address=f"[::]:{service.rpartition(':')[2]}" if process == 0 else None,
+    )
+    for reserved in held:
+        reserved.close()
+    peers = watched()
+    if peers is not None:
+        peers.transfers = transfers
+
+
+def shutdown() -> None:
+    """Leave the other processes, after this one's work is done and all have come this far."""
+    peers = watched()
+    if peers is None:
+        jax.distributed.shutdown()
+        return
+    finish_work()
+    peers.leave()
+    part(peers)
+
+
+def _spare_threads() -> None:
+    """Leave CPU devices a thread for transfers while programs wait for other processes.
+
+    XLA gives all that CPU devices do as many threads as there are cores or devices, and a
+    collective keeps one for each device until the others come. Where none is left, what the others
+    wait for is never sent. A device can wait in two programs at once: one of all devices here, and
+    one of its own.
+    """
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    asked = jax.config.values["jax_num_cpu_devices"]
+    num_devices = asked if asked > 0 else int(flags[-1]) if flags else 1
+    needed, wanted = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")
+    if needed > (int(wanted) if wanted.isdecimal() else _num_cores()):
+        os.environ["PJRT_NPROC"] = str(needed)
+
+
+def _num_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reserved_port(address: str, process: int, count: int) -> socket.socket:
+    """A socket at a port that nobody else here takes while it is open, but who asks the system to
+    share it, as JAX does.
+
+    Two that share a port would get each other's connections. Systems hand out those from 32768 on
+    by themselves, and no two processes of a run look at the same.
+    """
+    ports = list(range(16384 + process, 32768, count))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listener.bind((address, port))
+        except OSError:
+            listener.close()
+            continue
+        # Only from now on: at a port that is shared already it would have found room.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        return listener
+    raise OSError(f"no port from 16384 to 32767 is free at {address}")

@@ -1,0 +1,109 @@
+"""Arrays onto their devices and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ...core import InputError
+from ._arrays import stub, words
+from ._transfer import lies_elsewhere, share_with_all
+
+
+def place(
+    leaf: Any, sharding: NamedSharding, shape: Sequence[int], *, keep: bool = False, path: str = "an array"
+) -> jax.Array:
+    """An array where `sharding` wants it; the array itself if it lies there already.
+
+    With several processes, a host array of the global shape is taken to be the same in all of them,
+    and one of another shape to be the process's own part.
+
+    Args:
+        leaf: a NumPy or JAX array.
+        sharding: over devices of this and perhaps other processes.
+        shape: the global shape.
+        keep: the result will be donated, but `leaf` must stay usable: never share its buffers.
+        path: how messages call it.
+
+    Returns:
+        The array; without data where this process has no device of `sharding`.
+
+    Raises:
+        InputError: a process's part has a shape that fits nowhere.
+    """
+    if not sharding.addressable_devices:
+        same = isinstance(leaf, jax.Array) and leaf.sharding == sharding
+        return leaf if same else stub(shape, sharding, leaf.dtype)
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if jax.process_count() > 1 and not leaf.committed:
+            # Only what is bound to its devices can be sent to another process.
+            leaf = jax.device_put(leaf, sharding)
+        there: jax.Array = leaf.copy() if keep else leaf
+        return there
+    if sharding.is_fully_addressable:
+        moved: jax.Array = jax.device_put(leaf, sharding)
+        # One of the new shards may still be the old buffer, even where aliasing is forbidden.
+        return moved.copy() if keep else moved
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return _reshard(leaf, sharding)
+    return _from_host(leaf, sharding, tuple(shape), path)
+
+
+def _reshard(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Between processes only a program moves data."""
+    moved: jax.Array = jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+    return moved
+
+
+def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path: str) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = np.asarray(jax.random.key_data(leaf))
+        whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        data = jax.make_array_from_callback(words.shape, whole, lambda index: words[index])
+        impl = jax.random.key_impl(leaf)
+        keys: jax.Array = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=sharding)(data)
+        return keys
+    host = np.asarray(leaf)
+    if host.shape == shape:
+        array: jax.Array = jax.make_array_from_callback(shape, sharding, lambda index: host[index])
+        return array
+    try:
+        array = jax.make_array_from_process_local_data(sharding, host, shape)
+    except ValueError as error:
+        raise InputError(
+            f"{path} has the shape {host.shape} in process {jax.process_index()}, which is neither all of {shape} nor "
+            f"the part of it that this process holds: {error}. `step.local_part(array)` cuts it out of the whole."
+        ) from None
+    return array
+
+
+def gather(array: Any) -> Any:
+    """All of an array as a NumPy array, in every process. Random keys come back as their words.
+
+    Waits for the array; with several processes all must call it, in the same order. An array that
+    has a mesh of some processes only, such as a leaf of a pipeline's state, is taken to be known to
+    all; one without a mesh is this process's.
+    """
+    if isinstance(array, jax.Array):
+        array = share_with_all(words(array)) if lies_elsewhere(array) else words(array)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+def local_part(array: Any, sharding: NamedSharding) -> Any:
+    """The smallest block of a host array that holds all that this process's devices need."""
+    host = np.asarray(array)
+    pieces = sharding.addressable_devices_indices_map(host.shape).values()
+    bounds = []
+    for dim, size in enumerate(host.shape):
+        ranges = [piece[dim].indices(size)[:2] for piece in pieces if piece is not None]
+        bounds.append(slice(min(start for start, _ in ranges), max(stop for _, stop in ranges)))
+    return host[tuple(bounds)]

@@ -1,0 +1,346 @@
+"""The other processes of a run: whether they live, and small messages among them.
+
+Each process holds a connection to process 0, which the system closes when its process dies, however
+that happens. A machine that vanishes is noticed by the system's probes. Neither needs a process to
+answer, so one that compiles for minutes is not taken for dead. Who is stopped is seen from its
+state on the same machine, and by its silence from others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...graph import coordination_client
+from ._agreement import exchange
+from ._channels import Channels, listener, receive_exactly
+from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join, let_in
+
+# A silent machine is given up after 5 + 3 x 3 s.
+_PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+_LEAVES, _DIED, _FAILED, _FAILS, _LIVES = b"L", b"D", b"X", b"F", b"H"
+_DAY_MS = 24 * 3600 * 1000
+_ROUND_S = 1
+# A debugger stops a process for a moment, too.
+_STOPPED_S = 5
+# Long calls may keep a process from saying that it lives.
+_SILENCE_S = 300
+# How long process 0, which others need until they have ended, waits for that.
+_LAST_S = 5
+
+
+class Peers:
+    """The processes that this one runs with, itself included. Watches them from its making on.
+
+    When one ends before all have called `leave`, this process says so, with what it was doing, and
+    ends too: whatever it waits for cannot come any more, and nothing can interrupt that wait.
+    """
+
+    def __init__(self, met: Met) -> None:
+        self.process, self.count, self._met = met.process, met.count, met
+        #: "host" or "device": what carries arrays between processes; None where the kind of device decides.
+        self.transfers: str | None = None
+        self.describe: Callable[[int], str] | None = None
+        self._channels: Channels | None = None
+        self._left: set[int] = set()
+        self._failed: set[int] = set()
+        self._gone = threading.Event()
+        self._is_leaving = self._is_failing = False
+        self._machine = Hello.own(met.process, met.count, "").machine
+        self._heard = dict.fromkeys(met.sockets, time.monotonic())
+        self._stopped: dict[int, float] = {}
+        addresses = [_plain(s.getsockname()[0]) for s in met.sockets.values()]
+        #: This machine's address as others reach it.
+        self.address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
+        for peer in met.sockets.values():
+            _probe(peer)
+        _delay_aborts()
+        threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
+
+    @property
+    def channels(self) -> Channels:
+        """Connections for arrays. All processes must ask for them at the same point at first."""
+        if self._channels is None:
+            self._channels = Channels(self)
+        return self._channels
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The texts that all processes pass, in order of the processes. Waits until all have called
+        it as often as this one.
+        """
+        return exchange(data)
+
+    # ---- leaving ---------------------------------------------------------------------------------
+
+    def leave(self, timeout_s: float | None = None) -> bool:
+        """Wait until all processes call this, then take no end for a death. False if they have not
+        come in time.
+        """
+        if self._is_leaving:
+            return True
+        if self._channels is not None:
+            self._channels.flush(timeout_s)
+        client = coordination_client()
+        try:
+            if client is not None:
+                limit_ms = _DAY_MS if timeout_s is None else int(timeout_s * 1000)
+                client[0].wait_at_barrier("aliquot/leave", limit_ms)
+        except RuntimeError:
+            return False
+        self._is_leaving = True
+        self._say_to_all(_LEAVES)
+        return True
+
+    def begin_to_fail(self) -> None:
+        """From now on this process ends by its own failure, and not by another's; only by another's
+        death.
+        """
+        self._is_failing = True
+
+    def fail(self, reason: str) -> None:
+        """End the connections with a reason, so that the others end as well."""
+        self._is_leaving = True
+        text = reason.encode()[:1000]
+        self._say_to_all(_FAILS + len(text).to_bytes(4, "big") + text)
+        if self.process == 0:
+            self.part()
+
+    def part(self) -> None:
+        """The last word to the others. Process 0, in which JAX's service for all lives, waits until
+        they have gone.
+        """
+        for peer in self._met.sockets.values():
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_WR)
+        if self.process == 0:
+            self._gone.wait(_LAST_S)
+
+    def _say_to_all(self, message: bytes) -> None:
+        for peer in self._met.sockets.values():
+            with suppress(OSError):
+                peer.sendall(message)
+
+    # ---- watching --------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for k, peer in self._met.sockets.items():
+            peer.settimeout(10)
+            selector.register(peer, selectors.EVENT_READ, k)
+        spoken = 0.0
+        while selector.get_map():
+            for event, _ in selector.select(_ROUND_S):
+                if not self._hear(event.data, self._met.sockets[event.data]):
+                    selector.unregister(event.fileobj)
+            if time.monotonic() > spoken + _ROUND_S and not self._is_leaving:
+                spoken = time.monotonic()
+                self._say_to_all(_LIVES)
+                for k in self._met.sockets:
+                    self._look_at(k)
+        self._gone.set()
+
+    def _hear(self, k: int, peer: socket.socket) -> bool:
+        """Take in what process `k` says; False when it says no more."""
+        why = ""
+        try:
+            said = peer.recv(1)
+            if said in (_DIED, _FAILED):
+                dead, text = int.from_bytes(receive_exactly(peer, 4), "big"), _text_from(peer)
+                if said == _DIED or not self._is_failing:
+                    self._end(dead, text)
+            if said == _FAILS:
+                why = _text_from(peer)
+                self._failed.add(k)
+        except OSError:
+            said = b""
+        self._heard[k] = time.monotonic()
+        if said == _LEAVES:
+            self._left.add(k)
+        if why and not self._is_failing:
+            self._lose(k, why, until_gone=peer)
+        elif not said and k not in self._left and k not in self._failed:
+            self._lose(k, "has ended or cannot be reached")
+        return bool(said)
+
+    def _look_at(self, k: int) -> None:
+        """Find out if process `k` is stopped or silent."""
+        now, hello = time.monotonic(), self._met.hellos.get(k)
+        if hello is not None and hello.machine == self._machine and _is_stopped(hello.pid):
+            since = self._stopped.setdefault(k, now)
+            if now > since + _STOPPED_S:
+                self._lose(k, f"is stopped (by SIGSTOP or a terminal; pid {hello.pid})")
+        else:
+            self._stopped.pop(k, None)
+        if now > self._heard[k] + _SILENCE_S:
+            self._lose(k, f"has said nothing for {_SILENCE_S} s")
+
+    def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
+        """Process 0 passes it on: the others are not connected to each other.
+
+        Without JAX's service, which lives in process 0, one that fails would be aborted before it
+        has ended by itself.
+        """
+        if self._is_leaving:
+            return
+        text, kind = why.encode(), _DIED if until_gone is None else _FAILED
+        for k, peer in self._met.sockets.items():
+            if k != dead:
+                with suppress(OSError):
+                    peer.sendall(kind + dead.to_bytes(4, "big") + len(text).to_bytes(4, "big") + text)
+        if until_gone is not None and self.process == 0:
+            with suppress(OSError):
+                until_gone.settimeout(_LAST_S)
+                while until_gone.recv(1):
+                    pass
+        self._end(dead, why)
+
+    def _end(self, dead: int, why: str) -> None:
+        if self._is_leaving:
+            return
+        try:
+            doing = self.describe(dead) if self.describe else f"Process {self.process} had not run a step yet."
+        except Exception as error:
+            doing = f"(What process {self.process} was doing cannot be told: {error!r}.)"
+        role = ", which coordinates the others," if dead == 0 else ""
+        text = (
+            f"\naliquot: process {dead}{role} {why}. {doing} It cannot go on without process "
+            f"{dead} and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then start all "
+            "processes again from the last checkpoint.\n"
+        )
+        os.write(2, text.encode())
+        end_at_once(EXIT_CODE)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process without any of what Python and XLA do at an end: threads of theirs may wait
+    for ever.
+    """
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(1)
+    os._exit(code)
+
+
+# JAX joins processes once in the life of a process, and so is this.
+_peers: list[Peers] = []
+
+
+def watch(timeout_s: float = 300) -> Peers | None:
+    """The other processes, watched from the first call on; None where `jax.distributed` has
+    connected none.
+
+    Those that `meet` did not bring together find each other through JAX.
+    """
+    if not _peers:
+        joined = coordination_client()
+        if joined is None or joined[-1] == 1:
+            return None
+        client, address, process, count = joined
+        if process == 0:
+            meeting = listener()
+            hello = Hello.own(0, count, os.urandom(16).hex())
+            port = meeting.getsockname()[1]
+            client.key_value_set_bytes("aliquot/watchdog", f"{hello.run} {port}".encode())
+            _peers.append(_host(meeting, hello, timeout_s, {}))
+        else:
+            said = client.blocking_key_value_get_bytes("aliquot/watchdog", int(timeout_s * 1000)).decode()
+            run, port = said.split()
+            hello = Hello.own(process, count, run)
+            _peers.append(Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), hello, timeout_s)[0]))
+    return _peers[0]
+
+
+def meet(address: str, own_hello: Hello, timeout_s: float, service_port: Callable[[], int]) -> str:
+    """Find the other processes at an address, and watch them from now on.
+
+    Args:
+        service_port: called in process 0 for the port of JAX's service.
+
+    Returns:
+        The address of JAX's service.
+    """
+    host, port = address.rsplit(":", 1)
+    if own_hello.process == 0:
+        try:
+            meeting = listener(int(port))
+        except OSError as error:
+            give_up(
+                f"process 0 cannot listen at {address} ({error}). If another run uses this port, give this one another. "
+                f"It ends (exit code {EXIT_CODE})."
+            )
+        chosen_port = service_port()
+        _peers.append(_host(meeting, own_hello, timeout_s, {"port": chosen_port}))
+    else:
+        met, told = join(host.strip("[]"), int(port), own_hello, timeout_s)
+        _peers.append(Peers(met))
+        chosen_port = int(told["port"])
+    return f"{host}:{chosen_port}"
+
+
+def _host(meeting: socket.socket, own_hello: Hello, timeout_s: float, told: dict[str, Any]) -> Peers:
+    met = gather_in(meeting, own_hello, timeout_s)
+    let_in(met, {**told, "hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
+    return Peers(met)
+
+
+def watched() -> Peers | None:
+    """The other processes, if they are watched."""
+    return _peers[0] if _peers else None
+
+
+def stop_watching() -> None:
+    """Forget the processes, after all have left."""
+    _peers.clear()
+
+
+def _delay_aborts() -> None:
+    """Let a thread that aborts this process sleep for 6 seconds first.
+
+    JAX aborts from a thread of its own as soon as it loses process 0, often before the watch has
+    had its turn. With the number of the signal as its argument, `sleep` is a handler for it, which
+    needs nothing of an interpreter that may be about to fall; afterwards the abort goes on. (A
+    signal from outside, which is no abort, then has no other effect.)
+    """
+    if os.name != "posix":
+        return
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
+
+
+def _is_stopped(pid: int) -> bool:
+    """True if a process of this machine is; False where the system does not tell."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _text_from(peer: socket.socket) -> str:
+    return receive_exactly(peer, int.from_bytes(receive_exactly(peer, 4), "big")).decode()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:")
+
+
+def _probe(peer: socket.socket) -> None:
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,332 @@
+"""Analysis of an unmodified step on micro-batches: which operators run on each, and how their
+results combine.
+
+The step is traced a second time on a smaller batch. Dims that differ between the two traces are the
+batch's; the rules then decide for every array whether a micro-batch computes it as it is, its own
+slice of it, or a summand (`_time_specs`). Numbers that the user's code wrote down, such as the
+divisor of a mean, are those of the whole batch, so that summands add up to the step's own result,
+whether a loss is a mean or a sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...core import CaptureError, InputError
+from ...graph import Call, Graph, Literal, Op, Operand, Role, build_graph, has_effects, source_line, split_scans
+from ._micro_batch_analysis import MicroBatchAnalysis
+from ._micro_calls import EFFECT
+from ._resized import batch_size, calls_of, resized
+from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
+
+SEMANTICS = ("exact", "independent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchPlan:
+    """A step cut over time.
+
+    A batch of `B` examples is cut into `num_groups * num_micro_batches` parts: each group of
+    devices takes its own contiguous share, micro-batch by micro-batch.
+
+    Attributes:
+        whole: the step on the whole batch.
+        part: the same operators and values on one part, with the literals of the whole.
+        part_eqns: for each structured operator of the whole, JAX's equation on a part.
+        num_micro_batches, num_groups: parts in time, and parts that run side by side.
+        semantics: "exact", or "independent" if some arrays stand for one part alone.
+        specs: for each value how the parts' values make it up.
+        actions: what becomes of operators that do not simply run on each part, by index.
+        conversions: what happens to operands on their way in, by operator index and position.
+        early_calls, late_calls: structured operators that run before the first and after the last
+            part.
+        combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is
+            computed once, after the last part), or another reduction.
+        independent: the operators that are applied to each micro-batch separately, for the reader.
+    """
+
+    whole: Graph
+    part: Graph
+    part_eqns: dict[Call, Any] = field(repr=False)
+    num_micro_batches: int
+    num_groups: int
+    semantics: str
+    specs: tuple[TimeSpec, ...] = field(repr=False)
+    actions: dict[int, Action] = field(repr=False)
+    conversions: dict[tuple[int, int], Conversion] = field(repr=False)
+    early_calls: frozenset[Call] = field(repr=False)
+    late_calls: frozenset[Call] = field(repr=False)
+    combine: dict[str, str]
+    independent: tuple[str, ...]
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of one batch."""
+        return self.num_micro_batches * self.num_groups
+
+
+def plan_micro_batches(
+    graph: Graph,
+    num_micro_batches: int,
+    *,
+    num_groups: int = 1,
+    semantics: str = "exact",
+    on_missing_rule: str = "infer",
+) -> MicroBatchPlan:
+    """Decide how a step runs on micro-batches and gives the same result as on the whole batch.
+
+    Args:
+        graph: the step as captured, on the whole batch.
+        num_micro_batches: parts in time.
+        num_groups: groups of devices that each take a share of the batch (data parallelism).
+        semantics: "exact": the step's own numbers, or an error. "independent": where a result is a
+            non-linear function of a sum over the batch (the statistics of BatchNorm), each part
+            takes its own sum, scaled up to the batch; what such values leave behind as state is
+            averaged over the parts.
+        on_missing_rule: see `dim_rule`.
+
+    Raises:
+        InputError: the parts do not divide the batch, or there is none.
+        CaptureError: the step does not decompose, or its Python code looks at the size of the
+            batch.
+    """
+    if semantics not in SEMANTICS:
+        raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
+    parts = num_micro_batches * num_groups
+    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
+    walk = MicroBatchAnalysis(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
+    walk.run(settle=semantics == "independent")
+    repeated = {k: EFFECT for k in walk.violations.keys() | walk.own if has_effects(graph.ops[k])}
+    walk.violations |= repeated
+    if repeated or (semantics == "exact" and (walk.violations or walk.conflicts)):
+        raise _refusal(graph, walk)
+    return MicroBatchPlan(
+        whole=graph,
+        part=part,
+        part_eqns=eqns,
+        num_micro_batches=num_micro_batches,
+        num_groups=num_groups,
+        semantics=semantics,
+        specs=tuple(spec or EQUAL for spec in walk.specs),
+        actions=walk.actions,
+        conversions=walk.conversions,
+        early_calls=frozenset(walk.early_calls),
+        late_calls=frozenset(walk.late_calls),
+        combine={output.path: _combine(walk, output.value) for output in graph.outputs},
+        independent=tuple(
+            dict.fromkeys(describe(graph.ops[index]) for index in sorted(walk.violations.keys() | walk.own))
+        ),
+    )
+
+
+def _combine(walk: MicroBatchAnalysis, operand: Operand) -> str:
+    spec = EQUAL if isinstance(operand, Literal) else walk.specs[operand] or EQUAL
+    match spec.kind:
+        case TimeKind.CONCATENATE:
+            return f"{spec.kind} {spec.dim}"
+        case TimeKind.LATE | TimeKind.WHOLE:
+            return TimeKind.EQUAL.value
+    return spec.kind.value
+
+
+def runs_in_groups(
+    graph: Graph, num_micro_batches: int, num_groups: int, *, semantics: str = "exact", on_missing_rule: str = "infer"
+) -> bool:
+    """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of
+    them for each group.
+    """
+    try:
+        plan_micro_batches(
+            graph, num_micro_batches, num_groups=num_groups, semantics=semantics, on_missing_rule=on_missing_rule
+        )
+    except (InputError, CaptureError):
+        return False
+    return True
+
+
+def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
+    """True if the step is the same program on the share of a micro-batch that each group takes;
+    True where none can.
+    """
+    try:
+        _align(graph, trace_part(graph, num_micro_batches, num_groups))
+    except InputError:
+        return True
+    except CaptureError:
+        return False
+    return True
+
+
+# ---- the second trace ----------------------------------------------------------------------------
+
+
+def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
+    """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch.
+
+    Raises:
+        InputError: the parts do not divide the batch, or there is none.
+    """
+    parts = num_micro_batches * num_groups
+    batch = [item for item in graph.inputs if item.role is Role.BATCH]
+    if not batch:
+        raise InputError(
+            f"{graph.name} has no batch that could be cut into {num_micro_batches} micro-batches: none of its "
+            "arguments is an array that each step gets anew. Use num_micro_batches=1."
+        )
+    groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
+    wrong = [
+        f"{item.path} holds {graph.values[item.value].shape[0]}"
+        for item in batch
+        if graph.values[item.value].shape[0] % parts
+    ]
+    if num_micro_batches < 1 or wrong:
+        raise InputError(
+            f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of {parts} examples, but "
+            f"{'; '.join(wrong) or 'there must be at least one'}. Choose another number of micro-batches, or another "
+            "batch."
+        )
+    (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
+    try:
+        return _of_size(graph, size)
+    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
+        raise CaptureError(
+            f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch: {error}. "
+            "Take sizes from the arrays (x.shape[0]) instead of writing them down, or use fewer micro-batches."
+        ) from error
+
+
+def _of_size(graph: Graph, size: int) -> Graph:
+    """The step on so many examples, and cut as the graph is if its layers are cut into ranges.
+
+    A step is traced on two sizes at most, where others follow from these, and on a third where JAX
+    writes another program for the second.
+    """
+    if graph.split is not None:
+        return split_scans(_of_size(graph.split.original, size), graph.split.bounds).graph
+    known: dict[int, Graph] = graph.calling.traces
+    whole = batch_size(graph)
+    if size == whole:
+        return graph
+    if size not in known and not known:
+        # JAX may write another program for a single example.
+        other = size if size > 1 else 2 if whole > 2 else 4
+        traced = _trace(graph, other)
+        if not _same_operators(graph, traced):
+            # Nor need it write the same one where what is left is a single group of examples.
+            larger = 2 * other if 2 * other != whole else 3 * other
+            with contextlib.suppress(CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
+                retraced = _trace(graph, larger)
+                if _same_operators(graph, retraced):
+                    other, traced = larger, retraced
+        known[other] = traced
+    if size not in known:
+        with contextlib.suppress(CaptureError):
+            known[size] = resized(next(iter(known.values())), graph, size)
+    if size not in known:
+        known[size] = _trace(graph, size)
+    return known[size]
+
+
+def _trace(graph: Graph, size: int) -> Graph:
+    """The step traced on so many examples."""
+    leaves = []
+    for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True):
+        shape = graph.values[item.value].shape
+        leaves.append(_Leaf(leaf, (size, *shape[1:])) if item.role is Role.BATCH else leaf)
+    return build_graph(graph.calling, leaves)
+
+
+class _Leaf:
+    """A leaf of another shape."""
+
+    def __init__(self, like: Any, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.dtype = like.dtype
+        self.weak_type = getattr(like, "weak_type", False)
+
+
+def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
+    """The part's operators and values with the whole's literals. Raises `CaptureError` if the
+    programs differ.
+    """
+    for a, b in zip(whole.ops, part.ops):
+        if a.name != b.name or a.trips != b.trips or a.outputs != b.outputs or not _same_operands(a, b):
+            raise _different(whole, a, b)
+    if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
+        raise _different(whole, whole.ops[-1], part.ops[-1])
+    # Most operators read no literals, and are the part's own.
+    ops = tuple(
+        [
+            b if a.inputs == b.inputs and a.phase is b.phase else replace(a, eqn=b.eqn, params=b.params)
+            for a, b in zip(whole.ops, part.ops)
+        ]
+    )
+    others = calls_of(part.body)
+    eqns = {call: next(others).eqn for call in calls_of(whole.body)}
+    return replace(part, ops=ops), eqns
+
+
+def _same_operators(whole: Graph, part: Graph) -> bool:
+    return [op.name for op in whole.ops] == [op.name for op in part.ops]
+
+
+def _same_operands(a: Op, b: Op) -> bool:
+    return len(a.inputs) == len(b.inputs) and all(
+        x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
+    )
+
+
+def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
+    sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
+    change = f"{describe(a)} becomes {describe(b)}"
+    if a.trips != b.trips:
+        change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
+    return CaptureError(
+        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}: {change}. "
+        "Its Python code looks at the size of the batch, or it loops over the batch. Use num_micro_batches=1."
+    )
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def where(op: Op) -> str:
+    """The user's line that an operator comes from, or its scope where JAX knows no line."""
+    return source_line(op, short=False) or op.scope or "an unknown line"
+
+
+def describe(op: Op) -> str:
+    """An operator as a reader finds it again: its name and the user's line."""
+    return f"`{op.name}` at {where(op)}"
+
+
+def _refusal(graph: Graph, walk: MicroBatchAnalysis) -> CaptureError:
+    refused = walk.violations | walk.conflicts
+    lines: dict[str, str] = {}
+    for index in sorted(refused):
+        op = graph.ops[index]
+        lines.setdefault(f"{describe(op)}: {refused[index]}", _reached(graph, op))
+    shown = list(lines.items())[:3]
+    text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
+    more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    return CaptureError(
+        f"{graph.name} does not decompose into micro-batches:{text}{more}\n"
+        '  Use num_micro_batches=1, or micro_batch_semantics="independent" (--micro-batch-semantics independent) to let '
+        "each micro-batch take its own value there (as BatchNorm usually does)."
+    )
+
+
+def _reached(graph: Graph, op: Op) -> str:
+    """Outputs that depend on an operator."""
+    reached = {out for out in op.outputs if out >= 0}
+    for later in graph.ops[op.index + 1 :]:
+        if any(isinstance(i, int) and i in reached for i in later.inputs):
+            reached.update(out for out in later.outputs if out >= 0)
+    paths = [o.path or "the result" for o in graph.outputs if isinstance(o.value, int) and o.value in reached]
+    # A gradient's way through a loop is hidden from this walk; the first result then stands for
+    # all.
+    first = paths[0] if paths else graph.outputs[0].path
+    more = f" and {len(paths) - 1} more outputs depend" if len(paths) > 1 else " depends"
+    return f"{first}{more}"

@@ -1,0 +1,182 @@
+"""A step on a batch of another size, worked out from its traces on two sizes, operator by operator.
+
+That is quicker than another trace. And a dim of size one is special to the code that writes traces:
+it broadcasts, it is squeezed, so that the trace on one example may be another program than the
+trace on many. The operators themselves know no such cases: each runs on one example with the sizes
+that its sizes on two larger batches let one expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from ...core import CaptureError
+from ...graph import Block, Call, Graph, Op, Role
+
+
+def batch_size(graph: Graph) -> int:
+    """Examples in the batch that a step was traced on."""
+    return next(graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH)
+
+
+def resized(small: Graph, large: Graph, size: int) -> Graph:
+    """The graph of a step on `size` examples, operator by operator that of `small`.
+
+    Its loops and regions hold the equations of `small`, of which only what no size changes is ever
+    read.
+
+    Raises:
+        CaptureError: the two are different programs, or something does not follow the size of the
+            batch.
+    """
+    sizes = batch_size(small), batch_size(large)
+    if any(call.eqn.params.get("branches_platforms") is not None for call in calls_of(small.body)):
+        raise CaptureError(
+            f"{small.name} holds a branch for each platform, which JAX runs at the size of its trace alone."
+        )
+    if len(small.ops) != len(large.ops) or any(a.name != b.name for a, b in zip(small.ops, large.ops)):
+        raise CaptureError(
+            f"{small.name} is another program on {sizes[1]} examples than on {sizes[0]}: its Python code looks at the size of "
+            "the batch. Use fewer micro-batches."
+        )
+    line = _Line(small=sizes[0], large=sizes[1], size=size)
+    try:
+        values = tuple(
+            [
+                a if a.shape == b.shape else replace(a, shape=line.shape(a.shape, b.shape))
+                for a, b in zip(small.values, large.values, strict=True)
+            ]
+        )
+        ops = tuple([_op(a, b, line) for a, b in zip(small.ops, large.ops)])
+    except _Irregular:
+        raise CaptureError(
+            f"{small.name} cannot be cut into micro-batches of {size} examples: an array's shape or the turns of a loop do not "
+            "follow the size of the batch. Use fewer micro-batches."
+        ) from None
+    return replace(small, values=values, ops=ops)
+
+
+def calls_of(block: Block) -> Iterator[Call]:
+    """All structured operators of a block, outer ones first."""
+    for item in block.items:
+        if isinstance(item, Call):
+            yield item
+            for inner in item.blocks:
+                yield from calls_of(inner)
+
+
+class _Irregular(Exception):
+    """Raised where something does not follow the size of the batch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """Extrapolation of figures to `size` from their values at two other sizes."""
+
+    small: int
+    large: int
+    size: int
+    # Equal layers share their equations.
+    equations: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    def number(self, small: int, large: int) -> int:
+        if small == large:
+            return small
+        change, rest = divmod((large - small) * (self.size - self.small), self.large - self.small)
+        if rest or small + change < 0:
+            raise _Irregular
+        return small + change
+
+    def shape(self, small: tuple[int, ...], large: tuple[int, ...]) -> tuple[int, ...]:
+        if len(small) != len(large):
+            raise _Irregular
+        return tuple([self.number(a, b) for a, b in zip(small, large)])
+
+    def parameter(self, small: Any, large: Any) -> Any:
+        if small is large:
+            return small
+        if type(small) is not type(large):
+            raise _Irregular
+        if isinstance(small, int) and not isinstance(small, bool):
+            return self.number(small, large)
+        if type(small) in (tuple, list):
+            if len(small) != len(large):
+                raise _Irregular
+            resized = [self.parameter(a, b) for a, b in zip(small, large)]
+            return small if all(a is b for a, b in zip(resized, small)) else type(small)(resized)
+        if hasattr(small, "shape") and hasattr(small, "update"):
+            # JAX's description of an array.
+            return small if small.shape == large.shape else small.update(shape=self.shape(small.shape, large.shape))
+        if is_dataclass(small) and not isinstance(small, type):
+            # As the grid of a kernel, and how its blocks lie.
+            before = {f.name: getattr(small, f.name) for f in fields(small) if f.init}
+            after = {name: self.parameter(value, getattr(large, name)) for name, value in before.items()}
+            return small if all(after[name] is before[name] for name in before) else replace(small, **after)
+        shapes = [_shapes(x) for x in (small, large)]
+        if shapes[0] is not None:
+            if shapes[0] != shapes[1]:
+                raise _Irregular
+        elif not (bool(small == large) or callable(small)):
+            raise _Irregular
+        return small
+
+    def equation(self, small: Any, large: Any, params: Mapping[str, Any]) -> Any:
+        """JAX's equation with other parameters, operands and results."""
+
+        def atom(a: Any, b: Any) -> Any:
+            shape = getattr(a.aval, "shape", None)
+            if shape is None or shape == b.aval.shape or not isinstance(a, Var):
+                return a
+            return Var(a.aval.update(shape=self.shape(shape, b.aval.shape)))
+
+        from jax.extend.core import Var
+
+        invars = [atom(a, b) for a, b in zip(small.invars, large.invars, strict=True)]
+        outvars = [atom(a, b) for a, b in zip(small.outvars, large.outvars, strict=True)]
+        return small.replace(params=dict(params), invars=invars, outvars=outvars)
+
+
+def _op(small: Op, large: Op, line: _Line) -> Op:
+    if small.trips != large.trips:
+        # What loops over the batch is another program on every size.
+        small = replace(small, trips=line.number(small.trips, large.trips))
+    if small.eqn is None:
+        return small
+    key = id(small.eqn), id(large.eqn)
+    equation = line.equations.get(key)
+    if equation is None:
+        equation = line.equations[key] = _equation(small, large, line)
+    return small if equation is small.eqn else replace(small, params=equation.params, eqn=equation)
+
+
+def _equation(small: Op, large: Op, line: _Line) -> Any:
+    params = {}
+    for name, value in small.params.items():
+        try:
+            params[name] = line.parameter(value, large.params[name])
+        except _Irregular:
+            raise CaptureError(
+                f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: its parameter {name} does "
+                "not follow the size of the batch. Use fewer micro-batches, or a larger batch."
+            ) from None
+    atoms = zip((*small.eqn.invars, *small.eqn.outvars), (*large.eqn.invars, *large.eqn.outvars), strict=True)
+    alike = all(getattr(a.aval, "shape", None) == getattr(b.aval, "shape", None) for a, b in atoms)
+    if alike and all(params[name] is value for name, value in small.params.items()):
+        return small.eqn
+    try:
+        return line.equation(small.eqn, large.eqn, params)
+    except _Irregular:
+        raise CaptureError(
+            f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: the shape of an array does not "
+            "follow the size of the batch. Use fewer micro-batches, or a larger batch."
+        ) from None
+
+
+def _shapes(value: Any) -> list[Any] | None:
+    """Shapes that a program among the parameters takes and returns; None for anything else."""
+    inner = getattr(value, "jaxpr", value)
+    if not hasattr(inner, "invars"):
+        return None
+    return [getattr(v.aval, "shape", None) for v in (*inner.invars, *inner.outvars)]

@@ -1,0 +1,316 @@
+"""One operator on one micro-batch: what its operands being parts of the whole batch makes of its
+results.
+
+A micro-batch split is a split over time, so the same declarations that say how an array may be
+split over devices decide here. `follow` is the whole algebra for one operator; `_micro_batches`
+walks a step with it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...graph import DimRule, Moves, Op, raises, traits_of
+
+
+class TimeKind(enum.StrEnum):
+    """Relation of the values that the parts of a batch compute for one array to the array.
+
+    `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM` and the other reductions:
+    the array is the sum (...) over the parts. `MEAN`: each part has a value of its own that stands for the array (only
+    under independent semantics). `LATE`: computed once, from combined arrays, after the last part. `WHOLE`: exists only
+    for the whole batch, computed before the first part.
+    """
+
+    EQUAL = "equal"
+    CONCATENATE = "concatenate"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    PROD = "prod"
+    AND = "and"
+    OR = "or"
+    MEAN = "mean"
+    LATE = "late"
+    WHOLE = "whole"
+
+
+REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND, TimeKind.OR})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpec:
+    """A kind and, for `CONCATENATE`, the dim; -1 for all others."""
+
+    kind: TimeKind
+    dim: int = -1
+
+
+EQUAL = TimeSpec(kind=TimeKind.EQUAL)
+SUM = TimeSpec(kind=TimeKind.SUM)
+MEAN = TimeSpec(kind=TimeKind.MEAN)
+LATE = TimeSpec(kind=TimeKind.LATE)
+WHOLE = TimeSpec(kind=TimeKind.WHOLE)
+
+
+def split_at(dim: int) -> TimeSpec:
+    """The spec of an array of which each part has a slice of `dim`."""
+    return TimeSpec(kind=TimeKind.CONCATENATE, dim=dim)
+
+
+class Conversion(enum.StrEnum):
+    """Conversion of an operand on its way into an operator.
+
+    `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so that it counts once in
+    a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value,
+    computed before the first part. `LOCAL`: positions in the batch become positions in the part.
+    """
+
+    ONCE = "once"
+    ESTIMATE = "estimate"
+    EARLY = "early"
+    LOCAL = "local"
+
+
+class Action(enum.StrEnum):
+    """Way in which an operator runs: on a part; for the whole batch and then sliced (what it makes
+    depends on the position, as random bits do); on a part and then shifted by the part's position
+    (an iota); before or after all parts.
+    """
+
+    RUN = "run"
+    SLICE = "slice"
+    SHIFT = "shift"
+    EARLY = "early"
+    LATE = "late"
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """An operator on one part: specs of its results, conversions by operand position, and its
+    action.
+    """
+
+    results: tuple[TimeSpec, ...]
+    conversions: tuple[tuple[int, Conversion], ...] = ()
+    action: Action = Action.RUN
+
+
+def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
+    """`EQUAL` for equal shapes, `CONCATENATE` where one dim is `parts` times as long; None
+    otherwise.
+    """
+    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    if not differing:
+        return EQUAL
+    if len(differing) == 1 and whole[differing[0]] == parts * part[differing[0]]:
+        return split_at(differing[0])
+    return None
+
+
+def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
+    """The spec of an array that is the one or the other; None where parts cannot tell which."""
+    kinds = {a.kind, b.kind}
+    if a == b:
+        return a
+    if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
+        return SUM
+    return MEAN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.MEAN} else None
+
+
+def follow(
+    op: Op,
+    rule: DimRule,
+    specs: Sequence[TimeSpec],
+    shapes: Sequence[tuple[Shape, Shape]],
+    parts: int,
+    positions: bool = False,
+) -> Followed | str:
+    """Results of an operator that runs on each part, or why it cannot.
+
+    Args:
+        op: the operator; only its name, its parameters and the number of its operands matter.
+        rule: its rule at the whole batch's shapes.
+        specs: specs of its operands; none of them `LATE` or `WHOLE`.
+        shapes: of each result, with the whole batch and with a part.
+        parts: number of parts.
+        positions: whether the indices of a lookup along the batch are each row's own position.
+    """
+    kinds = {spec.kind for spec in specs}
+    if shapes and all(0 in whole for whole, _ in shapes):
+        # Arrays without a number are whatever their shapes allow.
+        seen = [spec_by_shape(whole, part, parts) for whole, part in shapes]
+        if all(seen):
+            return Followed(results=tuple(spec for spec in seen if spec))
+    if op.name in ("optimization_barrier", "device_put"):
+        return _checked(Followed(results=tuple(specs)), shapes, parts)
+    if kinds & REDUCTIONS:
+        through = _through_reduction(op, specs)
+        if through is None:
+            return "it uses a reduction over the batch, which is known only after the last micro-batch"
+        return _checked(Followed(results=(TimeSpec(kind=through),) * len(shapes)), shapes, parts)
+    if TimeKind.SUM in kinds:
+        outcome = _of_sums(rule, specs, len(shapes))
+    elif TimeKind.CONCATENATE in kinds:
+        outcome = _of_slices(op, rule, specs, positions)
+    else:
+        return _of_equals(op, specs, shapes, parts)
+    return outcome if isinstance(outcome, str) else _checked(outcome, shapes, parts)
+
+
+def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
+    """Relation of an operator's results on each part's maximum (any truth, ...) to its result on
+    that of the whole batch.
+
+    None where they do not, as for whatever does not grow with its operand.
+    """
+    reduced = [spec.kind for spec in specs if spec.kind is not TimeKind.EQUAL]
+    (kind, *others) = set(reduced)
+    if others or kind not in REDUCTIONS:
+        return None
+    truth = kind in (TimeKind.OR, TimeKind.AND)
+    if op.eqn is not None and raises(op.eqn):
+        # Which of several messages is shown.
+        return TimeKind.EQUAL
+    if op.name == "convert_element_type":
+        if not truth:
+            return kind if str(op.params["new_dtype"]) != "bool" else None
+        as_number = TimeKind.MAX if kind is TimeKind.OR else TimeKind.MIN
+        return kind if str(op.params["new_dtype"]) == "bool" else as_number
+    if op.name == "not" and truth:
+        return TimeKind.AND if kind is TimeKind.OR else TimeKind.OR
+    moves = traits_of(op.name).moves
+    if moves is not None and (moves.permutes or moves is Moves.REPEAT):
+        return kind
+    if op.name in (kind.value, f"reduce_{kind.value}"):
+        return kind
+    mixed = ("or", "and") if truth else ("max", "min")
+    return kind if op.name in mixed and len(reduced) == 1 and kind is not TimeKind.PROD else None
+
+
+def _checked(outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
+    """The rule's word against what the two traces say."""
+    for spec, (whole, part) in zip(outcome.results, shapes, strict=True):
+        seen = spec_by_shape(whole, part, parts)
+        expected = spec if spec.kind is TimeKind.CONCATENATE else EQUAL
+        if seen != expected:
+            return f"its rule does not explain why its result is {whole} for the batch and {part} for a micro-batch"
+    return outcome
+
+
+def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Followed | str:
+    """Linear operators keep sums apart; what is not summed counts once where it is added, and any
+    time as a factor.
+    """
+    reason = "it is not linear in a sum over the batch"
+    if not rule.linear:
+        return reason
+    groups = {rule.linear[k] for k, spec in enumerate(specs) if spec.kind is TimeKind.SUM}
+    if len(groups) != 1 or 0 in groups:
+        return reason
+    (group,) = groups
+    once = []
+    for k, spec in enumerate(specs):
+        if spec.kind is TimeKind.CONCATENATE or (spec.kind is TimeKind.MEAN and rule.linear[k] == group):
+            return "it joins a sum over the batch with parts of the batch"
+        if spec.kind is TimeKind.EQUAL and rule.linear[k] == group:
+            once.append((k, Conversion.ONCE))
+    return Followed(results=(SUM,) * num_results, conversions=tuple(once))
+
+
+def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool) -> Followed | str:
+    """One factor runs through all slices; results that carry it are slices, those that reduce it
+    are parts of a sum.
+    """
+    letters = {}
+    for k, spec in enumerate(specs):
+        if spec.kind is TimeKind.CONCATENATE:
+            letters[k] = rule.operands[k][spec.dim][0]
+    if positions:
+        return _of_own_rows(op, rule, specs, letters)
+    if len(set(letters.values())) > 1:
+        return "it sets examples against one another"
+    (letter,) = set(letters.values())
+    if not letter.islower():
+        return "it needs a dim of the batch as a whole"
+    if _looks_up(op, rule, specs, letter):
+        return "it looks up examples by their position in the batch"
+    results = []
+    for position, dims in enumerate(rule.results):
+        dim = next((d for d, names in enumerate(dims) if names[0] == letter), -1)
+        if dim >= 0:
+            results.append(split_at(dim))
+        elif position in rule.summed:
+            results.append(SUM)
+        elif letter in rule.reduced and (rule.reduce == "sum" or op.name.startswith("reduce_")):
+            results.append(TimeSpec(kind=TimeKind(rule.reduce)))
+        else:
+            return "it combines the examples of a batch in a way that parts of the batch cannot"
+    once: list[tuple[int, Conversion]] = []
+    if SUM in results and rule.linear:
+        summed = {rule.linear[k] for k in letters} - {0}
+        for k, spec in enumerate(specs):
+            # A scatter adds to an array that all parts have: it must count once.
+            if k not in letters and rule.linear[k] in summed:
+                if spec.kind is TimeKind.MEAN:
+                    return "it adds to a value that each micro-batch has for itself"
+                once.append((k, Conversion.ONCE))
+    has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
+    return Followed(
+        results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results), conversions=tuple(once)
+    )
+
+
+def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> bool:
+    """True if the array that a lookup or an update indexes is split along an indexed dim."""
+    if op.name != "gather" and not op.name.startswith("scatter"):
+        return False
+    if specs[0].kind is not TimeKind.CONCATENATE:
+        return False
+    others = rule.results[0] if op.name == "gather" else rule.operands[2]
+    return not any(letter in names for names in others)
+
+
+def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str]) -> Followed | str:
+    """A lookup in which each index stands for its own example: local, once the positions are those
+    in the part.
+    """
+    row = letters[1]
+    others = {k: letter for k, letter in letters.items() if k not in (0, 1)}
+    if not row.islower() and op.name == "gather" or any(letter != row for letter in others.values()):
+        return "it looks up examples by their position in the batch"
+    if op.name == "gather":
+        dim = next((d for d, names in enumerate(rule.results[0]) if names[0] == row), -1)
+        return Followed(results=(split_at(dim),), conversions=((1, Conversion.LOCAL),))
+    return Followed(results=(specs[0],), conversions=((1, Conversion.LOCAL),))
+
+
+def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
+    """Equal operands give equal results, unless the operator itself writes down the size of the
+    batch.
+    """
+    has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
+    results = []
+    for whole, part in shapes:
+        seen = spec_by_shape(whole, part, parts)
+        if seen is None:
+            return "it makes an array of which more than one dim is the batch's"
+        results.append(MEAN if has_means and seen == EQUAL else seen)
+    if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
+        "broadcast_in_dim",
+        "empty",
+        "empty2",
+    ):
+        return Followed(results=tuple(results))
+    if op.name == "iota":
+        shifted = op.params["dimension"] == results[0].dim
+        return Followed(results=tuple(results), action=Action.SHIFT if shifted else Action.RUN)
+    if has_means:
+        return "it spreads a value that each micro-batch has for itself over the batch"
+    return Followed(results=tuple(results), action=Action.SLICE)
