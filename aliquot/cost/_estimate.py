@@ -193,13 +193,18 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
     return MeasuredShare(total, of_it, error)
 
 
-def encode_interior(nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str]) -> tuple[OpSharding, ...]:
-    """Choices as a plan writes them: by the labels of nodes and factors."""
+def encode_interior(
+    nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str], repeat: frozenset[int] = frozenset()
+) -> tuple[OpSharding, ...]:
+    """Choices as a plan writes them: by the labels of nodes and factors. `repeat` are nodes that the backward pass may
+    work out again.
+    """
     return tuple(
         OpSharding(
             node=node.label,
             splits={a: node.factors[f].label for a, f in zip(axis_names, choice, strict=True) if f >= 0},
             copies=node.copies,
+            recompute=node.index in repeat,
         )
         for node, choice in zip(nodes.nodes, choices, strict=True)
     )

@@ -19,12 +19,13 @@ from ._stages import PipelinePrediction, predict_stages, price_stage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedStage:
-    """One stage: its operators on its part of the cluster, and the plan's choice for each of its
-    nodes.
+    """One stage: its operators on its part of the cluster, the plan's choice for each of its nodes,
+    and the products that the backward pass may work out again.
     """
 
     problem: Problem
     choices: tuple[Choice, ...]
+    repeat: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,9 +84,8 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
         priced, picks = _priced(stage, planned)
         stages.append(
             replace(
-                price_stage(priced, picks, stage.problem.graph),
+                price_stage(priced, picks, stage.problem.graph, planned.recompute, stage.repeat),
                 first_device=planned.first_device,
-                recompute=planned.recompute,
             )
         )
     measured = step.stages[0].problem.cluster.measured

@@ -12,9 +12,11 @@ from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ._estimate import MeasuredShare, collective_uses, measured_share
+from ._memory import known_memory
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
+from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation
 from ._transfers import edge_seconds
 
 
@@ -26,8 +28,9 @@ class PricedStage:
         priced, picks: the choices, and those that were made.
         graph: the stage's operators at the size of a micro-batch.
         first_device: of the cluster; it takes as many as its mesh has.
-        recompute: whether its backward pass works everything out again from what enters the stage.
         costs: by phase.
+        recompute: see `StagePlan`.
+        again: what some recomputed operators cost and save.
     """
 
     priced: Priced
@@ -35,7 +38,8 @@ class PricedStage:
     graph: Graph = field(repr=False)
     costs: PhaseCosts
     first_device: int = 0
-    recompute: bool = False
+    recompute: str = "none"
+    again: Recomputation = NOTHING_AGAIN
 
     @property
     def num_devices(self) -> int:
@@ -56,9 +60,28 @@ class PipelinePrediction:
     times: PipelineTimes
 
 
-def price_stage(priced: Priced, picks: Ints, graph: Graph) -> PricedStage:
-    """A stage with its costs by phase."""
-    return PricedStage(priced=priced, picks=picks, graph=graph, costs=phase_costs(priced, picks, graph))
+def price_stage(
+    priced: Priced,
+    picks: Ints,
+    graph: Graph,
+    recompute: str = "none",
+    repeat: frozenset[int] = frozenset(),
+) -> PricedStage:
+    """A stage with its costs by phase.
+
+    Args:
+        recompute: see `StagePlan`.
+        repeat: nodes of the products that the backward pass may work out again.
+    """
+    model = known_memory(priced, picks)
+    return PricedStage(
+        priced=priced,
+        picks=picks,
+        graph=graph,
+        costs=phase_costs(priced, picks, graph, model),
+        recompute=recompute,
+        again=recomputation(priced, picks, graph, model, repeat) if recompute == "operators" else NOTHING_AGAIN,
+    )
 
 
 def predict_stages(
@@ -106,12 +129,14 @@ def _stage_costs(
     *,
     overlaps_transfers: bool,
 ) -> StageCosts:
-    again = np.array([s.recompute for s in stages])
+    whole = np.array([s.recompute == "stage" for s in stages])
+    some_s = np.array([s.again.seconds for s in stages])
+    freed = np.array([s.again.freed_bytes for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
     backward = np.array([s.costs.backward_s for s in stages])
     # What a stage works out again serves both halves of its backward pass, which stays whole.
-    deferrable = np.where(again, 0.0, [s.costs.deferrable_s for s in stages])
-    backward = np.where(again, backward + forward, backward)
+    deferrable = np.array([s.costs.deferrable_s if s.recompute == "none" else 0.0 for s in stages])
+    backward += np.where(whole, forward, some_s)
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])
     entering = np.array([0.0, *boundary_bytes]) / np.array([_data_parallel_size(s) for s in stages])
@@ -121,8 +146,9 @@ def _stage_costs(
         backward_weight_s=deferrable,
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=np.array(transfer_s),
-        state_bytes=np.where(again, state + kept, state),
-        in_flight_bytes=np.where(again, entering, kept),
+        # What is worked out again is there for one micro-batch at a time.
+        state_bytes=state + np.where(whole, kept, freed),
+        in_flight_bytes=np.where(whole, entering, kept - freed),
         working_bytes=np.array([s.costs.working_bytes for s in stages]),
         overlaps_transfers=overlaps_transfers,
     )

@@ -43,6 +43,9 @@ from ._layers import cut_layers as cut_layers
 from ._layers import named_places as named_places
 from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
+from ._recompute import is_costly as is_costly
+from ._recompute import items_between as items_between
+from ._recompute import what_to_keep as what_to_keep
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text
 from ._rule import DimRule as DimRule

@@ -91,10 +91,16 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
             stages.append(stages[stage.like])
             continue
         problem = make_problem(
-            extract.graph, cluster, num_micro_batches=plan.num_micro_batches, on_missing_rule=on_missing_rule
+            extract.graph,
+            cluster,
+            num_micro_batches=plan.num_micro_batches,
+            on_missing_rule=on_missing_rule,
+            repeats=stage.folded,
         )
         problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
-        stages.append(PlannedStage(problem=problem, choices=decode_interior(stage, problem.nodes)))
+        choices = decode_interior(stage, problem.nodes)
+        repeat = frozenset(k for k, entry in enumerate(stage.interior) if entry.recompute)
+        stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
     return PlannedStep(plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged)
 
 

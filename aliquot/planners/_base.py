@@ -40,7 +40,9 @@ class StageDecision:
         priced, picks: the choices with their prices, and which of them was made for each node.
         first_device: of the cluster; the stage takes as many as its mesh has.
         first_layer, layer_names: its layers; none without a pipeline.
-        recompute: whether its backward pass recomputes everything from the inputs of the stage.
+        recompute: see `StagePlan`.
+        repeat: where it recomputes operators, the nodes of their products.
+        folded: whether equal layers are decided about once for all.
         like: an earlier stage with the same operators and choices, or None.
     """
 
@@ -50,7 +52,9 @@ class StageDecision:
     first_device: int = 0
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()
-    recompute: bool = False
+    recompute: str = "none"
+    repeat: frozenset[int] = frozenset()
+    folded: bool = True
     like: int | None = None
 
     @property

@@ -410,7 +410,7 @@ def _solve_stages(
         solved |= dict.fromkeys(members, solution)
     prediction = predict_stages(
         [
-            replace(solved[k][1], first_device=choice.first_device, recompute=option.recompute == "stage")
+            replace(solved[k][1], first_device=choice.first_device, recompute=option.recompute)
             for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True))
         ],
         schedule,
@@ -433,7 +433,7 @@ def _solve_stages(
                 first_device=choice.first_device,
                 first_layer=choice.first_unit,
                 layer_names=tuple(names[choice.first_unit : choice.last_unit]),
-                recompute=options[k].recompute == "stage",
+                recompute=options[k].recompute,
                 like=first_of[k] if first_of[k] != k else None,
             )
             for k, choice in enumerate(proposal.stages)

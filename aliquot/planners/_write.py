@@ -79,6 +79,7 @@ def write_plan(
                 first_layer=stage.first_layer,
                 layer_names=stage.layer_names,
                 recompute=stage.recompute,
+                folded=stage.folded,
                 prediction=predicted,
             )
             for stage, (inputs, outputs), predicted in zip(decision.stages, shardings, predictions, strict=True)
@@ -131,7 +132,7 @@ def _combine(decision: Decision) -> dict[str, str]:
 
 
 def _interior(stage: StageDecision) -> Any:
-    return encode_interior(stage.priced.graph, stage.choices, stage.priced.mesh.axis_names)
+    return encode_interior(stage.priced.graph, stage.choices, stage.priced.mesh.axis_names, stage.repeat)
 
 
 def _shardings(decision: Decision, k: int) -> _Shardings:

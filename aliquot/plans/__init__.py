@@ -31,6 +31,7 @@ from ._file import save as save
 from ._file import to_json as to_json
 from ._partition_specs import partition_specs as partition_specs
 from ._plan import PLAN_VERSION as PLAN_VERSION
+from ._plan import RECOMPUTE as RECOMPUTE
 from ._plan import SINGLE as SINGLE
 from ._plan import ArrayInterface as ArrayInterface
 from ._plan import CollectiveUse as CollectiveUse

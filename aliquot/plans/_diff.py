@@ -112,7 +112,9 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
             terms |= _stage_decisions(prefix, stage)
         for op in stage.interior if operators else ():
             split = ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items()) or "nothing split"
-            terms[f"{prefix}operator {op.node}"] = f"{split} ({op.copies} copies)"
+            terms[f"{prefix}operator {op.node}"] = (
+                f"{split} ({op.copies} copies){', recomputed' if op.recompute else ''}"
+            )
     terms |= _splits(plan)
     terms |= {f"combine {path}": how for path, how in plan.combine.items()}
     terms |= {f"note: {note}": "noted" for note in plan.notes}
@@ -124,7 +126,7 @@ def _stage_decisions(prefix: str, stage: StagePlan) -> dict[str, Term]:
     return {
         f"{prefix}layers": short_layers(stage.layer_names),
         f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
-        f"{prefix}recompute": "stage" if stage.recompute else "no",
+        f"{prefix}recompute": stage.recompute if stage.recompute != "none" else "no",
     }
 
 

@@ -25,7 +25,25 @@ def _name_the_single_schedule(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "schedule": SINGLE} if data.get("schedule") == "none" else data
 
 
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _name_the_single_schedule}
+def _say_what_is_recomputed(data: dict[str, Any]) -> dict[str, Any]:
+    """Version 2 said of a stage only whether it recomputes everything."""
+    stages = data.get("stages")
+    if not isinstance(stages, list):
+        return data
+    words = {True: "stage", False: "none"}
+
+    def said(stage: Any) -> Any:
+        if not isinstance(stage, dict) or not isinstance(stage.get("recompute"), bool):
+            return stage
+        return {**stage, "recompute": words[stage["recompute"]]}
+
+    return {**data, "stages": [said(stage) for stage in stages]}
+
+
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: _name_the_single_schedule,
+    2: _say_what_is_recomputed,
+}
 """By the version they start from: each takes the data of a file to the next version."""
 
 _LINE_LENGTH = 120

@@ -16,9 +16,11 @@ import msgspec
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 SINGLE = "single"
 """The schedule of a plan of one program."""
+RECOMPUTE = ("none", "stage", "operators")
+"""What a stage may work out again in its backward pass."""
 _HOW_FOUND = ("provenance", "compiled")
 
 
@@ -45,16 +47,18 @@ class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     flops_per_step: float = 0.0
 
 
-class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The decision for one distinct operator or group of arrays: which of its factors each mesh
     axis splits.
 
     `copies` is how many equal ones of the step it stands for. Axes that split nothing are left out.
+    `recompute` says, where its stage recomputes operators, that the backward pass may work it out again.
     """
 
     node: str
     splits: dict[str, str]
     copies: int
+    recompute: bool = False
 
 
 class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +123,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         data_axes: axes that split nothing but the batch.
         first_device: where its submesh begins in the cluster; it takes consecutive devices.
         first_layer, layer_names: the layers that it runs; none without a pipeline.
-        recompute: whether the backward pass works everything out again from what enters the stage.
+        recompute: what the backward pass works out again beyond what is cheap: "none", "stage" for
+            everything, from what enters the stage, or "operators" for the products of `interior`
+            that say so.
+        folded: whether equal layers are decided about once for all; otherwise `interior` has each
+            operator alone.
         like: the earlier stage with the same operators, whose interior it has; None for one with an
             interior of its own.
         prediction: what it costs; None without a pipeline, where the plan's own says it all.
@@ -134,7 +142,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_device: int = 0
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()
-    recompute: bool = False
+    recompute: str = "none"
+    folded: bool = True
     like: int | None = None
     prediction: StagePrediction | None = None
 

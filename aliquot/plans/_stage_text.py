@@ -39,14 +39,14 @@ def stage_table(plan: Plan) -> StageTable:
     """Table of stages with their layers and predicted times: for one micro-batch, the update for a
     step.
     """
-    recomputes = any(stage.recompute for stage in plan.stages)
+    recomputes = any(stage.recompute != "none" for stage in plan.stages)
     header = ["stage", "layers", "host", "devices", "mesh", *(["recompute"] if recomputes else [])]
     first = len(header)
     header += ["forward", "backward", "update", "to next", "memory", "in flight", "bubble"]
     rows = []
     for index, stage in enumerate(plan.stages):
         row = [str(index), short_layers(stage.layer_names), *_place(plan, stage), _shape(stage)]
-        row += [("stage" if stage.recompute else "-")] if recomputes else []
+        row += [stage.recompute if stage.recompute != "none" else "-"] if recomputes else []
         rows.append(
             (*row, *_figures(stage.prediction, plan.prediction.memory_limit_bytes, index + 1 < len(plan.stages)))
         )

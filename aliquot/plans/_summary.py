@@ -5,6 +5,7 @@ runner-up.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,9 +108,15 @@ def _share(
 
 
 def _recomputation(plan: Plan) -> str:
-    if any(stage.recompute for stage in plan.stages):
-        count = sum(stage.recompute for stage in plan.stages)
-        return f"{count} of {len(plan.stages)} stages work everything out again in the backward pass"
+    counts = Counter(stage.recompute for stage in plan.stages)
+    words = {"stage": "everything", "operators": "some operators"}
+    told = [
+        f"{counts[kind]} of {len(plan.stages)} stages work {what} out again"
+        for kind, what in words.items()
+        if counts[kind]
+    ]
+    if told:
+        return f"{' and '.join(told)} in the backward pass"
     how = plan.model.settings.get("recompute") if plan.model.kind == "zoo" else None
     if how == "block":
         return "each block is worked out again in the backward pass"

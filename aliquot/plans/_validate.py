@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..cluster import Cluster
 from ..core import ClusterError, PlanMismatchError, nearest
 from ._arrays import unranged
-from ._plan import ArrayInterface, Plan, Prediction, StagePlan
+from ._plan import RECOMPUTE, ArrayInterface, Plan, Prediction, StagePlan
 from ._validate_pipeline import pipeline_violations, process_violations
 
 _LISTED = 8
@@ -143,6 +143,7 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield from _mesh(stage, where, total, alone=len(plan.stages) == 1)
         yield from _splits("input", stage, where, plan.inputs, stage.shardings)
         yield from _splits("output", stage, where, plan.outputs, stage.outputs)
+        yield from _recompute(stage, where)
     for what, arrays, placed in (
         ("input", plan.inputs, {unranged(path) for stage in plan.stages for path in stage.shardings}),
         ("output", plan.outputs, {unranged(path) for stage in plan.stages for path in stage.outputs}),
@@ -150,6 +151,16 @@ def _stages(plan: Plan) -> Iterator[str]:
         missing = [array.path for array in arrays if array.path not in placed]
         if missing and plan.stages:
             yield f"{what}s without a split: {_list(missing)}"
+
+
+def _recompute(stage: StagePlan, where: str) -> Iterator[str]:
+    named = [entry.node for entry in stage.interior if entry.recompute]
+    if stage.recompute not in RECOMPUTE:
+        yield f"{where} recomputes {stage.recompute!r}: {nearest(stage.recompute, RECOMPUTE)}"
+    elif stage.recompute == "operators" and not named and stage.like is None:
+        yield f"{where} recomputes operators, and its interior names none"
+    elif stage.recompute != "operators" and named:
+        yield f"{where} names operators to recompute, such as `{named[0]}`, and says {stage.recompute!r}"
 
 
 def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[str]:

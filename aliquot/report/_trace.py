@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..core import InputError, printable
+from ..core import InputError, printable, shortened
 from ..cost import PipelineTimes, StageCosts, simulate
 from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, make_schedule, submesh_names
 
@@ -18,8 +18,8 @@ def planned_trace(plan: Plan) -> Trace:
     predicted = [stage.prediction for stage in plan.stages]
     if not plan.is_pipeline or not predicted or None in predicted:
         raise InputError(
-            f"this plan ({printable(plan.method, keep='')}) is no pipeline with predicted stages, so it has no schedule to trace. "
-            "Make one with: aliquot plan ... --method pipeshard"
+            f"this plan ({shortened(printable(plan.method, keep=''), 60)}) is no pipeline with predicted stages, so it has no "
+            "schedule to trace. Make one with: aliquot plan ... --method pipeshard"
         )
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
     costs = _costs(plan)

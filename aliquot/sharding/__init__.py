@@ -31,6 +31,7 @@ from ._nodes import Resident as Resident
 from ._nodes import Site as Site
 from ._nodes import WholeOperator as WholeOperator
 from ._nodes import Work as Work
+from ._nodes import operators_of as operators_of
 from ._nodes import project as project
 from ._nodes import shards_of as shards_of
 from ._pins import Pin as Pin

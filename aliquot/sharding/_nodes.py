@@ -10,7 +10,7 @@ that stands for the chosen factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -265,3 +265,13 @@ def project(choice: Choice, projection: Projection) -> Spec:
 def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> int:
     """Into how many pieces a choice cuts what the factors in `split_by` divide."""
     return math.prod(size for size, f in zip(axis_sizes, choice, strict=True) if f >= 0 and split_by[f])
+
+
+def operators_of(nodes: NodeGraph, products: Collection[int]) -> frozenset[int]:
+    """The operators that some products' nodes stand for."""
+    classes = {
+        site.op_class
+        for site in nodes.sites
+        if site.results and site.results[0] and site.results[0][0].node in products
+    }
+    return frozenset(number for number, op_class in enumerate(nodes.op_class) if op_class in classes)

@@ -69,7 +69,7 @@ def test_a_stage_that_works_everything_out_again_puts_nothing_off():
     graph, step = staged(False, "none", 2)
     plan = plan_micro_batches(graph, 2)
     parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
-    programs = split_stages(parts, plan, step.staging, split_backward=True, recompute=frozenset({1})).programs
+    programs = split_stages(parts, plan, step.staging, split_backward=True, recompute={1: None}).programs
     assert not any(p.totals for p in programs if p.stage == 1 and p.part is Part.BACKWARD_WEIGHT)
 
 

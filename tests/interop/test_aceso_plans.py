@@ -165,6 +165,22 @@ def three_degrees(o, name):
     return (4 if "attention" in name and "post" not in name else 2 if name == "enc-MLP-GEMM-1" else 1), 0, 0
 
 
+def attention_again(o, name):
+    """Recompute from the scores to the product behind them, and the activation of the MLP."""
+    kept = ("qkv", "dense", "post", "layernorm", "embedding", "GEMM-2")
+    return 2, 0, int(not any(part in name for part in kept))
+
+
+def first_layers_again(o, name):
+    """Everything in the first layer, and in the second from the scores to the product behind them."""
+    return 2, 0, int(0 < o < 14 or 16 <= o < 20)
+
+
+def layers_by_turns(o, name):
+    """Tensor degree 2 in even layers, 4 in odd ones, and recomputation in some."""
+    return (4 if (o - 1) // 13 % 2 else 2), 0, int(14 <= o < 27)
+
+
 IMPORTED = {
     "uniform": [(27, 4, degrees(2)), (28, 4, degrees(4))],
     "one stage": [(55, 8, degrees(2))],
@@ -175,6 +191,9 @@ IMPORTED = {
     "mixed": [(27, 4, attention_finer), (28, 4, mlp_by_tensors)],
     "mixed, cut inside a layer": [(24, 4, attention_finer), (31, 4, attention_finer)],
     "three degrees": [(55, 8, three_degrees)],
+    "recomputed": [(27, 4, attention_again), (28, 4, degrees(2, again=1))],
+    "some layers recomputed": [(27, 4, first_layers_again), (28, 4, degrees(1, again=1))],
+    "layers that differ": [(40, 4, layers_by_turns), (15, 4, degrees(2))],
 }
 
 
@@ -230,6 +249,67 @@ def test_degrees_come_back_as_they_were(tmp_path):
             # Dropout is none of the model's, and the last dropout of the MLP is on the residual stream.
             assert differ <= ({"enc-post-MLP-dropout"} if name == "mixed" else set()), (name, differ)
             first += count
+
+
+def products_again(plan, k):
+    """How many products a stage works out again."""
+    return sum(entry.copies for entry in plan.stages[k].interior if entry.recompute)
+
+
+def test_products_are_recomputed_where_they_and_the_next_operator_say_so(tmp_path):
+    plan = imported(tmp_path, IMPORTED["recomputed"], "--dtype", "float64")
+    assert [stage.recompute for stage in plan.stages] == ["operators", "operators"] and plan.stages[0].folded
+    # Of both layers scores and the first product of the MLP; the run of the scores ends with the product behind them.
+    assert products_again(plan, 0) == 2 * 2
+    # All of both layers, but not the head, behind which nothing recomputes.
+    assert products_again(plan, 1) == 2 * 8
+    plan = imported(tmp_path, IMPORTED["some layers recomputed"], "--dtype", "float64")
+    assert not plan.stages[0].folded and plan.stages[1].folded
+    # All products of the first layer, with three for queries, keys and values, but the scores alone of the second.
+    assert products_again(plan, 0) == 9
+    assert [entry.copies for entry in plan.stages[0].interior] == [1] * len(plan.stages[0].interior)
+
+
+def test_recomputation_takes_time_and_keeps_less(tmp_path):
+    kept, again = (
+        imported(tmp_path, [(27, 4, degrees(2, again=flag)), (28, 4, degrees(2))], "--dtype", "float32", micro=2)
+        for flag in (0, 1)
+    )
+    before, after = kept.stages[0].prediction, again.stages[0].prediction
+    assert after.forward_s == before.forward_s
+    assert 1.2 < after.backward_s / before.backward_s < 1.7
+    held = [p.memory_bytes["activations in flight"] / p.in_flight for p in (before, after)]
+    assert held[1] < 0.2 * held[0]
+    assert after.peak_memory_bytes < before.peak_memory_bytes
+    # The compiler's programs hand over less, too.
+    work = zoo.build(**kept.model.settings)
+    parts = [
+        aq.verify(plan, work.train_step, work.state, work.batch).to_dict()["stages"][0]["parts"]["compiled"]
+        for plan in (kept, again)
+    ]
+    assert parts[1]["residuals"] < 0.3 * parts[0]["residuals"]
+
+
+def test_recomputation_comes_back(tmp_path):
+    for name in ("recomputed", "some layers recomputed", "layers that differ"):
+        plan = imported(tmp_path, IMPORTED[name], "--dtype", "float64")
+        done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
+        assert done.exit_code == 0, done.output
+        out = tmp_path / "plan2.json"
+        done = run(
+            "aceso",
+            "import",
+            tmp_path / "again.json",
+            "--model",
+            *TINY[:1],
+            *TINY[3:],
+            "--dtype",
+            "float64",
+            "--out",
+            out,
+        )
+        assert done.exit_code == 0, done.output
+        assert Plan.load(out).decisions() == plan.decisions(), name
 
 
 def test_imported_plans_are_split_as_their_degrees_say(tmp_path):

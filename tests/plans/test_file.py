@@ -62,8 +62,18 @@ def test_golden_file_still_loads(path):
 
 
 @pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
-def test_files_of_version_1_still_load(path):
-    assert Plan.load(path.with_stem(f"{path.stem}_1")) == GOLDEN_FILES[path]
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_earlier_versions_still_load(path, version):
+    assert Plan.load(path.with_stem(f"{path.stem}_{version}")) == GOLDEN_FILES[path]
+
+
+def test_version_2_said_only_whether_a_stage_recomputes():
+    data = json.loads(Path(__file__).with_name("golden_pipeline_2.json").read_text())
+    data["stages"][0]["recompute"] = True
+    assert [stage.recompute for stage in Plan.from_json(json.dumps(data)).stages] == ["stage", "none"]
+    data["stages"][0]["recompute"] = "often"
+    with pytest.raises(PlanFileError, match="stage 0 recomputes 'often'"):
+        Plan.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
@@ -126,7 +136,7 @@ def _edited(**changes):
         ('{\n  "version": one\n}', "invalid character at line 2, column 14"),
         ("[1, 2]", "no plan: it has no `version`"),
         ("{}", "no plan: it has no `version`"),
-        (_edited(version=3), "has version 3, and this aliquot reads 1, 2. Update it"),
+        (_edited(version=4), "has version 4, and this aliquot reads 1, 2, 3. Update it"),
         (_edited(version=0), "has version 0, which is no version; this aliquot reads 1"),
         (_edited(version="1"), "has version '1', which is no version"),
         (_edited(colour="red"), "`plan.colour`: there is no such field"),

@@ -122,7 +122,7 @@ def test_transfers_of_the_busiest_stage_are_not_counted_as_bubble():
 
 def test_recomputation_has_a_column_where_there_is_any():
     stages = sample_pipeline().stages
-    text = str(sample_pipeline(stages=(replace(stages[0], recompute=True), *stages[1:])))
+    text = str(sample_pipeline(stages=(replace(stages[0], recompute="stage"), *stages[1:])))
     rows = [line.split() for line in text.splitlines() if line.strip().startswith(("stage ", "0 ", "1 "))]
     assert rows[0][5] == "recompute" and rows[1][5] == "stage" and rows[2][5] == "-"
     assert "recompute" not in str(sample_pipeline())

@@ -37,6 +37,12 @@ W = "state.params.layers[0].w"
         (_stage(mesh_shape=(8,), shardings=dict.fromkeys(SPLITS, ())), "1 mesh axes with 2 names"),
         (_stage(axis_names=("x", "x")), "names 2 axes 'x'"),
         (_stage(data_axes=("q",)), "data axis 'q'"),
+        (_stage(recompute="operator"), "the stage recomputes 'operator': did you mean"),
+        (_stage(recompute="operators"), "the stage recomputes operators, and its interior names none"),
+        (
+            _stage(interior=(replace(STAGE.interior[0], recompute=True),)),
+            "the stage names operators to recompute, such as",
+        ),
         (_split(W, (("z",), ())), f"input `{W}` is split by 'z', no axis of the mesh"),
         (_split(W, (("x",), ("x",))), f"input `{W}` uses axis 'x' 2 times"),
         (_split(W, (("x",),)), f"input `{W}` has 2 dims, and its split names 1"),

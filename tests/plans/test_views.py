@@ -83,7 +83,7 @@ def test_a_plan_for_another_step_differs_by_its_arrays():
 def test_differences_of_pipelines():
     before = sample_pipeline(4)
     stages = [replace(stage, mesh_shape=(1,), first_device=index) for index, stage in enumerate(before.stages)]
-    stages[0] = replace(stages[0], recompute=True)
+    stages[0] = replace(stages[0], recompute="stage")
     after = replace(
         before, stages=tuple(stages), schedule="zero-bubble", num_micro_batches=8, layers="4", scan_bounds=(0, 2, 4)
     )

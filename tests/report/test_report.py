@@ -209,14 +209,14 @@ def test_a_pipeline_as_data_keeps_everything():
     assert parts - predicted["hidden_s"] == pytest.approx(predicted["step_time_s"])
     assert (data["schedule"], data["num_submeshes"], len(data["stages"])) == ("1f1b", 4, 4)
     stage = data["stages"][2]
-    assert (stage["devices"], stage["layers"], stage["recompute"]) == ([4, 5], ["state.params.layers[2]"], False)
+    assert (stage["devices"], stage["layers"], stage["recompute"]) == ([4, 5], ["state.params.layers[2]"], "none")
     assert stage["predicted"]["in_flight"] == 2
     assert stage["arrays"][0]["pattern"] == "state.params.layers[2].w"
 
 
 def test_equal_differences_of_stages_are_one_row():
     before = sample_pipeline(4)
-    stages = [replace(stage, recompute=index != 1) for index, stage in enumerate(before.stages)]
+    stages = [replace(stage, recompute="stage" if index != 1 else "none") for index, stage in enumerate(before.stages)]
     stages[1] = replace(stages[1], data_axes=())
     text = as_text(difference(diff(before, replace(before, stages=tuple(stages))), "a.json", "b.json"))
     assert "stages 0, 2-3 recompute" in text and "stage 1 data_axes" in text

@@ -13,7 +13,7 @@ from ...graph import Phase, Role
 from ...plans import StagePlan
 from ._configuration import Configuration, StageConfiguration
 from ._gpt_operators import OperatorMap
-from ._products import FILL_STREAM, READ_STREAM, SPLIT_OF, Product, products_of
+from ._products import FILL_STREAM, LAYER_START, READ_STREAM, SPLIT_OF, Product, products_of
 
 _ASKED = "this plan cannot be written as a configuration of Aceso's"
 _ADVICE = "Plan a pipeline of data and tensor parallelism, for example with --method megatron:dp2,tp2,pp2, which always can be."
@@ -54,7 +54,8 @@ def configuration_of(
         layout = _StageLayout(stage=stage, planned=planned, operators=operators, ops=ops, where=f"stage {k}")
         degrees = [layout.degrees(o) for o in mine]
         faults += [*layout.operator_faults(), *layout.state_faults()]
-        again = [planned.recompute or (layers_recompute and operators.names[o].startswith("enc-")) for o in mine]
+        each = [layers_recompute and operators.names[o].startswith("enc-") for o in mine]
+        again = [planned.recompute == "stage" or a or b for a, b in zip(each, layout.recomputed(mine), strict=True)]
         stages.append(
             StageConfiguration(
                 num_devices=math.prod(planned.mesh_shape),
@@ -141,6 +142,25 @@ class _StageLayout:
                 self._fault(operator, f"its products are split in different ways: {shown}")
             return min(found)
         return self._of_group(operator)
+
+    def recomputed(self, mine: Sequence[int]) -> list[bool]:
+        """Which operators of the stage recompute: where a product does, it and all up to the next product of its layer.
+
+        Aceso lets go of what an operator keeps where it and the next one recompute.
+        """
+        marked = [False] * len(mine)
+        for k, operator in enumerate(mine):
+            products = self.products.get(operator, ())
+            if not products or not self.stage.repeat.issuperset(product.node for product in products):
+                continue
+            marked[k] = True
+            for later in range(k + 1, len(mine)):
+                if self.operators.names[mine[later]] == LAYER_START:
+                    break
+                marked[later] = True
+                if mine[later] in self.products:
+                    break
+        return marked
 
     def operator_faults(self) -> Iterator[str]:
         """What operators have that Aceso has no terms for; the same of several layers in one line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ...sharding import LayeredStep, layer_step, stage_step
 from ._configuration import Configuration, StageConfiguration
 from ._gpt_operators import OperatorMap
 from ._products import STREAM
-from ._stage_splits import DATA, StageSplits, members_differ, mesh_axes
+from ._stage_splits import DATA, StageSplits, layers_differ, mesh_axes
 
 _ASKED = "the configuration does not fit this model and this cluster"
 _SCHEDULE = "1f1b"
@@ -175,27 +176,28 @@ def _decide(
     notes: list[str] = []
     splits = []
     for k, (stage, first, extract) in enumerate(zip(configuration.stages, firsts, staged.extracts, strict=True)):
-        problem = make_problem(
+        make = functools.partial(
+            make_problem,
             extract.graph,
             task.cluster,
             num_micro_batches=layered.num_micro_batches,
             memory_limit_bytes=task.limit_bytes,
             on_missing_rule=task.on_missing_rule,
         )
-        if members_differ(problem, operators, extract.ops, stage, first):
-            faults.append(f"stage {k}: its layers have different degrees or recomputation")
-            continue
+        problem = make()
+        folded = not layers_differ(problem, operators, extract.ops, stage, first)
+        problem = problem if folded else make(repeats=False)
         problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
         axes = mesh_axes(stage.num_devices, stage.tensor)
         assert axes is not None
         split = StageSplits(problem=problem, operators=operators, ops=extract.ops, stage=stage, first=first, axes=axes)
         choices = split.choices()
         faults += [f"stage {k}, {fault}" for fault in split.faults]
-        splits.append((split, choices))
+        splits.append((split, choices, folded))
         notes += _notes(k, split)
     if faults:
         raise InputError(listing(_ASKED, list(dict.fromkeys(faults)), "Use degrees that divide what they split."))
-    solved = [_solve(split, choices, task) for split, choices in splits]
+    solved = [_solve(split, choices, folded, task) for split, choices, folded in splits]
     first_devices = np.cumsum([0, *(stage.num_devices for stage in configuration.stages)]).tolist()
     schedule = make_schedule(_SCHEDULE, len(solved), layered.num_micro_batches)
     prediction = predict_stages(
@@ -244,7 +246,7 @@ def _submesh(stage: StageConfiguration, cluster: Cluster) -> tuple[int, int]:
     return max(1, stage.num_devices // each), min(stage.num_devices, each)
 
 
-def _solve(split: StageSplits, choices: Sequence[Any], task: Task) -> tuple[StageDecision, PricedStage]:
+def _solve(split: StageSplits, choices: Sequence[Any], folded: bool, task: Task) -> tuple[StageDecision, PricedStage]:
     """A stage with the cheapest of the choices that it may take."""
     problem, axes = split.problem, split.axes
     waits = problem.num_micro_batches > 1
@@ -264,8 +266,12 @@ def _solve(split: StageSplits, choices: Sequence[Any], task: Task) -> tuple[Stag
         # Where it does not fit, say by how much.
         solution = planner.solve(problem, space, memory_limit_bytes=math.inf)
     assert solution is not None
-    decision = StageDecision(problem=problem, priced=priced, picks=solution.picks)
-    return decision, price_stage(priced, solution.picks, problem.graph)
+    repeat = split.repeat()
+    recompute = "operators" if repeat else "none"
+    decision = StageDecision(
+        problem=problem, priced=priced, picks=solution.picks, recompute=recompute, repeat=repeat, folded=folded
+    )
+    return decision, price_stage(priced, solution.picks, problem.graph, recompute, repeat)
 
 
 def _require_memory(prediction: PipelinePrediction, task: Task) -> None:

@@ -23,6 +23,7 @@ SPLIT_OF = {
     "gpt-post-process": (FEATURES,),
 }
 
+LAYER_START = "enc-1st-layernorm"
 STREAM = (
     "enc-1st-layernorm",
     "enc-post-attention-dropout",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,7 +23,18 @@ from ...planners import kinds_of
 from ...sharding import Choice, Port, Projection
 from ._configuration import StageConfiguration
 from ._gpt_operators import OperatorMap
-from ._products import CONTRACTION, FEATURES, FILL_STREAM, HEADS, READ_STREAM, SPLIT_OF, STREAM, Product, products_of
+from ._products import (
+    CONTRACTION,
+    FEATURES,
+    FILL_STREAM,
+    HEADS,
+    LAYER_START,
+    READ_STREAM,
+    SPLIT_OF,
+    STREAM,
+    Product,
+    products_of,
+)
 
 Ints = NDArray[np.int64]
 _Neighbours: TypeAlias = dict[int, list[tuple[int, Projection, Projection]]]
@@ -103,6 +114,15 @@ class StageSplits:
         for product in products:
             self._decide_arrays(product)
         return self._allowed()
+
+    def repeat(self) -> frozenset[int]:
+        """Nodes of the products that the backward pass may work out again."""
+        names = self.operators.names
+        return frozenset(
+            product.node
+            for product in products_of(self.problem, self.operators, self.ops)
+            if is_repeated(names, self.stage, self.first, product.operators[0] - self.first)
+        )
 
     @property
     def stream_data(self) -> int:
@@ -236,16 +256,24 @@ def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[
     return choices[wanted if wanted.any() else choices[:, axis] == -1]
 
 
-def members_differ(
+def layers_differ(
     problem: Problem, operators: OperatorMap, ops: Sequence[int], stage: StageConfiguration, first: int
 ) -> bool:
-    """Whether layers that are decided together have different degrees."""
-
-    def each() -> Iterator[tuple[int, tuple[object, ...]]]:
-        for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
-            k = operators.of_op[ops[op.index]] - first
-            if 0 <= k < len(stage.tensor) and operators.computes[ops[op.index]]:
-                yield op_class, (stage.tensor[k], stage.data[k], stage.algorithm[k], stage.recompute[k])
-
+    """Whether layers that would be decided together have different degrees or recomputation."""
     seen: dict[int, tuple[object, ...]] = {}
-    return any(seen.setdefault(op_class, layout) != layout for op_class, layout in each())
+    for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
+        k = operators.of_op[ops[op.index]] - first
+        if op_class >= 0 and 0 <= k < len(stage.tensor) and operators.computes[ops[op.index]]:
+            # Only of products something is said about what is worked out again.
+            again = operators.names[first + k] in SPLIT_OF and is_repeated(operators.names, stage, first, k)
+            layout = stage.tensor[k], stage.data[k], stage.algorithm[k], again
+            if seen.setdefault(op_class, layout) != layout:
+                return True
+    return False
+
+
+def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: int) -> bool:
+    """Whether the activations of an operator of a stage are not kept: it and the next one recompute, in one layer."""
+    if not stage.recompute[k] or k + 1 == len(stage.recompute):
+        return False
+    return stage.recompute[k + 1] and names[first + k + 1] != LAYER_START

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -15,7 +16,7 @@ from ..spmd import Layout, MicroBatchGraphs, cut_graph
 from ._phase_parts import phase_parts
 from ._pipeline import Pipeline
 from ._programs import StagePrograms
-from ._split import split_stages
+from ._split import Recompute, split_stages
 from ._stage_functions import StageContext
 
 
@@ -45,7 +46,7 @@ def build_pipeline(
     schedule: Schedule,
     *,
     semantics: str = "exact",
-    recompute: frozenset[int] = frozenset(),
+    recompute: Recompute = MappingProxyType({}),
     processes: Sequence[frozenset[int]] | None = None,
 ) -> Pipeline:
     """The pipeline of a step.
@@ -57,7 +58,7 @@ def build_pipeline(
         schedule: order of tasks; its number of micro-batches is into how many parts the batch is
             cut.
         semantics: see `plan_micro_batches`.
-        recompute: stages whose backward programs work everything out again.
+        recompute: see `split_stages`.
         processes: that have devices of each stage; by default as the devices say.
 
     Raises:

@@ -13,7 +13,7 @@ from ...core import PlanMismatchError
 from ...cost import PlannedStage, PlannedStep
 from ...graph import Extract, Graph
 from ...plans import Plan, StagePlan, make_schedule, require_match
-from ...sharding import Pin, Pins, Spec
+from ...sharding import Pin, Pins, Spec, operators_of
 from ..spmd import make_mesh, partition, stage_pins
 from ._build_pipeline import StageSetup, build_pipeline
 from ._pipeline import Pipeline
@@ -74,9 +74,23 @@ def pipeline_on(
         setups,
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
         semantics=plan.micro_batch_semantics,
-        recompute=frozenset(k for k, stage in enumerate(plan.stages) if stage.recompute),
+        recompute=_recompute(step),
         processes=processes,
     )
+
+
+def _recompute(step: PlannedStep) -> dict[int, frozenset[int] | None]:
+    """By stage the operators that its backward program may work out again; None for all."""
+    assert step.staged is not None
+    found: dict[int, frozenset[int] | None] = {}
+    for k, (planned, stage, extract) in enumerate(
+        zip(step.plan.stages, step.stages, step.staged.extracts, strict=True)
+    ):
+        if planned.recompute == "stage":
+            found[k] = None
+        elif planned.recompute == "operators":
+            found[k] = frozenset(extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat))
+    return found
 
 
 def _setup(

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TypeAlias
 
-from ...graph import SHARED, Item, Phase, Staging, deferrable_items, items_of
+from ...graph import SHARED, Item, Phase, Staging, deferrable_items, items_between, items_of, what_to_keep
 from ...sharding import MicroBatchPlan
 from ..spmd import MicroBatchGraphs, is_summed, subgraph
 from ._programs import Part, StageProgram, StagePrograms
 from ._push_out import push_out
-from ._recompute import what_to_keep
 from ._split_update import Update
+
+Recompute: TypeAlias = Mapping[int, frozenset[int] | None]
+"""By stage the operators that its backward program may work out again; None for all."""
 
 
 def split_stages(
@@ -26,7 +30,7 @@ def split_stages(
     staging: Staging,
     *,
     split_backward: bool = False,
-    recompute: frozenset[int] = frozenset(),
+    recompute: Recompute = MappingProxyType({}),
 ) -> StagePrograms:
     """Programs of all stages.
 
@@ -36,8 +40,8 @@ def split_stages(
         staging: stages of the whole step's items.
         split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages
             in `recompute` one.
-        recompute: stages whose backward programs work everything out again from what enters the
-            stage.
+        recompute: for stages whose backward programs work costly operators out again, which; None:
+            everything, from what enters the stage.
     """
     parts = push_out(parts, plan, staging)
     body = _Body(parts, staging, split_backward, plan, recompute)
@@ -76,7 +80,7 @@ class _Body:
         staging: Staging,
         split: bool,
         plan: MicroBatchPlan | None,
-        recompute: frozenset[int],
+        recompute: Recompute,
     ) -> None:
         self._graphs, self._staging, self._split = parts, staging, split
         self._items = items_of(parts.body)
@@ -198,9 +202,9 @@ class _Body:
                     graph.values,
                     free=free,
                     read_anyway=read_anyway,
-                    everything=stage in self._recompute,
+                    repeat=self._recompute.get(stage, frozenset()),
                 )
-                self._close(draft, _needed(mine, wanted, kept))
+                self._close(draft, items_between(mine, wanted, kept))
 
     def finished(self, wanted: Iterable[int], plan: MicroBatchPlan | None) -> list[StageProgram]:
         """The programs, with totals of `wanted` values where they are made."""
@@ -249,17 +253,6 @@ class _Body:
 def _keys(item: Item) -> list[tuple[str, int]]:
     """Key of an item that is the same in the whole step and in its parts."""
     return [("op", item.what)] if isinstance(item.what, int) else [("call", o) for o in item.outputs]
-
-
-def _needed(items: Sequence[Item], wanted: Sequence[int], kept: frozenset[int]) -> list[Item]:
-    """The items that make what is wanted out of what is kept."""
-    need = {v for v in wanted if v not in kept}
-    needed = []
-    for item in reversed(items):
-        if any(o in need for o in item.outputs):
-            needed.append(item)
-            need.update(i for i in item.inputs if i not in kept)
-    return needed[::-1]
 
 
 def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -> list[StageProgram]:

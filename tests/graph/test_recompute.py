@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.graph import Item, Phase, Value
-from aliquot.runtime.pipeline._recompute import what_to_keep
+from aliquot.graph import Item, Phase, Value, what_to_keep
 
 # Handing over an array costs something whatever its size, so that of equal sets the smaller one is taken.
 _PER_ARRAY = 4097

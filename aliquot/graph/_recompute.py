@@ -15,7 +15,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ...graph import Call, Item, Value, traits_of
+from ._dataflow import Item
+from ._rule import traits_of
+from ._types import Call, Value
 
 # Handing an array over costs about as much as moving so many bytes.
 _BYTES_PER_ARRAY = 4096
@@ -30,7 +32,7 @@ def what_to_keep(
     *,
     free: Collection[int],
     read_anyway: Collection[int],
-    everything: bool = False,
+    repeat: frozenset[int] | None = frozenset(),
 ) -> frozenset[int]:
     """The values to keep so that all that is wanted can be worked out from them.
 
@@ -41,9 +43,12 @@ def what_to_keep(
         values: of the graph, by index.
         free: values at hand in both programs: the step's inputs, and what anybody can work out.
         read_anyway: values from elsewhere that the backward program reads whatever is decided.
-        everything: work everything out again, products too.
+        repeat: operators that may be worked out again, costly or not; None: all.
     """
-    costly = [not everything and _is_costly(item, name) for item, name in zip(items, names, strict=True)]
+    costly = [
+        repeat is not None and not (item.ops and repeat.issuperset(item.ops)) and is_costly(item, name)
+        for item, name in zip(items, names, strict=True)
+    ]
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
     needed: dict[int, None] = dict.fromkeys(wanted)
     waiting = list(needed)
@@ -75,7 +80,19 @@ def what_to_keep(
     return frozenset(v for v, n in number.items() if 2 * n in reached and 2 * n + 1 not in reached)
 
 
-def _is_costly(item: Item, name: str) -> bool:
+def items_between(items: Sequence[Item], wanted: Collection[int], kept: frozenset[int]) -> list[Item]:
+    """The items that make what is wanted out of what is kept."""
+    need = {v for v in wanted if v not in kept}
+    needed = []
+    for item in reversed(items):
+        if any(o in need for o in item.outputs):
+            needed.append(item)
+            need.update(i for i in item.inputs if i not in kept)
+    return needed[::-1]
+
+
+def is_costly(item: Item, name: str) -> bool:
+    """True if an item is only worked out again where a plan says so."""
     return isinstance(item.what, Call) or traits_of(name).costly
 
 

@@ -1,0 +1,102 @@
+"""What it costs that a stage works some of its operators out again, and what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph import Graph, Phase, is_costly, items_between, items_of, what_to_keep
+from ..sharding import operators_of
+from ._evaluate import conversions
+from ._memory import MemoryModel
+from ._priced import Ints, Priced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """Per device and micro-batch: seconds that the backward pass takes longer, and bytes that are not kept for it."""
+
+    seconds: float = 0.0
+    freed_bytes: float = 0.0
+
+
+NOTHING_AGAIN = Recomputation()
+
+
+def recomputation(
+    priced: Priced, picks: Ints, graph: Graph, model: MemoryModel, repeat: frozenset[int]
+) -> Recomputation:
+    """What it costs and saves that the backward pass may work some products out again.
+
+    What is kept is chosen as by the runtime (`what_to_keep`). Seconds are those of the products that are then repeated,
+    with the arrays that they alone fill and the conversions before and behind them.
+
+    Args:
+        model: memory under the choices.
+        repeat: nodes of the products.
+    """
+    ops = operators_of(priced.graph, repeat)
+    again, freed = _again(graph, ops)
+    share = {node: len(again & mine) / len(mine) for node in repeat if (mine := operators_of(priced.graph, {node}))}
+    share |= _filled_by(priced, share)
+    seconds = 0.0
+    for node, part in share.items():
+        table, pick = priced.nodes[node], picks[node]
+        seconds += part * float((table.compute + table.communication)[Phase.FORWARD, pick])
+    for (index, source, target), paid in conversions(priced, picks).items():
+        edge = priced.graph.edges[index]
+        part = max(share.get(edge.source, 0.0), share.get(edge.target, 0.0))
+        if edge.phase is Phase.FORWARD and not edge.gradient:
+            seconds += part * (paid - float(priced.edges[index].once_s[source, target]))
+    return Recomputation(seconds=seconds / priced.repeats, freed_bytes=_freed_bytes(graph, model, picks, freed))
+
+
+def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """The operators that the backward pass repeats, and those of which it keeps no result any more."""
+    items = items_of(graph)
+    forward = [item for item in items if item.phase not in (Phase.BACKWARD, Phase.UPDATE) and not item.shared]
+    names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
+    inside = {o for item in forward for o in item.outputs}
+    read = {i for item in items if item.phase is Phase.BACKWARD for i in item.inputs}
+    free = {i.value for i in graph.inputs} | graph.constants.keys()
+    free |= {o for item in items if item.shared for o in item.outputs}
+    wanted = sorted(read & inside)
+    kept = what_to_keep(forward, names, wanted, graph.values, free=free, read_anyway=read - inside, repeat=repeat)
+    again = frozenset(op for item in items_between(forward, wanted, kept) for op in item.ops)
+    freed: set[int] = set()
+    dropped: set[int] = set()
+    for item, name in zip(forward, names, strict=True):
+        repeated = repeat.issuperset(item.ops) if item.ops else False
+        if not repeated and (is_costly(item, name) or not dropped.intersection(item.inputs)):
+            continue
+        if not kept & set(item.outputs):
+            freed.update(item.ops)
+            dropped.update(item.outputs)
+    return again, frozenset(freed)
+
+
+def _filled_by(priced: Priced, share: dict[int, float]) -> dict[int, float]:
+    """For arrays that products alone fill, how much of them is worked out again: scores with their softmax, for example."""
+    fillers: dict[int, list[float]] = {}
+    for site in priced.graph.sites:
+        if not site.results or len(site.results[0]) < 2:
+            continue
+        product, landed = site.results[0][0].node, site.results[0][1].node
+        if landed >= 0 and any(work.phase is Phase.FORWARD for work in priced.graph.nodes[product].work):
+            fillers.setdefault(landed, []).append(share.get(product, 0.0))
+    return {node: min(parts) for node, parts in fillers.items() if min(parts) > 0}
+
+
+def _freed_bytes(graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[int]) -> float:
+    """Bytes on a device of what is alive between the passes, unless it is worked out again."""
+    moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
+    if moment is None or not freed:
+        return 0.0
+    operators = np.array(sorted(freed))
+    total_bytes = 0.0
+    for r, local in zip(model.residents, model.local_bytes, strict=True):
+        if r.category in ("activations", "temporaries"):
+            alive = (r.births < moment) & (r.deaths >= moment) & np.isin(r.births, operators)
+            total_bytes += int(np.count_nonzero(alive)) * float(local[picks[r.node]] if r.node >= 0 else local[0])
+    return total_bytes
