@@ -322,6 +322,11 @@ def test_imported_plans_are_split_as_their_degrees_say(tmp_path):
     assert first.shardings["batch.inputs"] == (("mixed",), ())
     assert second.shardings["state.params.layers[3].mlp.down.kernel"] == (("mixed",), ())
     assert second.shardings["state.params.layers[3].attn.out.kernel"] == ((), ())
+    assert "no lower bound; cheapest found within a configuration of Aceso's" in str(plan)
+    # Norms and sums of a stage have the degree of most of its operators.
+    config = imported(tmp_path, [(27, 4, degrees(2)), (28, 4, lambda o, name: (4 if o < 40 else 2, 0, 0))])
+    (note,) = [note for note in config.notes if note.startswith("stage 1:")]
+    assert "are split over data degree 2; operators 27, 34, 35, 39 asked for another" in note
 
 
 def test_all_that_does_not_fit_is_said_at_once(tmp_path):
@@ -368,6 +373,47 @@ def test_degrees_that_do_not_divide_and_stages_without_work(tmp_path):
         run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], *out),
         "stage 1 has only enc-attention-dropout, of which the model computes nothing",
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "too deep in each other"),
+        ("{", "is no JSON"),
+        ("1" * 5000, "is no JSON"),
+        ("null", "it must be an object"),
+        ('{"num_gpus": [1], "num_gpus": [2]}', "num_gpus stands 2 times in one object"),
+    ],
+    ids=["deep", "truncated", "long", "null", "twice"],
+)
+def test_files_that_are_no_configurations(tmp_path, text, message):
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    out = tmp_path / "plan.json"
+    refused(run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--out", out), message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "32"}, "hidden_size must be a positive number, got '32'"),
+        ({"micro_batch_size": float("nan")}, "micro_batch_size must be a positive number"),
+        ({"num_stages": 10**9}, "num_gpus must be a list of 1000000000"),
+        ({"recompute_ops": [[7] * 27, [0] * 28]}, "recompute_ops of stage 0 must hold 0 or 1"),
+        (
+            {"num_gpus": [4, 2]},
+            "operator 0 of stage 1 has tensor degree 2 times data degree 2, and the stage 2 devices",
+        ),
+        ({"global_batch_size": 10**30}, "must be at most 2147483647"),
+        ({"model_name": "x" * 10**5}, "family 'xxx"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configurations_with_odd_values(tmp_path, changes, message):
+    config = configuration(tmp_path / "config.json", [(27, 4, degrees(2)), (28, 4, degrees(2))], **changes)
+    found = run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--out", tmp_path / "plan.json")
+    refused(found, message)
+    assert max(map(len, found.stderr.splitlines())) < 400
 
 
 def test_memory_that_is_short(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...core import InputError, write_atomic
+from ...core import InputError, shortened, write_atomic
 
+_MOST_SHOWN = 12
 _LISTS = {
     "tensor": "model_parallel_size_of_each_op",
     "data": "data_parallel_size_of_each_op",
@@ -63,15 +65,26 @@ class Configuration:
 
 def read_configuration(path: Path) -> Configuration:
     """A configuration from Aceso's JSON. Raises `InputError` with every fault."""
+    repeated: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(key for key, _ in pairs)
+        repeated.extend(f"{shortened(key, 60)} stands {n} times in one object" for key, n in counts.items() if n > 1)
+        return dict(pairs)
+
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(), object_pairs_hook=unique)
+    except RecursionError:
+        raise InputError(
+            f"{path} is no configuration of Aceso's: it has lists or objects too deep in each other."
+        ) from None
     except OSError as error:
         raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise InputError(f"The configuration {path} is no JSON: {error}.") from None
-    faults = _faults(content)
+    faults = repeated or _faults(content)
     if faults:
-        raise InputError(f"{path} is no configuration of Aceso's:\n" + "\n".join(f"  - {f}" for f in faults[:12]))
+        raise InputError(f"{path} is no configuration of Aceso's:\n" + "\n".join(_shown(faults)))
     stages = tuple(
         StageConfiguration(
             num_devices=content["num_gpus"][k],
@@ -120,6 +133,11 @@ def write_configuration(configuration: Configuration, path: Path) -> None:
     write_atomic(path, json.dumps(configuration_to_dict(configuration), indent=4) + "\n")
 
 
+def _shown(faults: list[str]) -> list[str]:
+    more = [f"  and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
+    return [f"  - {fault}" for fault in faults[:_MOST_SHOWN]] + more
+
+
 def _faults(content: Any) -> list[str]:
     if not isinstance(content, dict):
         return ["it must be an object"]
@@ -158,6 +176,8 @@ def _stage_faults(content: Mapping[str, Any], k: int) -> list[str]:
             faults.append(f"{key} of stage {k} has {length} entries, and the stage {operators} operators")
         elif not all(type(x) in (int, bool) and x >= 0 for x in entries):
             faults.append(f"{key} of stage {k} must hold numbers of at least 0")
+        elif key == _LISTS["recompute"] and not all(x in (0, 1) for x in entries):
+            faults.append(f"{key} of stage {k} must hold 0 or 1")
     if not faults:
         degrees = zip(content[_LISTS["tensor"]][k], content[_LISTS["data"]][k], strict=True)
         wrong = [(i, t, d) for i, (t, d) in enumerate(degrees) if t * d != devices]

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...cluster import Cluster, LogicalMesh, subcluster
-from ...core import InfeasibleError, InputError, format_bytes, listing
+from ...core import InfeasibleError, InputError, format_bytes, listing, shortened
 from ...cost import PipelinePrediction, PricedStage, make_problem, predict_stages, price, price_stage
 from ...graph import Graph, cut_between, named_places
 from ...planners import ILP, Decision, PipelineParts, Space, StageDecision, Task, write_plan
@@ -49,10 +49,13 @@ def configuration_faults(
 
 def _model_faults(configuration: Configuration, names: Sequence[str], shape: Mapping[str, Any]) -> Iterator[str]:
     if configuration.model_name != "gpt":
-        yield f"it is of a model of family {configuration.model_name!r}, and plans are made for those of family 'gpt'"
+        family = shortened(configuration.model_name, 60)
+        yield f"it is of a model of family {family!r}, and plans are made for those of family 'gpt'"
     for key, option in _SETTINGS.items():
         given = configuration.settings.get(key, shape[key])
-        if given != shape[key]:
+        if type(given) is not int or given < 1:
+            yield f"{key} must be a positive number, got {shortened(repr(given), 60)}"
+        elif given != shape[key]:
             yield f"{key} is {given}, and the model's {shape[key]}: add --set {option}={given}"
     if configuration.num_operators != len(names):
         yield f"it has {configuration.num_operators} operators, and the model's chain {len(names)}"
@@ -225,8 +228,8 @@ def _decide(
             stages=stages,
             step_time_s=prediction.step.step_time_s,
             lower_bound_s=None,
-            bound_holds_for="",
-            status="imported from a configuration of Aceso's",
+            bound_holds_for="a configuration of Aceso's",
+            status="cheapest found",
             pipeline=PipelineParts(
                 layered=layered,
                 staged=staged,
