@@ -1,5 +1,7 @@
 """What zero-bubble schedules put off: planners price the same operators that the runtime cuts off."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,59 @@ def test_the_runtime_runs_what_is_priced(scan, recompute, stages):
         own = {op for op in run if op < len(graph.ops) and graph.ops[op].phase is Phase.BACKWARD}
         products = {op for op in own if graph.ops[op].name == "dot_general"}
         assert products <= priced
+
+
+def product_flops(graph, ops):
+    """Operations of products among operators, in all trips of the loops around them."""
+    total = 0
+    for op in (graph.ops[k] for k in ops if graph.ops[k].name == "dot_general"):
+        (contracted, _), _ = op.params["dimension_numbers"]
+        shape = graph.values[op.inputs[0]].shape
+        result = math.prod(graph.values[op.outputs[0]].shape)
+        total += 2 * result * math.prod(shape[d] for d in contracted) * op.trips
+    return total
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_as_much_is_priced_as_deferrable_as_is_run_late(scan, recompute, stages):
+    graph, step = staged(scan, recompute, stages)
+    plan = plan_micro_batches(graph, 2)
+    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
+    programs = split_stages(parts, plan, step.staging, split_backward=True).programs
+    for k, extract in enumerate(step.extracts):
+        backward = [op.index for op in extract.graph.ops if op.phase is Phase.BACKWARD]
+        deferrable = [op.index for op in extract.graph.ops if op.deferrable]
+        total = product_flops(extract.graph, backward)
+        flops = dict.fromkeys((Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT), 0)
+        for program in programs:
+            if program.stage == k and program.part in flops:
+                ops = {o for item in items_of(program.graph) for o in item.ops}
+                flops[program.part] += product_flops(program.graph, ops)
+        assert sum(flops.values()) == pytest.approx(total, rel=0.01)
+        if total:  # A stage of embeddings alone has no products.
+            priced = product_flops(extract.graph, deferrable) / total
+            assert abs(priced - flops[Part.BACKWARD_WEIGHT] / sum(flops.values())) < 0.01
+            # The last stage's head stands outside of loops and regions.
+            assert priced > 0 or k < stages - 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_zero_bubble_computes_what_the_plain_step_computes(scan, recompute):
+    with jax.enable_x64(True):
+        config = configure("gpt-125m", **SIZES)
+        work = build(config, 8, dtype="float64", learning_rate=1e-3, scan=scan, recompute=recompute)
+        random = np.random.default_rng(0)
+        batch = jax.tree.map(lambda x: random.integers(0, 32, x.shape).astype(x.dtype), work.batch)
+        method = aq.PipeshardParallel(num_stages=2, num_micro_batches=2, schedule="zero-bubble")
+        step = aq.parallelize(work.train_step, method=method, cluster=aq.Cluster.preset("2xcpu"))
+        state = work.init(jax.random.key(0))
+        expected = work.train_step(state, batch)
+        found = step(state, batch)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
 
 
 def test_everything_of_the_first_stage_is_deferrable():
