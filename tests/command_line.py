@@ -1,5 +1,6 @@
 """Running the command line in this process, and what every refusal looks like."""
 
+import jax
 from typer.testing import CliRunner
 
 from aliquot.cli._app import app
@@ -8,8 +9,15 @@ TINY = "gpt-125m --cluster 8xH100 --global-batch 8 --set num_layers=2 --set voca
 
 
 def run(*args):
-    """The result of `aliquot *args`, with its `exit_code`, `stdout` and `stderr`."""
-    return CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    """The result of `aliquot *args`, with its `exit_code`, `stdout` and `stderr`.
+
+    Models in float64 turn 64 bits on for the whole process, which must not outlast the command.
+    """
+    before = jax.config.jax_enable_x64
+    try:
+        return CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def refused(found, *messages, code=2):
