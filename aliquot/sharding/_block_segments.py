@@ -21,7 +21,7 @@ from ._nodes import NodeGraph
 
 _LONGEST = 5
 _SHORTEST = 3
-# A boundary is one where at most so many times the bytes cross that cross at the narrowest.
+# A boundary is one where at most so many times the bytes cross that cross at the narrowest, or fewer than beside it.
 _NARROW = 1.5
 # How many sets of kinds are followed at each place of the sequence.
 _KEPT = 32
@@ -72,8 +72,7 @@ def find_segments(
     instances = _instances(nodes, blocks)
     of_block = [block for _, block in instances]
     crossing = narrowest_bytes(graph, [(a, b) for (a, _), (b, _) in itertools.pairwise(instances)])
-    narrowest = min((c for c in crossing if c > 0), default=0.0)
-    is_boundary = [True, *[0 < c <= _NARROW * narrowest for c in crossing], True]
+    is_boundary = [True, *_narrow(crossing), True]
     starts = _cover(of_block, is_boundary, num_options, _SHORTEST) or _cover(of_block, is_boundary, num_options, 1)
     if starts is None:
         raise InputError(
@@ -104,6 +103,21 @@ def segment_layers(graph: Graph, segments: Segments) -> Layers:
     bounds = [(-1, segments.entries[0][0])]
     bounds += [(before[-1], after[0]) for before, after in itertools.pairwise(segments.entries)]
     return cut_between(graph, bounds)
+
+
+def _narrow(crossing: Sequence[float]) -> list[bool]:
+    """Whether a segment may end at each place, given the bytes that cross there; nothing can be cut where none do.
+
+    What crosses at the narrowest place of a step is no measure for all of it: an encoder may be wider than its decoder, and what
+    it gives crosses every layer of the decoder. So places narrower than those beside them count as well.
+    """
+    open_bytes = [c if c > 0 else math.inf for c in crossing]
+    narrowest = min(open_bytes, default=math.inf)
+    before, after = [math.inf, *open_bytes[:-1]], [*open_bytes[1:], math.inf]
+    return [
+        c < math.inf and (c <= _NARROW * narrowest or c <= min(a, b))
+        for c, a, b in zip(open_bytes, before, after, strict=True)
+    ]
 
 
 def _instances(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:

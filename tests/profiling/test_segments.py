@@ -16,6 +16,7 @@ from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.cost import make_problem
 from aliquot.graph import capture
+from aliquot.planners import ILP
 from aliquot.profiling import (
     MeasuredStep,
     Measurement,
@@ -54,6 +55,30 @@ def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recomp
         assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == programs
         assert step.num_programs == sum(programs)
         assert sum(step.kinds[k].count for k in range(1, len(programs) - 1)) == num_layers
+
+
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_an_encoder_and_a_decoder_have_segments_of_their_own(num_layers):
+    """The decoder's layers, of seven blocks, end in the middle of segments; those at its two ends have kinds of their own."""
+    step = segment_step(problem_of("t5-770m", num_layers), (4,))
+    assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == [1, 81, 243, 81, 27, 27]
+    assert [kind.count for kind in step.kinds] == [1, num_layers, 1, num_layers - 1, num_layers - 1, 1]
+    assert step.num_programs == 460
+
+
+def test_no_segment_ends_inside_the_attention_of_a_layer():
+    segments = segment_step(problem_of("t5-770m", 2), (4,)).segments
+    assert segments.kinds == ((0, 1, 2, 3), (4, 5, 6, 7, 8), (9, 10, 4, 5), (6, 7, 8), (9, 10, 11))
+    assert segments.sequence == (0, 0, 1, 2, 3, 4)
+
+
+def test_an_encoder_and_a_decoder_composed_are_as_good_as_the_integer_program():
+    step = segment_step(problem_of("t5-770m", 2), (4,))
+    (best,) = compose(step, priced_combinations(step), most=1)
+    whole = step.whole(best.options)
+    least = ILP().solve(step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes)
+    assert best.seconds == pytest.approx(whole.step_time_s, rel=0.01)
+    assert least.step_time_s * (1 - 1e-3) <= whole.step_time_s <= least.step_time_s * 1.002
 
 
 def test_the_blocks_of_a_segment_are_those_of_the_step():
