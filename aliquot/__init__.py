@@ -31,6 +31,7 @@ _MODULE_OF = {
     "Grid": "planners",
     "ManualStages": "planners",
     "Auto": "planners",
+    "WholeProgram": "planners",
     "Blocks": "planners",
     "ILP": "planners",
     "Fixed": "planners",

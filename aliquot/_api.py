@@ -47,7 +47,7 @@ def plan(
     *args: Any,
     cluster: Cluster | None = None,
     method: AbstractMethod | None = None,
-    num_micro_batches: int | Literal["auto"] = 1,
+    num_micro_batches: int | Literal["auto"] | None = None,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
@@ -67,8 +67,9 @@ def plan(
         *args, **kwargs: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
         cluster: what to plan for; by default the devices JAX sees.
         method: how to parallelize; by default `Auto()`.
-        num_micro_batches: number of micro-batches in a step; "auto" plans 1, 2, 4, ... of them for
-            as long as that helps, and keeps the fastest. Pipelines search the number by themselves.
+        num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search it,
+            and other methods have one; "auto" plans 1, 2, 4, ... of them for those as well, for as
+            long as that helps, and keeps the fastest.
         micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to
             each micro-batch separately.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
@@ -130,12 +131,12 @@ def plan(
 
 
 def _plan_counts(
-    graph: Graph, num_micro_batches: int | Literal["auto"], *, method: AbstractMethod | None, **options: Any
+    graph: Graph, num_micro_batches: int | Literal["auto"] | None, *, method: AbstractMethod | None, **options: Any
 ) -> Plan:
     """See `plan`."""
     make = functools.partial(_plan_captured, graph, method=method, **options)
     if num_micro_batches == "auto":
-        return make() if isinstance(method, PipeshardParallel) else _fastest_count(make)
+        return make() if method is None or isinstance(method, (Auto, PipeshardParallel)) else _fastest_count(make)
     return make(num_micro_batches=num_micro_batches)
 
 
@@ -177,7 +178,7 @@ def _plan_captured(
     started: float,
     cluster: Cluster | None = None,
     method: AbstractMethod | None = None,
-    num_micro_batches: int = 1,
+    num_micro_batches: int | None = None,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ._api import plan as make_plan
 from .cluster import Cluster, HostPrice, wire
 from .core import InfeasibleError, InputError, format_bytes
-from .planners import AbstractMethod, PipeshardParallel, Progress, method_by_name
+from .planners import AbstractMethod, Auto, PipeshardParallel, Progress, method_by_name
 from .plans import ModelReference, Plan, examples_per_step, tokens_per_step
 from .report import (
     BatchSearch,
@@ -35,7 +35,7 @@ def compare(
     *args: Any,
     clusters: Cluster | Sequence[Cluster],
     methods: Mapping[str, Method] | Sequence[str] = (),
-    num_micro_batches: int = 1,
+    num_micro_batches: int | None = None,
     memory_limit_bytes: float | None = None,
     model: ModelReference | None = None,
     progress: Progress | None = None,
@@ -277,6 +277,7 @@ def _any_plan(
     model: ModelReference | None,
 ) -> tuple[Plan | None, str]:
     """A plan with the fewest micro-batches that fits, or why there is none."""
+    searches = method is None or isinstance(method, (Auto, PipeshardParallel))
     refusal, count = "", 1
     while count <= _MOST_MICRO_BATCHES:
         try:
@@ -285,13 +286,15 @@ def _any_plan(
                 *args,
                 cluster=cluster,
                 method=method,
-                num_micro_batches=count,
+                num_micro_batches=None if searches else count,
                 memory_limit_bytes=memory_limit_bytes,
                 model=model,
                 **kwargs,
             )
         except InfeasibleError as error:
             refusal = refusal or str(error).partition("\n")[0]
+            if searches:
+                return None, refusal
         except InputError as error:
             # More micro-batches than divide the batch.
             return None, refusal or str(error).partition("\n")[0]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from ._api import plan as make_plan
 from .cluster import Cluster
 from .core import InfeasibleError, InputError, format_bytes, format_seconds
-from .planners import AbstractMethod, Auto, PipeshardParallel, Progress, StageDP
+from .planners import AbstractMethod, Auto, PipeshardParallel, Progress
 from .plans import ModelReference, Plan
 
 Method: TypeAlias = AbstractMethod | PipeshardParallel
@@ -65,7 +65,7 @@ def find_remedies(
     *args: Any,
     cluster: Cluster,
     method: Method | None = None,
-    num_micro_batches: int = 1,
+    num_micro_batches: int | None = None,
     memory_limit_bytes: float | None = None,
     model: ModelReference | None = None,
     others: Sequence[Sequence[Attempt]] = (),
@@ -97,17 +97,16 @@ def find_remedies(
     def attempt(change: str, **changed: Any) -> Attempt:
         return Attempt(change=change, make=lambda: planned(changed))
 
-    counts = [num_micro_batches * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
+    counts = [(num_micro_batches or 1) * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
     kinds: list[Sequence[Attempt]] = [
         [attempt(f"--micro-batches {count}", num_micro_batches=count) for count in counts],
         *others,
     ]
-    if isinstance(method, PipeshardParallel):
-        # A pipeline chooses its number of micro-batches itself.
-        kinds = [*others, [attempt("--method auto", method=Auto())]]
-    elif method is None or isinstance(method, Auto):
-        kinds.append([attempt("--method pipeshard", method=PipeshardParallel(inter=StageDP()))])
-    else:
+    is_auto = method is None or isinstance(method, Auto)
+    if num_micro_batches is None and (is_auto or isinstance(method, PipeshardParallel)):
+        # These have searched the number of micro-batches.
+        kinds = [*others]
+    if not is_auto:
         kinds.append([attempt("--method auto", method=Auto())])
     kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in _larger(cluster)])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))

@@ -11,7 +11,7 @@ from planners.small_steps import mlp
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError
-from aliquot.planners import Auto, DataParallel
+from aliquot.planners import Auto, DataParallel, PipeshardParallel, WholeProgram
 
 CLUSTER = Cluster.preset("1x4xH100")
 # Activations weigh more than parameters, so that micro-batches help.
@@ -85,11 +85,21 @@ def test_auto_micro_batches_without_need_are_one():
 
 def test_auto_micro_batches_say_what_one_needs_where_nothing_fits():
     with pytest.raises(InfeasibleError, match="No plan of method"):
-        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100.0, num_micro_batches="auto")
+        aq.plan(*STEP, cluster=CLUSTER, method=WholeProgram(), memory_limit_bytes=100.0, num_micro_batches="auto")
+
+
+def test_auto_says_the_smallest_need_of_all_that_it_searched():
+    def need(method):
+        with pytest.raises(InfeasibleError) as refused:
+            aq.plan(*STEP, cluster=CLUSTER, method=method, memory_limit_bytes=100.0)
+        return refused.value.required_bytes
+
+    assert need(Auto()) == min(need(WholeProgram()), need(PipeshardParallel()))
 
 
 def test_the_command_prints_what_was_tried_with_step_times():
     given = ("plan", "gpt-10m", "--cluster", "1x4xV100-16GB", "--global-batch", 64, "--memory-limit", "60MiB")
+    given = (*given, "--method", "program")
     found = run(*given)
     assert found.exit_code == 1 and "It could fit" not in found.stderr
     assert "Tried, and" in found.stderr

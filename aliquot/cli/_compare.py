@@ -27,7 +27,10 @@ def compare(
         str | None,
         typer.Option(metavar="M1,M2", help="Methods as in aliquot plan, such as auto,tp:8; by default the usual ones."),
     ] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches.")] = 1,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of micro-batches; by default auto and pipeshard search it, others have 1."),
+    ] = None,
     memory_limit: MemoryLimit = None,
     seq_len: SeqLen = None,
     dtype: Dtype = None,

@@ -43,7 +43,9 @@ def plan(
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
     micro_batches: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Number of micro-batches; auto searches it, as pipelines do anyway."),
+        typer.Option(
+            metavar="N|auto", help="Number of micro-batches; auto searches it, as methods auto and pipeshard do anyway."
+        ),
     ] = None,
     micro_batch_semantics: Annotated[
         str,
@@ -123,7 +125,7 @@ def plan(
                 built,
                 where,
                 how,
-                "auto" if searched else 1 if parts is None else parts,
+                "auto" if searched else parts,
                 say,
                 semantics=micro_batch_semantics,
                 memory_limit_bytes=limit,
@@ -147,7 +149,7 @@ def make_plan(
     model: Model,
     where: Cluster,
     how: AbstractMethod | PipeshardParallel,
-    micro_batches: int | Literal["auto"],
+    micro_batches: int | Literal["auto"] | None,
     say: Session,
     *,
     semantics: str = "exact",

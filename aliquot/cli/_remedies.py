@@ -35,8 +35,6 @@ def try_remedies(
     from .._remedies import Attempt, find_remedies
     from ._model import resolve, user_code
 
-    count = 1 if micro_batches is None else micro_batches
-
     def attempt(change: str, changed: ZooOptions) -> Attempt:
         def make() -> Plan:
             model = resolve(name, changed, where)
@@ -46,7 +44,7 @@ def try_remedies(
                 model.batch,
                 cluster=where,
                 method=how,
-                num_micro_batches=count,
+                num_micro_batches=micro_batches,
                 memory_limit_bytes=memory_limit_bytes,
                 model=model.reference,
             )
@@ -66,7 +64,7 @@ def try_remedies(
             built.batch,
             cluster=where,
             method=how,
-            num_micro_batches=count,
+            num_micro_batches=micro_batches,
             memory_limit_bytes=memory_limit_bytes,
             model=built.reference,
             others=others,

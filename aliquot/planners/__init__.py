@@ -1,6 +1,7 @@
 """Planners: methods, the race between them, and the plans that they write."""
 
 from ._apply import apply_plan as apply_plan
+from ._auto import Auto as Auto
 from ._base import AbstractMethod as AbstractMethod
 from ._base import Candidate as Candidate
 from ._base import Decision as Decision
@@ -17,10 +18,10 @@ from ._layout_names import LAYOUTS as LAYOUTS
 from ._layout_names import method_names as method_names
 from ._megatron import Megatron as Megatron
 from ._megatron import TensorParallel as TensorParallel
-from ._methods import Auto as Auto
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel
 from ._methods import ShardParallel as ShardParallel
+from ._methods import WholeProgram as WholeProgram
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
 from ._pipeshard import PipeshardParallel as PipeshardParallel

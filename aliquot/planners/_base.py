@@ -130,7 +130,8 @@ class Task:
     Attributes:
         graph: the step on its whole batch.
         cluster: what it runs on.
-        num_micro_batches: as the user wants; 1 lets methods that search for the number choose it.
+        num_micro_batches: as the user wants; None lets methods that search for the number choose it,
+            and is 1 for the others.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
@@ -139,7 +140,7 @@ class Task:
 
     graph: Graph
     cluster: Cluster
-    num_micro_batches: int = 1
+    num_micro_batches: int | None = None
     semantics: str = "exact"
     on_missing_rule: str = "infer"
     memory_limit_bytes: float | None = None
@@ -199,13 +200,13 @@ class AbstractMethod(abc.ABC):
 
     def decide(self, task: Task) -> Decision:
         """Plan a captured step; by default as one program, in as many micro-batches as the task
-        says.
+        says, or one.
 
         Raises:
             InfeasibleError, InputError, Interrupted: as `solve` does.
             CaptureError: The step does not decompose into micro-batches.
         """
-        count = task.num_micro_batches
+        count = 1 if task.num_micro_batches is None else task.num_micro_batches
         return replace(self.solve(task.problem(count), task.progress), combine=task.combine(count))
 
     @abc.abstractmethod

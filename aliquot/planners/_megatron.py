@@ -92,7 +92,7 @@ class Megatron(AbstractMethod):
         """See `AbstractMethod.decide`."""
         laid_out = self.on(task.cluster)
         if laid_out.pipeline == 1:
-            count = task.num_micro_batches if task.num_micro_batches > 1 else self.num_micro_batches or 1
+            count = task.num_micro_batches or self.num_micro_batches or 1
             decision = laid_out.solve(task.problem(count), task.progress)
             return replace(decision, combine=task.combine(count))
         laid_out._rule.check(task.problem(1))
@@ -133,7 +133,7 @@ class Megatron(AbstractMethod):
     def _counts(self, task: Task) -> list[int]:
         """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""
         data = self.data or 1
-        asked = task.num_micro_batches if task.num_micro_batches > 1 else self.num_micro_batches
+        asked = task.num_micro_batches or self.num_micro_batches
         rows = _batch_rows(task.graph)
         if rows % (data * (asked or 1)):
             per = f" in each of {asked} micro-batches" if asked else ""

@@ -132,9 +132,9 @@ class ShardParallel(AbstractMethod):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Auto(AbstractMethod):
-    """Race the fixed methods and the search over logical meshes; bounds prune those that cannot
-    win.
+class WholeProgram(AbstractMethod):
+    """One program on all devices: race the fixed methods and the search over logical meshes; bounds
+    prune those that cannot win.
 
     Args:
         intra: finds the splits.
@@ -163,7 +163,7 @@ class Auto(AbstractMethod):
             problem,
             itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
             expected=len(entries) + len(meshes),
-            method="auto",
+            method="program",
             planner=f"fixed methods and {self.intra.name}",
             relative_gap=self.intra.relative_gap,
             exact_space=True,

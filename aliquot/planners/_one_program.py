@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from ..cluster import LogicalMesh, subcluster
 from ..core import CaptureError, InfeasibleError, InputError
-from ..cost import Chain, Problem, alive_over_time
+from ..cost import Chain, Problem, alive_over_time, price
 from ..graph import Role
 from ._base import AbstractMethod, Decision, Progress, Task
 from ._methods import ShardParallel
@@ -54,7 +56,13 @@ def _seconds(chain: Chain, option: int) -> float:
 
 
 def one_program_by_doubling(
-    method: AbstractMethod, task: Task, *, first: int, most: int, until_it_fits: bool
+    method: AbstractMethod,
+    task: Task,
+    *,
+    first: int,
+    most: int,
+    until_it_fits: bool,
+    known: Mapping[int, Decision | None] = MappingProxyType({}),
 ) -> Decision | None:
     """The fastest program with `first`, twice as many, ... up to `most` micro-batches; None if none
     of those tried fits.
@@ -65,6 +73,7 @@ def one_program_by_doubling(
 
     Args:
         until_it_fits: whether more micro-batches are tried where `first` does not fit.
+        known: programs that are known by their numbers of micro-batches; None where none fits.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -78,7 +87,10 @@ def one_program_by_doubling(
         except (InputError, CaptureError):
             break
         try:
-            decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
+            if count in known:
+                decision = known[count]
+            else:
+                decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
         except InfeasibleError:
             decision = None
         if decision is not None:
@@ -95,6 +107,15 @@ def cannot_fit(problem: Problem) -> bool:
     parts = [(r, r.num_bytes) for r in problem.nodes.residents]
     least_bytes = float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
     return least_bytes > _MARGIN * problem.memory_limit_bytes
+
+
+def least_compute_s(problem: Problem) -> float:
+    """Seconds of compute that no plan undercuts: operators on a single device, which then run as
+    large and as efficiently as they can, shared evenly by all devices, without communication.
+    """
+    cluster = subcluster(problem.cluster, (1, 1))
+    priced = price(problem.nodes, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
+    return sum(float(node.compute_s.min()) for node in priced.nodes) / problem.cluster.num_devices
 
 
 def fewer_micro_batches(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..cluster import subcluster
@@ -25,7 +25,7 @@ from ._base import AbstractMethod, Candidate, Decision, Interrupted, PipelinePar
 from ._counts import MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
 from ._helper import HelperProcess
 from ._layer_costs import price_option
-from ._methods import Auto, ShardParallel
+from ._methods import ShardParallel, WholeProgram
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large, one_program_by_doubling
 from ._priced_layers import PricedLayers, price_layers
 from ._race import Entry, race
@@ -94,11 +94,17 @@ class PipeshardParallel(AbstractMethod):
     def decide(self, task: Task) -> Decision:
         """See `AbstractMethod.decide`: a pipeline, or one program where that is faster.
 
-        Unless stages or a schedule are asked for, `Auto` plans one program as well, with the given
+        Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with the given
         number of micro-batches or with 1, 2, 4, ... of them; see `one_program_by_doubling`.
         """
-        num_micro_batches = task.num_micro_batches
-        method = self if num_micro_batches == 1 else replace(self, num_micro_batches=num_micro_batches)
+        return self.decide_with(task, {})
+
+    def decide_with(self, task: Task, programs: Mapping[int, Decision | None]) -> Decision:
+        """As `decide`, with the programs that are known by their numbers of micro-batches; None
+        where none fits.
+        """
+        asked = task.num_micro_batches
+        method = self if asked is None else replace(self, num_micro_batches=asked)
         best: Decision | None = None
         found: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
@@ -117,13 +123,13 @@ class PipeshardParallel(AbstractMethod):
         if pipeline is not None and len(pipeline.stages) > 1:
             best = pipeline
         try:
-            for single in _one_programs(method, task, pipeline, found.program if found else None):
+            for single in _one_programs(method, task, pipeline, found.program if found else None, programs):
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
                         single,
                         method=method.inter.method,
                         combine=task.combine(single.num_micro_batches),
-                        bound_holds_for=_one_program_scope(single),
+                        bound_holds_for=one_program_scope(single),
                     )
         except Interrupted as interrupted:
             interrupted.decision = best
@@ -141,7 +147,11 @@ class PipeshardParallel(AbstractMethod):
 
 
 def _one_programs(
-    method: PipeshardParallel, task: Task, pipeline: Decision | None, program: OneProgram | None
+    method: PipeshardParallel,
+    task: Task,
+    pipeline: Decision | None,
+    program: OneProgram | None,
+    known: Mapping[int, Decision | None],
 ) -> Iterator[Decision]:
     """The step as one program, found in several ways.
 
@@ -154,7 +164,12 @@ def _one_programs(
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if given is None else given
         # Searches where memory is short take long, and there are stages that fit.
         found = one_program_by_doubling(
-            Auto(intra=method.intra), task, first=given or 1, most=most, until_it_fits=pipeline is None
+            WholeProgram(intra=method.intra),
+            task,
+            first=given or 1,
+            most=most,
+            until_it_fits=pipeline is None,
+            known=known,
         )
         if found is not None:
             yield found
@@ -169,7 +184,7 @@ def _one_programs(
         yield whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
 
 
-def _one_program_scope(decision: Decision) -> str:
+def one_program_scope(decision: Decision) -> str:
     """The plans among which the bound of one program holds: pipelines were searched too, and are
     none of them.
     """
@@ -280,7 +295,7 @@ def _refuse_effects(graph: Graph) -> None:
         raise CaptureError(
             f"{graph.name} does more than compute its results: {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run "
             "that as often as the plain step does. Take it out (return what it prints as a metric), or plan one program: "
-            "--method auto, method=Auto()."
+            "--method program, method=WholeProgram()."
         )
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 
 from ..core import InputError, nearest
 from ..plans import training_schedules
+from ._auto import Auto
 from ._base import AbstractMethod
 from ._layout_names import LAYOUTS, layout_by_name
 from ._megatron import Megatron
-from ._methods import Auto, DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+from ._methods import DataParallel, ShardParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
 from .inter import AbstractInter, Grid, StageDP, StageLimits
 from .intra import Blocks
@@ -21,11 +22,13 @@ METHODS: dict[str, Callable[[], AbstractMethod]] = {
     "zero3": Zero3Parallel,
     "shard": ShardParallel,
     "blocks": lambda: ShardParallel(intra=Blocks()),
+    "program": WholeProgram,
     "auto": Auto,
 }
 _ON_MESH: dict[str, Callable[[tuple[int, ...]], AbstractMethod]] = {
     "shard": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape),
     "blocks": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape, intra=Blocks()),
+    "program": lambda mesh_shape: WholeProgram(mesh_shape=mesh_shape),
     "auto": lambda mesh_shape: Auto(mesh_shape=mesh_shape),
 }
 SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
@@ -89,8 +92,9 @@ def method_by_name(
     if name not in METHODS and name not in SYNONYMS:
         raise InputError(f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES, *LAYOUTS.values()])}")
     if pipeline.given:
+        makes = "may make none" if name == "auto" else "makes none"
         raise InputError(
-            f"{', '.join(pipeline.given)}: only for pipelines, and {name} makes none. Add --method pipeshard."
+            f"{', '.join(pipeline.given)}: only for pipelines, and {name} {makes}. Add --method pipeshard."
         )
     if mesh_shape is None:
         return {**METHODS, **SYNONYMS}[name]()
@@ -113,7 +117,7 @@ def _layout(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOpti
 
 def _pipeline(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> PipeshardParallel:
     if mesh_shape is not None:
-        raise InputError(f"The stages of {name} have meshes of their own; --mesh goes with shard and auto.")
+        raise InputError(f"The stages of {name} have meshes of their own; --mesh goes with {' and '.join(_ON_MESH)}.")
     inter = PIPELINES[name]()
     try:
         inter.check_limits(StageLimits(num_stages=options.stages, schedule=options.schedule))

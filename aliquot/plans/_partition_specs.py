@@ -92,7 +92,7 @@ def _refuse_pipelines(plan: Plan) -> None:
     if plan.is_pipeline or len(plan.stages) != 1:
         raise InputError(
             f"the plan has {len(plan.stages)} stages with a mesh each, and one jitted function runs on one mesh. Run it with "
-            "aliquot.parallelize(step, plan), or plan one program with method=Auto() or ShardParallel()."
+            "aliquot.parallelize(step, plan), or plan one program with method=WholeProgram() or ShardParallel()."
         )
 
 

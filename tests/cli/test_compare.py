@@ -32,7 +32,7 @@ def test_layouts_are_compared_by_name():
 
 
 def test_methods_that_do_not_fit_are_listed_with_the_memory_they_need():
-    found = run("compare", *TINY, "--methods", "ddp,auto", "--memory-limit", "40MiB")
+    found = run("compare", *TINY, "--methods", "ddp,program", "--memory-limit", "40MiB")
     assert found.exit_code == 1
     assert "ddp: does not fit: needs" in found.stdout and "of 40.0 MiB on each device, most of it" in found.stdout
 

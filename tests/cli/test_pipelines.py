@@ -92,7 +92,7 @@ def test_nothing_fits():
     ("options", "message"),
     [
         ("dp --stages 2 --schedule gpipe", "--stages, --schedule: only for pipelines, and dp makes none"),
-        ("auto --layers 2", "--layers: only for pipelines, and auto makes none"),
+        ("auto --layers 2", "--layers: only for pipelines, and auto may make none"),
         ("grid --schedule gpipe --stages 2", "--stages, --schedule: grid tries every number of equal stages"),
         ("pipeshard --mesh 4x2", "have meshes of their own"),
         ("pipeshard --schedule gpip", "did you mean 'gpipe'"),

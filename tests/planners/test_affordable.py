@@ -7,7 +7,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price
-from aliquot.planners import Auto
+from aliquot.planners import WholeProgram
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search, _ilp
 from aliquot.planners.intra.ilp._affordable import affordable
@@ -78,7 +78,7 @@ def test_a_race_passes_incumbents_to_later_meshes_as_ceilings(problem, monkeypat
             super().__init__(priced, allowed, **options)
 
     monkeypatch.setattr(_ilp, "Search", Told)
-    decision = Auto().solve(problem)
+    decision = WholeProgram().solve(problem)
     single = [c.step_time_s for c in decision.candidates if "x" not in c.mesh and c.step_time_s is not None]
     assert told[0] == (1, np.inf)
     several = [ceiling for axes, ceiling in told if axes > 1]

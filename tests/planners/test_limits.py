@@ -172,7 +172,7 @@ def test_a_race_in_which_one_mesh_gave_up_is_not_called_optimal(graph, solved):
     gave_up = 0
     for limit in solved:
         problem = make_problem(graph, _CLUSTER, memory_limit_bytes=limit)
-        found = aq.Auto(intra=aq.ILP(work_limit=0), max_meshes=1).solve(problem)
+        found = aq.WholeProgram(intra=aq.ILP(work_limit=0), max_meshes=1).solve(problem)
         assert found.lower_bound_s <= solved[limit].step_time_s * (1 + 1e-9)
         if found.step_time_s > 1.0011 * found.lower_bound_s:
             gave_up += 1

@@ -59,7 +59,7 @@ def all_cases() -> list[Case]:
     """The whole table."""
     return [
         Case(method=method, mesh=mesh, model=model, form=form, micro_batches=micro_batches, dtype=dtype)
-        for method in ("dp", "zero2", "zero3", "manual", "shard", "auto")
+        for method in ("dp", "zero2", "zero3", "manual", "shard", "program")
         for mesh in _MESHES.get(method, _ALL_MESHES)
         for model, form, micro_batches, dtype in itertools.product(
             _MODELS, ("unrolled", "scan"), (1, 4), ("float64", "float32")
@@ -169,7 +169,7 @@ def _method(case: Case) -> tuple[AbstractMethod, aq.Cluster]:
             return _manual(case, shape), cluster
         case "shard":
             return ShardParallel(mesh_shape=shape), cluster
-    return aq.Auto(mesh_shape=shape), cluster
+    return aq.WholeProgram(mesh_shape=shape), cluster
 
 
 def _manual(case: Case, shape: tuple[int, ...]) -> ManualParallel:

@@ -13,7 +13,7 @@ _METHODS = {
     "zero2": aq.Zero2Parallel(),
     "zero3": aq.Zero3Parallel(),
     "shard": aq.ShardParallel(mesh_shape=(_DEVICES,)),
-    "auto": aq.Auto(max_axes=1),
+    "auto": aq.WholeProgram(max_axes=1),
     "pipeline": aq.PipeshardParallel(num_stages=2, schedule="1f1b"),
 }
 

@@ -1,0 +1,116 @@
+"""`Auto`: one program or a pipeline, whichever is the fastest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from ..core import CaptureError, InfeasibleError, InputError
+from ..cost import Problem
+from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task
+from ._counts import MOST_MICRO_BATCHES, batch_size
+from ._methods import WholeProgram
+from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling
+from ._pipeshard import PipeshardParallel, one_program_scope
+from .intra import ILP, AbstractIntra
+
+_MOST_DEVICES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto(AbstractMethod):
+    """Search one program and pipelines, with the number of micro-batches unless it is given, and
+    take the fastest plan that fits.
+
+    Both searches keep to the limits of `intra` and of `StageDP`, which are amounts of work and not
+    seconds: the same step has the same plan everywhere. Pipelines are not searched on one device,
+    on a given mesh, or if one program takes no longer than the compute of the step alone, shared
+    evenly by all devices. On more than 128 devices they are searched only if one program with the
+    fewest micro-batches does not fit; plans say so.
+
+    Args:
+        intra: finds the splits.
+        mesh_shape: only this mesh of all devices, and so only one program.
+    """
+
+    intra: AbstractIntra = field(default_factory=ILP)
+    mesh_shape: tuple[int, ...] | None = None
+
+    @property
+    def program(self) -> WholeProgram:
+        """The method that plans the step as one program."""
+        return WholeProgram(intra=self.intra, mesh_shape=self.mesh_shape)
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`: the step as one program."""
+        return replace(self.program.solve(problem, progress), method="auto")
+
+    def decide(self, task: Task) -> Decision:
+        """See `AbstractMethod.decide`.
+
+        Raises:
+            InfeasibleError: neither one program nor a pipeline was found that fits; describes the
+                one that needs less memory.
+        """
+        asked = task.num_micro_batches
+        count = 1 if asked is None else asked
+        problem = task.problem(count)
+        program = None if cannot_fit(problem) else self._solved(problem, task.progress)
+        if self.mesh_shape is not None or task.cluster.num_devices == 1:
+            return self._whole(task, count, program)
+        if program is not None and program.step_time_s * (1 - self.intra.relative_gap) <= least_compute_s(problem):
+            return self._as_auto(task, program)
+        if program is not None and task.cluster.num_devices > _MOST_DEVICES:
+            whole = self._whole(task, count, program)
+            return replace(whole, candidates=(*whole.candidates, _not_searched(least_compute_s(problem))))
+        try:
+            found = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
+        except (InfeasibleError, InputError, CaptureError) as refusal:
+            try:
+                return self._whole(task, count, program)
+            except InfeasibleError as error:
+                if isinstance(refusal, InfeasibleError) and _needs(refusal) < _needs(error):
+                    raise refusal from None
+                raise
+        except Interrupted as interrupted:
+            best = interrupted.decision or program
+            interrupted.decision = best and self._as_auto(task, best)
+            raise
+        return self._as_auto(task, found)
+
+    def _whole(self, task: Task, count: int, program: Decision | None) -> Decision:
+        """One program, with more micro-batches where they are not given and fewer do not fit.
+
+        Raises:
+            InfeasibleError: None fits; describes what the fewest micro-batches need.
+        """
+        most = count if task.num_micro_batches is not None else min(batch_size(task.graph), MOST_MICRO_BATCHES)
+        found = one_program_by_doubling(
+            self.program, task, first=count, most=most, until_it_fits=True, known={count: program}
+        )
+        found = found or self.program.solve(task.problem(count), task.progress)
+        return self._as_auto(task, replace(found, bound_holds_for=one_program_scope(found)))
+
+    def _solved(self, problem: Problem, progress: Progress | None) -> Decision | None:
+        try:
+            return self.program.solve(problem, progress)
+        except InfeasibleError:
+            return None
+
+    def _as_auto(self, task: Task, decision: Decision) -> Decision:
+        combine = decision.combine or task.combine(decision.num_micro_batches)
+        return replace(decision, method="auto", combine=combine)
+
+
+def _not_searched(least_s: float) -> Candidate:
+    return Candidate(
+        name="pipelines",
+        mesh="",
+        lower_bound_s=least_s,
+        step_time_s=None,
+        outcome=f"not searched: more than {_MOST_DEVICES} devices; --method pipeshard searches them",
+    )
+
+
+def _needs(error: InfeasibleError) -> float:
+    return error.required_bytes or math.inf

@@ -1,0 +1,108 @@
+"""`Auto`: one program or a pipeline, and when pipelines are searched."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from planners.small_steps import mlp
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.core import CaptureError, InfeasibleError, InputError
+from aliquot.planners import Auto, Interrupted, PipeshardParallel, WholeProgram
+
+STEP = mlp((256, 512, 512, 256), 64)
+CLUSTER = Cluster.preset("2x4xH100")
+SLOW_LINKS = Cluster.preset("2x1xV100-16GB")
+
+
+def deep(rows, width, layers):
+    """A step whose gradients weigh more than what passes between layers."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for w in params["layers"]:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    weights = [jax.ShapeDtypeStruct((width, width), jnp.float32) for _ in range(layers)]
+    return step, {"layers": weights}, {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+
+
+@pytest.mark.parametrize("count", [None, 1, 2])
+@pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
+@pytest.mark.parametrize("step", [STEP, deep(1024, 4096, 4)], ids=["small", "heavy weights"])
+def test_auto_is_no_slower_than_one_program_or_pipelines(step, cluster, count):
+    seconds = [
+        aq.plan(*step, cluster=cluster, method=method, num_micro_batches=count).prediction.step_time_s
+        for method in (Auto(), WholeProgram(), PipeshardParallel())
+    ]
+    assert seconds[0] <= min(seconds[1:]) * (1 + 1e-9)
+
+
+def test_auto_makes_a_pipeline_where_that_is_faster():
+    step = deep(1024, 4096, 4)
+    plan = aq.plan(*step, cluster=SLOW_LINKS)
+    whole = aq.plan(*step, cluster=SLOW_LINKS, method=WholeProgram())
+    assert plan.method == "auto" and len(plan.stages) == 2
+    assert plan.prediction.step_time_s < whole.prediction.step_time_s
+
+
+def no_pipelines(monkeypatch, error):
+    def refuse(method, task):
+        raise error
+
+    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", refuse)
+
+
+@pytest.mark.parametrize(
+    ("method", "cluster"),
+    [(Auto(), "1xH100"), (Auto(mesh_shape=(2, 4)), "2x4xH100")],
+    ids=["one device", "a given mesh"],
+)
+def test_pipelines_are_not_searched_where_they_cannot_help(method, cluster, monkeypatch):
+    no_pipelines(monkeypatch, AssertionError("pipelines were searched"))
+    plan = aq.plan(*STEP, cluster=Cluster.preset(cluster), method=method)
+    assert len(plan.stages) == 1 and plan.method == "auto"
+
+
+def test_pipelines_are_not_searched_where_one_program_is_all_compute(monkeypatch):
+    no_pipelines(monkeypatch, AssertionError("pipelines were searched"))
+    monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 1.0)
+    assert len(aq.plan(*STEP, cluster=CLUSTER).stages) == 1
+
+
+def test_a_plan_says_that_pipelines_were_not_searched_on_many_devices(monkeypatch):
+    with monkeypatch.context() as patched:
+        no_pipelines(patched, AssertionError("pipelines were searched"))
+        plan = aq.plan(*STEP, cluster=Cluster.preset("17x8xH100"))
+    assert any("not searched: more than 128 devices" in each["outcome"] for each in plan.provenance.candidates)
+    assert plan.provenance.bound_holds_for.startswith("one program")
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
+@pytest.mark.parametrize("method", [WholeProgram(), PipeshardParallel(num_stages=2)], ids=["program", "two stages"])
+def test_no_plan_undercuts_the_least_compute(method, cluster):
+    from aliquot.cost import make_problem
+    from aliquot.planners._one_program import least_compute_s
+
+    step = deep(1024, 4096, 4)
+    least_s = least_compute_s(make_problem(aq.capture(*step), cluster))
+    assert 0 < least_s <= aq.plan(*step, cluster=cluster, method=method).prediction.step_time_s
+
+
+@pytest.mark.parametrize("error", [InputError("no"), CaptureError("no")], ids=["devices", "micro-batches"])
+def test_one_program_is_planned_where_no_pipeline_can_be(error, monkeypatch):
+    no_pipelines(monkeypatch, error)
+    assert len(aq.plan(*STEP, cluster=CLUSTER).stages) == 1
+    with pytest.raises(InfeasibleError):
+        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100.0)
+
+
+def test_an_interrupted_search_for_pipelines_keeps_the_program(monkeypatch):
+    no_pipelines(monkeypatch, Interrupted(None))
+    with pytest.raises(Interrupted) as stopped:
+        aq.plan(*STEP, cluster=CLUSTER)
+    assert stopped.value.plan is not None and stopped.value.plan.method == "auto"
