@@ -40,6 +40,7 @@ from .planners import PipeshardParallel as PipeshardParallel
 from .planners import ShardParallel as ShardParallel
 from .planners import StageDP as StageDP
 from .planners import TensorParallel as TensorParallel
+from .planners import WholeProgram as WholeProgram
 from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
 from .planners import plan_chain as plan_chain

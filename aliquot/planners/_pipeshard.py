@@ -43,7 +43,7 @@ _LESS_AS_WHOLES = 0.03
 _MANY_OPS = 1000
 _ONE_PROGRAM_SCOPES = {
     "all copies of all layers": "",
-    "gap_within_folded_space": " that splits equal layers equally",
+    "gap_within_folded_space": " that split equal layers equally",
     "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
 }
 
@@ -191,7 +191,7 @@ def one_program_scope(decision: Decision) -> str:
     if not decision.bound_holds_for:
         return ""
     count = decision.num_micro_batches
-    shown = "one program" if count == 1 else f"one program in {count} micro-batches"
+    shown = "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
     return shown + _ONE_PROGRAM_SCOPES.get(decision.bound_holds_for, f", {decision.bound_holds_for}")
 
 

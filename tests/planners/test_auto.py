@@ -79,7 +79,7 @@ def test_a_plan_says_that_pipelines_were_not_searched_on_many_devices(monkeypatc
         no_pipelines(patched, AssertionError("pipelines were searched"))
         plan = aq.plan(*STEP, cluster=Cluster.preset("17x8xH100"))
     assert any("not searched: more than 128 devices" in each["outcome"] for each in plan.provenance.candidates)
-    assert plan.provenance.bound_holds_for.startswith("one program")
+    assert plan.provenance.bound_holds_for.startswith("plans of one program")
 
 
 @pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
