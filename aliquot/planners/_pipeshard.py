@@ -185,9 +185,7 @@ def _one_programs(
 
 
 def one_program_scope(decision: Decision) -> str:
-    """The plans among which the bound of one program holds: pipelines were searched too, and are
-    none of them.
-    """
+    """The plans among which the bound of one program holds; pipelines, searched too, are none."""
     if not decision.bound_holds_for:
         return ""
     count = decision.num_micro_batches
