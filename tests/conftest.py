@@ -28,6 +28,25 @@ gc.set_threshold(100_000, 50, 100)
 
 import pytest  # noqa: E402
 
+# Each compiled program takes a few memory maps, of which Linux grants a process 65,530. Compilers crash beyond.
+_MOST_MAPS = 10_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Forget compiled programs behind a module of tests, once a process holds many of them."""
+    yield
+    try:
+        with open("/proc/self/maps") as maps:
+            count = sum(1 for _ in maps)
+    except OSError:
+        return
+    if count > _MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
 
 @pytest.fixture(scope="session")
 def mesh():
