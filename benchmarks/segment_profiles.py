@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from aliquot.profiling import (  # noqa: E402
     MeasuredStep,
     ProfileDatabase,
     SegmentedStep,
+    Timing,
     compile_part,
     compose,
     measured_step,
@@ -136,7 +138,7 @@ def _measured(
             profile_segments(
                 step,
                 database,
-                stops_early=False,
+                timing=Timing(early_stop=math.inf),
                 progress=lambda what, done, of: say(f"{name}, round {number}: {done}/{of} {what}"),  # noqa: B023
             )
             rounds.append(measured_step(step, combinations, database))
@@ -163,7 +165,7 @@ def _whole(name: str, step: SegmentedStep, chosen: Sequence[Any]) -> dict[str, l
     times: list[list[float]] = [[] for _ in parts]
     for number in range(_ROUNDS):
         for k, part in enumerate(parts):
-            found = time_part(part, warm_up=1)
+            found = time_part(part, Timing(warm_up=1))
             assert found.seconds is not None
             times[k].append(found.seconds)
         say(f"{name}: {number + 1}/{_ROUNDS} rounds of whole steps")

@@ -14,9 +14,23 @@ import typer
 
 from ..core import InfeasibleError, InputError, write_atomic
 from ._devices import use_host_only, use_seen_devices, use_virtual_devices
+from ._measuring import (
+    BudgetS,
+    EarlyStop,
+    LeastS,
+    MostRepeats,
+    Noisy,
+    Repeats,
+    Retries,
+    Share,
+    WarmUp,
+    measuring_progress,
+    read_share,
+    read_timing,
+    show_run,
+)
 from ._model_options import BatchSize, Dtype, Recompute, SeqLen, Settings, model_options, read_memory_limit
 from ._options import Json, check_destination, read_cluster, read_mesh
-from ._profile import read_share
 from ._progress import search_progress
 from ._session import session
 
@@ -85,44 +99,35 @@ def profile(
     dtype: Dtype = None,
     recompute: Recompute = None,
     settings: Settings = None,
-    share: Annotated[str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")] = "1/1",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each program, at least.")] = 5,
-    warm_up: Annotated[int, typer.Option(min=1, help="Runs before any is timed.")] = 2,
-    budget_s: Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")] = math.inf,
+    share: Share = "1/1",
+    repeats: Repeats = 5,
+    most_repeats: MostRepeats = 1000,
+    least_s: LeastS = 0.2,
+    warm_up: WarmUp = 2,
+    early_stop: EarlyStop = 1.5,
+    retries: Retries = 1,
+    noisy: Noisy = 0.3,
+    budget_s: BudgetS = math.inf,
     as_json: Json = False,
 ) -> None:
     """Measure every combination of options of every distinct segment, most promising first. Run it again to go on."""
     with session(as_json) as say:
-        number, of = read_share(share)
+        part = read_share(share)
+        timing = read_timing(
+            repeats,
+            most_repeats,
+            warm_up=warm_up,
+            least_s=least_s,
+            early_stop=early_stop,
+            retries=retries,
+            noisy=noisy,
+        )
         asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
         from ..profiling import ProfileDatabase, profile_segments
 
-        with ProfileDatabase(database) as known:
-            with search_progress(say) as report:
-                run = profile_segments(
-                    asked.step,
-                    known,
-                    share=(number, of),
-                    repeats=repeats,
-                    warm_up=warm_up,
-                    budget_s=budget_s,
-                    progress=report,
-                )
-        say.show(
-            f"{run.num_measured} programs measured in {run.seconds:.1f} s, {run.num_known} were known, "
-            f"{run.num_missing} are missing of {run.num_programs}."
-        )
-        if run.num_missing:
-            say.show("Run the same command again to go on.")
-        say.finish(
-            {
-                "programs": run.num_programs,
-                "measured": run.num_measured,
-                "known": run.num_known,
-                "missing": run.num_missing,
-                "seconds": run.seconds,
-            }
-        )
+        with ProfileDatabase(database) as known, measuring_progress() as report:
+            run = profile_segments(asked.step, known, share=part, timing=timing, budget_s=budget_s, progress=report)
+        say.finish(show_run(say, run, "programs"))
 
 
 def search(

@@ -11,9 +11,22 @@ import typer
 from ..core import InputError, parse_bytes, write_atomic
 from ..plans import Plan
 from ._devices import use_host_only, use_seen_devices, use_virtual_devices
+from ._measuring import (
+    BudgetS,
+    LeastS,
+    MostRepeats,
+    Noisy,
+    Repeats,
+    Retries,
+    Share,
+    WarmUp,
+    measuring_progress,
+    read_share,
+    read_timing,
+    show_run,
+)
 from ._model_options import BatchSize, Dtype, Recompute, Scan, SeqLen, Settings, model_options
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination, read_cluster, read_mesh
-from ._progress import search_progress
 from ._session import session
 
 ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
@@ -39,10 +52,14 @@ def run(
     recompute: Recompute = None,
     scan: Scan = False,
     settings: Settings = None,
-    share: Annotated[str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")] = "1/1",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each program, at least.")] = 5,
-    warm_up: Annotated[int, typer.Option(min=1, help="Runs before any is timed.")] = 2,
-    budget_s: Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")] = math.inf,
+    share: Share = "1/1",
+    repeats: Repeats = 5,
+    most_repeats: MostRepeats = 1000,
+    least_s: LeastS = 0.2,
+    warm_up: WarmUp = 2,
+    retries: Retries = 1,
+    noisy: Noisy = 0.3,
+    budget_s: BudgetS = math.inf,
     largest_in_host: Annotated[str, typer.Option(metavar="SIZE", help="Largest message inside a host.")] = "1GiB",
     largest_between_hosts: Annotated[str, typer.Option(metavar="SIZE", help="Largest between hosts.")] = "1GiB",
     as_json: Json = False,
@@ -52,6 +69,7 @@ def run(
     """
     with session(as_json) as say:
         part = read_share(share)
+        timing = read_timing(repeats, most_repeats, warm_up=warm_up, least_s=least_s, retries=retries, noisy=noisy)
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
         seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
         from ..cluster import Cluster, logical_mesh_shapes
@@ -74,27 +92,12 @@ def run(
             largest_in_host_bytes=limits[0],
             largest_between_hosts_bytes=limits[1],
         )
-        with ProfileDatabase(database) as known, search_progress(say) as report:
-            done = profile_operators(
-                operators, known, share=part, repeats=repeats, warm_up=warm_up, budget_s=budget_s, progress=report
-            )
-        say.show(
-            f"{done.num_measured} operators measured in {done.seconds:.1f} s, {done.num_known} were known, "
-            f"{done.num_missing} are missing of {done.num_programs}."
-        )
-        if done.num_missing:
-            say.show("Run the same command again to go on.")
-        else:
+        with ProfileDatabase(database) as known, measuring_progress() as report:
+            done = profile_operators(operators, known, share=part, timing=timing, budget_s=budget_s, progress=report)
+        answer = show_run(say, done, "operators")
+        if not done.num_missing:
             say.show(f"Plan from them with: aliquot plan {built.name} --cluster detect --profiles {database}")
-        say.finish(
-            {
-                "operators": done.num_programs,
-                "measured": done.num_measured,
-                "known": done.num_known,
-                "missing": done.num_missing,
-                "seconds": done.seconds,
-            }
-        )
+        say.finish(answer)
 
 
 def show(
@@ -190,15 +193,3 @@ def merge(
             say.show(f"{count} measurements taken over from {name}")
         say.show(f"{into} holds {total}.")
         say.finish({"new": taken, "total": total})
-
-
-def read_share(text: str) -> tuple[int, int]:
-    """`(k, n)` of text such as `1/2`.
-
-    Raises:
-        InputError: it is something else.
-    """
-    number, _, of = text.partition("/")
-    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
-        raise InputError(f"--share {text}: write K/N with K from 1 to N, such as 1/2 on one host and 2/2 on the other.")
-    return int(number), int(of)

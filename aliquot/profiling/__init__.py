@@ -28,7 +28,6 @@ from ._programs import compile_part as compile_part
 from ._programs import device_key as device_key
 from ._programs import measure_in_turn as measure_in_turn
 from ._programs import program_key as program_key
-from ._programs import time_part as time_part
 from ._required import operators_of_plan as operators_of_plan
 from ._required import required_operators as required_operators
 from ._run import ProfileRun as ProfileRun
@@ -40,3 +39,5 @@ from ._segments import Combination as Combination
 from ._segments import SegmentedStep as SegmentedStep
 from ._segments import SegmentKind as SegmentKind
 from ._segments import segment_step as segment_step
+from ._timing import Timing as Timing
+from ._timing import time_part as time_part

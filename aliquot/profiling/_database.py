@@ -39,6 +39,8 @@ CREATE TABLE IF NOT EXISTS measurements (
 """
 _COLUMNS = "key, program, device, num_devices, mesh, jax_version, label, grade, seconds, spread, repeats, memory_bytes, outcome"
 _WAIT_S = 10.0
+_FAILED = "failed: "
+_LONGEST_ERROR = 200
 GRADES = ("measured", "measured-compute", "modelled")
 
 
@@ -74,7 +76,7 @@ class Measurement:
         spread: half of what lies between the quartiles, as a share of the median.
         repeats: how many were timed; fewer where the first was already hopeless.
         memory_bytes: of each device, as the compiler says.
-        outcome: `"ok"`, `"stopped early"` or `"out of memory"`.
+        outcome: `"ok"`, `"stopped early"`, `"out of memory"`, or `"failed: "` and the error; see `failed`.
         grade: one of `GRADES`.
         label: for people.
     """
@@ -86,6 +88,17 @@ class Measurement:
     outcome: str = "ok"
     grade: str = "measured"
     label: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the program ended with another error than too little memory; it is worth another try."""
+        return self.outcome.startswith(_FAILED)
+
+
+def failed(error: str) -> str:
+    """The outcome of a program that failed: the error's first line, shortened."""
+    line = next(iter(error.strip().splitlines()), "no reason given")
+    return f"{_FAILED}{line[:_LONGEST_ERROR]}"
 
 
 class ProfileDatabase:

@@ -1,4 +1,4 @@
-"""Run a part of a step on the devices at hand, and time it."""
+"""Programs compiled for the devices at hand, and the keys by which a database knows them; `_timing.py` runs them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import hashlib
 import itertools
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ..cluster import Target
 from ..cost import Problem
@@ -22,10 +19,6 @@ from ..graph import Graph, Input, graph_fingerprint
 from ..runtime import Program, build_program, compiled_stats, make_mesh
 from ..sharding import Choice, make_pins
 from ._database import Measurement, ProgramKey
-
-_EARLY_STOP = 1.5
-_LARGER_THAN_CACHES_BYTES = 1 << 28
-_MOST_SETS = 64
 
 
 def program_key(graph: Graph, choices: Sequence[Choice], mesh_shape: tuple[int, ...]) -> ProgramKey:
@@ -62,9 +55,10 @@ class CompiledPart:
     Attributes:
         arguments: shapes, dtypes and shardings of what it takes.
         successors: for each donated argument the position of the result that takes its place.
-        compiled: None where the compiler found that it does not fit in memory.
+        compiled: None where the compiler found that it does not fit in memory, or failed.
         memory_bytes: of each device.
         label: for people.
+        failure: what the compiler said if it failed for another reason than memory.
     """
 
     arguments: tuple[jax.ShapeDtypeStruct, ...]
@@ -72,6 +66,7 @@ class CompiledPart:
     compiled: Any
     memory_bytes: float
     label: str
+    failure: str = ""
 
 
 def compile_part(
@@ -112,80 +107,21 @@ def compile_program(
     Args:
         arguments, successors, label: see `CompiledPart`.
     """
-    compiled, memory_bytes = None, 0.0
+    compiled, memory_bytes, failure = None, 0.0, ""
     try:
         compiled = jitted.lower(*arguments).compile()
         memory_bytes = float(compiled_stats(compiled, axis_names, mesh_shape).memory.peak_bytes)
-    except Exception as error:
-        if not _is_out_of_memory(error):
-            raise
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            failure = str(error)
     return CompiledPart(
         arguments=tuple(arguments),
         successors=successors or {},
         compiled=compiled,
         memory_bytes=memory_bytes,
         label=label,
+        failure=failure,
     )
-
-
-def time_part(
-    part: CompiledPart,
-    *,
-    warm_up: int = 2,
-    repeats: int = 5,
-    least_s: float = 0.2,
-    best_s: float = math.inf,
-    evicts: bool = False,
-) -> Measurement:
-    """Run a part of a step, and time it.
-
-    Args:
-        warm_up: runs before any is timed.
-        repeats: how many runs are timed at least.
-        least_s: short programs are repeated for so long.
-        best_s: of programs that do the same work; one whose best run before the timed ones takes 1.5
-            times as long is not repeated.
-        evicts: take turns with other arguments of the same shapes, so that none is in a cache when its turn comes: as it is
-            with single operators in a step. Not for programs with donated arguments.
-
-    Reference: arXiv 2504.00598, whose profiler stops at the same factor.
-    """
-    if part.compiled is None:
-        return Measurement(seconds=None, repeats=0, outcome="out of memory", label=part.label)
-    try:
-        leaves = [_filled(shape) for shape in part.arguments]
-        more = [[jnp.copy(leaf) for leaf in leaves] for _ in range(_sets(part, evicts) - 1)]
-        turns = itertools.cycle([leaves, *more])
-        before = [_run(part, next(turns)) for _ in range(warm_up)]
-        if min(before, default=0.0) > _EARLY_STOP * best_s:
-            return Measurement(
-                seconds=min(before), memory_bytes=part.memory_bytes, outcome="stopped early", label=part.label
-            )
-        times: list[float] = []
-        while len(times) < repeats or sum(times) < least_s:
-            times.append(_run(part, next(turns)))
-    except Exception as error:
-        if not _is_out_of_memory(error):
-            raise
-        return Measurement(
-            seconds=None, repeats=0, memory_bytes=part.memory_bytes, outcome="out of memory", label=part.label
-        )
-    low, median, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
-    return Measurement(
-        seconds=median,
-        spread=(high - low) / 2 / median,
-        repeats=len(times),
-        memory_bytes=part.memory_bytes,
-        label=part.label,
-    )
-
-
-def _sets(part: CompiledPart, evicts: bool) -> int:
-    """How many arguments take turns."""
-    if not evicts:
-        return 1
-    num_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in part.arguments)
-    return int(min(max(math.ceil(_LARGER_THAN_CACHES_BYTES / max(num_bytes, 1)), 1), _MOST_SETS))
 
 
 def measure_in_turn(
@@ -219,22 +155,13 @@ def _batched(parts: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
         yield batch
 
 
-def _run(part: CompiledPart, leaves: list[Any]) -> float:
-    start = time.perf_counter()
-    results = jax.block_until_ready(part.compiled(*leaves))
-    seconds = time.perf_counter() - start
-    # A donated input is used up; its successor takes its place.
-    for position, result in part.successors.items():
-        leaves[position] = results[result]
-    return seconds
-
-
 def _successor(item: Input) -> int:
     assert item.output is not None
     return item.output
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """True for an error of the compiler or of a device that says that memory does not suffice."""
     # JAX has no public class for this.
     return "RESOURCE_EXHAUSTED" in str(error)
 
@@ -265,17 +192,3 @@ def _program(
         rows_above_bytes=target.rows_above_bytes,
     )
     return build_program(graph, pins, make_mesh(mesh_shape, axis_names, None))
-
-
-def _filled(shape: jax.ShapeDtypeStruct) -> Any:
-    """An array of small numbers: zeros may be faster, and denormal numbers slower, than what training has."""
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), shape.sharding)
-
-    def fill() -> Any:
-        if jnp.issubdtype(shape.dtype, jnp.floating):
-            flat = jnp.sin(jnp.arange(math.prod(shape.shape), dtype=jnp.float32)) * 0.1 + 0.2
-            return flat.reshape(shape.shape).astype(shape.dtype)
-        return jnp.zeros(shape.shape, shape.dtype)
-
-    return jax.jit(fill, out_shardings=shape.sharding)()

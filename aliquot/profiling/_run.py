@@ -14,18 +14,25 @@ from ._compose import MeasuredStep
 from ._conversions import LAUNCH, all_conversions, compile_conversion, conversion_key
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._operators import Operator, compile_operator, operator_key
-from ._programs import CompiledPart, compile_part, measure_in_turn, program_key, time_part
+from ._programs import CompiledPart, compile_part, measure_in_turn, program_key
 from ._segments import Combination, SegmentedStep
+from ._timing import Timing, time_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """How far a run came: how many programs it had to do, and what became of them."""
+    """How far a run came: how many programs it had to do, and what became of them.
+
+    Attributes:
+        num_known: measured by an earlier run.
+        failures: programs that failed, each with the error. They count as measured, and the next run tries them again.
+    """
 
     num_programs: int
     num_measured: int
     num_known: int
     seconds: float
+    failures: tuple[str, ...] = ()
 
     @property
     def num_missing(self) -> int:
@@ -87,9 +94,7 @@ def profile_segments(
     database: ProfileDatabase,
     *,
     share: tuple[int, int] = (1, 1),
-    repeats: int = 5,
-    warm_up: int = 2,
-    stops_early: bool = True,
+    timing: Timing | None = None,
     budget_s: float = math.inf,
     progress: Progress | None = None,
 ) -> ProfileRun:
@@ -97,9 +102,7 @@ def profile_segments(
 
     Args:
         share: `(k, n)` measures every n-th program from the k-th on, as one of n hosts.
-        repeats, warm_up: see `time_part`.
-        stops_early: whether programs half again as slow as the best of their segment are not
-            repeated.
+        timing: how often each program runs.
         budget_s: no program is begun after so long.
         progress: told how many are known.
 
@@ -110,9 +113,7 @@ def profile_segments(
         _jobs(step),
         database,
         share=share,
-        repeats=repeats,
-        warm_up=warm_up,
-        stops_early=stops_early,
+        timing=timing or Timing(),
         budget_s=budget_s,
         progress=progress,
     )
@@ -123,8 +124,7 @@ def profile_operators(
     database: ProfileDatabase,
     *,
     share: tuple[int, int] = (1, 1),
-    repeats: int = 5,
-    warm_up: int = 2,
+    timing: Timing | None = None,
     budget_s: float = math.inf,
     progress: Progress | None = None,
 ) -> ProfileRun:
@@ -132,7 +132,8 @@ def profile_operators(
 
     Args:
         operators: each with the mesh to run it on; see `required_operators`.
-        share, repeats, warm_up, budget_s, progress: as in `profile_segments`.
+        share, timing, budget_s, progress: as in `profile_segments`. No two operators do the same work, so that none is
+            stopped early.
 
     Raises:
         InputError: the database cannot be written.
@@ -149,9 +150,7 @@ def profile_operators(
         jobs,
         database,
         share=share,
-        repeats=repeats,
-        warm_up=warm_up,
-        stops_early=False,
+        timing=timing or Timing(),
         evicts=True,
         budget_s=budget_s,
         progress=progress,
@@ -163,9 +162,7 @@ def _run_jobs(
     database: ProfileDatabase,
     *,
     share: tuple[int, int],
-    repeats: int,
-    warm_up: int,
-    stops_early: bool,
+    timing: Timing,
     budget_s: float,
     progress: Progress | None,
     evicts: bool = False,
@@ -174,7 +171,7 @@ def _run_jobs(
     start, (number, of) = time.perf_counter(), share
     jobs = jobs[number - 1 :: of]
     held = [database.get(job.key) for job in jobs]
-    missing = [job for job, measurement in zip(jobs, held, strict=True) if measurement is None]
+    missing = [job for job, found in zip(jobs, held, strict=True) if found is None or found.has_failed]
     known, best_s = len(jobs) - len(missing), defaultdict[int, float](lambda: math.inf)
     report = progress or (lambda what, done, of: None)
 
@@ -193,10 +190,10 @@ def _run_jobs(
             yield job.compile
 
     measured = 0
+    failures: list[str] = []
 
     def time_one(part: CompiledPart) -> Measurement:
-        best = best_s[missing[measured].group] if stops_early else math.inf
-        return time_part(part, warm_up=warm_up, repeats=repeats, best_s=best, evicts=evicts)
+        return time_part(part, timing, best_s=best_s[missing[measured].group], evicts=evicts)
 
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):
@@ -204,7 +201,13 @@ def _run_jobs(
         database.put(job.key, measurement)
         note(job, measurement)
         measured += 1
+        if measurement.has_failed:
+            failures.append(f"{measurement.label} {measurement.outcome}")
         report(f"measured {measurement.label}", known + measured, len(jobs))
     return ProfileRun(
-        num_programs=len(jobs), num_measured=measured, num_known=known, seconds=time.perf_counter() - start
+        num_programs=len(jobs),
+        num_measured=measured,
+        num_known=known,
+        seconds=time.perf_counter() - start,
+        failures=tuple(failures),
     )

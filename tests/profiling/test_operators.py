@@ -16,6 +16,7 @@ from aliquot.profiling import (
     LAUNCH,
     Operator,
     ProfileDatabase,
+    Timing,
     compile_operator,
     operator_key,
     operators_of_plan,
@@ -122,8 +123,8 @@ def test_a_plan_needs_some_of_what_its_step_needs(method):
 def test_operators_are_measured_once(tmp_path):
     some = [(operator, (2, 2)) for operator in (OPERATORS[0], OPERATORS[3], LAUNCH)]
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
-        first = profile_operators(some, database, repeats=2, warm_up=1)
-        again = profile_operators(some, database, repeats=2, warm_up=1)
+        first = profile_operators(some, database, timing=Timing(repeats=2, warm_up=1))
+        again = profile_operators(some, database, timing=Timing(repeats=2, warm_up=1))
         found = dict(database.rows())
     assert (first.num_measured, again.num_measured, again.num_known) == (3, 0, 3)
     assert {key.program for key in found} == {str(operator) for operator, _ in some}

@@ -20,6 +20,7 @@ from aliquot.planners import ILP
 from aliquot.profiling import (
     MeasuredStep,
     Measurement,
+    Timing,
     all_conversions,
     compile_conversion,
     compile_part,
@@ -147,7 +148,9 @@ def test_segments_run_and_are_measured_once_each():
         lambda c=c: compile_part(kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names, label=str(c.options))
         for c in some
     ]
-    found = list(measure_in_turn(parts, lambda part: time_part(part, warm_up=1, repeats=3, least_s=0.0)))
+    found = list(
+        measure_in_turn(parts, lambda part: time_part(part, Timing(warm_up=1, repeats=3, least_s=0.0, retries=0)))
+    )
     assert [m.label for m in found] == [str(c.options) for c in some]
     assert all(m.outcome == "ok" and m.seconds > 0 and m.memory_bytes > 0 and m.repeats == 3 for m in found)
     keys = {program_key(kind.problem.graph, c.choices, step.mesh.shape) for c in some}

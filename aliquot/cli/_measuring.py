@@ -1,0 +1,135 @@
+"""What the verbs that measure share: options for how often programs run, shares, progress and the summary of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from ..core import InputError
+from ._session import Session
+
+if TYPE_CHECKING:
+    from ..profiling import ProfileRun, Timing
+
+Share = Annotated[str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each program, at least.")]
+MostRepeats = Annotated[int, typer.Option(min=1, help="Timed runs of each program, at most.")]
+LeastS = Annotated[float, typer.Option(min=0, help="Run short programs until their timed runs took so many seconds.")]
+WarmUp = Annotated[int, typer.Option(min=1, help="Runs before any is timed.")]
+Retries = Annotated[int, typer.Option(min=0, help="Measure what fails or is noisy so many times again.")]
+Noisy = Annotated[
+    float, typer.Option(min=0, help="Half the spread between quartiles that counts as noisy, of the median.")
+]
+EarlyStop = Annotated[
+    float, typer.Option(min=1, help="Do not repeat a program that takes so many times the best of its segment.")
+]
+BudgetS = Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")]
+_EVERY_S = 15.0
+
+
+def read_timing(repeats: int, most_repeats: int, **options: float | int) -> Timing:
+    """How often programs run.
+
+    Raises:
+        InputError: more repetitions are asked for than there may be.
+    """
+    from ..profiling import Timing
+
+    if most_repeats < repeats:
+        raise InputError(
+            f"--repeats {repeats} asks for at least {repeats} timed runs, and --most-repeats {most_repeats} allows fewer. "
+            f"Give --most-repeats {repeats} or more."
+        )
+    return Timing(repeats=repeats, most_repeats=most_repeats, **options)  # type: ignore[arg-type]
+
+
+def read_share(text: str) -> tuple[int, int]:
+    """`(k, n)` of text such as `1/2`.
+
+    Raises:
+        InputError: it is something else.
+    """
+    number, _, of = text.partition("/")
+    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
+        raise InputError(f"--share {text}: write K/N with K from 1 to N, such as 1/2 on one host and 2/2 on the other.")
+    return int(number), int(of)
+
+
+@contextlib.contextmanager
+def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function to call as `report(what, done, of)` after each program, which shows what is done, what is left, and
+    about how long that takes.
+
+    A bar in a terminal; elsewhere a line every 15 seconds.
+    """
+    console, left = Console(file=sys.stderr), _Left()
+    if not console.is_terminal:
+        said_s = time.monotonic()
+
+        def say(what: str, done: int, of: int) -> None:
+            nonlocal said_s
+            text = left.text(done, of)
+            if time.monotonic() - said_s >= _EVERY_S:
+                said_s = time.monotonic()
+                print(f"{done} of {of} programs known, {text}: {what}", file=sys.stderr, flush=True)
+
+        yield say
+        return
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[left]}  {task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("tracing the step", total=None, left="")
+        yield lambda what, done, of: bar.update(
+            task, description=what, completed=done, total=of, left=left.text(done, of)
+        )
+
+
+class _Left:
+    """About how long the programs that are left take, if they take as long as those that were measured."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+
+    def text(self, done: int, of: int) -> str:
+        now_s = time.monotonic()
+        start_s, before = self._first = self._first or (now_s, done)
+        if done == before:
+            return f"{of - done} left"
+        left_s = (now_s - start_s) / (done - before) * (of - done)
+        return (
+            f"{of - done} left, about {left_s / 60:.0f} min"
+            if left_s >= 90
+            else f"{of - done} left, about {left_s:.0f} s"
+        )
+
+
+def show_run(say: Session, run: ProfileRun, what: str) -> dict[str, Any]:
+    """Print what a run measured and what is left, and return it as data.
+
+    Args:
+        what: was measured, in the plural.
+    """
+    say.show(
+        f"{run.num_measured} {what} measured in {run.seconds:.1f} s, {run.num_known} were known, "
+        f"{run.num_missing} are missing of {run.num_programs}."
+    )
+    if run.failures:
+        say.show(f"{len(run.failures)} of them failed, and are tried again by the next run:")
+        for failure in run.failures:
+            say.show(f"  {failure}")
+    if run.num_missing:
+        say.show("Run the same command again to go on.")
+    return {
+        what: run.num_programs,
+        "measured": run.num_measured,
+        "known": run.num_known,
+        "missing": run.num_missing,
+        "failures": list(run.failures),
+        "seconds": run.seconds,
+    }
