@@ -39,7 +39,18 @@ def test_unknown_name_is_an_attribute_error():
         _ = aliquot.paralellize
 
 
-@pytest.mark.parametrize("module", ["aliquot", "aliquot.core", "aliquot.cluster", "aliquot.plans", "aliquot.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "aliquot",
+        "aliquot.core",
+        "aliquot.cluster",
+        "aliquot.plans",
+        "aliquot.report",
+        "aliquot.interop.aceso.search",
+        "aliquot.cli",
+    ],
+)
 def test_import_needs_no_jax(module):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

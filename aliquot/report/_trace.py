@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ..core import InputError, printable, shortened
-from ..cost import PipelineTimes, StageCosts, simulate
 from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, make_schedule, submesh_names
+
+if TYPE_CHECKING:
+    from ..cost import PipelineTimes, StageCosts
 
 
 def planned_trace(plan: Plan) -> Trace:
@@ -15,6 +19,9 @@ def planned_trace(plan: Plan) -> Trace:
     Raises:
         InputError: The plan has no stages with predictions, so there is nothing to lay out.
     """
+    # Importing the cost model imports JAX, which no other report needs.
+    from ..cost import simulate
+
     predicted = [stage.prediction for stage in plan.stages]
     if not plan.is_pipeline or not predicted or None in predicted:
         raise InputError(
@@ -30,6 +37,8 @@ def planned_trace(plan: Plan) -> Trace:
 
 
 def _costs(plan: Plan) -> StageCosts:
+    from ..cost import StageCosts
+
     predictions = [stage.prediction for stage in plan.stages if stage.prediction]
     weights = np.array([p.weight_gradient_s for p in predictions])
     nothing = np.zeros(len(predictions))

@@ -1,4 +1,11 @@
-"""Aceso's measured databases, its configurations and its performance model."""
+"""Aceso's measured databases, its configurations and its performance model.
+
+Names that have to do with plans are imported on first use (PEP 562): they need JAX, which takes
+longer to import than many searches take.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 from ._chain import Operator as Operator
 from ._chain import OperatorChain as OperatorChain
@@ -13,13 +20,6 @@ from ._configuration import write_configuration as write_configuration
 from ._database import Database as Database
 from ._database import load_database as load_database
 from ._database import models_in as models_in
-from ._export_plan import configuration_of as configuration_of
-from ._gpt_database import GPTShape as GPTShape
-from ._gpt_database import gpt_database as gpt_database
-from ._gpt_operators import OperatorMap as OperatorMap
-from ._gpt_operators import map_gpt as map_gpt
-from ._import_plan import configuration_faults as configuration_faults
-from ._import_plan import plan_of as plan_of
 from ._judge import ACESO as ACESO
 from ._judge import JUDGES as JUDGES
 from ._judge import Faults as Faults
@@ -31,3 +31,30 @@ from ._performance import evaluate_configuration as evaluate_configuration
 from ._write_database import DatabaseContent as DatabaseContent
 from ._write_database import OperatorRow as OperatorRow
 from ._write_database import write_database as write_database
+
+if TYPE_CHECKING:
+    from ._export_plan import configuration_of as configuration_of
+    from ._gpt_database import GPTShape as GPTShape
+    from ._gpt_database import gpt_database as gpt_database
+    from ._gpt_operators import OperatorMap as OperatorMap
+    from ._gpt_operators import map_gpt as map_gpt
+    from ._import_plan import configuration_faults as configuration_faults
+    from ._import_plan import plan_of as plan_of
+
+_MODULE_OF = {
+    "configuration_of": "_export_plan",
+    "GPTShape": "_gpt_database",
+    "gpt_database": "_gpt_database",
+    "OperatorMap": "_gpt_operators",
+    "map_gpt": "_gpt_operators",
+    "configuration_faults": "_import_plan",
+    "plan_of": "_import_plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
