@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
@@ -78,8 +78,10 @@ class Relaxation:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._solver, self._scale = _load(program, num_integer=0)
-        self._num_rows = len(program.lower)
+        self._num_rows, self._num_columns = len(program.lower), program.num_columns
+        self._num_parts = len(program.rows)
         self._has_basis = False
+        self.is_exact = True
         cost = np.concatenate(program.cost)
         paid = cost[cost > 0]
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
@@ -87,9 +89,24 @@ class Relaxation:
     def solve(self, enough_s: float = np.inf, *, briefly: bool = False) -> Outcome:
         """The optimum; or status "enough" as soon as it is known to lie above `enough_s`.
 
-        With `briefly` the limit on pivots is small, for solves that are not essential.
+        With `briefly` the limit on pivots is small, for solves that are not essential. `is_exact`
+        is false if a limit was reached before all shared conversions were paid in full; the bound
+        holds all the same.
         """
-        self._add_rows()
+        outcome = self._solve(enough_s, briefly)
+        self.is_exact = True
+        while outcome.values is not None and self._program.share(outcome.values):
+            again = self._solve(enough_s, briefly)
+            work = outcome.work + again.work
+            self.is_exact = again.status != LIMIT
+            outcome = replace(again if self.is_exact else outcome, work=work)
+            if not self.is_exact:
+                break
+        return outcome
+
+    def _solve(self, enough_s: float, briefly: bool) -> Outcome:
+        """Solve the program as it is."""
+        self._grow()
         self._solver.setOptionValue("objective_bound", min(enough_s * self._scale, highspy.kHighsInf))
         per_row = _PIVOTS_PER_ROW_AGAIN if self._has_basis else _PIVOTS_PER_ROW
         limit = max(int(per_row * self._num_rows), _FEWEST_PIVOTS)
@@ -145,11 +162,14 @@ class Relaxation:
 
     def go_to(self, basis: highspy.HighsBasis) -> None:
         """Return to a basis. Rows that were added since are basic: satisfied already, or after a
-        few pivots.
+        few pivots; columns are not.
         """
-        added = [highspy.HighsBasisStatus.kBasic] * (self._num_rows - len(basis.row_status))
-        if added:
-            basis.row_status = [*basis.row_status, *added]
+        rows = [highspy.HighsBasisStatus.kBasic] * (self._num_rows - len(basis.row_status))
+        if rows:
+            basis.row_status = [*basis.row_status, *rows]
+        columns = [highspy.HighsBasisStatus.kLower] * (self._num_columns - len(basis.col_status))
+        if columns:
+            basis.col_status = [*basis.col_status, *columns]
         self._solver.setBasis(basis)
 
     def _pivot(self, *, plainly: bool, limit: int) -> int:
@@ -188,18 +208,31 @@ class Relaxation:
         # It takes about as long as this many pivots.
         return int(_PIVOTS_PER_ROW_AGAIN * self._num_rows)
 
-    def _add_rows(self) -> None:
-        """Add the program's new rows to the solver."""
-        if self._num_rows == len(self._program.lower):
+    def _grow(self) -> None:
+        """Add the program's new columns and rows to the solver."""
+        program, parts = self._program, slice(self._num_parts, None)
+        if len(program.rows) == self._num_parts:
             return
-        _, lower, upper, rows, columns, values = self._program.arrays()
-        for row in range(self._num_rows, len(lower)):
-            in_row = rows == row
-            indices, place = np.unique(columns[in_row], return_inverse=True)
-            entries = np.bincount(place, values[in_row], minlength=len(indices))
-            bounds = _finite(np.array([lower[row], upper[row]])).tolist()
-            self._solver.addRow(*bounds, len(indices), indices.astype(np.int32), entries)  # type: ignore[call-arg]
-        self._num_rows = len(lower)
+        rows, columns = np.concatenate(program.rows[parts]), np.concatenate(program.columns[parts])
+        values = np.concatenate(program.values[parts])
+        num_columns = program.num_columns - self._num_columns
+        if num_columns:
+            cost = np.concatenate(program.cost)[self._num_columns :] * self._scale
+            above = rows < self._num_rows
+            starts, indices, entries = _by_column(
+                rows[above], columns[above] - self._num_columns, values[above], shape=(self._num_rows, num_columns)
+            )
+            zeros, infinite = np.zeros(num_columns), np.full(num_columns, highspy.kHighsInf)
+            self._solver.addCols(num_columns, cost, zeros, infinite, len(indices), starts[:-1], indices, entries)
+        num_rows = len(program.lower) - self._num_rows
+        if num_rows:
+            below = rows >= self._num_rows
+            starts, indices, entries = _by_column(
+                columns[below], rows[below] - self._num_rows, values[below], shape=(program.num_columns, num_rows)
+            )
+            lower, upper = (_finite(np.array(bounds[self._num_rows :])) for bounds in (program.lower, program.upper))
+            self._solver.addRows(num_rows, lower, upper, len(indices), starts[:-1], indices, entries)
+        self._num_rows, self._num_columns, self._num_parts = len(program.lower), program.num_columns, len(program.rows)
 
 
 def solve_integers(

@@ -6,27 +6,38 @@ prices. So the program is laid out once, and each problem only puts in its price
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....cost import Priced
+from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+# The split of an array before a conversion and behind it.
+Conversion: TypeAlias = tuple[Hashable, Hashable]
 # Positions from the end of `Prices.conversions`, after all conversions.
 _ONE, _ZERO = -2, -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choices:
-    """Columns of the program for the choices of each node, with the choices that they stand for."""
+    """Columns of the program for the choices of each node, with the choices that they stand for.
+
+    Attributes:
+        columns, allowed: for each node, its columns and the choices behind them.
+        shared: for each set of edges that share conversions, the flows of each conversion.
+        single: for each other edge, its flows with the positions of their splits.
+        num_integer: the number of columns of choices, which come first.
+    """
 
     columns: tuple[Ints, ...]
     allowed: tuple[Ints, ...]
-    shared: dict[int, dict[tuple[object, object], int]]
+    shared: dict[int, dict[Conversion, list[int]]]
     single: dict[int, tuple[Ints, Ints, Ints]]
     num_integer: int
 
@@ -61,29 +72,33 @@ class Layout:
         choices: the meaning of columns.
         node_prices: for each column of a choice, the position of its price in `Prices`.
         other_prices: likewise for each other column, among conversions.
+        other_shares: the share of this price that each of these columns pays.
         lower, upper: bounds of rows.
         rows, columns, values: coefficients that do not depend on prices.
-        hidden: columns of conversions that the backward pass may hide, and the positions of their
-            prices.
+        hidden: columns of conversions that the backward pass may hide, the positions of their
+            prices, and the shares that they pay.
+        groups: flows of several edges that share a conversion.
         overlap_row: the first of the two rows of overlap; -1 without overlap.
     """
 
     choices: Choices
     node_prices: Ints
     other_prices: Ints
+    other_shares: Floats
     lower: list[float]
     upper: list[float]
     rows: Ints
     columns: Ints
     values: Floats
-    hidden: tuple[Ints, Ints]
+    hidden: tuple[Ints, Ints, Floats]
+    groups: Groups
     overlap_row: int
 
     def overlap(self, prices: Prices, fraction: float) -> tuple[Ints, Ints, Floats]:
         """Coefficients of `z >= (1 - fraction) gradient` and `z >= gradient - backward`."""
-        columns_of_choices = np.arange(len(self.node_prices))
-        columns = np.concatenate((columns_of_choices, self.hidden[0]))
-        gradient = np.concatenate((prices.gradient[self.node_prices], prices.conversions[self.hidden[1]]))
+        hidden, places, shares = self.hidden
+        columns = np.concatenate((np.arange(len(self.node_prices)), hidden))
+        gradient = np.concatenate((prices.gradient[self.node_prices], prices.conversions[places] * shares))
         some = gradient != 0
         columns, gradient = columns[some], gradient[some]
         backward = prices.backward[self.node_prices]
@@ -154,9 +169,10 @@ class _Draft:
         self.upper: list[float] = []
         self.entries = _Entries()
         self.prices: list[Ints] = []
-        self.hidden: list[tuple[Ints, Ints]] = []
+        self.shares: list[Floats] = []
+        self.hidden: list[tuple[Ints, Ints, Floats]] = []
         self.single: dict[int, tuple[Ints, Ints, Ints]] = {}
-        self.shared: dict[int, dict[tuple[object, object], int]] = {}
+        self.shared: dict[int, dict[Conversion, list[int]]] = {}
         self.places = np.cumsum([0, *(table.seconds.size for table in priced.edges)])
 
     def finish(self) -> Layout:
@@ -166,7 +182,10 @@ class _Draft:
         for edge in self.priced.graph.edges:
             by_share.setdefault(edge.share, []).append(edge.index)
         for share, edges in by_share.items():
-            self._add_edges(edges, self.shared.setdefault(share, {}))
+            if len(edges) == 1:
+                self._add_single(edges[0])
+            else:
+                self.shared[share] = self._add_shared(edges)
         overlap_row = -1
         if self.overlaps:
             exposed = self._add_columns(np.array([_ONE]))
@@ -185,23 +204,27 @@ class _Draft:
             ),
             node_prices=np.concatenate([start + kept for start, kept in zip(starts, self.kept)]),
             other_prices=np.concatenate([*self.prices, none]),
+            other_shares=np.concatenate([*self.shares, np.zeros(0)]),
             lower=self.lower,
             upper=self.upper,
             rows=rows,
             columns=columns,
             values=values,
             hidden=(
-                np.concatenate([*(columns for columns, _ in self.hidden), none]),
-                np.concatenate([*(places for _, places in self.hidden), none]),
+                np.concatenate([*(columns for columns, _, _ in self.hidden), none]),
+                np.concatenate([*(places for _, places, _ in self.hidden), none]),
+                np.concatenate([*(shares for _, _, shares in self.hidden), np.zeros(0)]),
             ),
+            groups=Groups.of(self.shared),
             overlap_row=overlap_row,
         )
 
-    def _add_columns(self, places: Ints) -> Ints:
-        """Add variables with the positions of their prices."""
+    def _add_columns(self, places: Ints, shares: Floats | None = None) -> Ints:
+        """Add variables with the positions of their prices, and the shares of these that they pay."""
         first = self.num_columns
         self.num_columns += len(places)
         self.prices.append(places)
+        self.shares.append(np.ones(len(places)) if shares is None else shares)
         return np.arange(first, self.num_columns)
 
     def _add_rows(self, count: int, lower: float, upper: float) -> int:
@@ -210,62 +233,88 @@ class _Draft:
         self.upper += [upper] * count
         return first
 
-    def _add_edges(self, edges: Sequence[int], shared: dict[tuple[object, object], int]) -> None:
-        """Add the flows of edges that share conversions. The flow of a single edge has its own
-        price.
-        """
-        hidden = self.overlaps and self.priced.graph.edges[edges[0]].gradient
-        for index in edges:
-            edge, table = self.priced.graph.edges[index], self.priced.edges[index]
-            sources, source_places = _specs_left(self.kept[edge.source], table.source_index, len(table.sources))
-            targets, target_places = _specs_left(self.kept[edge.target], table.target_index, len(table.targets))
-            finite = np.isfinite(table.seconds)
-            if finite.shape != (len(sources), len(targets)):
-                finite = finite[sources[:, None], targets]
-            p, q = np.nonzero(finite)
-            places = self.places[index] + sources[p] * len(table.targets) + targets[q]
-            alone = len(edges) == 1
-            flow = self._add_columns(np.full(len(p), _ZERO) if hidden or not alone else places)
-            if alone:
-                self.single[index] = (flow, sources[p], targets[q])
-                if hidden:
-                    self.hidden.append((flow, places))
-            for mine, specs, own, node in (
-                (p, sources, source_places, edge.source),
-                (q, targets, target_places, edge.target),
-            ):
-                first = self._add_rows(len(specs), 0.0, 0.0)
-                self.entries.add(first + mine, flow, 1.0)
-                self.entries.add(first + own, self.columns[node], -1.0)
-            if not alone:
-                keys = [
-                    (table.sources[a], table.targets[b])
-                    for a, b in zip(sources[p].tolist(), targets[q].tolist(), strict=True)
-                ]
-                self._add_shared(keys, places, flow, shared, hidden)
+    def _is_hidden(self, index: int) -> bool:
+        """True if the backward pass may hide an edge's conversions."""
+        return self.overlaps and self.priced.graph.edges[index].gradient
 
-    def _add_shared(
-        self,
-        keys: Sequence[tuple[object, object]],
-        places: Ints,
-        flow: Ints,
-        shared: dict[tuple[object, object], int],
-        hidden: bool,
-    ) -> None:
-        """Add `flow <= shared`, with the price on the shared column, for each conversion between
-        different splits.
+    def _add_single(self, index: int) -> None:
+        """Add the flows of an edge whose conversions are its own."""
+        sides = self._sides(index)
+        places = sides.places
+        flow = self._add_columns(np.full(len(places), _ZERO) if self._is_hidden(index) else places)
+        self.single[index] = (flow, sides.sources[sides.p], sides.targets[sides.q])
+        if self._is_hidden(index):
+            self.hidden.append((flow, places, np.ones(len(places))))
+        self._tie(index, sides, flow)
+
+    def _add_shared(self, edges: Sequence[int]) -> dict[Conversion, list[int]]:
+        """Add the flows of edges that share conversions; returns those of each conversion.
+
+        Each pays an equal share of the price, which is less than the price where not all edges
+        convert alike; `Program.share` adds what is missing where it matters.
         """
-        costly = np.array([k for k, (a, b) in enumerate(keys) if a != b], np.int64)
-        fresh = [k for k in costly.tolist() if keys[k] not in shared]
-        if fresh:
-            new_columns = self._add_columns(np.full(len(fresh), _ZERO) if hidden else places[fresh])
-            shared.update({keys[k]: int(column) for k, column in zip(fresh, new_columns, strict=True)})
-            if hidden:
-                self.hidden.append((new_columns, places[fresh]))
-        if len(costly):
-            rows = self._add_rows(len(costly), -np.inf, 0.0) + np.arange(len(costly))
-            self.entries.add(rows, flow[costly], 1.0)
-            self.entries.add(rows, np.array([shared[keys[k]] for k in costly.tolist()]), -1.0)
+        by_edge = [self._sides(index) for index in edges]
+        flows: dict[Conversion, list[int]] = {}
+        price: dict[Conversion, int] = {}
+        keys: list[Conversion] = []
+        column = self.num_columns
+        for index, sides in zip(edges, by_edge, strict=True):
+            table = self.priced.edges[index]
+            sources, targets = sides.sources[sides.p].tolist(), sides.targets[sides.q].tolist()
+            for a, b, place in zip(sources, targets, sides.places.tolist(), strict=True):
+                key = table.sources[a], table.targets[b]
+                keys.append(key)
+                if key[0] != key[1]:
+                    flows.setdefault(key, []).append(column)
+                    price.setdefault(key, place)
+                column += 1
+        places = np.array([price.get(key, _ZERO) for key in keys], np.int64)
+        shares = np.array([1 / len(flows[key]) if key in flows else 1.0 for key in keys])
+        hidden = self._is_hidden(edges[0])
+        added = self._add_columns(np.full(len(places), _ZERO) if hidden else places, shares)
+        if hidden:
+            is_costly = places != _ZERO
+            self.hidden.append((added[is_costly], places[is_costly], shares[is_costly]))
+        ends = np.cumsum([len(sides.places) for sides in by_edge])[:-1]
+        for index, sides, own in zip(edges, by_edge, np.split(added, ends), strict=True):
+            self._tie(index, sides, own)
+        return flows
+
+    def _sides(self, index: int) -> _Sides:
+        edge, table = self.priced.graph.edges[index], self.priced.edges[index]
+        sources, source_places = _specs_left(self.kept[edge.source], table.source_index, len(table.sources))
+        targets, target_places = _specs_left(self.kept[edge.target], table.target_index, len(table.targets))
+        finite = np.isfinite(table.seconds)
+        if finite.shape != (len(sources), len(targets)):
+            finite = finite[sources[:, None], targets]
+        p, q = np.nonzero(finite)
+        places = self.places[index] + sources[p] * len(table.targets) + targets[q]
+        return _Sides(sources, source_places, targets, target_places, p, q, places)
+
+    def _tie(self, index: int, sides: _Sides, flow: Ints) -> None:
+        """Tie an edge's flows to the choices on both sides."""
+        edge = self.priced.graph.edges[index]
+        for mine, specs, own, node in (
+            (sides.p, sides.sources, sides.source_places, edge.source),
+            (sides.q, sides.targets, sides.target_places, edge.target),
+        ):
+            first = self._add_rows(len(specs), 0.0, 0.0)
+            self.entries.add(first + mine, flow, 1.0)
+            self.entries.add(first + own, self.columns[node], -1.0)
+
+
+class _Sides(NamedTuple):
+    """The splits on both sides of an edge, those of each choice, and the possible conversions with
+    the positions of their prices.
+    """
+
+    sources: Ints
+    source_places: Ints
+    targets: Ints
+    target_places: Ints
+    p: Ints
+    q: Ints
+    places: Ints
 
 
 def _specs_left(kept: Ints, spec_of: Ints, count: int) -> tuple[Ints, Ints]:

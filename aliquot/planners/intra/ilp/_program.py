@@ -1,8 +1,8 @@
 """A priced problem as a linear program over choices and conversions.
 
-Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q; `Y[s,
-p, q]`, a set of edges that share conversions pays for one. Flow constraints tie `y` to the `x` on
-both sides: the local-polytope form, whose relaxation is integral for most of these problems. With
+Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q. Flow
+constraints tie `y` to the `x` on both sides: the local-polytope form, whose relaxation is integral
+for most of these problems. Edges that share conversions pay for each once; see `_sharing.py`. With
 an overlapping target, `z` is the part of gradient communication that the backward pass cannot hide.
 Only `x` need be integer; the rest then is.
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ....cost import Conversion, MemoryModel, Priced
 from ._layout import Choices, Layouts, Prices, lay_out
+from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,7 +29,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Program:
-    """A linear program that grows by columns and rows; `arrays()` joins them."""
+    """A linear program that grows by columns and rows; `arrays()` joins them.
+
+    Attributes:
+        groups: flows of edges that share conversions.
+        excess: the excess columns that were added, by number of the group.
+        global_rows: rows of memory and overlap, with the coefficients of all columns that were
+            there when the row was added.
+    """
 
     cost: list[Floats] = field(default_factory=list)
     num_columns: int = 0
@@ -37,6 +45,9 @@ class Program:
     rows: list[Ints] = field(default_factory=list)
     columns: list[Ints] = field(default_factory=list)
     values: list[Floats] = field(default_factory=list)
+    groups: Groups = field(default_factory=lambda: Groups.of({}))
+    excess: dict[int, int] = field(default_factory=dict)
+    global_rows: list[tuple[int, Floats]] = field(default_factory=list)
 
     def add_columns(self, cost: Floats) -> Ints:
         """New variables, at least zero; returns their numbers."""
@@ -57,6 +68,31 @@ class Program:
         self.rows.append(np.asarray(rows, np.int64))
         self.columns.append(np.asarray(columns, np.int64))
         self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
+
+    def share(self, values: Floats) -> bool:
+        """Add the excess of shared conversions that a solution does not pay in full; True if there
+        is any.
+        """
+        return self.add_excess(np.flatnonzero(self.groups.unpaid(values)))
+
+    def add_excess(self, groups: Ints) -> bool:
+        """Add the excess columns of some groups, if they are new and cost anything; True if any."""
+        groups = np.array([g for g in groups.tolist() if g not in self.excess], np.int64)
+        first = self.groups.first[groups]
+        cost = np.concatenate(self.cost)[first]
+        of_rows = [(row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows]
+        some = np.any([cost != 0, *(values != 0 for _, values in of_rows)], axis=0)
+        groups, times = groups[some], self.groups.counts[groups[some]]
+        if not len(groups):
+            return False
+        excess = self.add_columns(cost[some] * times)
+        self.excess.update(zip(groups.tolist(), excess.tolist(), strict=True))
+        for row, values in of_rows:
+            costly = np.flatnonzero(values[some])
+            self.add_entries(np.full(len(costly), row), excess[costly], (values[some] * times)[costly])
+        first_row = self.add_rows(int(times.sum()), -np.inf, 0.0)
+        self.add_entries(*self.groups.rows(groups, first_row, excess))
+        return True
 
     def arrays(self) -> tuple[Floats, Floats, Floats, Ints, Ints, Floats]:
         """Costs, row bounds, and the coefficients as rows, columns, values."""
@@ -82,16 +118,26 @@ def build_program(
     layout = lay_out(priced, allowed) if known is None else known.of(priced, allowed)
     prices = Prices.of(priced)
     program = Program(
-        cost=[prices.plain[layout.node_prices], prices.conversions[layout.other_prices]],
+        cost=[
+            prices.plain[layout.node_prices],
+            prices.conversions[layout.other_prices] * layout.other_shares,
+        ],
         num_columns=len(layout.node_prices) + len(layout.other_prices),
         lower=list(layout.lower),
         upper=list(layout.upper),
         rows=[layout.rows],
         columns=[layout.columns],
         values=[layout.values],
+        groups=layout.groups,
     )
     if layout.overlap_row >= 0:
-        program.add_entries(*layout.overlap(prices, priced.target.overlap_fraction))
+        rows, columns, values = layout.overlap(prices, priced.target.overlap_fraction)
+        program.add_entries(rows, columns, values)
+        for row in (layout.overlap_row, layout.overlap_row + 1):
+            mine = rows == row
+            program.global_rows.append(
+                (row, np.bincount(columns[mine], values[mine], program.num_columns).astype(float))
+            )
     return program, layout.choices
 
 
@@ -112,6 +158,9 @@ def add_memory_row(
         if alive:
             mine, weights = conversion_columns(choices, priced, conversion)
             np.add.at(copies, mine, alive / limit_bytes * weights)
+    for group, column in program.excess.items():
+        copies[column] = program.groups.counts[group] * copies[program.groups.first[group]]
+    program.global_rows.append((row, copies))
     some = np.flatnonzero(copies)
     program.add_entries(np.full(len(some), row), some, copies[some])
 
@@ -134,7 +183,9 @@ def alive_bytes(choices: Choices, model: MemoryModel, time: int) -> tuple[float,
 
 
 def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion) -> tuple[Ints, Floats]:
-    """The columns that cause a conversion, with the bytes that each adds."""
+    """The columns that cause a conversion, with the bytes that each adds. Flows that share it add an
+    equal part each.
+    """
     weights: dict[int, float] = {}
     for index, table in zip(conversion.edges, conversion.local_bytes, strict=True):
         if index in choices.single:
@@ -144,7 +195,11 @@ def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion)
         shared = choices.shared[priced.graph.edges[index].share]
         specs = priced.edges[index]
         for a, b in zip(*np.nonzero(table), strict=True):
-            column = shared.get((specs.sources[a], specs.targets[b]))
-            if column is not None:
-                weights[column] = float(table[a, b])
+            flows = shared.get((specs.sources[a], specs.targets[b]), ())
+            weights.update(dict.fromkeys(flows, float(table[a, b]) / max(len(flows), 1)))
     return np.array(list(weights), np.int64), np.array(list(weights.values()))
+
+
+def _padded(values: Floats, length: int) -> Floats:
+    """Values of all columns, zero for those that came later."""
+    return np.concatenate((values, np.zeros(length - len(values))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -138,7 +138,7 @@ class Search(AbstractSearch):
             self._values = self._relax(cutoff_s * (1 + self.relative_gap))
         assert values is not None, "without values the loop has returned"
         self._picks = _decode(self._choices, values)
-        self.integral = not _is_fractional(self._choices, values)
+        self.integral = self._relaxation.is_exact and not _is_fractional(self._choices, values)
         return bound
 
     def _never_fits(self) -> bool:
@@ -225,12 +225,17 @@ class Search(AbstractSearch):
                 self.gave_up = self.gave_up or self._narrowed
                 return best and self._judged(best, outcome.status)
             picks = _decode(choices, outcome.values)
-            solution = self._solution(picks, outcome.status)
+            solution, unpaid = self._solution(picks, outcome.status), self._share(picks)
             if solution is not None:
-                if best is not None and best.step_time_s < solution.step_time_s:
-                    solution = best
-                return self._judged(solution, outcome.status)
-            if not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)) and not self._narrow(picks):
+                if best is None or solution.step_time_s <= best.step_time_s:
+                    best = solution
+                if not unpaid:
+                    return self._judged(best, outcome.status)
+            elif (
+                not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks))
+                and not unpaid
+                and not self._narrow(picks)
+            ):
                 # It misses the limit by less than the solver's tolerance.
                 self._exclude(self._program, self._choices, picks)
                 self._excluded.append(picks)
@@ -254,7 +259,7 @@ class Search(AbstractSearch):
         for _ in range(_MOST_TRIES):
             if self._work.left <= 0 or self._relaxed.values is None:
                 break
-            program, choices = self._restricted(self._taken)
+            program, choices = self._restricted(self._taken, exactly=True)
             outcome = self._solve_integers(program, choices, ceiling_s, _NEARBY_SHARE * self._work.left)
             if outcome.values is None:
                 break
@@ -366,6 +371,25 @@ class Search(AbstractSearch):
         costs = IntraCosts(step_time_s=evaluate(self.priced, picks).total_s, peak_bytes=peak)
         return IntraSolution(picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status)
 
+    def _excess_of(self, groups: Mapping[tuple[int, Hashable], int]) -> Iterator[int]:
+        """The numbers, in another program over the same graph, of the groups whose excess this one has."""
+        for key, number in self._program.groups.number.items():
+            if number in self._program.excess and key in groups:
+                yield groups[key]
+
+    def _share(self, picks: Ints) -> bool:
+        """Add the excess of shared conversions that the program does not pay in full for some
+        choices; True if there is any.
+        """
+        groups, uses = self._program.groups, np.zeros(len(self._program.groups.counts), np.int64)
+        for edge, table in zip(self.priced.graph.edges, self.priced.edges, strict=True):
+            source = table.sources[table.source_index[picks[edge.source]]]
+            target = table.targets[table.target_index[picks[edge.target]]]
+            number = groups.number.get((edge.share, (source, target)))
+            if number is not None:
+                uses[number] += 1
+        return self._program.add_excess(np.flatnonzero((uses > 0) & (uses < groups.counts)))
+
     def _without_hopeless(self, best_s: float) -> tuple[Program, Choices]:
         """The program without choices whose reduced cost alone raises the bound above the
         incumbent.
@@ -380,9 +404,14 @@ class Search(AbstractSearch):
             allowed.append(mask)
         return self._restricted(allowed)
 
-    def _restricted(self, allowed: Sequence[NDArray[np.bool_]]) -> tuple[Program, Choices]:
-        """The program over some of the choices, with its memory rows."""
+    def _restricted(self, allowed: Sequence[NDArray[np.bool_]], *, exactly: bool = False) -> tuple[Program, Choices]:
+        """The program over some of the choices, with its memory rows, and with the excess of shared
+        conversions as far as it was needed, or `exactly` with all of it.
+        """
         program, choices = build_program(self._within, allowed)
+        groups = program.groups.number
+        needed = range(len(groups)) if exactly else self._excess_of(groups)
+        program.add_excess(np.array(list(needed), np.int64))
         for time in self._times:
             add_memory_row(program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes)
         for picks in self._excluded:
