@@ -39,7 +39,7 @@ from aliquot.planners import PipeshardParallel
 from aliquot.planners._base import Decision, Task
 from aliquot.planners._counts import counts_to_try
 from aliquot.planners._layer_costs import build_chains
-from aliquot.planners._pipeshard import _solve_stages
+from aliquot.planners._solve_stages import _solve_stages
 from aliquot.planners._stage_cache import StageCache
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step, sketch_step

@@ -6,35 +6,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..cluster import subcluster
 from ..core import CaptureError, InfeasibleError, InputError
-from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
+from ..cost import ChainPlan, Problem
 from ..graph import (
     Graph,
     operators_with_effects,
-    same_structure,
     source_line,
-    split_scans,
 )
-from ..plans import make_schedule
-from ..sharding import LayeredStep, StagedStep, layer_step, stage_step
-from ._base import AbstractMethod, Candidate, Decision, Interrupted, PipelineParts, Progress, Task
+from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task
 from ._counts import MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
 from ._helper import HelperProcess
-from ._layer_costs import price_option
 from ._methods import ShardParallel, WholeProgram
 from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large, one_program_by_doubling
-from ._priced_layers import PricedLayers, price_layers
-from ._race import Entry, race
-from ._stage_cache import Solved, StageCache
+from ._priced_layers import price_layers
+from ._solve_stages import solve_with
 from ._tried import tried_counts, tried_pipeline
 from .inter import AbstractInter, StageDP, StageLimits
-from .intra import ILP, AbstractIntra, Space, fixed
+from .intra import ILP, AbstractIntra
 
-_ROUNDS = 4
 # Numbers of micro-batches that are searched on their own.
 _MOST_COUNTS = 4
 # Stages that are solved as wholes take up to so much less than their layers one by one.
@@ -269,7 +261,7 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
         if count not in priced:
             priced[count] = price([count])
         try:
-            found.append(_solve_with(method, task, priced[count], helper))
+            found.append(solve_with(method, task, priced[count], helper))
         except InfeasibleError as error:
             refusals.append(error)
     if not found:
@@ -326,174 +318,3 @@ def _solve_one_program(
         is_hopeless=is_too_large,
         progress=task.progress,
     )
-
-
-def _solve_with(method: PipeshardParallel, task: Task, priced: PricedLayers, helper: HelperProcess) -> Decision:
-    """The best pipeline with the number of micro-batches at which layers were priced."""
-    graph, limit, length = task.graph, task.limit_bytes, priced.length
-    chain = priced.chains[0]
-    layered: LayeredStep | None = None
-    shrink, needed = 1.0, 0.0
-    cut, cache = graph, StageCache()
-    proposal: ChainPlan | None = None
-    for _ in range(_ROUNDS):
-        if proposal is not None and proposal.peak_bytes <= limit * shrink:
-            # It already fits the tighter limit, so the search would return it again.
-            shrink *= min(0.97, limit / needed)
-            continue
-        tighter = replace(chain, memory_limit_bytes=limit * shrink)
-        proposal = method.inter.solve([tighter], limits=method.limits, helper=helper)
-        bounds = (*(s.first_unit for s in proposal.stages), length)
-        if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
-            layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
-        if layered is None:
-            layered = layer_step(
-                cut if length else graph,
-                proposal.num_micro_batches,
-                layers=None if length else priced.sketch.layers,
-                semantics=task.semantics,
-                on_missing_rule=task.on_missing_rule,
-            )
-            cache = StageCache()
-        result = _solve_stages(method, task, layered, chain, proposal, priced.kinds, cache)
-        if isinstance(result, Decision):
-            return result
-        needed = result
-        shrink *= min(0.97, limit / needed)
-    raise InfeasibleError(
-        f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed need "
-        f"{needed / limit:.2f} times the memory of a device when they are looked at closely.\n"
-        "  It could fit with more micro-batches, a smaller batch, or more devices.",
-        required_bytes=int(needed),
-        available_bytes=int(limit),
-        parts={},
-    )
-
-
-def _solve_stages(
-    method: PipeshardParallel,
-    task: Task,
-    layered: LayeredStep,
-    chain: Chain,
-    proposal: ChainPlan,
-    kinds: Sequence[int],
-    cache: StageCache,
-) -> Decision | float:
-    """The stages, each solved as a whole and equal ones once; or the peak memory of a device if
-    that is too large.
-
-    Args:
-        cache: solved stages of this step from earlier proposals.
-    """
-    limit = task.limit_bytes
-    schedule = make_schedule(
-        proposal.schedule, len(proposal.stages), proposal.num_micro_batches, proposal.num_submeshes
-    )
-    split = layered.graph.split
-    staged = stage_step(layered, [s.first_unit if split is None else k for k, s in enumerate(proposal.stages)])
-    options = [chain.options[s.option] for s in proposal.stages]
-    solved: dict[int, Solved] = {}
-    groups = _alike(proposal, kinds, options, staged)
-    for number, members in enumerate(groups):
-        first = members[0]
-        if task.progress:
-            task.progress(f"stage {first} on {options[first].name}", number, len(groups))
-        # Activations of the other micro-batches in flight reduce the memory of the one that runs.
-        other_bytes = [
-            proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight)) for k in members
-        ]
-        stage = cache.of(
-            staged.extracts[first],
-            lambda graph: make_problem(
-                graph,
-                task.cluster,
-                num_micro_batches=layered.num_micro_batches,
-                on_missing_rule=task.on_missing_rule,
-            ),
-        )
-        problem = replace(
-            stage.problem,
-            cluster=subcluster(task.cluster, options[first].submesh),
-            memory_limit_bytes=limit - max(other_bytes),
-        )
-        try:
-            solution = stage.solved(problem, options[first], functools.partial(_solve_stage, method))
-        except InfeasibleError as error:
-            return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
-        solved |= dict.fromkeys(members, solution)
-    prediction = predict_stages(
-        [
-            replace(solved[k][1], first_device=choice.first_device, recompute=option.recompute)
-            for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True))
-        ],
-        schedule,
-        task.cluster,
-        boundary_bytes=layered.boundary_bytes([s.last_unit for s in proposal.stages[:-1]]),
-        memory_limit_bytes=limit,
-        overlaps_transfers=chain.overlaps_transfers,
-    )
-    peak = float(prediction.times.peak_bytes.max())
-    if peak > limit:
-        return peak
-    first_of = {k: members[0] for members in groups for k in members}
-    names = chain.unit_names if split is None else [f"layers[{k}]" for k in range(chain.num_units)]
-    return Decision(
-        method=method.inter.method,
-        planner=f"{type(method.inter).__name__} over {method.intra.name}",
-        stages=tuple(
-            replace(
-                solved[k][0],
-                first_device=choice.first_device,
-                first_layer=choice.first_unit,
-                layer_names=tuple(names[choice.first_unit : choice.last_unit]),
-                recompute=options[k].recompute,
-                like=first_of[k] if first_of[k] != k else None,
-            )
-            for k, choice in enumerate(proposal.stages)
-        ),
-        step_time_s=prediction.step.step_time_s,
-        lower_bound_s=proposal.lower_bound_s,
-        gap=proposal.gap,
-        bound_holds_for=proposal.bound_holds_for,
-        status=proposal.status,
-        pipeline=PipelineParts(
-            layered=layered,
-            staged=staged,
-            schedule=schedule,
-            overlaps_transfers=chain.overlaps_transfers,
-            prediction=prediction,
-        ),
-        combine=layered.combine,
-    )
-
-
-def _alike(
-    proposal: ChainPlan, kinds: Sequence[int], options: Sequence[StageOption], staged: StagedStep
-) -> list[list[int]]:
-    """Stages in groups of equal operators and options, each in order."""
-    groups: dict[object, list[int]] = {}
-    for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
-        option_key = (option.submesh, option.mesh_shape, option.recompute)
-        key: object = (*option_key, tuple(kinds[choice.first_unit : choice.last_unit]))
-        first = groups.get(key, [k])[0]
-        if not same_structure(staged.extracts[first], staged.extracts[k]):
-            key = (*option_key, k)
-        groups.setdefault(key, []).append(k)
-    return list(groups.values())
-
-
-def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOption) -> Solved:
-    priced = price_option(problem, option.mesh_shape, method.intra)
-    if priced is None:
-        raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
-    intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
-    space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
-    decision = race(
-        problem,
-        [Entry(space=space, intra=intra)],
-        method="pipeshard",
-        planner=intra.name,
-        relative_gap=intra.relative_gap,
-        exact_space=False,
-    )
-    return decision.stages[0], price_stage(priced, decision.picks, problem.graph)
