@@ -178,15 +178,15 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
     """What each device does in a step, in the order of `TERMS`."""
     (stage,) = plan.stages
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
-    priced = price(problem.nodes, mesh)
+    priced = price(problem, mesh)
     picks = find_picks(priced, decode_interior(stage, problem.nodes))
     device, target = problem.cluster.device, priced.target
     flops = across = collectives = 0.0
     rings = {"all-reduce": 0.0, "reduce-scatter": 0.0, "all-gather": 0.0}
     memory = {True: 0.0, False: 0.0}
-    for node, table, pick in zip(problem.nodes.nodes, priced.nodes, picks.tolist(), strict=True):
+    for node_work, table, pick in zip(problem.work, priced.nodes, picks.tolist(), strict=True):
         choice = table.choices[pick : pick + 1]
-        for work in node.work:
+        for work in node_work:
             updates = work.phase is Phase.UPDATE
             own_flops = work.flops / float(shards(choice, work.split_by, mesh.shape)[0]) if work.flops else 0.0
             own_bytes = sum(b / float(shards(choice, by, mesh.shape)[0]) for b, by in work.arrays)

@@ -61,19 +61,19 @@ class Alpa(AbstractMethod):
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
         shape = tuple(n for n in self.mesh if n > 1) or (1,)
-        kinds = fixed.kinds_of(problem.graph, problem.nodes)
+        kinds = fixed.kinds_of(problem)
         edges = tuple(
             dataclasses.replace(e, share=len(problem.nodes.edges) + e.index) if e.source in kinds.parameters else e
             for e in problem.nodes.edges
         )
         nodes = dataclasses.replace(problem.nodes, edges=edges)
-        priced = price(nodes, LogicalMesh(shape=shape, cluster=problem.cluster))
+        problem = dataclasses.replace(problem, nodes=nodes)
+        priced = price(problem, LogicalMesh(shape=shape, cluster=problem.cluster))
         tables = [
             _reduced_at_once(table) if nodes.batch_factors[edge.target] else table
             for edge, table in zip(edges, priced.edges, strict=True)
         ]
         priced = dataclasses.replace(priced, edges=tuple(tables))
-        problem = dataclasses.replace(problem, nodes=nodes)
         space = Space(name="alpa", priced=priced, allowed=self._allowed(problem, priced, kinds))
         return race(
             problem,

@@ -1,4 +1,4 @@
-"""Work that no axis of a mesh divides: every device does all of it."""
+"""Work that no axis of a mesh divides: node_work device does all of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = "operators of which the plan splits nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAlike:
-    """Computing time, in seconds of a step, that every device spends on the same.
+    """Computing time, in seconds of a step, that node_work device spends on the same.
 
     `alike_s` is by reason; `total_s` is all of it, without launches.
     """
@@ -27,15 +27,15 @@ class WorkAlike:
 
 
 def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
-    """The work that every device does, under a choice for every node; none on a single device."""
+    """The work that node_work device does, under a choice for node_work node; none on a single device."""
     alike: dict[str, float] = defaultdict(float)
     total = 0.0
     single = math.prod(priced.axis_sizes) == 1
     whole_s = _whole_seconds(priced)
-    for node, table, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
+    for node, node_work, table, pick in zip(priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True):
         choice = table.choices[pick : pick + 1]
         sizes = [factor.size for factor in node.factors]
-        for work in node.work:
+        for work in node_work:
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
             launches_s = work.kernels * priced.target.kernel_overhead_s
             seconds = float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s

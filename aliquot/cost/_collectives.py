@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Corrections, LogicalMesh, Target, target_for
-from ..sharding import Move, Spec, reshard
+from ..graph import Phase
+from ..sharding import Edge, Move, Spec, gathered_by_rows, reshard
 
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
@@ -132,6 +133,14 @@ def _modelled_line(
         case "collective-permute":
             return fixed + link.latency_s, 1 / bandwidth
     raise AssertionError(f"unknown collective {kind}")
+
+
+def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
+    """In how many parts, one after the other, a conversion is done."""
+    if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
+        return 1
+    above = habits.rows_above_bytes
+    return edge.length if gathered_by_rows(edge.length, edge.rank, edge.num_bytes, source, target, above) else 1
 
 
 def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bool:

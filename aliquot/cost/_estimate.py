@@ -20,14 +20,14 @@ from ._collectives import (
     collective_corrections,
     collective_line,
     move_line,
+    pieces,
     rounded_bytes,
     through_copies,
     widening,
 )
 from ._evaluate import conversions, evaluate
-from ._memory import MemoryModel, converted, known_memory, timeline
-from ._memory_curve import memory_over_time
-from ._priced import Ints, Priced, corrected_work, pieces, scatters, waiting_axes
+from ._priced import Ints, Priced, corrected_work, scatters, waiting_axes
+from .memory import MemoryModel, converted, known_memory, memory_over_time, timeline
 
 
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
@@ -180,9 +180,9 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
             of_it += seconds
             error += seconds * float(corrections.errors[0])
 
-    for node, table, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
+    for node, node_work, table, pick in zip(priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True):
         choice, sizes = table.choices[pick : pick + 1], [factor.size for factor in node.factors]
-        for work in node.work:
+        for work in node_work:
             seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
             if corrections is not None:

@@ -13,8 +13,8 @@ from ..graph import Graph, Phase
 from ..sharding import PARTIAL
 from ._estimate import peak_memory
 from ._evaluate import conversions
-from ._memory import MemoryModel, known_memory
 from ._priced import Ints, Priced
+from .memory import MemoryModel, known_memory
 
 _STATE = frozenset({"parameters", "optimizer state", "gradients", "other state"})
 

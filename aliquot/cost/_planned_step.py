@@ -104,7 +104,7 @@ def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
     problem, names = stage.problem, planned.axis_names
     check_choices(problem.nodes, stage.choices, planned.mesh_shape)
     priced = price(
-        problem.nodes,
+        problem,
         LogicalMesh(shape=planned.mesh_shape, axis_names=names, cluster=problem.cluster),
         repeats=problem.num_micro_batches,
         data_axes=frozenset(names.index(axis) for axis in planned.data_axes),

@@ -27,8 +27,6 @@ from ..sharding import (
     NodeGraph,
     Projection,
     Spec,
-    Work,
-    gathered_by_rows,
     reshard,
     waiting_apart,
 )
@@ -37,11 +35,15 @@ from ._collectives import (
     collective_corrections,
     collective_line,
     move_line,
+    pieces,
     rounded_bytes,
     size_points,
     through_copies,
     widening,
 )
+from ._problem import Problem
+from ._work import Work
+from .memory import Resident
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -96,6 +98,8 @@ class Priced:
     """
 
     graph: NodeGraph
+    work: tuple[tuple[Work, ...], ...]
+    residents: tuple[Resident, ...]
     mesh: LogicalMesh
     target: Target
     repeats: int
@@ -110,7 +114,7 @@ class Priced:
 
 
 def price(
-    graph: NodeGraph,
+    problem: Problem,
     mesh: LogicalMesh,
     *,
     repeats: int = 1,
@@ -120,19 +124,31 @@ def price(
     """Price choices and conversions.
 
     Args:
-        graph: nodes of the step at the size of one micro-batch.
+        problem: of the step at the size of one micro-batch.
         repeats: micro-batches in a step.
         data_axes: axes (by position) that split nothing but the batch, so that gradients wait for
             the last micro-batch.
         choices: for each node the choices to price, `(choices, axes)`; by default all there are.
     """
-    target = target_for(mesh.cluster.device)
+    graph, target = problem.nodes, target_for(mesh.cluster.device)
     pricer = _Pricer(mesh=mesh, target=target, repeats=repeats, data_axes=data_axes)
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
-    nodes = tuple(pricer.node(node, some) for node, some in zip(graph.nodes, choices, strict=True))
+    nodes = tuple(
+        pricer.node(node, work, some) for node, work, some in zip(graph.nodes, problem.work, choices, strict=True)
+    )
     edges = tuple(pricer.edge(edge, nodes) for edge in graph.edges)
-    return Priced(graph=graph, mesh=mesh, target=target, repeats=repeats, data_axes=data_axes, nodes=nodes, edges=edges)
+    return Priced(
+        graph=graph,
+        work=problem.work,
+        residents=problem.residents,
+        mesh=mesh,
+        target=target,
+        repeats=repeats,
+        data_axes=data_axes,
+        nodes=nodes,
+        edges=edges,
+    )
 
 
 _Specs: TypeAlias = tuple[Spec, ...]
@@ -160,11 +176,11 @@ class _Pricer:
     data_axes: frozenset[int]
     cache: _Cache = field(default_factory=_Cache)
 
-    def node(self, node: Node, choices: Ints) -> PricedNode:
+    def node(self, node: Node, node_work: Sequence[Work], choices: Ints) -> PricedNode:
         compute, communication = np.zeros((2, len(Phase), len(choices)))
         gradient, deferrable = np.zeros((2, len(choices)))
         sizes = [factor.size for factor in node.factors]
-        for work in node.work:
+        for work in node_work:
             seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(work.phase)
             compute[work.phase] += seconds
             if work.deferrable:
@@ -290,14 +306,6 @@ class _Pricer:
     def times(self, phase: Phase) -> int:
         """Number of runs of a phase in a step."""
         return 1 if phase is Phase.UPDATE else self.repeats
-
-
-def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
-    """In how many parts, one after the other, a conversion is done."""
-    if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
-        return 1
-    above = habits.rows_above_bytes
-    return edge.length if gathered_by_rows(edge.length, edge.rank, edge.num_bytes, source, target, above) else 1
 
 
 def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:

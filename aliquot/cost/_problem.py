@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from ..cluster import Cluster, Target, target_for
 from ..graph import Graph
-from ..sharding import NodeGraph, build_nodes, runs_in_groups
+from ..sharding import NodeGraph, build_nodes, index_nodes, runs_in_groups
+from ._work import Work, count_work
+from .memory import Resident, find_storage, residents, stored_by_fusion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,6 +18,8 @@ class Problem:
     Attributes:
         graph: the step, traced at the size of one micro-batch.
         nodes: what there is to decide.
+        work: of each node.
+        residents: what takes memory, and when.
         cluster: what it runs on.
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: what each device may use.
@@ -25,6 +29,8 @@ class Problem:
 
     graph: Graph
     nodes: NodeGraph
+    work: tuple[tuple[Work, ...], ...] = field(repr=False)
+    residents: tuple[Resident, ...] = field(repr=False)
     cluster: Cluster
     num_micro_batches: int
     memory_limit_bytes: float
@@ -73,24 +79,16 @@ def make_problem(
         whole, semantics: see `Problem`.
     """
     target = target_for(cluster.device)
-    nodes = build_nodes(
-        graph,
-        repeats=repeats,
-        merges_partial_sums=target.merges_partial_sums,
-        repeats_cheap_work=target.repeats_cheap_work,
-        zeroes_early=target.zeroes_early,
-        product_itemsize=target.held_product_bytes,
-        delays_gradients=target.delays_gradients,
-        sums_gradients=num_micro_batches > 1,
-        library_convolves=target.library_convolves,
-        maxpool_gradient_stores_indices=target.maxpool_gradient_stores_indices,
-        runs_latest=target.runs_latest,
-        on_missing_rule=on_missing_rule,
-    )
+    sums_gradients = num_micro_batches > 1
+    index = index_nodes(graph, repeats=repeats, on_missing_rule=on_missing_rule)
+    nodes = build_nodes(index, merges_partial_sums=target.merges_partial_sums, sums_gradients=sums_gradients)
+    storage = find_storage(index.cuts, target, sums_gradients=sums_gradients)
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     return Problem(
         graph=graph,
         nodes=nodes,
+        work=count_work(index, stored_by_fusion(index.cuts)),
+        residents=tuple(residents(index, storage, target, sums_gradients=sums_gradients)),
         cluster=cluster,
         num_micro_batches=num_micro_batches,
         memory_limit_bytes=float(limit),

@@ -9,8 +9,8 @@ import numpy as np
 from ..graph import Graph, Phase, is_costly, items_between, items_of, what_to_keep
 from ..sharding import operators_of
 from ._evaluate import conversions
-from ._memory import MemoryModel
 from ._priced import Ints, Priced
+from .memory import MemoryModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def _filled_by(priced: Priced, share: dict[int, float]) -> dict[int, float]:
         if not site.results or len(site.results[0]) < 2:
             continue
         product, landed = site.results[0][0].node, site.results[0][1].node
-        if landed >= 0 and any(work.phase is Phase.FORWARD for work in priced.graph.nodes[product].work):
+        if landed >= 0 and priced.graph.nodes[product].phase is Phase.FORWARD:
             fillers.setdefault(landed, []).append(share.get(product, 0.0))
     return {node: min(parts) for node, parts in fillers.items() if min(parts) > 0}
 

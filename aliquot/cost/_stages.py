@@ -12,12 +12,12 @@ from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ._estimate import MeasuredShare, collective_uses, measured_share
-from ._memory import known_memory
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
 from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation
 from ._transfers import edge_seconds
+from .memory import known_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -42,7 +42,7 @@ def follow(problem: Problem, stage: StagePlan, intra: AbstractIntra | None = Non
     intra = intra or ILP()
     pinned = frozenset(port.node for port in problem.nodes.input_ports if port.node >= 0)
     priced = _priced(problem, stage, (), intra, pinned)
-    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    kinds = fixed.kinds_of(problem)
     pins = fixed.pinned(problem, priced, stage.shardings, stage.axis_names)
     open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
@@ -75,7 +75,7 @@ def find_alternatives(
     quick = (intra or ILP()).coarser(relative_gap=1e-2, node_limit=20)
     priced = _priced(problem, stage, choices, quick, frozenset())
     picks = find_picks(priced, choices)
-    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    kinds = fixed.kinds_of(problem)
     masks = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
     weight: dict[int, tuple[int, int]] = {}
     for k, (item, port) in enumerate(zip(problem.graph.inputs, priced.graph.input_ports, strict=True)):
@@ -96,7 +96,7 @@ def _priced(
     tried = choices_to_try(problem, mesh, axes, intra, also)
     if choices:
         tried = [np.unique(np.vstack([some, [mine]]), axis=0) for some, mine in zip(tried, choices, strict=True)]
-    return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=tried)
+    return price(problem, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=tried)
 
 
 def _without(

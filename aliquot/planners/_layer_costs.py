@@ -141,11 +141,11 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
     data_axes = frozenset(p for p, k in enumerate(split_axes) if k == 0 and shape[0] > 1)
     choices = intra.stage_choices(problem, mesh.shape, data_axes)
     if choices is None:
-        kinds = fixed.kinds_of(problem.graph, problem.nodes)
+        kinds = fixed.kinds_of(problem)
         choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
     if not choices:
         return None
-    return price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+    return price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

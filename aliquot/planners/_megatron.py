@@ -178,7 +178,7 @@ class Megatron(AbstractMethod):
         # micro-batch adds to its shards.
         waiting = [data] if can_wait else []
         for data_axes in [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting:
-            priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+            priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
             each = problem.num_micro_batches > 1 and not data_axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
             space = Space(name=label, priced=priced, allowed=fixed.everything(priced))

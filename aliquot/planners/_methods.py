@@ -200,7 +200,7 @@ def _variants(
     """Ways to use a mesh: sets of axes that split only the batch, and so reduce gradients once for
     all micro-batches.
     """
-    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    kinds = fixed.kinds_of(problem)
     sets = [frozenset[int]()]
     if problem.num_micro_batches > 1:
         leading = [frozenset(range(count)) for count in range(1, len(mesh.shape) + 1)]
@@ -210,7 +210,7 @@ def _variants(
         sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
     for data_axes in sets:
         choices = choices_to_try(problem, mesh, data_axes, intra, also)
-        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+        priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
         masks = fixed.data_axes_restriction(priced, kinds, data_axes)
         if masks is not None:
             yield data_axes, masks, priced
@@ -246,7 +246,7 @@ def _fixed_entries(problem: Problem, name: str, intra: Fixed, shard_within: str 
     deferring = [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     entries = []
     for data_axes in [*deferring, frozenset[int]()] if intra.zero_stage >= 2 or not deferring else deferring:
-        priced = price(problem.nodes, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
+        priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
         sums_each = problem.num_micro_batches > 1 and not data_axes
         label = name
         if sums_each:

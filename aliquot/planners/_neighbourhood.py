@@ -67,13 +67,13 @@ def _seeds(
     problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int], intra: AbstractIntra
 ) -> Iterator[list[Choice]]:
     """The best choices on every mesh of two axes that joins neighbouring axes of this one."""
-    kinds = fixed.kinds_of(problem.graph, problem.nodes)
+    kinds = fixed.kinds_of(problem)
     for cut in range(1, len(mesh.shape)):
         groups = (range(cut), range(cut, len(mesh.shape)))
         shape = tuple(math.prod(mesh.shape[a] for a in group) for group in groups)
         joined = frozenset(k for k, group in enumerate(groups) if set(group) <= data_axes)
         coarse = LogicalMesh(shape=shape, axis_names=AXIS_NAMES[:2], cluster=mesh.cluster)
-        priced = price(problem.nodes, coarse, repeats=problem.num_micro_batches, data_axes=joined)
+        priced = price(problem, coarse, repeats=problem.num_micro_batches, data_axes=joined)
         masks = fixed.data_axes_restriction(priced, kinds, joined)
         if masks is None:
             continue

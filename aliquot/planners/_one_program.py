@@ -104,7 +104,7 @@ def one_program_by_doubling(
 
 def cannot_fit(problem: Problem) -> bool:
     """Whether the arrays that are alive at once are too large even if all devices share them evenly."""
-    parts = [(r, r.num_bytes) for r in problem.nodes.residents]
+    parts = [(r, r.num_bytes) for r in problem.residents]
     least_bytes = float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
     return least_bytes > _MARGIN * problem.memory_limit_bytes
 
@@ -114,7 +114,7 @@ def least_compute_s(problem: Problem) -> float:
     large and as efficiently as they can, shared evenly by all devices, without communication.
     """
     cluster = subcluster(problem.cluster, (1, 1))
-    priced = price(problem.nodes, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
+    priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
     return sum(float(node.compute_s.min()) for node in priced.nodes) / problem.cluster.num_devices
 
 
@@ -191,7 +191,7 @@ def is_too_large(problem: Problem, count: int) -> bool:
     ]
     larger = problem.num_micro_batches / count
     live_ranges = []
-    for r in nodes.residents:
+    for r in problem.residents:
         holds_batch = r.node >= 0 and any(r.projection[f] >= 0 for f in batch_factors[r.node])
         live_ranges.append((r, r.num_bytes * (larger if holds_batch else 1.0)))
     least_bytes = float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices

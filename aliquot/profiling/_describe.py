@@ -39,6 +39,7 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
 
 def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str, Any]:
     nodes, block = step.problem.nodes.nodes, options.block
+    phases = {p: phase for p in block.products if (phase := nodes[p].phase) is not None}
     return {
         "number": number,
         "entry": nodes[block.entry].label,
@@ -48,12 +49,12 @@ def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str,
         "products": [
             {
                 "operator": nodes[product].label,
-                "phase": nodes[product].work[0].phase.name.lower(),
+                "phase": phases[product].name.lower(),
                 "plans": [_follows(step, product, masks[product]) for masks in options.masks],
             }
-            for product in block.products
+            for product in phases
         ],
-        "forward_products": sum(nodes[p].work[0].phase is Phase.FORWARD for p in block.products),
+        "forward_products": sum(phase is Phase.FORWARD for phase in phases.values()),
     }
 
 

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster, Link, LogicalMesh, catalogue_name, subcluster, target_for
 from ..core import ClusterError, InputError
-from ..cost import Measured, RatioTable, collective_kind, collective_line, collective_points, work_seconds
+from ..cost import Measured, RatioTable, Work, collective_kind, collective_line, collective_points, work_seconds
 from ..graph import Phase
 from ..plans import item_bytes
-from ..sharding import Work
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 from ._programs import host_device

@@ -70,7 +70,7 @@ def required_operators(
     asked = _Asked()
     cluster = replace(problem.cluster, measured=asked)
     for shape in mesh_shapes:
-        price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster), repeats=problem.num_micro_batches)
+        price(problem, LogicalMesh(shape=shape, cluster=cluster), repeats=problem.num_micro_batches)
     return _listed(asked, mesh_shapes, cluster, (largest_in_host_bytes, largest_between_hosts_bytes), transfers=True)
 
 
@@ -87,7 +87,7 @@ def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, .
         cluster = replace(stage.problem.cluster, measured=asked)
         shapes[of_plan.mesh_shape] = None
         price(
-            stage.problem.nodes,
+            stage.problem,
             LogicalMesh(shape=of_plan.mesh_shape, axis_names=of_plan.axis_names, cluster=cluster),
             repeats=stage.problem.num_micro_batches,
             data_axes=frozenset(of_plan.axis_names.index(axis) for axis in of_plan.data_axes),

@@ -289,7 +289,7 @@ def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> d
 
 
 def _space(problem: Problem, mesh: LogicalMesh) -> Space:
-    priced = price(problem.nodes, mesh)
+    priced = price(problem, mesh)
     return Space(name="blocks", priced=priced, allowed=[np.ones(len(n.choices), bool) for n in priced.nodes])
 
 

@@ -191,7 +191,7 @@ class _Finder:
             if len(touched) == 1:
                 owner[product] = touched.pop()
         self.by_parameter = dict.fromkeys(owner, True)
-        entries = [p for p, node in self.products.items() if p in owner and _phase(node) is Phase.FORWARD]
+        entries = [p for p, node in self.products.items() if p in owner and node.phase is Phase.FORWARD]
         joined = _Sets()
         first_reader: dict[tuple[int, int, int], int] = {}
         for product in entries:
@@ -397,11 +397,7 @@ class _Classes:
 
 
 def _is_product(node: Node) -> bool:
-    return node.kind == "product" and any(w.flops for w in node.work) and _phase(node) is not Phase.UPDATE
-
-
-def _phase(node: Node) -> Phase:
-    return node.work[0].phase
+    return node.kind == "product" and node.multiplies and node.phase is not Phase.UPDATE
 
 
 def _pairs(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:

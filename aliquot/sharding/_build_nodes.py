@@ -8,49 +8,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..graph import Graph, Phase, Role, fold
-from ._cuts import cut
+from ._cuts import cut, taken_by_regions
 from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
-from ._materialised import taken_by_regions
+from ._node_collectives import batch_sums, group_collectives, product_collectives, whole_bytes
 from ._node_index import NodeIndex
-from ._node_work import batch_sums, group_collectives, group_work, product_collectives, product_work, whole_bytes
 from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, WholeOperator
-from ._residents import residents
 from ._spec import REPLICATED
 
 
-def build_nodes(
-    graph: Graph,
-    *,
-    repeats: bool = True,
-    merges_partial_sums: bool = False,
-    repeats_cheap_work: bool = False,
-    zeroes_early: bool = False,
-    delays_gradients: bool = False,
-    sums_gradients: bool = False,
-    library_convolves: bool = False,
-    runs_latest: bool = False,
-    maxpool_gradient_stores_indices: bool = False,
-    product_itemsize: int = 0,
-    on_missing_rule: str = "infer",
-) -> NodeGraph:
-    """Everything there is to decide about a step, for any mesh.
+def index_nodes(graph: Graph, *, repeats: bool = True, on_missing_rule: str = "infer") -> NodeIndex:
+    """The nodes of a step, and how its arrays stand to them.
 
     Args:
         repeats: fold equal layers into one decision.
-        merges_partial_sums: whether the compiler reduces a sum of partial products once, not each
-            of them.
-        repeats_cheap_work, zeroes_early, delays_gradients, sums_gradients, library_convolves,
-            runs_latest: what else is done that changes what is stored and when, see `find_storage`.
-        maxpool_gradient_stores_indices, product_itemsize: what is held besides, and in how many bytes operands of products are, see
-            `residents`.
         on_missing_rule: see `dim_rule`.
 
     Raises:
         MissingRuleError: a primitive has no rule.
     """
-    cuts = cut(graph, fold(graph, repeats=repeats), on_missing_rule)
-    naming = NodeIndex(cuts=cuts)
+    return NodeIndex(cuts=cut(graph, fold(graph, repeats=repeats), on_missing_rule), on_missing_rule=on_missing_rule)
+
+
+def build_nodes(naming: NodeIndex, *, merges_partial_sums: bool = False, sums_gradients: bool = False) -> NodeGraph:
+    """Everything there is to decide about a step, for any mesh.
+
+    Args:
+        merges_partial_sums: whether a sum of partial products is reduced once, not each of them.
+        sums_gradients: whether gradients are summed over micro-batches before they are reduced.
+    """
+    cuts, graph = naming.cuts, naming.cuts.graph
     edges = EdgeBuilder(naming=naming, merges_partial_sums=merges_partial_sums, sums_gradients=sums_gradients)
     for op_class in naming.order:
         edges.add_operator(op_class)
@@ -61,19 +48,6 @@ def build_nodes(
     return NodeGraph(
         nodes=nodes,
         edges=tuple(edges.edges),
-        residents=tuple(
-            residents(
-                naming,
-                product_itemsize=product_itemsize,
-                maxpool_gradient_stores_indices=maxpool_gradient_stores_indices,
-                runs_latest=runs_latest,
-                library_convolves=library_convolves,
-                repeats_cheap_work=repeats_cheap_work,
-                zeroes_early=zeroes_early,
-                delays_gradients=delays_gradients,
-                sums_gradients=sums_gradients,
-            )
-        ),
         sites=tuple(_sites(naming)),
         input_ports=tuple(_given_port(naming, i.value) for i in graph.inputs),
         output_ports=tuple(_given_port(naming, o.value) for o in graph.outputs),
@@ -83,7 +57,7 @@ def build_nodes(
         op_class=tuple(cuts.folding.op_class.tolist()),
         loop_ports=_loop_ports(naming),
         folded=any(len(m) > 1 for m in cuts.folding.members),
-        on_missing_rule=on_missing_rule,
+        on_missing_rule=naming.on_missing_rule,
         whole=tuple(_whole_operators(naming)),
     )
 
@@ -112,7 +86,8 @@ def _node(naming: NodeIndex, index: int) -> Node:
             kind=kind,
             factors=tuple(Factor(size=rule.sizes[f], label=f) for f in rule.factors),
             copies=len(naming.cuts.folding.members[which]),
-            work=product_work(naming, which),
+            phase=naming.cuts.first[which].phase,
+            multiplies=rule.flops > 0,
             collectives=product_collectives(naming, which),
         )
     slots = naming.group_slots[which]
@@ -122,7 +97,6 @@ def _node(naming: NodeIndex, index: int) -> Node:
         kind=kind,
         factors=_group_factors(naming, index, slots),
         copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
-        work=group_work(naming, index, slots),
         collectives=group_collectives(naming, index),
     )
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..graph import DimRule, Folding, Graph, Op, Phase, Role, traits_of
+from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, traits_of
 from ._dim_rule import dim_rule
 from ._slots import Slots
 
@@ -183,6 +183,16 @@ def rearranges(op: Op) -> bool:
     """
     moves = traits_of(op.name).moves
     return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)
+
+
+def taken_by_regions(block: Block) -> Iterator[int]:
+    """Values that the remat regions of a block take, and those of the blocks inside it."""
+    for item in block.items:
+        if isinstance(item, Call):
+            if item.kind == "remat":
+                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
+            for inner in item.blocks:
+                yield from taken_by_regions(inner)
 
 
 def _mark_fresh(cuts: Cuts, order: list[int]) -> None:

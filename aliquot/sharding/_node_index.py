@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ..graph import Moves, Op, Phase, Role, traits_of, wildcard
 from ._cuts import Cuts, rearranges
-from ._materialised import Storage, find_storage
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
 
@@ -16,10 +15,13 @@ from ._spec import PARTIAL, REPLICATED
 class NodeIndex:
     """Maps arrays to nodes and their dims to factors. Nodes are numbered in program order.
 
+    `on_missing_rule` is what was done where a primitive has no rule; see `dim_rule`.
+
     `readers_as_split` holds for each slot the operators that work on its array as it is split.
     """
 
     cuts: Cuts
+    on_missing_rule: str
     order: list[int] = field(default_factory=list)
     kinds: list[tuple[str, int]] = field(default_factory=list)
     of_product: dict[int, int] = field(default_factory=dict)
@@ -33,13 +35,11 @@ class NodeIndex:
     readers_as_split: dict[int, list[Op]] = field(default_factory=dict)
     value_read_phases: list[set[Phase]] = field(default_factory=list)
     readers: dict[int, set[int]] = field(default_factory=dict)
-    storage: Storage = field(init=False)
     batch_values: frozenset[int] = field(init=False)
     _slot_ports: dict[int, Port] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.cuts
-        self.storage = find_storage(cuts)
         self.batch_values = frozenset(i.value for i in cuts.graph.inputs if i.role is Role.BATCH)
         self.order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
         for key, slot in cuts.slots.by_key.items():

@@ -44,23 +44,6 @@ SplitBy: TypeAlias = tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Arithmetic and memory traffic of a node in one step, all copies together.
-
-    `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is how many separate programs
-    a device launches, however the work is split. For `deferrable` see `Op`.
-    """
-
-    phase: Phase
-    split_by: SplitBy
-    flops: float = 0.0
-    dtype: str = ""
-    arrays: tuple[tuple[float, SplitBy], ...] = ()
-    kernels: float = 0.0
-    deferrable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCollective:
     """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction,
     or a gather of what must be whole. All axes that do join in one collective.
@@ -83,14 +66,18 @@ class NodeCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Node:
-    """One decision. `copies` is how many equal operators or arrays of the step it stands for."""
+    """One decision. `copies` is how many equal operators or arrays of the step it stands for.
+
+    Of a product, `phase` is that in which it runs, and `multiplies` tells whether it does arithmetic; lookups only move.
+    """
 
     index: int
     label: str
     kind: str
     factors: tuple[Factor, ...]
     copies: int
-    work: tuple[Work, ...] = ()
+    phase: Phase | None = None
+    multiplies: bool = False
     collectives: tuple[NodeCollective, ...] = ()
 
 
@@ -136,35 +123,6 @@ class Edge:
     masked: bool = False
     on_pieces: bool = False
     deferrable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Resident:
-    """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that
-    are split.
-
-    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive. `stacked` ones are filled
-    by a loop, step by step.
-
-    Only where a compiler may defer products that only the update needs: until `late_deaths` the
-    array is kept for its consumer, the product `reader`, as split by `read_projection`; from
-    `unreduced_from` on the result of its producer, the product `maker`, is there, not yet summed
-    over devices.
-    """
-
-    node: int
-    projection: Projection
-    num_bytes: int
-    category: str
-    label: str
-    births: NDArray[np.int64] = field(repr=False)
-    deaths: NDArray[np.int64] = field(repr=False)
-    stacked: bool = False
-    late_deaths: NDArray[np.int64] | None = field(default=None, repr=False)
-    reader: int = -1
-    read_projection: Projection = ()
-    unreduced_from: NDArray[np.int64] | None = field(default=None, repr=False)
-    maker: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +180,9 @@ class NodeGraph:
 
     Attributes:
         nodes, edges: see `Node` and `Edge`.
-        residents: what takes memory, and when.
         sites: where splits are pinned when the step runs.
         input_ports, output_ports: how each input and output of the step is split.
-        num_ops: number of operators, the length of the time axis of `residents`.
+        num_ops: number of operators.
         batch_factors: for each node the factors that the batch dim of the inputs runs through.
         batch_sums: between how many products of the backward pass layers need sums over the batch,
             in a step.
@@ -239,7 +196,6 @@ class NodeGraph:
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
-    residents: tuple[Resident, ...]
     sites: tuple[Site, ...]
     input_ports: tuple[Port, ...]
     output_ports: tuple[Port, ...]

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import aliquot.cost._priced as priced_module
 from aliquot.cluster import TARGETS, Cluster, Device, Link, LogicalMesh
-from aliquot.cost import collective_line
+from aliquot.cost import Work, collective_line
 from aliquot.cost._collectives import move_line, through_copies, widening
 from aliquot.cost._evaluate import hidden_seconds
 from aliquot.graph import Phase
-from aliquot.sharding import PARTIAL, Work, reshard
+from aliquot.sharding import PARTIAL, reshard
 
 BYTES = 80e6
 INTRA = Link(latency_s=2e-6, bandwidth_bytes_per_s=100e9)

@@ -38,7 +38,7 @@ def problem():
 def test_collectives_cost_what_the_judge_charges(shape, cluster):
     """The list of collectives and the sum over tables are two ways to the same seconds."""
     problem = make_problem(aq.capture(*STEP), cluster)
-    priced = price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster))
+    priced = price(problem, LogicalMesh(shape=shape, cluster=cluster))
     rng = np.random.default_rng(1)
     for _ in range(10):
         picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
@@ -48,7 +48,7 @@ def test_collectives_cost_what_the_judge_charges(shape, cluster):
 
 
 def test_equal_conversions_are_paid_once(problem):
-    priced = price(problem.nodes, LogicalMesh(shape=(8,), cluster=CLUSTER))
+    priced = price(problem, LogicalMesh(shape=(8,), cluster=CLUSTER))
     rng = np.random.default_rng(2)
     picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
     seen = set()
@@ -84,7 +84,7 @@ def test_choices_divide():
 
 
 def test_picks_are_positions_of_choices(problem):
-    priced = price(problem.nodes, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
+    priced = price(problem, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
     rng = np.random.default_rng(3)
     picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
     choices = [tuple(node.choices[k].tolist()) for node, k in zip(priced.nodes, picks)]

@@ -37,7 +37,7 @@ def simulated(problem, priced, picks) -> np.ndarray:
     def local(num_bytes, split):
         return num_bytes / math.prod(n for n, p in zip(priced.axis_sizes, split) if p >= 0)
 
-    for r in nodes.residents:
+    for r in problem.residents:
         num_bytes = local(r.num_bytes, spec(r.node, r.projection)) if r.node >= 0 else r.num_bytes
         for birth, death in zip(r.births, r.deaths):
             for moment in range(birth, death + 1):
@@ -66,7 +66,7 @@ def test_timeline_is_what_is_alive(name, shape):
     """On a target whose compiler has no habits of its own."""
     cluster = Cluster.preset("4xcpu")
     problem = make_problem(aq.capture(*STEPS[name]), cluster)
-    priced = price(problem.nodes, LogicalMesh(shape=shape, cluster=cluster))
+    priced = price(problem, LogicalMesh(shape=shape, cluster=cluster))
     model = memory_model(priced, in_turn=False)
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -95,16 +95,16 @@ def test_an_array_lives_while_a_fused_reader_does():
     graph = aq.capture(step, params, {"x": array(8, 16)})
     problem = make_problem(graph, Cluster.preset("2xH100"))
     first = _forward(graph, "dot_general")
-    alive = [(int(r.births[0]), int(r.deaths[0])) for r in problem.nodes.residents if r.births[0] == first > -1]
+    alive = [(int(r.births[0]), int(r.deaths[0])) for r in problem.residents if r.births[0] == first > -1]
     assert (first, _forward(graph, "add")) in alive
-    assert all(r.births[0] != _forward(graph, "mul") for r in problem.nodes.residents)
+    assert all(r.births[0] != _forward(graph, "mul") for r in problem.residents)
 
 
 def test_inputs_live_all_the_time_and_successors_in_their_place():
     graph = aq.capture(*STEPS["mlp"])
     problem = make_problem(graph, Cluster.preset("2xH100"))
     whole = {"parameters": 0, "optimizer state": 0, "batch": 0}
-    for r in problem.nodes.residents:
+    for r in problem.residents:
         if r.category in whole:
             assert (r.births == 0).all() and (r.deaths == len(graph.ops)).all()
             whole[r.category] += r.num_bytes * len(r.births)
@@ -118,8 +118,7 @@ def test_micro_batches_hold_their_gradients():
     graph = aq.capture(*STEPS["mlp"])
     mesh = LogicalMesh(shape=(2,), cluster=cluster)
     once, twice = (
-        memory_model(price(make_problem(graph, cluster).nodes, mesh, repeats=repeats), in_turn=False)
-        for repeats in (1, 2)
+        memory_model(price(make_problem(graph, cluster), mesh, repeats=repeats), in_turn=False) for repeats in (1, 2)
     )
     for a, b in zip(once.residents, twice.residents):
         if a.category == "gradients":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import aliquot as aq
-from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cluster import TARGETS, Cluster, LogicalMesh
 from aliquot.cost import (
     converted,
     decode_interior,
@@ -15,10 +15,10 @@ from aliquot.cost import (
     may_take_turns,
     price,
 )
+from aliquot.cost.memory import find_storage
 from aliquot.graph import Phase, fold
 from aliquot.planners import DataParallel
 from aliquot.sharding._cuts import cut
-from aliquot.sharding._materialised import find_storage
 
 
 def array(*shape):
@@ -39,7 +39,7 @@ def step_of(loss):
 def residents(cluster: str, loss, params, images=None):
     """Residents of a training step, and its graph."""
     graph = aq.capture(step_of(loss), params, array(8, 16, 16, 4) if images is None else images)
-    return make_problem(graph, Cluster.preset(cluster)).nodes.residents, graph
+    return make_problem(graph, Cluster.preset(cluster)).residents, graph
 
 
 def copies(cluster: str, loss, params):
@@ -128,7 +128,7 @@ def normalised(cluster: str, recompute: bool):
     choices = decode_interior(plan.stages[0], problem.nodes)
     stage = plan.stages[0]
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=where)
-    priced = price(problem.nodes, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
+    priced = price(problem, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
     return priced, np.zeros(len(choices), np.int64), problem.graph
 
 
@@ -177,7 +177,7 @@ def test_a_sum_beside_another_one_does_not_wait():
     params |= {"scale": array(1, 1, 1, 8), "bias": array(1, 1, 1, 8), "other": array(1, 1, 1, 16)}
     graph = aq.capture(step_of(loss), params, array(8, 16, 16, 4))
     cuts = cut(graph, fold(graph), "error")
-    runs_at = find_storage(cuts, repeats_cheap_work=True, delays_gradients=True).late_run
+    runs_at = find_storage(cuts, TARGETS["gpu"]).late_run
     sums = [op for op in graph.ops if op.name == "reduce_sum" and op.phase is Phase.BACKWARD]
     wide = {v for v, value in enumerate(graph.values) if value.shape == (8, 16, 16, 8)}
     waits = {size: [op for op in sums if graph.values[op.outputs[0]].shape == (size,)] for size in (8, 16)}

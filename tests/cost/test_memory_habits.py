@@ -114,7 +114,7 @@ def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces
 
 def residents_for(cluster: str, train_step, *arguments, micro_batches: int = 1):
     graph = aq.capture(train_step, *arguments)
-    return make_problem(graph, Cluster.preset(cluster), num_micro_batches=micro_batches).nodes.residents
+    return make_problem(graph, Cluster.preset(cluster), num_micro_batches=micro_batches).residents
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
@@ -171,7 +171,7 @@ def held(cluster: str, method, **settings):
     mesh = LogicalMesh(
         shape=plan.stages[0].mesh_shape, axis_names=plan.stages[0].axis_names, cluster=Cluster.preset(cluster)
     )
-    priced = price(problem.nodes, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
+    priced = price(problem, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
     picks = np.zeros(len(choices), np.int64)
     found = converted(known_memory(priced, picks), priced, picks)
     return [(c, num_bytes, problem.nodes.edges[c.edges[0]]) for c, num_bytes in found]
@@ -194,8 +194,8 @@ def test_products_run_in_turn_where_layers_have_collectives_beside_all_reduces()
     """Less waits then: what is known lies between what waits if they do and if they do not."""
     work = workload(recompute="block", sequences=64, hidden_size=256)
     cluster = Cluster.preset("4xH100")
-    nodes = make_problem(aq.capture(work.train_step, work.state, work.batch), cluster).nodes
-    priced = price(nodes, LogicalMesh(shape=(2, 2), axis_names=("x", "y"), cluster=cluster))
+    problem = make_problem(aq.capture(work.train_step, work.state, work.batch), cluster)
+    priced = price(problem, LogicalMesh(shape=(2, 2), axis_names=("x", "y"), cluster=cluster))
     rng = np.random.default_rng(0)
     least, most = (memory_model(priced, in_turn=in_turn) for in_turn in (True, False))
     saved = []
@@ -249,8 +249,8 @@ def test_cheap_work_is_not_stored():
     logits = 4 * 8 * 128 * 256
 
     def stored(cluster: str) -> int:
-        nodes = make_problem(graph, Cluster.preset(cluster)).nodes
-        return sum(r.num_bytes == logits and "scatter" not in r.label for r in nodes.residents)
+        residents = make_problem(graph, Cluster.preset(cluster)).residents
+        return sum(r.num_bytes == logits and "scatter" not in r.label for r in residents)
 
     assert stored("2xH100") < stored("2xcpu")
 
@@ -261,9 +261,9 @@ def test_every_device_sums_whole_gradients_over_micro_batches(scan):
     work = workload(scan=scan)
     graph = aq.capture(work.train_step, work.state, work.batch)
     cluster = Cluster.preset("2xH100")
-    nodes = make_problem(graph, cluster, num_micro_batches=2).nodes
+    problem = make_problem(graph, cluster, num_micro_batches=2)
     mesh = LogicalMesh(shape=(2,), cluster=cluster)
-    priced = price(nodes, mesh, repeats=2, data_axes=frozenset({0}))
+    priced = price(problem, mesh, repeats=2, data_axes=frozenset({0}))
     model = memory_model(priced, in_turn=False)
     totals = stacks = 0.0
     for r, local in zip(model.residents, model.local_bytes):

@@ -34,7 +34,7 @@ def kept_bytes(stage):
     extract = stage_step(layered, (0, 2)).extracts[stage]
     cluster = Cluster.preset("1xV100-16GB")
     problem = make_problem(extract.graph, cluster, num_micro_batches=4)
-    priced = price(problem.nodes, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster), repeats=4)
+    priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster), repeats=4)
     return phase_costs(priced, np.zeros(len(priced.nodes), np.int64), extract.graph).in_flight_bytes
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh, Products, target_for
+from aliquot.cost import Work
 from aliquot.cost import _priced as priced_module
 from aliquot.graph import Phase
-from aliquot.sharding import Work
 
 MESH = LogicalMesh(shape=(4,), cluster=Cluster.preset("4xH100"))
 TARGET = dataclasses.replace(

@@ -75,11 +75,11 @@ def try_all(problem: Problem, mesh: LogicalMesh) -> AllCombinations:
 
 class _Judge:
     def __init__(self, problem: Problem, mesh: LogicalMesh) -> None:
-        self.graph, self.mesh = problem.nodes, mesh
+        self.graph, self.residents, self.mesh = problem.nodes, problem.residents, mesh
         self.target = target_for(problem.cluster.device)
         self.repeats = problem.num_micro_batches
         self.choices = [choices_of(node, mesh.shape) for node in self.graph.nodes]
-        priced = price(self.graph, mesh, repeats=self.repeats)
+        priced = price(problem, mesh, repeats=self.repeats)
         self.seconds, orders = [], []
         for mine, table in zip(self.choices, priced.nodes, strict=True):
             rows = {tuple(c): k for k, c in enumerate(table.choices.tolist())}
@@ -125,7 +125,7 @@ class _Judge:
         """For each node and choice the bytes of residents at every moment; what no node splits goes to the first."""
         moments = np.arange(self.graph.num_ops + 1)
         tables = [np.zeros((len(mine), len(moments))) for mine in self.choices]
-        for r in self.graph.residents:
+        for r in self.residents:
             for born, dead in zip(r.births, r.deaths, strict=True):
                 alive = (born <= moments) & (moments <= dead)
                 if r.node < 0:

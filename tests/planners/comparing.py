@@ -1,6 +1,6 @@
 """One random problem planned and tried out: what the brute-force test and the benchmark both count."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from planners.brute_force import AllCombinations, count_combinations, try_all
@@ -48,7 +48,7 @@ def compare(seed: int, *, most: int = 300_000, least: int = 30) -> Comparison | 
     if not least <= count <= most:
         return None
     tried = try_all(problem, mesh)
-    priced = price(problem.nodes, mesh)
+    priced = price(problem, mesh)
     outcomes = [_difference(problem, priced, tried, limit) for limit in (1e12, *tried.limits())]
     infeasible = [d for limit, d in outcomes if tried.best(limit) is None]
     return Comparison(
@@ -66,13 +66,7 @@ def compare(seed: int, *, most: int = 300_000, least: int = 30) -> Comparison | 
 
 def _difference(problem: Problem, priced: Priced, tried: AllCombinations, limit_bytes: float) -> tuple[float, float]:
     """The limit, and by how much the plan misses the least step time; infinite where one of the two finds nothing."""
-    limited = Problem(
-        graph=problem.graph,
-        nodes=problem.nodes,
-        cluster=problem.cluster,
-        num_micro_batches=1,
-        memory_limit_bytes=limit_bytes,
-    )
+    limited = replace(problem, num_micro_batches=1, memory_limit_bytes=limit_bytes)
     best = tried.best(limit_bytes)
     method = ShardParallel(mesh_shape=priced.mesh.shape, intra=ILP(relative_gap=0.0, node_limit=100_000))
     try:

@@ -26,7 +26,7 @@ def problem():
 
 @pytest.fixture(scope="module")
 def priced(problem):
-    return price(problem.nodes, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
+    return price(problem, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
 
 
 @pytest.fixture(scope="module")

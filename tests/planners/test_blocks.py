@@ -34,7 +34,7 @@ def problem():
 
 
 def space_on(problem, shape: tuple[int, ...]) -> Space:
-    priced = price(problem.nodes, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=CLUSTER))
+    priced = price(problem, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=CLUSTER))
     return Space(name="all", priced=priced, allowed=everything(priced))
 
 

@@ -27,7 +27,7 @@ def problem():
 
 @pytest.fixture(scope="module")
 def space(problem):
-    priced = price(problem.nodes, LogicalMesh(shape=(4,), cluster=CLUSTER))
+    priced = price(problem, LogicalMesh(shape=(4,), cluster=CLUSTER))
     return Space(name="all", priced=priced, allowed=everything(priced))
 
 

@@ -21,7 +21,7 @@ def problem():
 
 def priced_on(problem, shape):
     mesh = LogicalMesh(shape=shape, cluster=problem.cluster)
-    return price(problem.nodes, mesh, data_axes=frozenset({0}))
+    return price(problem, mesh, data_axes=frozenset({0}))
 
 
 def test_a_cached_layout_takes_other_prices(problem):

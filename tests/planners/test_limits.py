@@ -28,7 +28,7 @@ def graph():
 
 @pytest.fixture(scope="module")
 def priced(graph):
-    return price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
+    return price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(8,), cluster=_CLUSTER))
 
 
 @pytest.fixture(scope="module")

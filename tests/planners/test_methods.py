@@ -279,10 +279,10 @@ def test_an_interior_of_another_plan_is_refused(plans, problem):
 def test_micro_batches_pay_the_update_once(problem):
     """Twice the micro-batches of one size: forward and backward double, the update and its gradients do not."""
     mesh = LogicalMesh(shape=(8,), cluster=CLUSTER)
-    once, twice = (price(problem.nodes, mesh, repeats=m, data_axes=frozenset({0})) for m in (1, 2))
+    once, twice = (price(problem, mesh, repeats=m, data_axes=frozenset({0})) for m in (1, 2))
     kinds = {}
-    for node, a, b in zip(problem.nodes.nodes, once.nodes, twice.nodes):
-        for work in node.work:
+    for node, node_work, a, b in zip(problem.nodes.nodes, problem.work, once.nodes, twice.nodes):
+        for work in node_work:
             kinds.setdefault(node.index, set()).add(work.phase.name)
         if kinds.get(node.index) == {"UPDATE"}:
             assert (a.compute_s == b.compute_s).all()

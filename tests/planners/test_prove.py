@@ -18,7 +18,7 @@ def searches():
     """Searches in little memory, each with its bound and its best solution by the integer program."""
     work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
     graph = aq.capture(work.train_step, work.state, work.batch)
-    priced = price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
+    priced = price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(8,), cluster=_CLUSTER))
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (

@@ -18,7 +18,7 @@ _UNLIMITED = 1e15
 def priced():
     work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
     graph = aq.capture(work.train_step, work.state, work.batch)
-    return price(make_problem(graph, _CLUSTER).nodes, LogicalMesh(shape=(8,), cluster=_CLUSTER))
+    return price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(8,), cluster=_CLUSTER))
 
 
 def peak(search, picks):

@@ -23,25 +23,25 @@ _CLUSTER = Cluster.preset("4xH100")
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def problem():
     config = zoo.configure(
         "llama-7b", num_layers=3, hidden_size=256, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
     )
     work = zoo.build(config, 64, dtype="float32", recompute="block")
-    return make_problem(aq.capture(work.train_step, work.state, work.batch), _CLUSTER).nodes
+    return make_problem(aq.capture(work.train_step, work.state, work.batch), _CLUSTER)
 
 
-def on_mesh(nodes, *shape):
-    return price(nodes, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=_CLUSTER))
+def on_mesh(problem, *shape):
+    return price(problem, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=_CLUSTER))
 
 
 def peak(model, priced, picks) -> float:
     return float(timeline(model, priced, picks).max())
 
 
-def test_running_weight_gradients_at_once_fits_where_deferring_does_not(nodes):
+def test_running_weight_gradients_at_once_fits_where_deferring_does_not(problem):
     """The limit lies between what these choices need and what they would need if all products waited that may."""
-    priced = on_mesh(nodes, 2, 2)
+    priced = on_mesh(problem, 2, 2)
     rng = np.random.default_rng(0)
     tried = 0
     for _ in range(40):
@@ -61,9 +61,9 @@ def test_running_weight_gradients_at_once_fits_where_deferring_does_not(nodes):
     assert tried
 
 
-def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(nodes):
+def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem):
     """The bound is still one of all choices, and the status says what was searched."""
-    priced = on_mesh(nodes, 4)
+    priced = on_mesh(problem, 4)
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     best = free.improve()
@@ -79,17 +79,17 @@ def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(nodes):
     assert found.status == "optimal if every deferrable product is deferred"
 
 
-def test_without_overlap_choices_do_not_change_what_is_deferred(nodes):
+def test_without_overlap_choices_do_not_change_what_is_deferred(problem):
     tpus = Cluster.preset("v5e-4")
-    priced = price(nodes, LogicalMesh(shape=(4,), axis_names=("x",), cluster=tpus))
-    assert may_take_turns(on_mesh(nodes, 4)) and not may_take_turns(priced)
+    priced = price(problem, LogicalMesh(shape=(4,), axis_names=("x",), cluster=tpus))
+    assert may_take_turns(on_mesh(problem, 4)) and not may_take_turns(priced)
     first = np.zeros(len(priced.nodes), np.int64)
     either = [timeline(memory_model(priced, in_turn=in_turn), priced, first) for in_turn in (True, False)]
     assert (either[0] == either[1]).all()
 
 
-def test_a_problem_that_can_never_fit_is_not_solved(nodes):
+def test_a_problem_that_can_never_fit_is_not_solved(problem):
     """Every array at its smallest is too much already."""
-    search = Search(on_mesh(nodes, 2, 2), everything(on_mesh(nodes, 2, 2)), limit_bytes=1e5)
+    search = Search(on_mesh(problem, 2, 2), everything(on_mesh(problem, 2, 2)), limit_bytes=1e5)
     assert search.bound() is None
     assert search.num_solves == 0

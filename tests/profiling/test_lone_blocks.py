@@ -18,7 +18,7 @@ from aliquot.graph import Graph, Item, Phase, capture, extract_items, items_of
 from aliquot.planners import ILP, Space
 from aliquot.profiling import compile_part
 from aliquot.runtime import compiled_stats
-from aliquot.sharding import NodeGraph, ParallelBlock, build_nodes, find_blocks
+from aliquot.sharding import NodeGraph, ParallelBlock, build_nodes, find_blocks, index_nodes
 
 SMALL = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 64}
 MODELS = {
@@ -41,7 +41,7 @@ class Step:
     def __init__(self, model: str, overrides: dict[str, int]) -> None:
         workload = zoo.build(model, 16, overrides=overrides, dtype="float32", recompute="none")
         self.graph = capture(workload.train_step, workload.state, workload.batch)
-        self.nodes = build_nodes(self.graph)
+        self.nodes = build_nodes(index_nodes(self.graph))
         self.items = items_of(self.graph)
         self.maker = {o: k for k, item in enumerate(self.items) for o in item.outputs}
         self.readers: dict[int, list[int]] = defaultdict(list)
@@ -91,7 +91,7 @@ def compiled_collectives(step: Step, block: ParallelBlock, items: list[Item], op
     """What the compiler puts between a block's products if its entry is split by an option and all else as is best."""
     part = extract_items(step.graph, items)
     problem = make_problem(part.graph, Cluster.detect(jax.devices()[:NUM_DEVICES]))
-    priced = price(problem.nodes, LogicalMesh(shape=(NUM_DEVICES,), axis_names=("x",), cluster=problem.cluster))
+    priced = price(problem, LogicalMesh(shape=(NUM_DEVICES,), axis_names=("x",), cluster=problem.cluster))
     allowed = [np.ones(len(node.choices), bool) for node in priced.nodes]
     whole, here = maker_of_class(step.nodes), maker_of_class(problem.nodes)
     for number, op in enumerate(part.ops):

@@ -99,13 +99,13 @@ def test_measured_sizes_have_measured_prices(tmp_path):
         measured = read_measured(database, CLUSTER)
     problem = make_problem(capture(*STEP), CLUSTER)
     modelled, corrected = (
-        price(problem.nodes, LogicalMesh(shape=(4,), cluster=cluster))
+        price(problem, LogicalMesh(shape=(4,), cluster=cluster))
         for cluster in (CLUSTER, replace(CLUSTER, measured=measured))
     )
     seen = 0
-    for node, before, after in zip(problem.nodes.nodes, modelled.nodes, corrected.nodes, strict=True):
-        works = [work for work in node.work if work.flops]
-        if len(works) == 1 and len(node.work) == 1 and works[0].kernels == 1:
+    for node_work, before, after in zip(problem.work, modelled.nodes, corrected.nodes, strict=True):
+        works = [work for work in node_work if work.flops]
+        if len(works) == 1 and len(node_work) == 1 and works[0].kernels == 1:
             found = after.compute_s / before.compute_s
             products = {o: r for o, r in ratios.items() if o.kind == "product"}
             for value in found:

@@ -10,10 +10,11 @@ from planners.small_steps import array, momentum_step
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import evaluate, price
+from aliquot.cost import evaluate, make_problem, price
 from aliquot.graph import Phase, Role, cut_layers
-from aliquot.sharding import build_nodes
+from aliquot.sharding import build_nodes, index_nodes
 
+CLUSTER = Cluster.preset("8xcpu")
 ROWS, SEQ, WIDTH, HEADS, VOCAB = 8, 32, 64, 4, 128
 
 
@@ -23,7 +24,7 @@ def nodes_of(family="gpt-125m", num_layers=3, **options):
     )
     workload = zoo.build(config, ROWS, optimizer="sgd", **options)
     graph = aq.capture(workload.train_step, workload.state, workload.batch)
-    return graph, build_nodes(graph)
+    return graph, build_nodes(index_nodes(graph))
 
 
 @pytest.mark.parametrize("family", ["gpt-125m", "llama-7b"])
@@ -75,7 +76,7 @@ def test_parts_of_one_operator_have_labels_of_their_own():
         small, large = jnp.split(batch["x"] * params["scale"], [8], axis=-1)
         return small.sum(axis=0), large.sum(axis=0)
 
-    nodes = build_nodes(aq.capture(step, {"scale": array(24)}, {"x": array(16, 24)}))
+    nodes = build_nodes(index_nodes(aq.capture(step, {"scale": array(24)}, {"x": array(16, 24)})))
     for node in nodes.nodes:
         labels = [f.label for f in node.factors]
         assert len(set(labels)) == len(labels)
@@ -88,7 +89,7 @@ def test_a_size_one_dim_neither_ties_nor_blocks():
         return centred * batch["mask"][:, None, None]
 
     batch = {"x": array(8, 16, 32), "mask": array(8)}
-    nodes = build_nodes(aq.capture(step, {"scale": array(32)}, batch))
+    nodes = build_nodes(index_nodes(aq.capture(step, {"scale": array(32)}, batch)))
     group = max((n for n in nodes.nodes if n.kind == "group"), key=lambda n: len(n.factors))
     assert sorted(f.size for f in group.factors) == [8, 16, 32]
 
@@ -132,7 +133,7 @@ def test_the_work_of_a_scan_grows_with_its_length(recompute):
 
     def work(num_layers):
         graph, nodes = nodes_of(num_layers=num_layers, scan=True, recompute=recompute)
-        works = [w for node in nodes.nodes for w in node.work]
+        works = [w for node_work in make_problem(graph, CLUSTER).work for w in node_work]
         moved = sum(num_bytes for w in works for num_bytes, _ in w.arrays)
         converted = sum(e.num_bytes * e.count for e in nodes.edges)
         return np.array([moved, converted, sum(w.kernels for w in works), sum(i.cost for i in cut_layers(graph).items)])
@@ -146,7 +147,7 @@ def test_fused_projection_with_heads_in_front_is_free():
     step = momentum_step(
         _attention(_heads_first), {"w": array(WIDTH, HEADS, 3, WIDTH // HEADS)}, {"x": array(ROWS, SEQ, WIDTH)}
     )
-    nodes = build_nodes(aq.capture(*step))
+    nodes = build_nodes(index_nodes(aq.capture(*step)))
     fused = [n for n in nodes.nodes if n.kind == "group" and HEADS in [f.size for f in n.factors]]
     for node in fused:
         heads = [f.size for f in node.factors].index(HEADS)
@@ -156,7 +157,7 @@ def test_fused_projection_with_heads_in_front_is_free():
 def test_fused_projection_in_one_dim_has_a_price_but_is_not_blocked():
     """`(3 heads size)`: a split of it is gathered at the cut, and everything else stays open."""
     step = momentum_step(_attention(_one_dim), {"w": array(WIDTH, 3 * WIDTH)}, {"x": array(ROWS, SEQ, WIDTH)})
-    nodes = build_nodes(aq.capture(*step))
+    nodes = build_nodes(index_nodes(aq.capture(*step)))
     gathered = [
         (node, c.factors[0])
         for node in nodes.nodes
@@ -184,15 +185,16 @@ def test_a_tied_embedding_is_one_parameter_with_two_uses():
 
 
 def test_equal_layers_are_one_decision():
-    graph, folded = nodes_of(recompute="none")
-    apart = build_nodes(graph, repeats=False)
+    graph, _ = nodes_of(recompute="none")
+    problems = [make_problem(graph, CLUSTER, repeats=repeats) for repeats in (True, False)]
+    folded, apart = (p.nodes for p in problems)
     assert folded.folded and not apart.folded
     assert len(folded.nodes) < len(apart.nodes)
     assert all(n.copies == 1 for n in apart.nodes)
     for name in ("flops", "kernels"):
-        totals = [sum(getattr(w, name) for n in g.nodes for w in n.work) for g in (folded, apart)]
+        totals = [sum(getattr(w, name) for node_work in p.work for w in node_work) for p in problems]
         assert totals[0] == pytest.approx(totals[1])
-    resident = [sum(r.num_bytes * len(r.births) for r in g.residents) for g in (folded, apart)]
+    resident = [sum(r.num_bytes * len(r.births) for r in p.residents) for p in problems]
     assert resident[0] == pytest.approx(resident[1], rel=0.02)
 
 
@@ -212,7 +214,7 @@ def test_a_total_over_equal_layers_may_leave_the_step():
     layer = {"own": array(WIDTH, WIDTH), "cross": array(WIDTH, WIDTH)}
     batch = {"x": array(ROWS, WIDTH), "source": array(ROWS, WIDTH)}
     graph = aq.capture(step, {"layers": [layer] * 5}, batch)
-    folded, apart = build_nodes(graph), build_nodes(graph, repeats=False)
+    folded, apart = build_nodes(index_nodes(graph)), build_nodes(index_nodes(graph, repeats=False))
     assert folded.folded and len(folded.nodes) < len(apart.nodes)
 
 
@@ -245,8 +247,9 @@ def test_steps_with_loops_and_branches(name):
     """They build, all their decisions have a price, and not splitting costs no communication."""
     step = STEPS[name]()
     graph = aq.capture(step.fn, *shapes(step.args), **shapes(step.kwargs))
-    nodes = build_nodes(graph)
-    priced = price(nodes, LogicalMesh(shape=(2,), cluster=Cluster.preset("2xH100")))
+    cluster = Cluster.preset("2xH100")
+    problem = make_problem(graph, cluster)
+    nodes, priced = problem.nodes, price(problem, LogicalMesh(shape=(2,), cluster=cluster))
     whole = evaluate(priced, np.zeros(len(nodes.nodes), np.int64))
     assert whole.compute_s > 0 and whole.communication_s == whole.gradient_s == 0
     for node in nodes.nodes:
@@ -263,14 +266,16 @@ def test_an_update_reads_nothing_that_it_writes():
         return {"w": state["w"] - 0.1 * moment / (1 + jnp.sqrt(jnp.abs(moment))), "m": moment}, loss
 
     square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    nodes = build_nodes(aq.capture(train_step, {"w": square, "m": square}, jax.ShapeDtypeStruct((8, 64), jnp.float32)))
-    update = [work for node in nodes.nodes for work in node.work if work.phase is Phase.UPDATE]
+    graph = aq.capture(train_step, {"w": square, "m": square}, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    update = [
+        work for node_work in make_problem(graph, CLUSTER).work for work in node_work if work.phase is Phase.UPDATE
+    ]
     assert sum(num_bytes for work in update for num_bytes, _ in work.arrays) == 5 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_conversions_of_casts_of_parameters_are_named_after_the_parameters(scan):
-    """So that a reader sees which weights are gathered, and in every layer the same line."""
+    """So that a reader sees which weights are gathered, and in node_work layer the same line."""
 
     def step(layers, x):
         def loss(layers):
@@ -289,7 +294,7 @@ def test_conversions_of_casts_of_parameters_are_named_after_the_parameters(scan)
     weight = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     stacked = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
     layers = {"w": stacked if scan else [weight] * 3}
-    nodes = build_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)))
+    nodes = build_nodes(index_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16))))
     labels = {edge.label for edge in nodes.edges if edge.num_bytes == 2 * 64 * 64}
     named = {label for label in labels if label.startswith("layers.w")}
     assert named == ({"layers.w"} if scan else {"layers.w[*]"}), labels

@@ -11,10 +11,9 @@ import numpy as np
 
 from ...cluster import Cluster, LogicalMesh, target_for
 from ...core import InputError
-from ...cost import collective_line, work_seconds
+from ...cost import Work, collective_line, work_seconds
 from ...graph import Phase
 from ...plans import item_bytes
-from ...sharding import Work
 from ._write_database import DatabaseContent, OperatorRow
 
 _MIB = 2.0**20

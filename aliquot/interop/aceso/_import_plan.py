@@ -254,7 +254,7 @@ def _solve(split: StageSplits, choices: Sequence[Any], folded: bool, task: Task)
     problem, axes = split.problem, split.axes
     waits = problem.num_micro_batches > 1
     priced = price(
-        problem.nodes,
+        problem,
         LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
         repeats=problem.num_micro_batches,
         data_axes=frozenset(

@@ -204,7 +204,7 @@ class StageSplits:
                 self._seeds[axis].add((node, chosen))
 
     def _allowed(self) -> list[Ints]:
-        kinds = kinds_of(self.problem.graph, self.problem.nodes)
+        kinds = kinds_of(self.problem)
         neighbours = self._neighbours()
         follows = [self._spread(axis, neighbours) for axis in range(len(self.axes.sizes))]
         allowed = []

@@ -55,7 +55,7 @@ class Fixed(AbstractIntra):
         rule = batch_restriction(
             problem,
             space.priced,
-            kinds_of(problem.graph, problem.nodes),
+            kinds_of(problem),
             zero_stage=self.zero_stage,
             shard_axes=shard_axes,
         )

@@ -75,7 +75,7 @@ class MegatronSplit(AbstractIntra):
         Raises:
             InputError: The batch does not divide.
         """
-        kinds = kinds_of(problem.graph, problem.nodes)
+        kinds = kinds_of(problem)
         place = {name: axis_names.index(name) for name in MEGATRON_AXES if name in axis_names}
         sizes = [dict(self.axes).get(name, 1) for name in axis_names]
         tensor = tensor_split(problem.nodes, kinds, self.tensor if "tensor" in place else 1)
@@ -100,7 +100,7 @@ class MegatronSplit(AbstractIntra):
         Raises:
             InputError: Says what is in the way, and which degrees there are.
         """
-        kinds = kinds_of(problem.graph, problem.nodes)
+        kinds = kinds_of(problem)
         tensor = tensor_split(problem.nodes, kinds, self.tensor)
         experts = expert_split(problem.nodes, kinds) if self.expert > 1 else {}
         if self.tensor > 1 and not tensor.factors:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ....core import InputError, nearest
 from ....cost import Priced, Problem, enumerate_choices, shards
-from ....graph import Graph, Phase, Role
+from ....graph import Phase, Role
 from ....sharding import NodeGraph, Spec, project, spec_from_dims
 
 Masks: TypeAlias = list[NDArray[np.bool_]]
@@ -33,14 +33,14 @@ class Kinds:
     batch_inputs: frozenset[int]
 
 
-def kinds_of(graph: Graph, nodes: NodeGraph) -> Kinds:
+def kinds_of(problem: Problem) -> Kinds:
     """The kinds of all nodes of a step."""
     by_role: dict[Role, set[int]] = {role: set() for role in Role}
-    for item, port in zip(graph.inputs, nodes.input_ports, strict=True):
+    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
         by_role[item.role].add(port.node)
     update = set(by_role[Role.OPTIMIZER_STATE])
-    for node in nodes.nodes:
-        phases = {w.phase for w in node.work}
+    for node, node_work in zip(problem.nodes.nodes, problem.work, strict=True):
+        phases = {work.phase for work in node_work}
         if phases and phases <= {Phase.UPDATE}:
             update.add(node.index)
     parameters = by_role[Role.PARAMETER]

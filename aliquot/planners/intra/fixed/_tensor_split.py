@@ -133,9 +133,7 @@ class Forward:
                 self.incoming[edge.target].append(edge)
                 self.outgoing[edge.source].append(edge)
         self.products = tuple(
-            node.index
-            for node in self.nodes.nodes
-            if node.kind == "product" and any(work.phase <= Phase.FORWARD for work in node.work)
+            node.index for node in self.nodes.nodes if node.phase is not None and node.phase <= Phase.FORWARD
         )
         self.weights = self._weights()
         self.streams = self._streams()

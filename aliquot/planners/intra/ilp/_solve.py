@@ -8,8 +8,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, over_time, takes_turns, timeline
-from ....sharding import Resident
+from ....cost import (
+    MemoryModel,
+    Priced,
+    Resident,
+    evaluate,
+    may_take_turns,
+    memory_model,
+    over_time,
+    takes_turns,
+    timeline,
+)
 from .._base import AbstractSearch, IntraCosts, IntraSolution
 from ._affordable import affordable
 from ._highs import LIMIT, Outcome, Relaxation, nothing_solved, solve_integers

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Block, Call, Op, Phase, traits_of
-from ._cuts import Cuts, rearranges
+from ...cluster import Target
+from ...graph import Op, Phase, traits_of
+from ...sharding import Cuts, rearranges, taken_by_regions
 from ._library import only_convolved
 
 # Links that stand for an array which something else made, or for a part of it.
@@ -39,45 +40,30 @@ class Storage:
     late_use: NDArray[np.int64]
 
 
-def find_storage(
-    cuts: Cuts,
-    *,
-    repeats_cheap_work: bool = False,
-    zeroes_early: bool = False,
-    delays_gradients: bool = False,
-    sums_gradients: bool = False,
-    library_convolves: bool = False,
-    runs_latest: bool = False,
-) -> Storage:
-    """Storage of all arrays of a cut graph.
+def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) -> Storage:
+    """Storage of all arrays of a cut graph, as a target's compiler assigns it.
 
     Args:
-        repeats_cheap_work: whether the compiler computes an array again in each of its readers,
-            whatever their phase, where that moves fewer bytes than to store it.
-        zeroes_early: whether the results of backward loops are there from the last loop on, zeroed,
-            waiting to be filled.
-        delays_gradients: whether products that nothing but the update waits for are put off until
-            then.
         sums_gradients: whether what enters the update is summed over micro-batches first, and
             stored for that.
-        library_convolves: whether convolutions turn their kernels round themselves.
-        runs_latest: whether products of the backward pass run no sooner than their results are
-            needed.
     """
-    turned = only_convolved(cuts) if library_convolves else [False] * len(cuts.producer)
-    stored = _stored_where_cheaper(cuts, sums_gradients, turned) if repeats_cheap_work else _stored(cuts)
-    in_order = _latest(cuts) if runs_latest else list(range(len(cuts.graph.ops)))
-    late = _run_late(cuts) if delays_gradients else in_order
+    stored = stored_by_fusion(cuts)
+    if target.repeats_cheap_work:
+        turned = only_convolved(cuts) if target.library_convolves else [False] * len(cuts.producer)
+        stored = _stored_where_cheaper(cuts, sums_gradients, turned)
+    in_order = _latest(cuts) if target.runs_latest else list(range(len(cuts.graph.ops)))
+    late = _run_late(cuts) if target.delays_gradients else in_order
     return Storage(
         stored=tuple(stored),
-        made_at=_made_at(cuts, zeroes_early),
+        made_at=_made_at(cuts, target.zeroes_early),
         last_use=_last_use(cuts, stored, in_order),
         late_run=np.array(late, np.int64),
         late_use=_last_use(cuts, stored, late),
     )
 
 
-def _stored(cuts: Cuts) -> list[bool]:
+def stored_by_fusion(cuts: Cuts) -> list[bool]:
+    """The arrays that cross a fusion's border, for compilers that compute every array once."""
     readers: list[set[int]] = [set() for _ in cuts.producer]
     for op_class in range(len(cuts.first)):
         for _, value_class, _ in cuts.operands(op_class):
@@ -105,7 +91,7 @@ def _stored(cuts: Cuts) -> list[bool]:
 
 
 def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) -> list[bool]:
-    """As `_stored`, for compilers that weigh storing an array once against computing it in every
+    """As `stored_by_fusion`, for compilers that weigh storing an array once against computing it in every
     reader.
 
     With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a
@@ -195,16 +181,6 @@ def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, 
         terms = [int(value_class[i]) for i in users[0].inputs if isinstance(i, int)]
         if all(term == scatter or (cuts.producer[term] is not None and not cuts.by_product(term)) for term in terms):
             yield scatter, int(value_class[users[0].outputs[0]])
-
-
-def taken_by_regions(block: Block) -> Iterator[int]:
-    """Values that the remat regions of a block take, and those of the blocks inside it."""
-    for item in block.items:
-        if isinstance(item, Call):
-            if item.kind == "remat":
-                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
-            for inner in item.blocks:
-                yield from taken_by_regions(inner)
 
 
 def _other_phase(maker: Op, reader: Op) -> bool:

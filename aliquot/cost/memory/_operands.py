@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..graph import Op, Phase, traits_of
-from ._cuts import Cuts
+from ...graph import Op, Phase, traits_of
+from ...sharding import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Literal, Op, Operand
-from ._cuts import Cuts
+from ...graph import Literal, Op, Operand
+from ...sharding import Cuts
 
 _INDEX_BYTES = 4
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from ..graph import Graph
-from ..plans import MemoryCurve
-from ..sharding import Resident
-from ._memory import Conversion, MemoryModel, alive_over_time, converted
-from ._priced import Ints, Priced
+from ...graph import Graph
+from ...plans import MemoryCurve
+from ._model import Conversion, MemoryModel, alive_over_time, converted
+from ._residents import Resident
+
+if TYPE_CHECKING:
+    from .._priced import Ints, Priced
 
 _MOST_MOMENTS = 96
 

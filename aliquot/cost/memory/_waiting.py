@@ -25,14 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Phase
-from ..sharding import PARTIAL, Edge, Projection
-from ._choices import shards
-from ._priced import Floats, Ints, Priced
+from ...graph import Phase
+from ...sharding import PARTIAL, Edge, Projection
+from .._choices import shards
+
+if TYPE_CHECKING:
+    from .._priced import Floats, Ints, Priced
 
 Flags = NDArray[np.bool_]
 
@@ -58,7 +61,7 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
             operands.setdefault(e.target, []).append(e)
     paces = _paces(priced, landings)
     late_on = priced.target.hides_latency and priced.target.overlaps_all_reduces
-    for r in priced.graph.residents:
+    for r in priced.residents:
         landing = landings.get(r.reader)
         if r.late_deaths is not None and landing is not None:
             local = landing.local_bytes(r.num_bytes, r.read_projection)
@@ -107,7 +110,7 @@ class _Paces:
 
 
 def _paces(priced: Priced, landings: dict[int, _Landing]) -> _Paces:
-    waits = [r for r in priced.graph.residents if r.late_deaths is not None]
+    waits = [r for r in priced.residents if r.late_deaths is not None]
     update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
     if not _sums_inside(priced) or not waits:
         return _Paces(scattered=_Pace(end=update, share=0.5), reduced=None)

@@ -10,15 +10,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Phase
-from ..sharding import Edge, NodeGraph, Resident, Spec, num_shards
-from ._choices import shards
-from ._priced import Floats, Ints, Priced, pieces
+from ...graph import Phase
+from ...sharding import Edge, NodeGraph, Spec, num_shards
+from .._choices import shards
+from .._collectives import pieces
+from ._residents import Resident
 from ._waiting import takes_turns, waiting
+
+if TYPE_CHECKING:
+    from .._priced import Floats, Ints, Priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +64,7 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
     residents, local = [], []
     # Many arrays are split alike.
     parts: dict[object, Floats] = {}
-    for r in graph.residents:
+    for r in priced.residents:
         gradient = priced.repeats > 1 and r.category == "gradients"
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
@@ -102,7 +107,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
     for edge in graph.edges:
         if edge.kind == "operand":
             by_share.setdefault(edge.share, []).append(edge.index)
-    parameters = {(r.node, r.num_bytes) for r in graph.residents if r.category == "parameters"}
+    parameters = {(r.node, r.num_bytes) for r in priced.residents if r.category == "parameters"}
     conversions = []
     pieces: dict[tuple[Spec, ...], Floats] = {}
     for share, indices in by_share.items():

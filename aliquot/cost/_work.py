@@ -1,0 +1,137 @@
+"""Arithmetic and memory traffic of each node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph import Literal, Phase
+from ..sharding import NodeIndex, SplitBy, divided_by, whole_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Arithmetic and memory traffic of a node in one step, all copies together.
+
+    `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is how many separate programs
+    a device launches, however the work is split. For `deferrable` see `Op`.
+    """
+
+    phase: Phase
+    split_by: SplitBy
+    flops: float = 0.0
+    dtype: str = ""
+    arrays: tuple[tuple[float, SplitBy], ...] = ()
+    kernels: float = 0.0
+    deferrable: bool = False
+
+
+def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ...], ...]:
+    """The work of all nodes, in their order. `stored[c]`: whether values of class `c` reach memory."""
+    return tuple(
+        _product_work(index, which) if kind == "product" else _group_work(index, node, which, stored)
+        for node, (kind, which) in enumerate(index.kinds)
+    )
+
+
+def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
+    """Arithmetic of a product and the arrays it reads and writes."""
+    cuts = index.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    times = len(cuts.folding.members[op_class]) * op.trips
+    arrays: list[tuple[float, SplitBy]] = []
+    dtype = ""
+    for position, operand in enumerate(op.inputs):
+        if isinstance(operand, Literal):
+            continue
+        value = cuts.graph.values[operand]
+        dtype = dtype or value.dtype
+        port = index.product_port(op_class, rule.operands[position])
+        # A gather or scatter touches as much of its operand as it moves, not the whole table.
+        touched = value.num_bytes if rule.flops_per_point else min(value.num_bytes, _moved_bytes(index, op_class))
+        arrays.append((float(touched) * times, divided_by(port.projection)))
+    for position, out in enumerate(op.outputs):
+        if out >= 0:
+            port = index.product_port(op_class, rule.results[position])
+            arrays.append((float(_touched_result(index, op_class, out)) * times, divided_by(port.projection)))
+    known = sum(num_bytes for num_bytes, _ in arrays)
+    if rule.accessed_bytes * times > known > 0:
+        again = rule.accessed_bytes * times / known
+        arrays = [(num_bytes * again, split_by) for num_bytes, split_by in arrays]
+    return (
+        Work(
+            phase=op.phase,
+            split_by=(True,) * len(rule.factors),
+            flops=rule.flops * times,
+            dtype=dtype,
+            arrays=tuple(arrays),
+            kernels=float(times),
+            deferrable=op.deferrable,
+        ),
+    )
+
+
+def _moved_bytes(index: NodeIndex, op_class: int) -> int:
+    """Bytes that a gather writes, or that a scatter adds in."""
+    op, values = index.cuts.first[op_class], index.cuts.graph.values
+    if op.name.startswith("scatter"):
+        updates = op.inputs[-1]
+        return values[updates].num_bytes if isinstance(updates, int) else 0
+    return sum(values[o].num_bytes for o in op.outputs if o >= 0)
+
+
+def _touched_result(index: NodeIndex, op_class: int, out: int) -> int:
+    num_bytes = index.cuts.graph.values[out].num_bytes
+    op = index.cuts.first[op_class]
+    return min(num_bytes, 2 * _moved_bytes(index, op_class)) if op.name.startswith("scatter") else num_bytes
+
+
+def _group_work(index: NodeIndex, node: int, group: int, stored: Sequence[bool]) -> tuple[Work, ...]:
+    """Memory traffic of a group, by phase: each stored array is written once and read once by each
+    phase.
+
+    What runs whole reads and writes everything on every device, however its arrays are split before
+    and behind.
+    """
+    cuts = index.cuts
+    arrays: dict[tuple[Phase, bool], list[tuple[float, SplitBy]]] = defaultdict(list)
+    kernels: dict[tuple[Phase, bool], float] = defaultdict(float)
+    for slot in index.group_slots[group]:
+        value_class = index.slot_value[slot]
+        producer = cuts.producer[value_class]
+        if not stored[value_class]:
+            continue
+        members = cuts.folding.value_members[value_class]
+        trips = cuts.first[producer[0]].trips if producer is not None else 1
+        num_bytes = cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
+        split_by = divided_by(index.slot_port(slot).projection)
+        if producer is not None and slot == cuts.home(value_class):
+            maker = cuts.first[producer[0]]
+            if not index.runs_whole(producer[0]):
+                arrays[maker.phase, maker.deferrable].append((num_bytes, split_by))
+            kernels[maker.phase, maker.deferrable] += len(members) * trips
+        for phase, deferrable in index.reads_by_phase(slot).items():
+            # The update of an array is one kernel, which still holds what it has just written.
+            if not (producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE):
+                arrays[phase, deferrable].append((num_bytes, split_by))
+        if members[0] in index.batch_values:
+            # Every device receives its part of the batch: less, where it is split.
+            arrays[Phase.FORWARD, False].append((num_bytes, split_by))
+    traffic = [
+        Work(
+            phase=phase,
+            split_by=(),
+            arrays=tuple(entries),
+            kernels=kernels[phase, deferrable],
+            deferrable=deferrable,
+        )
+        for (phase, deferrable), entries in sorted(arrays.items())
+    ]
+    whole = (False,) * len(index.group_classes[node])
+    for op_class in index.group_ops.get(node, ()):
+        if index.runs_whole(op_class):
+            moved = whole_bytes(index, op_class) * len(cuts.folding.members[op_class]) * cuts.first[op_class].trips
+            op = cuts.first[op_class]
+            traffic.append(Work(phase=op.phase, split_by=(), arrays=((moved, whole),), deferrable=op.deferrable))
+    return tuple(traffic)

@@ -1,0 +1,18 @@
+"""Memory: what is stored, how long, and how many bytes it takes on each device."""
+
+from ._curve import memory_over_time as memory_over_time
+from ._model import Conversion as Conversion
+from ._model import MemoryModel as MemoryModel
+from ._model import alive_over_time as alive_over_time
+from ._model import converted as converted
+from ._model import known_memory as known_memory
+from ._model import memory_model as memory_model
+from ._model import over_time as over_time
+from ._model import timeline as timeline
+from ._residents import Resident as Resident
+from ._residents import residents as residents
+from ._storage import Storage as Storage
+from ._storage import find_storage as find_storage
+from ._storage import stored_by_fusion as stored_by_fusion
+from ._waiting import may_take_turns as may_take_turns
+from ._waiting import takes_turns as takes_turns
