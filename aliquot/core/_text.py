@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -10,6 +11,9 @@ _FIRST = 8
 # Before a dot, behind a space or a slash.
 _BREAKS = re.compile(r"(?=\.)|(?<=[ /])")
 _LONG = 500
+# `textwrap` breaks at plain spaces alone.
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGTP]i?B|B|h|min|s|ms|us|ns)\b)")
 # Control and format characters (among them those that turn the direction of writing), lone
 # surrogates, separators of lines.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -82,6 +86,18 @@ def broken(text: str, width: int) -> list[str]:
         lines.append(rest[:cut].rstrip())
         rest = rest[cut:].lstrip()
     return [*lines, rest]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Prose on lines of at most `width` characters, broken at spaces, but not between a number and
+    its unit.
+
+    >>> wrapped("it takes 12.5 ms and 3.0 GiB", 25)
+    ['it takes 12.5 ms and', '3.0 GiB']
+    """
+    joined = _BEFORE_UNIT.sub(_NO_BREAK, text)
+    lines = textwrap.wrap(joined, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
 
 
 def fitting_widths(cells: Sequence[Sequence[str]], flexible: Sequence[int], available: int) -> list[int]:

@@ -26,6 +26,7 @@ from ._base import Candidate, Decision, Interrupted, Progress, StageDecision
 from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
+_CANNOT_BEAT = "cannot beat the best found"
 _GAVE_UP = "work limit reached"
 
 
@@ -184,11 +185,11 @@ class _Runner:
         """Search for a solution below `cutoff_s`; None if there is none."""
         assert self.bound_s is not None
         if self.bound_s >= cutoff_s:
-            self.outcome = "pruned by its bound" if best is not self.incumbent else "within the gap of its bound"
+            self.outcome = _CANNOT_BEAT if best is not self.incumbent else "optimal within the gap"
             return None
         self.improved = self.search.improve(cutoff_s)
         self.bound_s = self.search.lower_bound_s
-        self.outcome = _GAVE_UP if self.search.gave_up else "pruned by its bound"
+        self.outcome = _GAVE_UP if self.search.gave_up else _CANNOT_BEAT
         if self.improved:
             self.outcome = self.improved.status
         return self.improved

@@ -2,29 +2,27 @@
 file. Imports no jax.
 """
 
-from ._arrays import MOMENTS_LEFT_OUT as MOMENTS_LEFT_OUT
 from ._arrays import ArrayGroup as ArrayGroup
 from ._arrays import format_dims as format_dims
 from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
 from ._arrays import unranged as unranged
-from ._arrays import without_moments as without_moments
 from ._closed_form import ClosedForm as ClosedForm
 from ._closed_form import Maximum as Maximum
 from ._closed_form import StageTimes as StageTimes
-from ._collective_text import collective_table as collective_table
 from ._collective_text import stage_collective_table as stage_collective_table
-from ._describe import bound as bound
 from ._describe import describe as describe
-from ._describe import headline as headline
-from ._describe import idle_parts as idle_parts
-from ._describe import is_pipeline as is_pipeline
-from ._describe import micro_batches as micro_batches
-from ._describe import rebuild as rebuild
-from ._describe import time_parts as time_parts
 from ._diff import Change as Change
 from ._diff import PlanDiff as PlanDiff
 from ._diff import diff as diff
+from ._facts import bound as bound
+from ._facts import fact_rows as fact_rows
+from ._facts import headline as headline
+from ._facts import idle_parts as idle_parts
+from ._facts import is_pipeline as is_pipeline
+from ._facts import origin_rows as origin_rows
+from ._facts import rebuild as rebuild
+from ._facts import time_parts as time_parts
 from ._file import from_json as from_json
 from ._file import load as load
 from ._file import save as save
@@ -58,14 +56,15 @@ from ._schedules import make_schedule as make_schedule
 from ._schedules import schedule_kind as schedule_kind
 from ._schedules import share_submeshes as share_submeshes
 from ._schedules import training_schedules as training_schedules
-from ._stage_text import StageTable as StageTable
+from ._section import Section as Section
+from ._section import SectionKind as SectionKind
+from ._sections import EXPLAINED as EXPLAINED
+from ._sections import sections as sections
 from ._stage_text import device_range as device_range
 from ._stage_text import equal_stages as equal_stages
 from ._stage_text import meshes as meshes
 from ._stage_text import short_layers as short_layers
 from ._stage_text import stage_numbers as stage_numbers
-from ._stage_text import stage_remarks as stage_remarks
-from ._stage_text import stage_table as stage_table
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
 from ._summary import runner_up as runner_up

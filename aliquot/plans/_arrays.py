@@ -100,9 +100,6 @@ def grouped_arrays(
     return sorted(groups, key=lambda group: (-group.local_bytes, -group.total_bytes, group.pattern))
 
 
-MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left out"
-
-
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
     """Groups without arrays of the optimizer that have the shape and the split of the parameter that they belong to, or of
     another moment of it that is listed.

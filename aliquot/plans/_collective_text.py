@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ..core import format_bytes, format_seconds
 from ._plan import CollectiveUse, Plan
+from ._section import Section, SectionKind
 from ._stage_text import stage_numbers
 
 _DIGITS = re.compile(r"\d+")
@@ -14,29 +14,33 @@ _HEADER = ("kind", "axes", "count", "bytes", "time", "what")
 _RIGHT = (2, 3, 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTable:
-    """One row for each kind of communication, as text; the last cell says what for. `right` are
-    columns with numbers.
-    """
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[int, ...]
-
-
-def collective_table(plan: Plan) -> CollectiveTable:
-    """Communication of a plan that is one program."""
+def collective_table(plan: Plan) -> Section:
+    """Communication of a plan that is one program; the last cell says what for."""
     uses = sorted(plan.prediction.collectives, key=lambda use: -use.seconds)
-    return CollectiveTable(header=_HEADER, rows=tuple(_cells(use) for use in uses), right=_RIGHT)
+    return Section(
+        kind=SectionKind.COMMUNICATION,
+        title=f"The most expensive of {len(uses)} kinds of communication in a step (predicted)"
+        if uses
+        else "No communication is predicted.",
+        header=_HEADER,
+        rows=tuple(_cells(use) for use in uses),
+        right=_RIGHT,
+        amounts=tuple(use.seconds for use in uses),
+    )
 
 
-def stage_collective_table(plan: Plan) -> CollectiveTable:
+def stage_collective_table(plan: Plan) -> Section:
     """Communication inside the stages of a pipeline; what is equal in several stages once."""
-    return CollectiveTable(
+    entries = _stage_collectives(plan)
+    return Section(
+        kind=SectionKind.COMMUNICATION,
+        title=f"The most expensive of {len(entries)} kinds of communication within a stage in a step (predicted)"
+        if entries
+        else "No communication is predicted within stages.",
         header=("stages", *_HEADER),
-        rows=tuple((stage_numbers(numbers), *_cells(use)) for numbers, use in _stage_collectives(plan)),
+        rows=tuple((stage_numbers(numbers), *_cells(use)) for numbers, use in entries),
         right=tuple(position + 1 for position in _RIGHT),
+        amounts=tuple(use.seconds for _, use in entries),
     )
 
 

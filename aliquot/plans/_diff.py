@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ._arrays import format_dims
-from ._describe import is_pipeline
+from ._facts import is_pipeline
 from ._plan import CollectiveUse, Plan, StagePlan
 from ._stage_text import device_range, short_layers
 

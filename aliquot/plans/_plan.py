@@ -314,7 +314,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND)
 
     def __repr__(self) -> str:
-        from ._describe import headline
+        from ._facts import headline
 
         return f"<Plan of {headline(self)}>"
 

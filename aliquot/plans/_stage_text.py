@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, grouped_arrays
 from ._plan import Plan, StagePlan, StagePrediction
 from ._schedules import SCHEDULES
+from ._section import Section, SectionKind
 
 # `params.layers[3]`, `params.layers[4:8]` (rows of stacked layers), `layer 3` (what has no
 # parameters of its own).
@@ -21,21 +22,7 @@ _DIGITS = re.compile(r"\d+")
 _FEW = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTable:
-    """One row for each stage, as text. `right` are the positions of columns with numbers.
-
-    `where` and `what` are positions of columns that stand together where all are too wide for one table.
-    """
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[int, ...]
-    where: tuple[int, ...]
-    what: tuple[int, ...]
-
-
-def stage_table(plan: Plan) -> StageTable:
+def stage_table(plan: Plan) -> Section:
     """Table of stages with their layers and predicted times: for one micro-batch, the update for a
     step.
     """
@@ -50,16 +37,21 @@ def stage_table(plan: Plan) -> StageTable:
         rows.append(
             (*row, *_figures(stage.prediction, plan.prediction.memory_limit_bytes, index + 1 < len(plan.stages)))
         )
-    return StageTable(
+    return Section(
+        kind=SectionKind.STAGES,
+        title="Stages (predicted)",
         header=tuple(header),
         rows=tuple(rows),
         right=(0, *range(first, len(header))),
-        where=tuple(range(first)),
-        what=(0, *range(first, len(header))),
+        parts=(
+            ("Stages", tuple(range(first))),
+            ("What they take (predicted)", (0, *range(first, len(header)))),
+        ),
+        remarks=tuple(_remarks(plan)),
     )
 
 
-def stage_remarks(plan: Plan) -> list[str]:
+def _remarks(plan: Plan) -> list[str]:
     """Legend of the table of stages."""
     p = plan.prediction
     lines = [

@@ -18,7 +18,6 @@ from ._stage_text import stage_numbers
 from ._throughput import throughput
 
 _MOST = 0.5
-_MOST_TRIED = 8
 _MOST_KINDS = 3
 _HIDDEN_AS_ROUNDING = 0.0005
 
@@ -188,21 +187,12 @@ def runner_up(plan: Plan) -> str:
     return f"{name}: {format_seconds(seconds)}, {sign}{format_seconds(abs(extra_s))} a step"
 
 
-def tried(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Candidates of the search, fastest first: method, mesh, step time and outcome."""
-    candidates = [c for c in plan.provenance.candidates if isinstance(c.get("step_time_s"), int | float)]
-    candidates = sorted(candidates, key=lambda c: float(c["step_time_s"]))[:_MOST_TRIED]
-    return [
-        (str(c.get("name", "")), _mesh(c), format_seconds(float(c["step_time_s"])), str(c.get("outcome", "")))
-        for c in candidates
-    ]
-
-
 def _named(candidate: dict[str, Any]) -> str:
-    mesh = _mesh(candidate)
+    mesh = mesh_of(candidate)
     return f"{candidate.get('name', '')}{f' on {mesh}' if mesh else ''}"
 
 
-def _mesh(candidate: dict[str, Any]) -> str:
+def mesh_of(candidate: dict[str, Any]) -> str:
+    """The logical mesh of a plan that a search tried, as text."""
     mesh = candidate.get("mesh")
     return "x".join(map(str, mesh)) if isinstance(mesh, list | tuple) else str(mesh or "")

@@ -58,26 +58,18 @@ def colour_of(name: str, names: Sequence[str]) -> str:
     return _OTHERS[unknown.index(name) % len(_OTHERS)]
 
 
-def bars(rows: Sequence[tuple[str, float, str]], parts: Sequence[str] = ()) -> str:
-    """A table with a bar in each row, as long as its value is large; nothing if all values are 0.
+def bar(share: float, name: str, parts: Sequence[str] = ()) -> str:
+    """A bar whose length is a share of the longest.
 
     Args:
-        rows: name, value and the text of the value.
+        name: the row that it stands in.
         parts: names that have colours of their own; others share one.
     """
-    most = max((value for _, value, _ in rows), default=0.0)
-    if not most:
-        return ""
-    shown = []
-    for name, value, text in rows:
-        width = _BAR_WIDTH * value / most
-        colour = colour_of(name, parts) if name in parts else "#3b6ea5"
-        bar = (
-            f'<svg width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" role="img" aria-label="{escape(name)}: {escape(text)}">'
-            f'<rect fill="{colour}" width="{width:.1f}" height="{_BAR_HEIGHT}"/></svg>'
-        )
-        shown.append(f"<tr><td>{escape(name)}</td><td>{bar}</td><td>{escape(text)}</td></tr>")
-    return f'<table class="bars">{"".join(shown)}</table>'
+    colour = colour_of(name, parts) if name in parts else "#3b6ea5"
+    return (
+        f'<svg width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" role="img" aria-label="{escape(name)}: {share:.0%}">'
+        f'<rect fill="{colour}" width="{_BAR_WIDTH * share:.1f}" height="{_BAR_HEIGHT}"/></svg>'
+    )
 
 
 def areas(

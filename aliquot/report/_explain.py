@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from ..core import format_bytes, format_seconds
+from ..core import format_seconds
 from ..plans import (
-    MOMENTS_LEFT_OUT,
+    EXPLAINED,
     ArrayGroup,
     Plan,
-    bound,
-    collective_table,
+    Section,
+    SectionKind,
     device_range,
-    format_dims,
+    fact_rows,
     grouped_arrays,
     headline,
     idle_parts,
     is_pipeline,
-    micro_batches,
+    origin_rows,
     plan_devices,
     rebuild,
-    stage_collective_table,
-    summary_rows,
-    time_parts,
-    without_moments,
+    sections,
 )
-from ._stages import arrays_of_stages, stages
-from ._tables import columns, facts
+from ._tables import Facts, SectionTable, columns
 from ._timeline import Timeline
 
-_ARRAYS = 12
-_COLLECTIVES = 10
-_CANDIDATES = 20
 _ROUNDING = 1e-5
-_WHAT_TO_DO = ("splits", "recomputation")
+# The column with the subject of an alternative.
+_SUBJECTS = {SectionKind.ARRAYS: 0, SectionKind.COMMUNICATION: -1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,127 +128,56 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     """A plan explained, for `rich` to print or `as_text` to turn into text.
 
     Args:
-        plan: What to explain.
-        alternatives: What else was possible; where a subject is an array or a collective, it stands
-            beside it.
-        remark: A last line, such as why there are no alternatives.
+        plan: the plan to explain.
+        alternatives: other decisions with their cost; where a subject is an array or a collective,
+            its alternative stands beside it.
+        remark: a last line, such as why there are no alternatives.
     """
-    by_subject = {alternative.subject: alternative for alternative in alternatives}
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), _facts(plan), ""]
-    shown: set[str] = set()
-    if is_pipeline(plan):
-        parts.append(stages(plan))
-        if all(stage.prediction for stage in plan.stages):
-            parts.append(Timeline(plan))
-        parts += [_memory(plan), *arrays_of_stages(plan)]
-        if any(stage.prediction and stage.prediction.collectives for stage in plan.stages):
-            parts.append(_collectives_of_stages(plan))
-    else:
-        parts.append(_memory(plan))
-        for index in range(len(plan.stages)):
-            groups = _groups(plan, index)
-            listed = without_moments(groups)[:_ARRAYS]
-            # What is split like its parameter is not said again below.
-            shown |= {group.pattern for group in groups}
-            parts.append(_arrays(listed, by_subject, len(without_moments(groups)) < len(groups)))
-        if plan.prediction.collectives:
-            shown |= {use.label for use in plan.prediction.collectives}
-            parts.append(_collectives(plan, by_subject))
-    rest = [other for other in alternatives if other.subject not in shown and not _is_as_fast(other)]
+    # A row without a name has the parts of the memory, which have a table here.
+    rows = [(name, text) for name, text in fact_rows(plan) if name]
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), Facts([*rows, *origin_rows(plan)]), ""]
+    parts += _sections(plan, {alternative.subject: alternative for alternative in alternatives})
+    told = _subjects(plan)
+    rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
     if rest:
         parts.append(_alternatives(rest))
-    if plan.provenance.candidates:
-        parts.append(_candidates(plan))
-    if plan.inferred_rules:
-        parts.append(_inferred(plan))
-    if plan.notes:
-        parts += [Text("Notes", style="bold"), *(Text(f"  {note}") for note in plan.notes), ""]
     if remark:
         parts.append(Text(remark))
     return Group(*parts)
 
 
-def _facts(plan: Plan) -> Table:
-    provenance = plan.provenance
-    return facts(
-        [
-            *(row for row in summary_rows(plan) if row[0] in _WHAT_TO_DO),
-            ("micro-batches", micro_batches(plan)),
-            ("step time (predicted)", time_parts(plan)),
-            *(row for row in summary_rows(plan) if row[0] not in _WHAT_TO_DO),
-            ("bound", bound(plan)),
-            (
-                "found by",
-                f"{provenance.planner} of aliquot {provenance.version}, in {format_seconds(provenance.search_s)}",
-            ),
-            ("to rebuild the step", rebuild(plan)),
-        ]
-    )
+def _sections(plan: Plan, others: Mapping[str, Alternative]) -> Iterator[RenderableType]:
+    for section in sections(plan, EXPLAINED):
+        yield SectionTable(_with_alternatives(section, others), narrow=section.kind == SectionKind.STAGES)
+        if section.kind == SectionKind.STAGES and all(stage.prediction for stage in plan.stages):
+            yield Timeline(plan)
 
 
-def _memory(plan: Plan) -> Group:
-    p = plan.prediction
-    limit = p.memory_limit_bytes
-    rows = [
-        (name, format_bytes(value), _share(value, limit))
-        for name, value in sorted(p.memory_bytes.items(), key=lambda item: -item[1])
-    ]
-    rows.append(("together", format_bytes(p.peak_memory_bytes), _share(p.peak_memory_bytes, limit)))
-    rows.append(("limit", format_bytes(limit), ""))
-    title = f"Memory on each device at the worst moment: {p.peak_moment} (predicted)"
-    return columns(title, ("part", "bytes", "of the limit"), rows, right=(1, 2))
+def _with_alternatives(section: Section, others: Mapping[str, Alternative]) -> Section:
+    """The section with the alternatives to its rows, if there are any."""
+    if section.kind not in _SUBJECTS:
+        return section
+    subject = _SUBJECTS[section.kind]
+    cells = [_best_other(others.get(row[subject])) for row in section.rows]
+    if not any(cells):
+        return section
+    rows = tuple((*row, cell) for row, cell in zip(section.rows, cells, strict=True))
+    return replace(section, header=(*section.header, "best alternative (predicted)"), rows=rows)
 
 
-def _share(value: float, limit: float) -> str:
-    return f"{value / limit:.1%}" if limit else ""
+def _subjects(plan: Plan) -> set[str]:
+    """Arrays and collectives of a program: their alternatives are beside them, or like those of an
+    array that is listed.
+    """
+    if is_pipeline(plan):
+        return set()
+    groups = {group.pattern for index in range(len(plan.stages)) for group in _groups(plan, index)}
+    return groups | {use.label for use in plan.prediction.collectives}
 
 
 def _groups(plan: Plan, index: int) -> list[ArrayGroup]:
     stage = plan.stages[index]
     return grouped_arrays(plan.inputs, stage, stage.shardings)
-
-
-def _arrays(groups: Sequence[ArrayGroup], others: Mapping[str, Alternative], leaves_out: bool) -> Group:
-    rows = [
-        (
-            group.pattern,
-            str(group.count),
-            f"{group.dtype}[{', '.join(map(str, group.shape))}]",
-            format_dims(group.dims),
-            format_bytes(group.local_bytes),
-            _best_other(others.get(group.pattern)),
-        )
-        for group in groups
-    ]
-    header = ["path", "count", "each", "split by axes", "on each device"]
-    title = f"Largest inputs, by what each device holds{MOMENTS_LEFT_OUT if leaves_out else ''}"
-    return columns(title, *_with_others(header, rows), right=(1, 4))
-
-
-def _collectives(plan: Plan, others: Mapping[str, Alternative]) -> Group:
-    table = collective_table(plan)
-    rows = [(*row, _best_other(others.get(row[-1]))) for row in table.rows[:_COLLECTIVES]]
-    title = _of_kinds("Most expensive communication of a step (predicted)", table.rows)
-    return columns(title, *_with_others(table.header, rows), right=table.right)
-
-
-def _collectives_of_stages(plan: Plan) -> Group:
-    table = stage_collective_table(plan)
-    title = _of_kinds("Most expensive communication within a stage in a step (predicted)", table.rows)
-    return columns(title, table.header, table.rows[:_COLLECTIVES], right=table.right)
-
-
-def _of_kinds(title: str, rows: Sequence[Sequence[str]]) -> str:
-    return f"{title}, {_COLLECTIVES} of {len(rows)} kinds" if len(rows) > _COLLECTIVES else title
-
-
-def _with_others(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows, whose last cells are the alternatives: without that column where it would be
-    empty.
-    """
-    if any(row[-1] for row in rows):
-        return [*header, "best alternative (predicted)"], rows
-    return header, [row[:-1] for row in rows]
 
 
 def _best_other(other: Alternative | None) -> str:
@@ -277,44 +199,3 @@ def _is_as_fast(other: Alternative) -> bool:
 def _alternatives(others: Sequence[Alternative]) -> Group:
     rows = [(other.subject, other.chosen, _best_other(other)) for other in others]
     return columns("Other decisions", ("what", "chosen", "best alternative (predicted)"), rows)
-
-
-def _candidates(plan: Plan) -> Group:
-    candidates = plan.provenance.candidates
-    rows = [
-        (
-            str(candidate.get("name", "")),
-            _mesh(candidate.get("mesh")),
-            _seconds(candidate.get("step_time_s")),
-            _seconds(candidate.get("lower_bound_s")),
-            str(candidate.get("outcome", "")),
-        )
-        for candidate in candidates[:_CANDIDATES]
-    ]
-    title = "Tried in the search (predicted)"
-    if len(candidates) > _CANDIDATES:
-        title += f", {_CANDIDATES} of {len(candidates)}"
-    return columns(title, ("method", "mesh", "step time", "lower bound", "outcome"), rows, right=(2, 3))
-
-
-def _inferred(plan: Plan) -> Group:
-    rows = [(each.primitive, str(each.count), each.rule, _splits(each.rule)) for each in plan.inferred_rules]
-    header = ("primitive", "operators", "rule", "what may be split")
-    return columns("Inferred, as no rule is declared", header, rows, right=(1,))
-
-
-def _splits(rule: str) -> str:
-    """In words what a rule's short form says of the first result."""
-    first = rule.partition("->")[2].partition(",")[0]
-    split = [str(d) for d, letter in enumerate(first) if letter != "."]
-    if not split:
-        return "nothing: it runs whole on every device"
-    return f"dim{'' if len(split) == 1 else 's'} {', '.join(split)} of its result"
-
-
-def _mesh(value: Any) -> str:
-    return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value or "")
-
-
-def _seconds(value: Any) -> str:
-    return format_seconds(value) if isinstance(value, int | float) else ""

@@ -4,28 +4,26 @@ Needs no network.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from ..core import format_bytes, format_seconds
 from ..plans import (
-    CollectiveUse,
+    EXPLAINED,
     Plan,
-    bound,
+    Section,
+    SectionKind,
     device_range,
+    fact_rows,
     headline,
-    is_pipeline,
-    micro_batches,
+    sections,
     stage_numbers,
-    stage_table,
-    summary_rows,
-    time_parts,
 )
-from ._drawings import areas, bars, cells, rows_over_time
+from ._drawings import areas, bar, cells, rows_over_time
 from ._page_series import memory_series, schedule_rows
 
-_MOST = 12
 _MOST_CELLS = 64
 _STYLE = """:root{color-scheme:light}body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
 padding:0 1rem;color:#1c2733;background:#fff}h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
@@ -48,35 +46,36 @@ def page(plan: Plan) -> str:
 
 
 def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
-    facts = [*summary_rows(plan), ("micro-batches", micro_batches(plan)), ("step time", time_parts(plan))]
-    yield "What to do and what it gives (predicted)", _table((), [*facts, ("bound", bound(plan))])
+    facts = [(name, text) for name, text in fact_rows(plan) if name]
+    yield "What to do and what it gives (predicted)", _table((), facts)
     yield "Mesh" if len(plan.stages) == 1 else "Mesh of each stage", _meshes(plan)
-    if is_pipeline(plan):
-        stages = stage_table(plan)
-        yield "Stages (predicted)", _table(stages.header, stages.rows)
-        yield "Schedule (predicted)", _schedule(plan)
-    yield from _memory(plan)
-    yield "Communication of a step (predicted)", _communication(plan)
-    yield "Tried in the search (predicted)", _tried(plan)
-    yield "Notes", _table((), [(note,) for note in plan.notes]) if plan.notes else ""
+    for section in sections(plan, EXPLAINED):
+        yield section.title, _section(section)
+        if section.kind == SectionKind.STAGES:
+            yield "Schedule (predicted)", _schedule(plan)
+        elif section.kind == SectionKind.MEMORY:
+            yield from _memory_over_time(plan)
 
 
-def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
-    p = plan.prediction
-    limit = format_bytes(p.memory_limit_bytes)
-    parts = sorted(p.memory_bytes.items(), key=lambda item: -item[1])
-    yield (
-        f"Memory on each device at the worst moment: {format_bytes(p.peak_memory_bytes)} of {limit}",
-        bars([(name, value, format_bytes(value)) for name, value in parts], [name for name, _ in parts]),
-    )
+def _section(section: Section) -> str:
+    """A section as a table, with a bar beside each row that has an amount, and its remarks."""
+    most = max(section.amounts, default=0.0)
+    parts = [row[0] for row in section.rows] if section.kind == SectionKind.MEMORY else []
+    pictures = [bar(amount / most, row[0], parts) for row, amount in zip(section.rows, section.amounts) if most]
+    table = _table(section.header, section.rows, pictures) if section.rows else ""
+    # A title alone says that there is nothing to list.
+    return table + "".join(f"<p>{escape(remark)}</p>" for remark in section.remarks) or "<p></p>"
+
+
+def _memory_over_time(plan: Plan) -> Iterator[tuple[str, str]]:
     series = memory_series(plan)
     if series is None:
         return
     drawn = areas(
         series.places,
         series.parts,
-        limit=p.memory_limit_bytes,
-        limit_text=f"limit {limit}",
+        limit=plan.prediction.memory_limit_bytes,
+        limit_text=f"limit {format_bytes(plan.prediction.memory_limit_bytes)}",
         format_value=format_bytes,
         marks=series.marks,
         label="memory over the course of a step, by part",
@@ -86,52 +85,8 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     yield f"Memory over the course of a step{series.who} (predicted)", f"{drawn}<p>From left to right: {across}.</p>"
 
 
-def _communication(plan: Plan) -> str:
-    """The most expensive collectives; those of a pipeline with the stages that run them."""
-    rows: dict[tuple[str, str], tuple[float, list[int]]] = {}
-    for index, stage in enumerate(plan.stages):
-        uses: Iterable[CollectiveUse] = (
-            stage.prediction.collectives if stage.prediction else plan.prediction.collectives
-        )
-        for use in uses:
-            key = f"{use.kind} over {', '.join(use.axes)}", use.label
-            seconds, stages = rows.get(key, (0.0, []))
-            rows[key] = max(seconds, use.seconds), [*stages, index] if index not in stages else stages
-    shown = sorted(rows.items(), key=lambda item: -item[1][0])[:_MOST]
-    several = len(plan.stages) > 1
-    text = bars(
-        [
-            (
-                f"{what} {label}{f' ({_stages(stages)})' if several else ''}",
-                seconds,
-                format_seconds(seconds),
-            )
-            for (what, label), (seconds, stages) in shown
-        ]
-    )
-    each = "<p>Seconds are those of the stage in which each takes longest.</p>" if several and text else ""
-    left = f"<p>And {len(rows) - _MOST} more that take less.</p>" if len(rows) > _MOST else ""
-    return text + each + left
-
-
 def _stages(numbers: Sequence[int]) -> str:
     return f"stage{'s' if len(numbers) > 1 else ''} {stage_numbers(numbers)}"
-
-
-def _tried(plan: Plan) -> str:
-    tried = [c for c in plan.provenance.candidates if isinstance(c.get("step_time_s"), int | float)]
-    tried = sorted(tried, key=lambda c: float(c["step_time_s"]))[:_MOST]
-    return bars(
-        [
-            (f"{c.get('name', '')} {_mesh_text(c)}".rstrip(), float(c["step_time_s"]), format_seconds(c["step_time_s"]))
-            for c in tried
-        ]
-    )
-
-
-def _mesh_text(candidate: dict[str, object]) -> str:
-    mesh = candidate.get("mesh") or ""
-    return "x".join(map(str, mesh)) if isinstance(mesh, list | tuple) else str(mesh)
 
 
 def _schedule(plan: Plan) -> str:
@@ -150,9 +105,13 @@ def _schedule(plan: Plan) -> str:
     return text
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> str:
+    """A table of texts; `pictures` are the last cells of the first rows, in HTML."""
     head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>" if header else ""
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = ""
+    for row, picture in itertools.zip_longest(rows, pictures, fillvalue=""):
+        last = f"<td>{picture}</td>" if picture else ""
+        body += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}{last}</tr>"
     return f"<table>{head}{body}</table>"
 
 

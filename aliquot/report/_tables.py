@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..core import broken, fitting_widths
+from ..core import broken, fitting_widths, wrapped
+from ..plans import Section
 
 
 def as_text(renderable: RenderableType, *, width: int = 120) -> str:
@@ -62,11 +64,43 @@ class _Columns:
         yield table
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
+class Facts:
     """Names on the left, what there is to say on the right."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    return table
+
+    def __init__(self, rows: Iterable[tuple[str, str]]) -> None:
+        self._rows = list(rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        margin = max((len(name) for name, _ in self._rows), default=0) + 2
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self._rows:
+            table.add_row(Text(name), Text("\n".join(wrapped(value, options.max_width - margin))))
+        yield table
+
+
+class SectionTable:
+    """A section of a plan; two tables below one another where one is too wide."""
+
+    def __init__(self, section: Section, *, narrow: bool = False) -> None:
+        self._section, self._narrow = section, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        section = self._section
+        if not section.rows:
+            yield Text(section.title, style="bold" if section.remarks else "")
+        elif not section.parts or _natural_width(section) <= options.max_width:
+            yield columns(section.title, section.header, section.rows, right=section.right, narrow=self._narrow)
+        else:
+            for title, positions in section.parts:
+                part = section.columns(positions)
+                yield columns(title, part.header, part.rows, right=part.right, narrow=self._narrow)
+        for remark in section.remarks:
+            yield Padding("\n".join(broken(remark, options.max_width - 2)), (0, 0, 0, 2))
+        if section.remarks or not section.rows:
+            yield ""
+
+
+def _natural_width(section: Section) -> int:
+    return sum(max(map(len, column)) + 2 for column in zip(section.header, *section.rows, strict=True))

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..core import format_bytes, format_seconds
-from ._tables import columns, facts
+from ._tables import Facts, columns
 
 _MOST = 12
 
@@ -24,9 +24,9 @@ def verification(figures: Mapping[str, Any]) -> Group:
     for index, stage in enumerate(figures["stages"]):
         if len(figures["stages"]) > 1:
             if index == 0 and len(figures["submesh_bytes"]) < len(figures["stages"]):
-                parts.append(facts([("devices", _shared(figures))]))
+                parts.append(Facts([("devices", _shared(figures))]))
             parts += [Text(""), Text(f"Stage {index}", style="bold")]
-        parts += [facts(_facts(figures, stage)), Text(""), *_tables(stage)]
+        parts += [Facts(_facts(figures, stage)), Text(""), *_tables(stage)]
     if figures["remarks"]:
         parts += [Text(""), *(Text(remark) for remark in figures["remarks"])]
     return Group(*parts)

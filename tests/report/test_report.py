@@ -149,7 +149,7 @@ def test_a_pipeline_explained(width):
     assert lines[0].startswith("gpt-10m: pipeshard, 16 stages on 2 devices each of 4x8xH100, 1f1b"[: width - 10])
     whole = " ".join(text.split())
     assert "+ 45.0 ms bubble (of the busiest stage)" in whole
-    assert "Largest of 1 inputs of each of stages 1-15, by what each device holds" in whole
+    assert "Stages 1-15, each: the largest of 1 inputs on each device" in whole
     rows = [line.split() for line in lines if line.strip().startswith("9 ") and ("layers" in line or "ms" in line)]
     if width == 80:
         assert rows == [

@@ -1,0 +1,152 @@
+"""Facts at the head of a plan, as pairs of a name and a text: what was decided, the predicted time
+and memory, and the bound.
+"""
+
+from __future__ import annotations
+
+from ..core import format_bytes, format_seconds
+from ._plan import Plan
+from ._stage_text import meshes
+from ._summary import summary_rows
+
+_ROUNDING = 1e-6
+# What the closed form of a schedule proves holds for the closed form alone; a simulation may lie
+# above it.
+_CLOSED_FORM = "closed forms of "
+# The names in plan files of the plans among which a bound holds.
+_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": "plans that split equal layers equally",
+    "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
+}
+_WITHIN_GAP = "optimal within the gap"
+# Rows of the summary that say what is done; the others say what it gives.
+_DECISIONS = ("splits", "recomputation")
+
+
+def fact_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Names and texts, in the order in which they are read; a row without a name goes on with the
+    row above it.
+    """
+    summary = summary_rows(plan)
+    return [
+        *(row for row in summary if row[0] in _DECISIONS),
+        ("micro-batches", micro_batches(plan)),
+        ("step time (predicted)", time_parts(plan)),
+        *(row for row in summary if row[0] not in _DECISIONS),
+        ("bound", bound(plan)),
+        *_memory_rows(plan),
+        (
+            "found in",
+            f"{format_seconds(plan.provenance.search_s)}, after tracing for {format_seconds(plan.provenance.trace_s)}",
+        ),
+    ]
+
+
+def origin_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The planner, and how to build the step again."""
+    return [
+        ("found by", f"{plan.provenance.planner} of aliquot {plan.provenance.version}"),
+        ("to rebuild the step", rebuild(plan)),
+    ]
+
+
+def headline(plan: Plan) -> str:
+    """One line: model, method, mesh or stages, and cluster."""
+    what, cluster = plan.model.name or "step", plan.cluster.get("name", "a cluster")
+    if is_pipeline(plan):
+        return f"{what}: {plan.method}, {meshes(plan)} of {cluster}, {plan.schedule}"
+    return f"{what}: {plan.method} on {meshes(plan)} of {cluster}"
+
+
+def is_pipeline(plan: Plan) -> bool:
+    """True if it runs as stages with a schedule."""
+    return plan.is_pipeline or len(plan.stages) > 1
+
+
+def time_parts(plan: Plan) -> str:
+    """The predicted step time as a sum of its parts; of a pipeline those of its busiest submesh."""
+    p = plan.prediction
+    hidden = "" if is_pipeline(plan) and not p.hidden_s else f" - {format_seconds(p.hidden_s)} hidden behind compute"
+    transfers_s = idle_parts(plan)[0]
+    sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
+    bubble = f"{sent} + {format_seconds(idle_parts(plan)[1])} bubble" if is_pipeline(plan) or p.bubble_s else ""
+    whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
+    return (
+        f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
+        f" + {format_seconds(p.communication_s)} communication + {format_seconds(p.gradient_s)} gradient communication"
+        f"{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
+    )
+
+
+def idle_parts(plan: Plan) -> tuple[float, float]:
+    """`bubble_s` in two: what the busiest submesh sends and receives while it does not compute, and
+    what it waits.
+    """
+    p = plan.prediction
+    shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
+    waits_s = min(shares, default=1.0) * p.step_time_s
+    transfers_s = p.bubble_s - waits_s
+    # Where nothing is sent the two differ by rounding alone.
+    return (transfers_s, waits_s) if transfers_s > _ROUNDING * p.step_time_s else (0.0, p.bubble_s)
+
+
+def bound(plan: Plan) -> str:
+    """Lower bound of the step time, the plans among which it holds, and the gap to it."""
+    p = plan.provenance
+    if p.lower_bound_s is None:
+        return f"no lower bound; {p.status} within {p.bound_holds_for or 'its method'}"
+    of_closed_forms = p.bound_holds_for.startswith(_CLOSED_FORM)
+    scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for.removeprefix(_CLOSED_FORM))
+    among = f" among {scope}" if scope else ""
+    whose = "'s closed form" if of_closed_forms else ""
+    lowest = format_seconds(p.lower_bound_s)
+    if p.status == "optimal" and (p.gap or 0.0) <= _ROUNDING:
+        text = f"{'closed form ' if of_closed_forms else ''}proven optimal{among}; lower bound {lowest}"
+    else:
+        text = f"lower bound {lowest}{among}"
+        if p.gap is not None:
+            text += f"; this plan{whose} is at most {p.gap:.2%} above it"
+        text += "" if p.status == _WITHIN_GAP else f"; {p.status}"
+    if of_closed_forms and p.lower_bound_s:
+        above = plan.prediction.step_time_s / p.lower_bound_s - 1
+        text += f"; the simulated step time is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
+    return text
+
+
+def micro_batches(plan: Plan) -> str:
+    """Number of micro-batches, and how their outputs combine."""
+    if plan.num_micro_batches == 1:
+        return "1 (the whole batch at once)"
+    by_rule: dict[str, list[str]] = {}
+    for path, rule in plan.combine.items():
+        by_rule.setdefault(rule, []).append(path)
+    rules = "; ".join(
+        f"{rule}: {paths[0] if len(paths) == 1 else f'{len(paths)} outputs'}" for rule, paths in by_rule.items()
+    )
+    semantics = "" if plan.micro_batch_semantics == "exact" else f", {plan.micro_batch_semantics}"
+    return f"{plan.num_micro_batches}{semantics}" + (f" (outputs combine by {rules})" if rules else "")
+
+
+def rebuild(plan: Plan) -> str:
+    """Instruction to rebuild the step that the plan is for."""
+    if plan.model.kind == "zoo":
+        settings = ", ".join(f"{key}={value!r}" for key, value in plan.model.settings.items())
+        return f"aliquot.zoo.build({settings})"
+    if plan.model.kind == "factory":
+        return f"{plan.model.name}({', '.join(f'{k}={v!r}' for k, v in plan.model.settings.items())})"
+    return "the plan was made from a function in a running program; pass that function again"
+
+
+def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
+    p = plan.prediction
+    share = f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit" if p.memory_limit_bytes else ""
+    largest_first = sorted(p.memory_bytes.items(), key=lambda item: -item[1])
+    return [
+        (
+            "memory (predicted)",
+            f"{format_bytes(p.peak_memory_bytes)} on each device{share} of"
+            f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}",
+        ),
+        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in largest_first)),
+    ]

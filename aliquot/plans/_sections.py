@@ -1,0 +1,175 @@
+"""Sections of a plan: what its search tried, stages, memory, arrays, communication, inferred rules
+and notes. `print`, `aliquot explain` and the page show the same ones and differ in how many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..core import format_bytes, format_seconds
+from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
+from ._collective_text import collective_table, stage_collective_table
+from ._facts import is_pipeline
+from ._plan import Plan
+from ._section import Section, SectionKind
+from ._stage_text import equal_stages, stage_numbers, stage_table
+from ._summary import mesh_of
+
+_MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detail:
+    """How much of a plan is shown: the most rows of each section.
+
+    Attributes:
+        tried: plans that the search tried.
+        arrays, arrays_of_stage: groups of arrays of a program, and of each kind of stage.
+        kinds_of_stages: kinds of stages whose arrays are listed.
+        collectives: kinds of communication.
+        notes: all of them if None.
+    """
+
+    tried: int
+    arrays: int
+    arrays_of_stage: int
+    kinds_of_stages: int
+    collectives: int
+    notes: int | None
+
+
+PRINTED = Detail(tried=8, arrays=8, arrays_of_stage=4, kinds_of_stages=4, collectives=5, notes=6)
+EXPLAINED = Detail(tried=20, arrays=12, arrays_of_stage=6, kinds_of_stages=6, collectives=10, notes=None)
+
+
+def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
+    """The sections of a plan below its facts, in the order in which they are read."""
+    if plan.provenance.candidates:
+        yield _tried(plan, detail.tried)
+    if is_pipeline(plan):
+        yield stage_table(plan)
+    yield _memory(plan)
+    if is_pipeline(plan):
+        yield from _arrays_of_stages(plan, detail)
+        yield stage_collective_table(plan).first(detail.collectives)
+    else:
+        for stage in plan.stages:
+            groups = grouped_arrays(plan.inputs, stage, stage.shardings)
+            title = f"The largest of {len(plan.inputs)} inputs on each device"
+            yield _arrays(groups, detail.arrays, title)
+        yield collective_table(plan).first(detail.collectives)
+    if plan.inferred_rules:
+        yield _inferred(plan)
+    if plan.notes:
+        yield _notes(plan, detail.notes)
+
+
+def _tried(plan: Plan, most: int) -> Section:
+    """Plans that the search tried, the fastest first; those that it did not price last."""
+    priced = [(_number(c.get("step_time_s")), c) for c in plan.provenance.candidates]
+    priced.sort(key=lambda pair: float("inf") if pair[0] is None else pair[0])
+    rows = [
+        (
+            str(candidate.get("name", "")),
+            mesh_of(candidate),
+            _seconds(step_time_s),
+            _seconds(_number(candidate.get("lower_bound_s"))),
+            str(candidate.get("outcome", "")),
+        )
+        for step_time_s, candidate in priced
+    ]
+    section = Section(
+        kind=SectionKind.TRIED,
+        title="Tried in the search (predicted)" + (f", the first {most} of {len(rows)}" if len(rows) > most else ""),
+        header=("method", "mesh", "step time", "lower bound", "outcome"),
+        rows=tuple(rows),
+        right=(2, 3),
+        amounts=tuple(seconds for seconds, _ in priced if seconds is not None),
+    ).first(most)
+    has_bounds = any(row[3] for row in section.rows)
+    return section if has_bounds else section.columns((0, 1, 2, 4))
+
+
+def _memory(plan: Plan) -> Section:
+    p = plan.prediction
+    parts = sorted(p.memory_bytes.items(), key=lambda item: -item[1])
+    sizes = [*parts, ("together", p.peak_memory_bytes)]
+    limit = p.memory_limit_bytes
+    rows = [(name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes]
+    return Section(
+        kind=SectionKind.MEMORY,
+        title=f"Memory on each device at the worst moment: {p.peak_moment} (predicted)",
+        header=("part", "bytes", "of the limit"),
+        rows=(*rows, ("limit", format_bytes(limit), "")),
+        right=(1, 2),
+        amounts=tuple(size for _, size in parts),
+    )
+
+
+def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
+    """The largest arrays, once for all stages that hold equal ones."""
+    kinds = list(equal_stages(plan))
+    for numbers, groups in kinds[: detail.kinds_of_stages]:
+        which = f"Stage {numbers[0]}" if len(numbers) == 1 else f"Stages {stage_numbers(numbers)}, each"
+        title = f"{which}: the largest of {sum(group.count for group in groups)} inputs on each device"
+        yield _arrays(groups, detail.arrays_of_stage, title)
+    others = sorted(number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers)
+    if others:
+        who = f"Stage {others[0]} holds" if len(others) == 1 else f"Stages {stage_numbers(others)} hold"
+        yield Section(kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`.")
+
+
+def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
+    listed = without_moments(groups)
+    return Section(
+        kind=SectionKind.ARRAYS,
+        title=f"{title}{_MOMENTS_LEFT_OUT if len(listed) < len(groups) else ''}",
+        header=("path", "count", "each", "split by axes", "on each device"),
+        rows=tuple(
+            (
+                group.pattern,
+                str(group.count),
+                f"{group.dtype}[{', '.join(map(str, group.shape))}]",
+                format_dims(group.dims),
+                format_bytes(group.local_bytes),
+            )
+            for group in listed[:most]
+        ),
+        right=(1, 4),
+    )
+
+
+def _inferred(plan: Plan) -> Section:
+    return Section(
+        kind=SectionKind.INFERRED,
+        title="Inferred, as no rule is declared",
+        header=("primitive", "operators", "rule", "what may be split"),
+        rows=tuple((each.primitive, str(each.count), each.rule, _splits(each.rule)) for each in plan.inferred_rules),
+        right=(1,),
+    )
+
+
+def _splits(rule: str) -> str:
+    """In words what a rule's short form says of the first result."""
+    first = rule.partition("->")[2].partition(",")[0]
+    split = [str(d) for d, letter in enumerate(first) if letter != "."]
+    if not split:
+        return "nothing: it runs whole on every device"
+    return f"dim{'' if len(split) == 1 else 's'} {', '.join(split)} of its result"
+
+
+def _notes(plan: Plan, most: int | None) -> Section:
+    shown = plan.notes[:most]
+    left = len(plan.notes) - len(shown)
+    more = (f"and {left} more",) if left else ()
+    return Section(kind=SectionKind.NOTES, title="Notes", remarks=(*shown, *more))
+
+
+def _number(value: object) -> float | None:
+    # Candidates are read from plan files as they are.
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)

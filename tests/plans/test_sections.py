@@ -1,0 +1,81 @@
+"""What is shown of a plan is made once: terminals, the explanation and the page show the same rows."""
+
+from html import unescape
+
+import msgspec
+import pytest
+from sample_plans import PROVENANCE, sample_pipeline, sample_plan
+
+from aliquot.plans import EXPLAINED, InferredRule, SectionKind, describe, fact_rows, sections
+from aliquot.plans._sections import PRINTED
+from aliquot.report import as_text, explanation, page
+
+replace = msgspec.structs.replace
+PRINTED_KINDS = ("tried", "stages", "arrays", "communication", "notes")
+CANDIDATES = (
+    {"name": "slow", "mesh": [8], "step_time_s": 0.03, "lower_bound_s": 0.01, "outcome": "slower"},
+    {"name": "none", "mesh": [4, 2], "outcome": "does not fit"},
+    {"name": "fast", "mesh": "2 meshes", "step_time_s": 0.02, "outcome": "best found"},
+)
+PLANS = {
+    "program": sample_plan(
+        provenance=replace(PROVENANCE, candidates=CANDIDATES),
+        inferred_rules=(InferredRule(primitive="mystery", count=2, rule="ab->ab"),),
+    ),
+    "pipeline": sample_pipeline(16),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_printed_rows_are_explained_and_are_on_the_page(plan):
+    explained = [line.split() for line in as_text(explanation(plan), width=400).splitlines()]
+    on_page = unescape(page(plan))
+    printed = describe(plan).splitlines()
+    shown = [section for section in sections(plan, PRINTED) if section.kind in PRINTED_KINDS]
+    assert {"tried", "arrays", "communication"} <= {s.kind for s in shown} or plan is PLANS["pipeline"]
+    for section in shown:
+        assert section.title in printed
+        for row in section.rows:
+            assert " ".join(row).split() in [line.split() for line in printed]
+            assert " ".join(row).split() in explained
+            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page
+    for name, text in fact_rows(plan):
+        if name:
+            assert [*name.split(), *text.split()] in explained
+            assert f"<td>{name}</td><td>{text}</td>" in on_page
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_more_detail_adds_rows_and_changes_none(plan):
+    for short, long in zip(sections(plan, PRINTED), sections(plan, EXPLAINED), strict=False):
+        assert short.kind == long.kind and short.header == long.header
+        assert short.rows == long.rows[: len(short.rows)]
+
+
+def test_tried_plans_stand_by_their_step_time_and_unpriced_ones_last():
+    tried = next(iter(sections(PLANS["program"], EXPLAINED)))
+    assert tried.kind == SectionKind.TRIED
+    assert [row[:4] for row in tried.rows] == [
+        ("fast", "2 meshes", "20.0 ms", ""),
+        ("slow", "8", "30.0 ms", "10.0 ms"),
+        ("none", "4x2", "", ""),
+    ]
+    assert tried.amounts == (0.02, 0.03)
+
+
+def test_a_column_without_bounds_is_left_out():
+    plan = sample_plan(provenance=replace(PROVENANCE, candidates=CANDIDATES[1:]))
+    assert next(iter(sections(plan, EXPLAINED))).header == ("method", "mesh", "step time", "outcome")
+
+
+def test_notes_that_are_left_out_are_counted():
+    plan = sample_plan(notes=tuple(f"note {k}" for k in range(9)))
+    assert "  and 3 more" in str(plan) and "note 8" not in str(plan)
+    assert "note 8" in as_text(explanation(plan)) and "note 8" in page(plan)
+
+
+def test_numbers_stay_with_their_units_where_facts_wrap():
+    for width in range(60, 121):
+        for text in (describe(PLANS["pipeline"], width), as_text(explanation(PLANS["pipeline"]), width=width)):
+            facts = text.partition("\n\n")[0].splitlines()
+            assert not any(line.lstrip().startswith(("ms ", "us ", "GiB ", "MiB ")) for line in facts), text
