@@ -19,7 +19,7 @@ def priced(request):
     work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
     graph = aq.capture(work.train_step, work.state, work.batch)
     cluster = Cluster.preset(request.param)
-    return price(make_problem(graph, cluster).nodes, LogicalMesh(shape=(2, 4), cluster=cluster))
+    return price(make_problem(graph, cluster), LogicalMesh(shape=(2, 4), cluster=cluster))
 
 
 @pytest.fixture(scope="module")
