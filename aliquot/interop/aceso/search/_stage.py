@@ -19,6 +19,8 @@ from ._space import Floats, StageSpace
 _TOLERANCE = 1e-9
 # Places at which two paths are joined.
 _MOST_MIXED = 120
+# Labels that are compared with each other at an operator, as a multiple of those that are kept.
+_MOST_COMPARED = 3
 
 Integers = NDArray[np.int64]
 _RISES = (0.0005, 0.002, 0.005, 0.01, 0.03, 0.1, 1.0, np.inf)
@@ -125,7 +127,9 @@ class _Labels:
         self._kept = space.kept_mb[kinds] * in_flight
         self._mb = self._kept + space.state_copies * space.weights_mb[kinds]
         self._mb[0] += in_flight * space.enters_mb[kinds[0]]
-        self._edges = [space.edges_us[e] for e in space.edge_of[first:last]]
+        self._edge_of = space.edge_of[first:last]
+        self._distinct_edges = space.edges_us
+        self._edges = [space.edges_us[e] for e in self._edge_of]
         self._fused = space.fused[first:last]
 
     def solve(self, ceiling: float, rate: float, max_labels: int) -> StageAnswer:
@@ -254,22 +258,21 @@ class _Labels:
         count, states = self._busy.shape
         result = np.zeros((count, len(rates), 2, states))
         result[-1] = time * self._leaves
-        r = rates[:, None]
-        valid = np.isfinite(self._busy)
+        # States that cannot be run have infinite times, which 0 must not multiply.
+        busy = np.where(np.isfinite(self._busy), time * np.nan_to_num(self._busy, posinf=0.0), np.inf)
+        cost = busy[:, None] + rates[:, None] * self._mb[:, None]
+        costs = np.stack([cost, cost + time * self._again[:, None]], axis=2)
+        saved = rates[:, None] * self._kept[:, None]
+        edges = np.where(
+            np.isfinite(self._distinct_edges), time * np.nan_to_num(self._distinct_edges, posinf=0.0), np.inf
+        )
         for op in range(count - 1, 0, -1):
-            mb = np.where(valid[op], self._mb[op], np.inf)
-            cost_here = (time * np.where(valid[op], self._busy[op], 0.0) + r * np.where(valid[op], mb, 0.0)) + np.where(
-                valid[op], 0.0, np.inf
-            )
-            plain = result[op][:, 0] + cost_here
-            again = result[op][:, 1] + cost_here + time * self._again[op]
-            edges = self._edges[op]
-            scaled = np.where(np.isfinite(edges), time * np.where(np.isfinite(edges), edges, 0.0), np.inf)
-            to_plain = (plain[:, None, :] + scaled).min(axis=-1)
-            to_again = (again[:, None, :] + scaled).min(axis=-1)
-            result[op - 1][:, 0] = np.minimum(to_plain, to_again)
-            saved = r * self._kept[op - 1] if self._fused[op] else 0.0
-            result[op - 1][:, 1] = np.minimum(to_plain, to_again - saved)
+            reached = _least_after(result[op] + costs[op], edges[self._edge_of[op]])
+            to_plain, to_again = reached[:, 0], reached[:, 1]
+            np.minimum(to_plain, to_again, out=result[op - 1][:, 0])
+            if self._fused[op]:
+                to_again = to_again - saved[op - 1]
+            np.minimum(to_plain, to_again, out=result[op - 1][:, 1])
         return result
 
     def _bounds(self, togo: Floats, rates: Floats, time: float = 1.0) -> Floats:
@@ -306,6 +309,10 @@ class _Labels:
             alive = np.flatnonzero((reduced < ceiling) & fits)
             if not len(alive):
                 return StageAnswer(time_us=np.inf, bound_us=min(lost, ceiling))
+            if len(alive) > _MOST_COMPARED * max_labels:
+                ranked = alive[np.argsort(reduced[alive], kind="stable")]
+                lost = min(lost, float(reduced[ranked[_MOST_COMPARED * max_labels]]))
+                alive = ranked[: _MOST_COMPARED * max_labels]
             order = alive[np.lexsort((labels[alive, 1], labels[alive, 0]))]
             keep = order[_undominated(labels[order], states[order] * 2 + again[order])]
             if len(keep) > max_labels:
@@ -377,6 +384,16 @@ class _Labels:
         over = labels[:, 1] + self._held(labels) - self._limit
         least: Floats = (togo[op][:, again, states] + rates[:, None] * over).max(axis=0) + labels[:, 0]
         return least
+
+
+def _least_after(costs: Floats, edges: Floats) -> Floats:
+    """For each state the least cost through a next state. The axis is short: a loop over it beats a
+    reduction.
+    """
+    result = costs[..., :1] + edges[:, 0]
+    for following in range(1, edges.shape[1]):
+        np.minimum(result, costs[..., following, None] + edges[:, following], out=result)
+    return result
 
 
 def _undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
