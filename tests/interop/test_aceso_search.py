@@ -15,6 +15,8 @@ from aliquot.core import InputError
 from aliquot.interop.aceso import JUDGES, Configuration, StageConfiguration, make_chain, read_configuration
 from aliquot.interop.aceso import _database as databases
 from aliquot.interop.aceso.search import PLANNERS, Exact, SearchProblem, read_problem
+from aliquot.interop.aceso.search._moves import Neighbours
+from aliquot.interop.aceso.search._quotes import quote_all
 
 _OPTIONS = ("--model", "toy", "--size", "1B", "--nodes", 1, "--gpus-per-node", 2, "--global-batch", 8)
 
@@ -278,6 +280,56 @@ def test_micro_batches_that_were_not_measured_are_left_out_and_named(toy):
     other = json.loads(run("aceso", "search", *options(toy, **{"--micro-batch-sizes": "1,2,4,64"}), "--json").stdout)
     assert any("micro-batch 64" in line for line in other["missing"])
     assert other["iteration_time_ms"] == answer["iteration_time_ms"]
+
+
+def toy_problem(toy, *, gpus_per_node, num_layers, memory_limit_mb):
+    database, chain = toy
+    problem, _ = read_problem(
+        database,
+        model="toy",
+        size="1B",
+        num_nodes=1,
+        gpus_per_node=gpus_per_node,
+        global_batch=8,
+        memory_limit_mb=memory_limit_mb,
+        micro_batches=(1,),
+        judge=JUDGES["aceso"],
+        chain=chain,
+        num_layers=num_layers,
+    )
+    return problem
+
+
+def test_a_quoted_stage_fits_and_takes_the_quoted_time(toy):
+    problem = toy_problem(toy, gpus_per_node=1, num_layers=12, memory_limit_mb=1e9)
+    uniform = quote_all(problem, 1)[1]
+    num = len(problem.chain.operators)
+    first, last, held, links = np.array([0]), np.array([num]), np.array([1]), np.zeros((1, 2), int)
+    layer_us = float(uniform.space.again_us.sum())
+    shares = set()
+    for limit in np.linspace(2250, 2500, 60):
+        (time_us,), (memory_mb,), (level,), (share,) = uniform.quote(np.array([0]), first, last, held, links, limit)
+        shares.add(float(share))
+        stage = StageConfiguration(
+            num_devices=1,
+            tensor=(1,) * num,
+            data=(1,) * num,
+            algorithm=(0,) * num,
+            recompute=tuple(uniform.flags(0, int(level), float(share), 0, num).tolist()),
+        )
+        (judged,) = problem.evaluate(problem.configuration(1, (stage,))).stages
+        judged_us = 1000 * (judged.compute_ms + judged.transfer_ms)
+        assert judged.memory_mb <= max(memory_mb, limit) + 1e-6
+        assert time_us * (1 - 1e-9) <= judged_us <= time_us + layer_us
+    assert len(shares) > 3
+
+
+def test_relief_begins_with_every_way_to_share_out_the_devices(toy):
+    problem = toy_problem(toy, gpus_per_node=4, num_layers=6, memory_limit_mb=1e9)
+    begun = {
+        tuple(stage.devices for stage in c.stages) for c in Neighbours(problem, {1: quote_all(problem, 1)}).balanced()
+    }
+    assert begun == {(2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 1)}
 
 
 def test_operators_that_were_not_measured_are_named(toy, tmp_path):

@@ -22,7 +22,7 @@ class Auto:
     """
 
     grid: Grid = Grid(keep=2)
-    bottleneck: Bottleneck = Bottleneck(keep=3, max_steps=100, polished=3, relieved=0)
+    bottleneck: Bottleneck = Bottleneck(keep=3, max_solved_operators=1_500, relieved=0)
     exact: Exact = Exact()
 
     def search(

@@ -112,7 +112,7 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
             )
             figures["weights"][kind, column] = space.weights_mb[members, u].sum()
             figures["kept"][kind, column] = space.kept_mb[members, u].sum() - saved.sum()
-            figures["peak"][kind, column] = runs(saved).max()
+            figures["peak"][kind, column] = runs(saved, dropped).max()
             # The last operator would count if another unit follows; without it memory is never
             # overestimated.
             counted = members if space.counts_last_reserved else members[:-1]

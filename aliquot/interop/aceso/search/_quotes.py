@@ -2,7 +2,8 @@
 level of recomputation.
 
 In a uniform stage all operators have the same state. Each level of recomputation adds a kind of
-operator, in the order of memory saved per time. A stage takes the fastest level that fits.
+operator, in the order of memory saved per time. A stage takes the first level that fits for its
+first operators, as many as must, and the level before it for the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ._space import Floats, StageSpace
 
 Integers = NDArray[np.int64]
 
-_LEVELS = 10
+_LEVELS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +29,7 @@ class UniformStages:
         states: for each row below, the index of its state in the space.
         work_us: time of one micro-batch by state and level, summed up to each operator.
         kept_mb: activations kept of one micro-batch, likewise.
+        saved_mb: activations of each operator that recomputation of it and the next one saves.
         weights_mb: by state.
         peak_mb, forward_mb, backward_mb: sparse tables for range maxima of the memory of recomputed
             runs and of the allocator's reserved memory.
@@ -38,6 +40,7 @@ class UniformStages:
     states: tuple[int, ...]
     work_us: Floats
     kept_mb: Floats
+    saved_mb: Floats
     weights_mb: Floats
     peak_mb: Floats
     forward_mb: Floats
@@ -59,7 +62,8 @@ class UniformStages:
         kept_mb = space.kept_mb[kinds][:, columns].T[:, None]
         # The activations of a recomputed operator are dropped if the next one is recomputed, too.
         dropped = recompute[..., :-1] & recompute[..., 1:] & space.fused[1:]
-        saved_mb = kept_mb * np.concatenate([dropped, np.zeros_like(dropped[..., :1])], axis=-1)
+        dropped = np.concatenate([dropped, np.zeros_like(dropped[..., :1])], axis=-1)
+        saved_mb = kept_mb * dropped
         recompute_us = np.where(recompute, space.again_us[kinds][:, columns].T[:, None], 0.0)
         busy_us = space.busy_us[kinds][:, columns].T[:, None]
         return cls(
@@ -67,8 +71,9 @@ class UniformStages:
             states=states,
             work_us=_prefix(busy_us + recompute_us),
             kept_mb=_prefix(kept_mb - saved_mb),
+            saved_mb=saved_mb,
             weights_mb=_prefix(space.weights_mb[kinds][:, columns].T),
-            peak_mb=_sparse(runs(saved_mb)),
+            peak_mb=_sparse(runs(saved_mb, dropped)),
             forward_mb=_sparse(space.forward_reserved_mb[kinds][:, columns].T),
             backward_mb=_sparse(space.backward_reserved_mb[kinds][:, columns].T),
             recompute=recompute,
@@ -76,8 +81,9 @@ class UniformStages:
 
     def quote(
         self, state: Integers, first: Integers, last: Integers, in_flight: Integers, links: Integers, limit_mb: float
-    ) -> tuple[Floats, Floats, Integers]:
-        """Time of one micro-batch, memory and level of stages; arrays of equal length.
+    ) -> tuple[Floats, Floats, Integers, Floats]:
+        """Time of one micro-batch, memory, level, and share of the memory by which that level
+        recomputes more than the one before it; arrays of equal length.
 
         Args:
             state: rows of `states`.
@@ -86,7 +92,8 @@ class UniformStages:
         space, kinds = self.space, self.space.kinds
         column = np.array(self.states)[state]
         work = self.work_us[state, :, last] - self.work_us[state, :, first]
-        kept_mb = self.kept_mb[state, :, last] - self.kept_mb[state, :, first]
+        # The last operator of a stage saves nothing: the next one is in another stage.
+        kept_mb = self.kept_mb[state, :, last] - self.kept_mb[state, :, first] + self.saved_mb[state, :, last - 1]
         weights_mb = self.weights_mb[state, last] - self.weights_mb[state, first]
         end = np.maximum(last - 1, first + 1) if not space.counts_last_reserved else last
         reserved_mb = _range_max(self.forward_mb, state, first, end) + _range_max(self.backward_mb, state, first, end)
@@ -99,17 +106,41 @@ class UniformStages:
             + space.leaves_us[left_between_nodes, kinds[last - 1], column, degree]
         )
         inputs = space.enters_mb[kinds[first], column]
-        memory_mb = (
-            space.state_copies * weights_mb[:, None]
-            + (kept_mb + inputs[:, None]) * in_flight[:, None]
-            + peak_mb
-            + np.maximum(reserved_mb, weights_mb)[:, None]
-        )
+        fixed_mb = (space.state_copies * weights_mb + inputs * in_flight + np.maximum(reserved_mb, weights_mb))[:, None]
+        memory_mb = fixed_mb + kept_mb * in_flight[:, None] + peak_mb
         times = work + transfer[:, None]
         fits = memory_mb <= limit_mb
         level = np.where(fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory_mb.argmin(axis=1))
         rows = np.arange(len(level))
-        return times[rows, level], memory_mb[rows, level], level
+        before = np.maximum(level - 1, 0)
+        mixed = fits[rows, level] & ~fits[rows, before] & (times[rows, before] < times[rows, level])
+        # Operators of both levels are in the stage, and both have their runs of recomputed ones.
+        peak = np.maximum(peak_mb[rows, level], peak_mb[rows, before])
+        allowed_mb = (limit_mb - fixed_mb[:, 0] - peak) / in_flight
+        more_mb, fewer_mb = kept_mb[rows, before], kept_mb[rows, level]
+        share = np.where(mixed, (more_mb - allowed_mb) / np.maximum(more_mb - fewer_mb, 1e-9), 1.0)
+        share = np.clip(share, 0.0, 1.0)
+        mixed_us = times[rows, before] + share * (times[rows, level] - times[rows, before])
+        mixed_mb = fixed_mb[:, 0] + (more_mb + share * (fewer_mb - more_mb)) * in_flight + peak
+        return (
+            np.where(mixed, mixed_us, times[rows, level]),
+            np.where(mixed, mixed_mb, memory_mb[rows, level]),
+            level,
+            share,
+        )
+
+    def flags(self, state: int, level: int, share: float, first: int, last: int) -> NDArray[np.bool_]:
+        """Recomputed operators of a quoted stage: those of its level up to the operator that brings
+        its share, then those of the level before it.
+        """
+        own, before = self.recompute[state, level], self.recompute[state, max(level - 1, 0)]
+        inside = slice(first, last - 1)
+        more_mb = self.saved_mb[state, level, inside] - self.saved_mb[state, max(level - 1, 0), inside]
+        reached = np.cumsum(more_mb) >= share * more_mb.sum() * (1 - 1e-9)
+        # The levels join after an operator of which both save the same, so that runs stay whole.
+        ends = np.flatnonzero(reached & (more_mb == 0))
+        end = first + 1 + int(ends[0]) if len(ends) else last
+        return np.concatenate([own[first:end], before[end:last]])
 
 
 def quote_all(problem: SearchProblem, micro_batch: int) -> dict[int, UniformStages]:
@@ -138,11 +169,13 @@ def _prefix(values: Floats) -> Floats:
     return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
 
 
-def runs(saved: Floats) -> Floats:
-    """Up to each operator, the memory saved by the run of recomputed operators that ends with it."""
+def runs(saved: Floats, dropped: NDArray[np.bool_]) -> Floats:
+    """Up to each operator, the memory saved by the run of recomputed operators that ends with it;
+    operators that keep nothing do not end a run.
+    """
     sums = np.cumsum(saved, axis=-1)
-    ends = np.maximum.accumulate(np.where(saved > 0, 0.0, sums), axis=-1)
-    return np.where(saved > 0, sums - ends, 0.0)
+    ends = np.maximum.accumulate(np.where(dropped, 0.0, sums), axis=-1)
+    return np.where(dropped, sums - ends, 0.0)
 
 
 def _sparse(values: Floats) -> Floats:
