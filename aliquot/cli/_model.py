@@ -185,7 +185,7 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     ]
     if odd:
         raise InputError(f"{', '.join(odd)}: only for models of the zoo; {name} decides this by itself.")
-    factory = _find(name)
+    factory = find_factory(name)
     settings = dict(options.overrides)
     _check_call(name, factory, settings)
     with user_code(name, "fails", everywhere=True):
@@ -230,7 +230,10 @@ def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, A
         raise InputError(f"{name} cannot be called: {'; '.join(faults)}.")
 
 
-def _find(name: str) -> Callable[..., Any]:
+def find_factory(name: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names; its module is imported and may register
+    rules, methods and schedules.
+    """
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         # A console script starts with its own folder there, unlike `python -m`.
@@ -253,8 +256,8 @@ def _find(name: str) -> Callable[..., Any]:
     factory = getattr(module, attribute)
     if not callable(factory):
         raise InputError(f"{name} is {_kind(factory)}, not a function that returns (train_step, state, batch).")
-    found_factory: Callable[..., Any] = factory
-    return found_factory
+    callable_factory: Callable[..., Any] = factory
+    return callable_factory
 
 
 def _check_batch(name: str, batch: Any, global_batch: int | None) -> None:

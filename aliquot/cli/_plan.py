@@ -109,8 +109,11 @@ def plan(
             use_host_only()
         where = read_cluster(cluster)
         from ..planners import PIPELINES, PipelineOptions, method_by_name
-        from ._model import resolve
+        from ._model import find_factory, resolve
 
+        if ":" in model:
+            # Its module may register the schedule that is asked for.
+            find_factory(model)
         asked = PipelineOptions(stages=stages, schedule=schedule, micro_batches=parts, layers=read_layers(layers))
         how = method_by_name(method, shape, asked)
         searched = micro_batches == "auto" and method not in PIPELINES

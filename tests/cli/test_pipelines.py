@@ -6,7 +6,7 @@ import pytest
 from command_line import refused, run
 from sample_plans import sample_pipeline, sample_plan
 
-from aliquot.plans import Plan
+from aliquot.plans import SCHEDULES, Plan
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -52,6 +52,19 @@ def test_a_pipeline_is_planned_as_asked(tmp_path):
     assert (made.layers, made.model.name) == ("4", "layered_mlp:factory")
     parts = sum(answer[name] for name in ("compute_s", "communication_s", "gradient_s", "bubble_s"))
     assert parts - answer["hidden_s"] == pytest.approx(answer["step_time_s"])
+
+
+def test_a_schedule_may_be_registered_by_the_module_of_the_model(tmp_path, monkeypatch):
+    kind = "type('Mine', (type(SCHEDULES['1f1b']),), {'name': 'mine', '__slots__': ()})()"
+    register = f"from aliquot.plans import SCHEDULES\nSCHEDULES['mine'] = {kind}\n"
+    (tmp_path / "with_schedule.py").write_text(register + MODEL)
+    words = (
+        "plan with_schedule:factory --cluster 8xH100 --method pipeshard --schedule mine --stages 2 --micro-batches 4"
+    )
+    with monkeypatch.context() as context:
+        context.setitem(SCHEDULES, "mine", None)
+        found = run(*words.split())
+    assert found.exit_code == 0 and "2 stages" in found.stdout and "mine" in found.stdout, found.stderr
 
 
 def test_pipeline_options_left_out_are_searched():
