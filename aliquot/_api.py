@@ -154,7 +154,7 @@ def _fastest_count(make: Callable[..., Plan]) -> Plan:
     count = 1
     while count <= _MOST_MICRO_BATCHES:
         try:
-            made = make(num_micro_batches=count)
+            candidate = make(num_micro_batches=count)
         except InfeasibleError as error:
             refusal = refusal or error
         except (InputError, CaptureError):
@@ -162,9 +162,9 @@ def _fastest_count(make: Callable[..., Plan]) -> Plan:
                 raise
             break
         else:
-            if best is not None and made.prediction.step_time_s >= best.prediction.step_time_s:
+            if best is not None and candidate.prediction.step_time_s >= best.prediction.step_time_s:
                 break
-            best = made
+            best = candidate
         count *= 2
     if best is None:
         assert refusal is not None
@@ -258,9 +258,9 @@ def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
 
 def _warn_of_inferred(graph: Graph) -> None:
     """Say once what was inferred for primitives that have no rule."""
-    found = inferred_rules(graph)
-    if found:
-        each = ", ".join(f"`{r.primitive}` {r.text if r.splits else 'runs whole'}" for r in found)
+    inferred = inferred_rules(graph)
+    if inferred:
+        each = ", ".join(f"`{r.primitive}` {r.text if r.splits else 'runs whole'}" for r in inferred)
         warnings.warn(
             f"Rules were inferred for primitives that have none declared: {each}. A letter is a dim that may be split, a point "
             "one that stays whole. A rule of your own (aliquot.register_dim_rule) may allow more; "

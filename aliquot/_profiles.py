@@ -54,16 +54,16 @@ def plan_measured(
         _measure_launch(cluster, profiles)
     for _ in range(_MOST_ROUNDS if measure else 1):
         measured = with_profiles(cluster, profiles, of_any=of_any)
-        found = find(measured)
-        if not measure or not _measure_missing(found, graph, measured, profiles, on_missing_rule, progress):
+        best = find(measured)
+        if not measure or not _measure_missing(best, graph, measured, profiles, on_missing_rule, progress):
             break
-    share = found.prediction.measured_share
+    share = best.prediction.measured_share
     if share < require_measured:
         raise InputError(
             f"{share:.0%} of the plan's compute and communication was measured, and {require_measured:.0%} is required. "
             f"Measure what it needs: aliquot profile run MODEL --database {profiles}, or plan with measure=True (--measure)."
         )
-    return found
+    return best
 
 
 def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
@@ -101,7 +101,7 @@ def _require_here(cluster: Cluster) -> None:
 def check_profiles(
     plan: Plan, profiles: str | Path, step: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """How much of a plan's time a database covers, as plain data: the share that was measured and its error, the step time
+    """Coverage of a plan's time by a database, as plain data: the share that was measured and its error, the step time
     with and without it, and which operators are missing, most useful first.
 
     Args:

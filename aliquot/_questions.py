@@ -57,14 +57,14 @@ def compare(
     where = [clusters] if isinstance(clusters, Cluster) else list(clusters)
     if not where:
         raise InputError("compare needs at least one cluster.")
-    found = []
+    candidates = []
     for cluster in where:
         named = methods if isinstance(methods, Mapping) else _methods(methods or usual_methods(cluster, where))
         for name, method in named.items():
             if progress:
                 progress(f"{name} on {cluster.name}", 0, 0)
             try:
-                made = make_plan(
+                plan_found = make_plan(
                     step,
                     *args,
                     cluster=cluster,
@@ -75,11 +75,11 @@ def compare(
                     **kwargs,
                 )
             except (InfeasibleError, InputError) as error:
-                found.append(_refused(name, cluster, error))
+                candidates.append(_refused(name, cluster, error))
             else:
-                found.append(Candidate(method=name, cluster=cluster.name, plan=made))
+                candidates.append(Candidate(method=name, cluster=cluster.name, plan=plan_found))
     name = model.name if model else getattr(step, "__name__", "step")
-    return Comparison(model=name, candidates=sorted_candidates(found))
+    return Comparison(model=name, candidates=sorted_candidates(candidates))
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:
@@ -156,7 +156,7 @@ def largest_batch(
         reference = model(size) if model else None
         name = reference.name if reference else getattr(step, "__name__", "step")
         try:
-            made = make_plan(
+            plan_found = make_plan(
                 step,
                 state,
                 batch,
@@ -166,7 +166,7 @@ def largest_batch(
                 memory_limit_bytes=memory_limit_bytes,
                 model=reference,
             )
-            trials[size] = BatchTrial(global_batch=size, plan=made)
+            trials[size] = BatchTrial(global_batch=size, plan=plan_found)
         except InfeasibleError as error:
             trials[size] = BatchTrial(global_batch=size, plan=None, refusal=str(error).partition("\n")[0])
         return trials[size].plan is not None
@@ -236,18 +236,18 @@ def size(
             cluster = wire(f"{count}x{each}x{device}", device, count, each)
             if progress:
                 progress(cluster.name, 0, 0)
-            made, refusal = _any_plan(step, args, kwargs, cluster, method, memory_limit_bytes, model)
+            plan_found, refusal = _any_plan(step, args, kwargs, cluster, method, memory_limit_bytes, model)
             training_s = None
-            if made is not None:
-                examples = examples_per_step(made)
-                steps = tokens / (tokens_per_step(made) or examples or 1)
-                training_s = steps * made.prediction.step_time_s
+            if plan_found is not None:
+                examples = examples_per_step(plan_found)
+                steps = tokens / (tokens_per_step(plan_found) or examples or 1)
+                training_s = steps * plan_found.prediction.step_time_s
             options.append(
                 ClusterOption(
                     cluster=cluster.name,
                     num_hosts=count,
                     devices_per_host=each,
-                    plan=made,
+                    plan=plan_found,
                     training_s=training_s,
                     price_per_hour=None if hourly is None else hourly * count,
                     refusal=refusal,
@@ -281,7 +281,7 @@ def _any_plan(
     refusal, count = "", 1
     while count <= _MOST_MICRO_BATCHES:
         try:
-            made = make_plan(
+            plan_found = make_plan(
                 step,
                 *args,
                 cluster=cluster,
@@ -299,7 +299,7 @@ def _any_plan(
             # More micro-batches than divide the batch.
             return None, refusal or str(error).partition("\n")[0]
         else:
-            return made, ""
+            return plan_found, ""
         count *= 4
     return None, refusal
 

@@ -1,4 +1,4 @@
-"""What to do about a step that fits by no plan: changes that were tried, with the plans that they
+"""Remedies for a step that fits by no plan: changes that were tried, with the plans that they
 led to.
 """
 
@@ -120,14 +120,14 @@ def _tried(kinds: Sequence[Sequence[Attempt]], until_s: float, progress: Progres
             if progress:
                 progress(f"nothing fits; trying {each.change}", 0, 0)
             try:
-                made = each.make()
+                candidate = each.make()
             except InfeasibleError as error:
                 yield Remedy(change=each.change, plan=None, required_bytes=error.required_bytes)
             except InputError:
                 # Such as micro-batches that do not divide the batch: larger ones do not either.
                 break
             else:
-                yield Remedy(change=each.change, plan=made)
+                yield Remedy(change=each.change, plan=candidate)
                 break
 
 
@@ -142,7 +142,7 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:
-    """What fits with its step time, the fastest first, then what was tried in vain."""
+    """Changes that fit with their step times, the fastest first, then those that were tried in vain."""
     fitting = [(each, each.plan.prediction) for each in remedies if each.plan is not None]
     fitting.sort(key=lambda pair: pair[1].step_time_s)
     width = max((len(each.change) for each in remedies), default=0)

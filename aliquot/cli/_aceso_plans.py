@@ -148,7 +148,7 @@ def _chain(config: ModelConfig) -> list[str]:
 
 
 def _settings(config: ModelConfig) -> dict[str, Any]:
-    """What Aceso's runtime reads of the model's shape."""
+    """The model's shape as Aceso's runtime reads it."""
     return {
         "num_layers": config.num_layers,
         "seq_length": config.seq_len,

@@ -291,10 +291,10 @@ def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: l
             str(stage.num_devices),
             _degrees(stage.tensor, stage.data, stage.algorithm),
             str(sum(stage.recompute)),
-            f"{own.busy_ms:,.2f}",
-            f"{own.memory_mb:,.0f}",
+            f"{figures.busy_ms:,.2f}",
+            f"{figures.memory_mb:,.0f}",
         )
-        for k, (stage, own) in enumerate(zip(best.stages, estimate.stages, strict=True))
+        for k, (stage, figures) in enumerate(zip(best.stages, estimate.stages, strict=True))
     ]
     say.show(columns(f"Stages, {problem.memory_limit_mb:,.0f} MiB allowed", header, rows, right=(0, 1, 2, 4, 5, 6)))
     if len(result.best) > 1:

@@ -86,7 +86,7 @@ def _search_all(database: Path, say: Session) -> _Results:
     from ..interop.aceso import built_in_chains, models_in
 
     known = models_in(database)
-    found: dict[tuple[str, str], SearchResult] = {}
+    by_case: dict[tuple[str, str], SearchResult] = {}
     missing = []
     for family, sizes in _SIZES.items():
         for size, (nodes, per_node) in zip(sizes, _DEVICES, strict=True):
@@ -97,10 +97,10 @@ def _search_all(database: Path, say: Session) -> _Results:
             batches = _CONVOLUTIONS if family == "resnet" else _TRANSFORMER
             setting = _Setting(nodes, per_node, 1536 if family == "resnet" else 1024, batches)
             print(f"searching: {family} {size} on {nodes * per_node} GPUs", file=sys.stderr, flush=True)
-            found[family, size] = _search(database, family, size, setting)
-    if not found:
+            by_case[family, size] = _search(database, family, size, setting)
+    if not by_case:
         raise InputError(f"{database} has none of the models of the paper; it has {', '.join(known)}.")
-    return _Results(found, missing)
+    return _Results(by_case, missing)
 
 
 def _search(database: Path, family: str, size: str, setting: _Setting, num_layers: int | None = None) -> SearchResult:
@@ -128,8 +128,8 @@ def _search(database: Path, family: str, size: str, setting: _Setting, num_layer
 def _draw_family(
     figures: _Figures, published: PublishedTables, family: str, results: _Results, answer: dict[str, Any]
 ) -> None:
-    own = {size: result for (name, size), result in results.by_case.items() if name == family}
-    for size, result in own.items():
+    of_family = {size: result for (name, size), result in results.by_case.items() if name == family}
+    for size, result in of_family.items():
         answer["cases"][f"{family} {size}"] = {
             "iteration_time_ms": result.best[0][1].iteration_time_ms,
             "lower_bound_ms": result.lower_bound_ms,
@@ -137,11 +137,11 @@ def _draw_family(
         }
     throughput = published.table(f"e2e_norm_thpt_large_{family}")
     times = published.table(f"perf_model_time_large_{family}")
-    if throughput and times and own:
+    if throughput and times and of_family:
         # Aceso's predicted seconds over ours: how much faster our configuration is under one performance model.
         gains = {
-            size: times["predict"][size] * 1000 / own[size].best[0][1].iteration_time_ms
-            for size in own
+            size: times["predict"][size] * 1000 / of_family[size].best[0][1].iteration_time_ms
+            for size in of_family
             if times["predict"].get(size)
         }
         series: dict[str, list[float | None]] = {
@@ -157,10 +157,10 @@ def _draw_family(
             "Published measurements; ours is Aceso's, scaled by the ratio of the times that its performance model predicts.",
         )
     cost = published.table(f"search_cost_large_{family}")
-    if cost and own:
-        sizes = [size for size in own if any(row.get(size) for row in cost.values())]
+    if cost and of_family:
+        sizes = [size for size in of_family if any(row.get(size) for row in cost.values())]
         series = {name: [row.get(size) or None for size in sizes] for name, row in cost.items()}
-        series[_OURS] = [own[size].search_s for size in sizes]
+        series[_OURS] = [of_family[size].search_s for size in sizes]
         figures.bars(
             f"figure8_{family}",
             f"{_TITLES[family]}: search",
@@ -188,18 +188,18 @@ def _draw_layers(
         samples_per_s.append(setting.global_batch / result.best[0][1].iteration_time_ms * 1000)
         seconds.append(result.search_s)
     answer["layers"] = {
-        name: {"samples_per_s": own, "search_s": spent}
-        for name, own, spent in zip(names, samples_per_s, seconds, strict=True)
+        name: {"samples_per_s": speed, "search_s": spent}
+        for name, speed, spent in zip(names, samples_per_s, seconds, strict=True)
     }
     points = [_layers(name) for name in names]
-    for label, table, unit, own in (
+    for label, table, unit, ours in (
         ("throughput", throughput, "samples per second", samples_per_s),
         ("search", cost, "seconds", seconds),
     ):
         series: dict[str, Sequence[float | None]] = {
             name: [row.get(size) or None for size in names] for name, row in table.items()
         }
-        series[_PREDICTED if label == "throughput" else _OURS] = own
+        series[_PREDICTED if label == "throughput" else _OURS] = ours
         figures.lines(
             f"figure9_{label}",
             f"GPT of 8 to {points[-1]} layers on 8 GPUs: {label}",
@@ -224,9 +224,9 @@ def accuracy_rows(published: PublishedTables) -> list[dict[str, Any]]:
         times = published.table(f"perf_model_time_large_{family}")
         memory = published.table(f"perf_model_mem_large_{family}")
         for size, measured_s in (times or {}).get("actual", {}).items():
-            own = memory or {}
-            predicted_mb = own.get("predict (norm)", {}).get(size), own.get("predict (extra)", {}).get(size)
-            measured_mb = own.get("actual", {}).get(size)
+            memory_rows = memory or {}
+            predicted_mb = tuple(memory_rows.get(f"predict ({part})", {}).get(size) for part in ("norm", "extra"))
+            measured_mb = memory_rows.get("actual", {}).get(size)
             total = sum(part or 0 for part in predicted_mb)
             rows.append(
                 {

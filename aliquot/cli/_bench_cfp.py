@@ -78,8 +78,8 @@ def _predicted(case: _Case, device: str) -> dict[str, Any]:
 
     step, flops = _step(case, f"{case.num_devices}x{device}", {})
     combinations = priced_combinations(step)
-    found = compose(step, combinations, memory_limit_bytes=step.problem.memory_limit_bytes, most=5)
-    whole = [(c, s) for c in found if (s := step.whole(c.options)) is not None]
+    composed = compose(step, combinations, memory_limit_bytes=step.problem.memory_limit_bytes, most=5)
+    whole = [(c, s) for c in composed if (s := step.whole(c.options)) is not None]
     best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
     parallel = step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
     exact = ILP().solve(step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes)

@@ -313,7 +313,7 @@ def _write_plan(asked: _Asked, options: Sequence[Sequence[int]], factors: str, l
     step = asked.step
     only = {b: o for k, chosen in enumerate(options) for b, o in zip(step.blocks_of(k), chosen, strict=True)}
     intra = Blocks(factors=factors, only=tuple(only[b] for b in range(len(step.blocks))))
-    made = plan(
+    composed = plan(
         asked.model.step,
         asked.model.state,
         asked.model.batch,
@@ -322,4 +322,4 @@ def _write_plan(asked: _Asked, options: Sequence[Sequence[int]], factors: str, l
         memory_limit_bytes=limit_bytes,
         model=asked.model.reference,
     )
-    made.save(out)
+    composed.save(out)

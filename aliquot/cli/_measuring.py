@@ -1,4 +1,4 @@
-"""What the verbs that measure share: options for how often programs run, shares, progress and the summary of a run."""
+"""Parts of the verbs that measure: options for how often programs run, shares, progress and the summary of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EVERY_S = 15.0
 
 
 def read_timing(repeats: int, most_repeats: int, **options: float | int) -> Timing:
-    """How often programs run.
+    """Numbers of runs of each program.
 
     Raises:
         InputError: more repetitions are asked for than there may be.

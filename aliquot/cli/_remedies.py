@@ -1,4 +1,4 @@
-"""What `aliquot plan` tries where nothing fits."""
+"""Changes that `aliquot plan` tries where nothing fits."""
 
 from __future__ import annotations
 

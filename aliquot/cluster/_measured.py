@@ -1,4 +1,4 @@
-"""What stands between the cost model and the prices that planners see, where devices were measured."""
+"""Corrections between the cost model and the prices that planners see, where devices were measured."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def collective_corrections(
     num_bytes: NDArray[np.float64],
     seconds: NDArray[np.float64],
 ) -> Corrections:
-    """What measurements say of collectives whose modelled seconds are given; the mesh's cluster must hold some."""
+    """Corrections by measurements of collectives whose modelled seconds are given; the mesh's cluster must hold some."""
     assert mesh.cluster.measured is not None
     crosses = mesh.link(tuple(mesh.axis_names[a] for a in axes)).crosses_hosts
     points = collective_points(num_bytes, axes, mesh, group)

@@ -149,7 +149,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
 
 
 class MeasuredShare(NamedTuple):
-    """How much of some seconds rests on measurements of operators of about the same sizes, and the mean error of these."""
+    """The share of some seconds that rests on measurements of operators of about the same sizes, and their mean error."""
 
     seconds: float
     measured_s: float
@@ -167,7 +167,7 @@ class MeasuredShare(NamedTuple):
 
 
 def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
-    """How much of a choice's compute and communication was measured."""
+    """The measured share of a choice's compute and communication."""
     measured = priced.mesh.cluster.measured
     if measured is None:
         return MeasuredShare(0.0, 0.0, 0.0)

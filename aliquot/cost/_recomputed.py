@@ -1,4 +1,4 @@
-"""What it costs that a stage works some of its operators out again, and what it saves."""
+"""Costs and savings of a stage that works some of its operators out again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING_AGAIN = Recomputation()
 def recomputation(
     priced: Priced, picks: Ints, graph: Graph, model: MemoryModel, repeat: frozenset[int]
 ) -> Recomputation:
-    """What it costs and saves that the backward pass may work some products out again.
+    """Costs and savings of products that the backward pass may work out again.
 
     What is kept is chosen as by the runtime (`what_to_keep`). Seconds are those of the products that are then repeated,
     with the arrays that they alone fill and the conversions before and behind them.

@@ -18,7 +18,7 @@ from .inter import EqualStages
 from .intra import MegatronSplit, Space, fixed
 
 ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""What a layout may split over its data axis besides the batch, and the stages of ZeRO that this
+"""Arrays that a layout may split over its data axis besides the batch, and the stages of ZeRO that this
 is.
 """
 
@@ -118,15 +118,15 @@ class Megatron(AbstractMethod):
         tried = []
         for count in self._counts(task):
             try:
-                found = replace(pipeline, num_micro_batches=count).decide(task)
+                decision = replace(pipeline, num_micro_batches=count).decide(task)
             except InfeasibleError:
                 if best is None:
                     raise
                 break
-            tried.append(tried_pipeline(found))
-            if best is not None and found.step_time_s >= best.step_time_s:
+            tried.append(tried_pipeline(decision))
+            if best is not None and decision.step_time_s >= best.step_time_s:
                 break
-            best = found
+            best = decision
         assert best is not None
         return replace(best, candidates=tuple(tried))
 
@@ -189,12 +189,12 @@ class Megatron(AbstractMethod):
         given = self.data or 1
         words = [("dp", self.data), ("ep", self.expert), ("tp", self.tensor), ("pp", self.pipeline)]
         product = " x ".join(f"{word}{n}" for word, n in words if n is not None and (n > 1 or word == "dp")) or "dp1"
-        found = f"{product} makes {given * others} devices, and {cluster.name} has {cluster.num_devices}."
+        mismatch = f"{product} makes {given * others} devices, and {cluster.name} has {cluster.num_devices}."
         if cluster.num_devices % others == 0:
-            return f"{found} Use dp{cluster.num_devices // others}, or leave dp out."
+            return f"{mismatch} Use dp{cluster.num_devices // others}, or leave dp out."
         fitting = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
         return (
-            f"{found} The product of the degrees ep, tp and pp, {others}, must divide the number of devices: use one of "
+            f"{mismatch} The product of the degrees ep, tp and pp, {others}, must divide the number of devices: use one of "
             f"{', '.join(map(str, fitting))}."
         )
 

@@ -103,7 +103,7 @@ def one_program_by_doubling(
 
 
 def cannot_fit(problem: Problem) -> bool:
-    """Whether the arrays that are alive at once are too large even if all devices share them evenly."""
+    """True if the arrays that are alive at once are too large even if all devices share them evenly."""
     parts = [(r, r.num_bytes) for r in problem.residents]
     least_bytes = float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
     return least_bytes > _MARGIN * problem.memory_limit_bytes

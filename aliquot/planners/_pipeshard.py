@@ -72,7 +72,7 @@ class PipeshardParallel(AbstractMethod):
 
     @property
     def may_be_one_program(self) -> bool:
-        """Whether one program is an answer: no stages and no schedule are asked for."""
+        """True if one program is an answer: no stages and no schedule are asked for."""
         return self.num_stages in (None, 1) and self.schedule is None and self.inter.searches
 
     def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:

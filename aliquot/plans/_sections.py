@@ -21,7 +21,7 @@ _MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """How much of a plan is shown: the most rows of each section.
+    """The most rows of a plan that are shown in each section.
 
     Attributes:
         tried: plans that the search tried.

@@ -38,7 +38,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _splits_of_stages(plan: Plan) -> Iterator[str]:
-    """What the axes of a pipeline split, for each kind of mesh."""
+    """The roles of the axes of a pipeline, for each kind of mesh."""
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)

@@ -29,7 +29,7 @@ _MOST = 4_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredStep:
-    """What is known of the programs of a step.
+    """Measurements of the programs of a step.
 
     Attributes:
         kinds: for each kind of segment the seconds of its combinations; infinite for what ran out of

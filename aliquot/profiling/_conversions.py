@@ -1,4 +1,4 @@
-"""What crosses between segments, brought from one split to another: programs of their own, measured like segments."""
+"""Conversions of the arrays that cross between segments from one split to another, measured as programs like segments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAUNCH = Conversion(shape=(), dtype="float32", source=(), target=())
 def conversions_between(
     crossings: Sequence[Crossing], before: Combination, after: Combination
 ) -> Iterator[tuple[Crossing, Conversion]]:
-    """What has to be converted between two neighbouring segments, forward and backward.
+    """The arrays to convert between two neighbouring segments, forward and backward.
 
     Args:
         crossings: what crosses between segments of these kinds; see `SegmentedStep.crossings`.

@@ -46,7 +46,7 @@ GRADES = ("measured", "measured-compute", "modelled")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramKey:
-    """What a measurement is of: two with equal keys measure the same.
+    """The subject of a measurement: two with equal keys measure the same.
 
     Attributes:
         program: a hash of the program and of how its arrays are split.
@@ -69,7 +69,7 @@ class ProgramKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was measured.
+    """A measurement.
 
     Attributes:
         seconds: median of all repeats; None where the program did not run.

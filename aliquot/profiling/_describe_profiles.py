@@ -20,7 +20,7 @@ _UNITS = {"products": "GFLOP/s of each device", TRANSFER: "GB/s of all devices"}
 
 
 def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None) -> dict[str, Any]:
-    """What a database holds.
+    """The contents of a database.
 
     Args:
         cluster: whose cost model the measurements are compared with; without one they are not.

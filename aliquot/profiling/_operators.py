@@ -115,7 +115,7 @@ def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
 
 
 def _local_program(operator: Operator, axes: tuple[str, ...]) -> tuple[Callable[..., Any], list[tuple[int, ...]], Any]:
-    """What one device runs: a function, the shapes of its arguments, and their dtype."""
+    """A program of one device: a function, the shapes of its arguments, and their dtype."""
     dtype = jnp.dtype(operator.dtype)
     if operator.kind == _LAUNCH:
         return lambda x: x + 1, [()], dtype

@@ -44,7 +44,7 @@ def device_key(program: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 
 def host_device() -> str:
-    """What the database calls this machine's CPU: virtual devices share its cores."""
+    """The name of this machine's CPU in the database: virtual devices share its cores."""
     return f"cpu, {os.cpu_count()} cores"
 
 

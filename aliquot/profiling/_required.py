@@ -1,4 +1,4 @@
-"""What has to be measured before a step can be planned from measurements: all operators that
+"""Measurements that a step needs before it can be planned from them: all operators that
 planners ask the cost model about.
 """
 

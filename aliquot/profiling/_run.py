@@ -21,7 +21,7 @@ from ._timing import Timing, time_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """How far a run came: how many programs it had to do, and what became of them.
+    """Outcome of a run: the number of programs it had to measure, and of those that it measured or not.
 
     Attributes:
         num_known: measured by an earlier run.
@@ -48,7 +48,7 @@ def priced_combinations(step: SegmentedStep) -> list[list[Combination]]:
 def measured_step(
     step: SegmentedStep, combinations: Sequence[Sequence[Combination]], database: ProfileDatabase
 ) -> MeasuredStep:
-    """What a database knows of a step."""
+    """Coverage of a step by a database."""
     mesh_shape, kinds = step.mesh.shape, []
     for kind, some in zip(step.kinds, combinations, strict=True):
         known = {}

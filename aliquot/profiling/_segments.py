@@ -162,7 +162,7 @@ class SegmentedStep:
 
     @cached_property
     def num_programs(self) -> int:
-        """How many there are to measure."""
+        """Number of programs to measure."""
         return sum(math.prod(len(block) for block in kind.blocks) for kind in self.kinds)
 
     def blocks_of(self, kind: int) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def segment_step(
 def _crossings(
     graph: Graph, extracts: Sequence[Extract], examples: Sequence[Extract], sequence: Sequence[int]
 ) -> dict[tuple[int, int], tuple[Crossing, ...]]:
-    """What crosses between neighbours of each pair of kinds, by the positions that it has in the example of each kind."""
+    """Arrays that cross between neighbours of each pair of kinds, by the positions that it has in the example of each kind."""
     found: dict[tuple[int, int], tuple[Crossing, ...]] = {}
     for k, pair in enumerate(itertools.pairwise(sequence)):
         if pair in found:

@@ -23,7 +23,7 @@ _MOST_SETS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How often programs run to be timed. Times are medians of the timed runs.
+    """Numbers of runs of a program that is timed. Times are medians of the timed runs.
 
     Attributes:
         warm_up: runs before any is timed.

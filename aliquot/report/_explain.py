@@ -191,7 +191,7 @@ def _best_other(other: Alternative | None) -> str:
 
 
 def _is_as_fast(other: Alternative) -> bool:
-    """Whether an alternative costs the same but for rounding: no reason for or against anything."""
+    """True if an alternative costs the same but for rounding, and so speaks for nothing."""
     seconds = other.alternative_step_time_s
     return seconds is not None and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
 

@@ -1,4 +1,4 @@
-"""What the pictures of a plan's page show: memory over the course of a step, and the tasks of a pipeline's schedule."""
+"""Data of the pictures of a plan's page: memory over the course of a step, and the tasks of a pipeline's schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile database holds, as a person reads it."""
+"""The contents of a profile database, as a person reads them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
 
 
 def check_text(answer: Mapping[str, Any]) -> RenderableType:
-    """What of a plan was measured, and what is missing."""
+    """The measured and the missing parts of a plan."""
     lines = [
         f"{answer['measured_share']:.0%} of the plan's compute and communication was measured, with a mean error of "
         f"{answer['measured_error']:.0%}.",

@@ -74,7 +74,7 @@ class Timeline:
 
 
 def _drawn(events: Sequence[TraceEvent], since_s: float, columns: int, column_s: float) -> str:
-    """What a submesh does in the middle of each column."""
+    """One character for each column: the task of a submesh in its middle."""
     line = [_IDLE] * columns
     for event in events:
         first = max(0, round((event.start_s - since_s) / column_s))

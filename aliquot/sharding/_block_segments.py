@@ -44,7 +44,7 @@ class Segments:
     entries: tuple[tuple[int, ...], ...]
 
     def count(self, kind: int) -> int:
-        """How many segments of the step are of a kind."""
+        """Number of segments of the step of one kind."""
         return self.sequence.count(kind)
 
     def example(self, kind: int) -> int:
@@ -106,7 +106,7 @@ def segment_layers(graph: Graph, segments: Segments) -> Layers:
 
 
 def _narrow(crossing: Sequence[float]) -> list[bool]:
-    """Whether a segment may end at each place, given the bytes that cross there; nothing can be cut where none do.
+    """True for each place where a segment may end, given the bytes that cross there; nothing can be cut where none do.
 
     What crosses at the narrowest place of a step is no measure for all of it: an encoder may be wider than its decoder, and what
     it gives crosses every layer of the decoder. So places narrower than those beside them count as well.

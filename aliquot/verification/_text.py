@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ..runtime import CompiledCollective, find_collectives
 
 INPUT = "input "
-"""How a cause begins that is an input of the step; its position follows."""
+"""The beginning of a cause that is an input of the step; its position follows."""
 
 _COLLECTIVE = re.compile(
     r"\b(?:ragged-all-to-all|all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute|collective-broadcast)"

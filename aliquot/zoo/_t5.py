@@ -81,7 +81,7 @@ class Ends(nnx.Module):
         return x + self.position[...].astype(x.dtype)
 
     def encoded(self, x: jax.Array) -> jax.Array:
-        """What the decoder attends to, from what leaves the last layer of the encoder."""
+        """The arrays that the decoder attends to, from the result of the encoder's last layer."""
         normed: jax.Array = self.encoder_norm(x).astype(x.dtype)
         return normed
 

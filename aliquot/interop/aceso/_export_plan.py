@@ -93,19 +93,19 @@ def _schedule_faults(step: PlannedStep) -> Iterator[str]:
 
 def _stages(step: PlannedStep, operators: OperatorMap, numbers: Sequence[Sequence[int]]) -> tuple[list[int], list[str]]:
     """The stage of each operator of the chain, and the operators that a cut goes through."""
-    found: list[set[int]] = [set() for _ in operators.names]
+    stages_of: list[set[int]] = [set() for _ in operators.names]
     for k, ops in enumerate(numbers):
         for number in ops:
             if operators.computes[number] and operators.of_op[number] >= 0:
                 if step.graph.ops[number].phase is Phase.FORWARD:
-                    found[operators.of_op[number]].add(k)
+                    stages_of[operators.of_op[number]].add(k)
     faults = [
         f"operator {o}, {operators.names[o]}, is cut: it is in stages {', '.join(map(str, sorted(stages)))}"
-        for o, stages in enumerate(found)
+        for o, stages in enumerate(stages_of)
         if len(stages) > 1
     ]
     stage_of: list[int] = []
-    for stages in found:
+    for stages in stages_of:
         before = stage_of[-1] if stage_of else 0
         stage_of.append(max(before, min(stages, default=before)))
     return stage_of, faults
@@ -136,15 +136,15 @@ class _StageLayout:
     def degrees(self, operator: int) -> tuple[int, int, int]:
         """Tensor degree, data degree and algorithm of an operator of the chain."""
         if operator in self.products:
-            found = {self._of_product(operator, product) for product in self.products[operator]}
-            if len(found) > 1 and operator not in {o for o, _ in self.faults}:
-                shown = " and ".join(f"tp{t} dp{d} algorithm {a}" for t, d, a in sorted(found))
+            degrees = {self._of_product(operator, product) for product in self.products[operator]}
+            if len(degrees) > 1 and operator not in {o for o, _ in self.faults}:
+                shown = " and ".join(f"tp{t} dp{d} algorithm {a}" for t, d, a in sorted(degrees))
                 self._fault(operator, f"its products are split in different ways: {shown}")
-            return min(found)
+            return min(degrees)
         return self._of_group(operator)
 
     def recomputed(self, mine: Sequence[int]) -> list[bool]:
-        """Which operators of the stage recompute: where a product does, it and all up to the next product of its layer.
+        """The operators of the stage that recompute: where a product does, it and all up to the next product of its layer.
 
         Aceso lets go of what an operator keeps where it and the next one recompute.
         """
@@ -163,7 +163,7 @@ class _StageLayout:
         return marked
 
     def operator_faults(self) -> Iterator[str]:
-        """What operators have that Aceso has no terms for; the same of several layers in one line."""
+        """Traits of operators that Aceso has no terms for; equal ones of several layers in one line."""
         by_kind: dict[tuple[str, str], dict[int, None]] = {}
         for operator, what in self.faults:
             by_kind.setdefault((self.operators.names[operator], what), {})[operator] = None
@@ -171,7 +171,7 @@ class _StageLayout:
             yield f"{self.where}, {name} (operators {', '.join(map(str, numbers))}): {what}"
 
     def state_faults(self) -> Iterator[str]:
-        """What is split of parameters and states beyond tensor parallelism."""
+        """The splits of parameters and states beyond tensor parallelism."""
         split: dict[tuple[str, str], int] = {}
         problem = self.stage.problem
         for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):

@@ -1,4 +1,4 @@
-"""Which operator of Aceso's chain each operator of a captured GPT belongs to.
+"""The operator of Aceso's chain that each operator of a captured GPT belongs to.
 
 The forward pass is followed in program order: parameters say where products, norms and biases belong; of the others,
 what is computed of an operator's result without a parameter belongs to the next one that has none.
@@ -80,16 +80,16 @@ def map_gpt(graph: Graph, names: Sequence[str]) -> OperatorMap:
             continue
         parameters = max((at[i] for i in read if i in of_parameters), default=None)
         activations = max((at[i] for i in read if i not in of_parameters), default=None)
-        made = [o for o in op.outputs if o >= 0]
+        results = [o for o in op.outputs if o >= 0]
         if activations is None:
             assert parameters is not None
             place = parameters
-            of_parameters.update(made)
+            of_parameters.update(results)
         else:
             place = _place(op.name, activations, parameters, names)
             computes[op.index] = place != _TOKENS and traits_of(op.name).moves is None
         of_op[op.index] = place
-        at.update(dict.fromkeys(made, place))
+        at.update(dict.fromkeys(results, place))
     return OperatorMap(names=tuple(names), of_op=tuple(of_op), computes=tuple(computes))
 
 

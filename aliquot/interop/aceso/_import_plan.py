@@ -38,7 +38,7 @@ _SETTINGS = {
 def configuration_faults(
     configuration: Configuration, names: Sequence[str], shape: Mapping[str, Any], cluster: Cluster
 ) -> list[str]:
-    """What of a configuration does not go with a GPT, or with a cluster.
+    """Faults of a configuration that does not go with a GPT, or with a cluster.
 
     Args:
         names: of the operators of the model's chain.
@@ -296,7 +296,7 @@ def _name(operators: OperatorMap, configuration: Configuration, firsts: Sequence
 
 
 def _notes(k: int, split: StageSplits) -> Iterator[str]:
-    """What a stage does in another way than its configuration says."""
+    """Differences between a stage and its configuration."""
     stage = split.stage
     degree = split.stream_data
     others = [

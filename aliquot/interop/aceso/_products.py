@@ -47,7 +47,7 @@ class Product:
         operators: of the chain, one for each copy.
         batch: factors that count examples.
         kinds: of other factors that tensor parallelism may split.
-        own: the port of its result, as the product splits it.
+        result: the port of its result, as the product splits it.
         landed: where its result is used; None where nothing does.
         sources: its activations: as the product splits them, and where they arise.
     """
@@ -56,7 +56,7 @@ class Product:
     operators: tuple[int, ...]
     batch: frozenset[int]
     kinds: dict[int, str]
-    own: Port
+    result: Port
     landed: Port | None
     sources: tuple[tuple[Port, Port], ...]
 
@@ -71,23 +71,23 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
     for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
         if op_class >= 0 and operators.of_op[ops[op.index]] >= 0:
             members.setdefault(op_class, []).append(op.index)
-    of_parameters = _made_of_parameters(problem)
-    found = []
+    of_parameters = _values_of_parameters(problem)
+    products = []
     for site in problem.nodes.sites:
         if site.op_class not in members or not site.results or not site.results[0]:
             continue
-        own, *landed = site.results[0]
-        if own.node < 0 or problem.nodes.nodes[own.node].kind != "product":
+        result, *landed = site.results[0]
+        if result.node < 0 or problem.nodes.nodes[result.node].kind != "product":
             continue
         copies = members[site.op_class]
         operands = problem.graph.ops[copies[0]].inputs
         is_weight = [isinstance(i, int) and i in of_parameters for i in operands]
         product = Product(
-            node=own.node,
+            node=result.node,
             operators=tuple(operators.of_op[ops[index]] for index in copies),
-            batch=problem.nodes.batch_factors[own.node],
-            kinds=_kinds(site, is_weight, problem.nodes.batch_factors[own.node]),
-            own=own,
+            batch=problem.nodes.batch_factors[result.node],
+            kinds=_kinds(site, is_weight, problem.nodes.batch_factors[result.node]),
+            result=result,
             landed=landed[0] if landed and landed[0].node >= 0 else None,
             sources=tuple(
                 (port, source)
@@ -97,12 +97,12 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
         )
         # What picks the logits of the targets is none of Aceso's products.
         if set(product.kinds.values()) & set(SPLIT_OF[operators.names[product.operators[0]]]):
-            found.append(product)
-    return sorted(found, key=lambda product: product.node)
+            products.append(product)
+    return sorted(products, key=lambda product: product.node)
 
 
 def _kinds(site: Site, is_weight: Sequence[bool], batch: frozenset[int]) -> dict[int, str]:
-    made = _factors(site.results[0][0])
+    of_result = _factors(site.results[0][0])
     weights, activations = set[int](), list[set[int]]()
     for port, weight in zip(site.operands, is_weight, strict=True):
         if port is not None and weight:
@@ -110,11 +110,11 @@ def _kinds(site: Site, is_weight: Sequence[bool], batch: frozenset[int]) -> dict
         elif port is not None:
             activations.append(_factors(port))
     kinds = {}
-    for f in {*weights, *made} - batch:
+    for f in {*weights, *of_result} - batch:
         read = [f in factors for factors in activations]
         if not weights and all(read):
             kinds[f] = HEADS
-        elif f in weights and f not in made:
+        elif f in weights and f not in of_result:
             kinds[f] = CONTRACTION
         elif f in weights and not any(read):
             kinds[f] = FEATURES
@@ -125,11 +125,11 @@ def _factors(port: Port) -> set[int]:
     return {f for f, dim in enumerate(port.projection) if dim >= 0}
 
 
-def _made_of_parameters(problem: Problem) -> set[int]:
+def _values_of_parameters(problem: Problem) -> set[int]:
     """Values of the stage that are made of its parameters alone."""
-    found = {i.value for i in problem.graph.inputs if i.role is Role.PARAMETER}
+    values = {i.value for i in problem.graph.inputs if i.role is Role.PARAMETER}
     for op in problem.graph.ops:
         read = [i for i in op.inputs if isinstance(i, int)]
-        if read and all(i in found for i in read):
-            found.update(o for o in op.outputs if o >= 0)
-    return found
+        if read and all(i in values for i in read):
+            values.update(o for o in op.outputs if o >= 0)
+    return values

@@ -55,7 +55,7 @@ class Axes:
     degrees: tuple[int, ...]
 
     def is_tensor(self, axis: int, tensor: int) -> bool:
-        """Whether an axis is one of the tensor degree of an operator."""
+        """True if an axis is one of the tensor degree of an operator."""
         return tensor >= self.degrees[axis]
 
 
@@ -157,7 +157,7 @@ class StageSplits:
         name = self.operators.names[operator]
         if product.landed is not None:
             shared = {FEATURES, HEADS}
-            self._decide_array(product, name in FILL_STREAM, product.own, product.landed, shared, behind=True)
+            self._decide_array(product, name in FILL_STREAM, product.result, product.landed, shared, behind=True)
         for port, source in product.sources:
             shared = {HEADS} if HEADS in product.kinds.values() else {CONTRACTION}
             self._decide_array(product, name in READ_STREAM, port, source, shared, behind=False)
@@ -240,11 +240,11 @@ class StageSplits:
         return reached
 
     def _neighbours(self) -> _Neighbours:
-        found: _Neighbours = defaultdict(list)
+        neighbours: _Neighbours = defaultdict(list)
         for edge in self.problem.nodes.edges:
-            found[edge.source].append((edge.target, edge.source_projection, edge.target_projection))
-            found[edge.target].append((edge.source, edge.target_projection, edge.source_projection))
-        return found
+            neighbours[edge.source].append((edge.target, edge.source_projection, edge.target_projection))
+            neighbours[edge.target].append((edge.source, edge.target_projection, edge.source_projection))
+        return neighbours
 
     def _fault(self, operator: int, what: str) -> None:
         self.faults.append(f"operator {operator}, {self.operators.names[operator]}: {what}")
@@ -259,7 +259,7 @@ def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[
 def layers_differ(
     problem: Problem, operators: OperatorMap, ops: Sequence[int], stage: StageConfiguration, first: int
 ) -> bool:
-    """Whether layers that would be decided together have different degrees or recomputation."""
+    """True if layers that would be decided together have different degrees or recomputation."""
     seen: dict[int, tuple[object, ...]] = {}
     for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
         k = operators.of_op[ops[op.index]] - first
@@ -273,7 +273,7 @@ def layers_differ(
 
 
 def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: int) -> bool:
-    """Whether the activations of an operator of a stage are not kept: it and the next one recompute, in one layer."""
+    """True if the activations of an operator of a stage are not kept: it and the next one recompute, in one layer."""
     if not stage.recompute[k] or k + 1 == len(stage.recompute):
         return False
     return stage.recompute[k + 1] and names[first + k + 1] != LAYER_START

@@ -29,7 +29,7 @@ class OperatorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseContent:
-    """What a database of one model holds.
+    """The contents of a database of one model.
 
     Attributes:
         operators: by micro-batch, tensor degree and algorithm.
@@ -56,10 +56,10 @@ def write_database(folder: Path, model: str, content: DatabaseContent) -> None:
         if folder.exists() and any(folder.iterdir()):
             raise InputError(f"{folder} is not empty. Give a new folder, so that no measurements are mixed.")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             for name, text in _files(model, content).items():
-                (Path(made) / name).write_text(text)
-            shutil.copytree(made, folder, dirs_exist_ok=True)
+                (Path(scratch) / name).write_text(text)
+            shutil.copytree(scratch, folder, dirs_exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}.") from None
 

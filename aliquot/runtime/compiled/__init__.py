@@ -1,4 +1,4 @@
-"""What the compiler made of a program: its collectives, memory and figures."""
+"""Compiled programs: their collectives, memory and figures."""
 
 from ._hlo import CompiledCollective as CompiledCollective
 from ._hlo import add_up as add_up

@@ -82,15 +82,15 @@ def pipeline_on(
 def _recompute(step: PlannedStep) -> dict[int, frozenset[int] | None]:
     """By stage the operators that its backward program may work out again; None for all."""
     assert step.staged is not None
-    found: dict[int, frozenset[int] | None] = {}
+    by_stage: dict[int, frozenset[int] | None] = {}
     for k, (planned, stage, extract) in enumerate(
         zip(step.plan.stages, step.stages, step.staged.extracts, strict=True)
     ):
         if planned.recompute == "stage":
-            found[k] = None
+            by_stage[k] = None
         elif planned.recompute == "operators":
-            found[k] = frozenset(extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat))
-    return found
+            by_stage[k] = frozenset(extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat))
+    return by_stage
 
 
 def _setup(

@@ -45,13 +45,13 @@ def split_stages(
     """
     parts = push_out(parts, plan, staging)
     body = _Body(parts, staging, split_backward, plan, recompute)
-    update = Update(parts, staging, body.made)
+    update = Update(parts, staging, body.stage_of_value)
     early = _early_programs(parts, [*body.programs.values(), *update.programs])
     wanted = update.wanted_totals
     programs = [*early, *body.finished(wanted, plan), *update.programs]
     return StagePrograms(
         programs=tuple(programs),
-        made_by=body.made | update.made,
+        made_by=body.stage_of_value | update.stage_of_value,
         outputs=tuple(update.outputs),
         home=update.home,
     )
@@ -62,11 +62,17 @@ def split_stages(
 
 @dataclass(slots=True)
 class _Draft:
-    """A program while its items are gathered."""
+    """A program while its items are gathered.
+
+    Attributes:
+        assigned: the items that its stage and part decide.
+        items: these, and the shared or recomputed ones that they need.
+        reads: values that it takes from other programs or from the step's inputs.
+    """
 
     stage: int
     part: Part
-    own: list[Item] = field(default_factory=list)
+    assigned: list[Item] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
 
@@ -97,7 +103,9 @@ class _Body:
         self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
         self._early = set(parts.inside)
         drafts = self._drafts()
-        self.made = {o: s for item in self._items for o in item.outputs if (s := self._stage[id(item)]) != SHARED}
+        self.stage_of_value = {
+            o: s for item in self._items for o in item.outputs if (s := self._stage[id(item)]) != SHARED
+        }
         self._add_shared_crossing(drafts)
         for draft in drafts.values():
             self._close(draft)
@@ -137,15 +145,15 @@ class _Body:
             if item.phase is Phase.BACKWARD:
                 backward.setdefault(stage, []).append(item)
             else:
-                drafts[stage, Part.FORWARD].own.append(item)
+                drafts[stage, Part.FORWARD].assigned.append(item)
         for stage, items in backward.items():
             if not self._split:
-                drafts[stage, Part.BACKWARD].own = items
+                drafts[stage, Part.BACKWARD].assigned = items
                 continue
             for item in items:
                 # What a stage works out again it would have to work out a third time.
                 waits = id(item) in self._deferrable and stage not in self._recompute
-                drafts[stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT].own.append(item)
+                drafts[stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT].assigned.append(item)
         return drafts
 
     def _parts_of_a_task(self) -> tuple[Part, ...]:
@@ -157,15 +165,15 @@ class _Body:
         """Let the last stage's forward program compute what the update needs of shared items."""
         last = self._staging.num_stages - 1
         for value in self._graphs.crossing:
-            if value in self._maker and value not in self.made:
-                self.made[value] = last
-                drafts[last, Part.FORWARD].own.append(self._maker[value])
+            if value in self._maker and value not in self.stage_of_value:
+                self.stage_of_value[value] = last
+                drafts[last, Part.FORWARD].assigned.append(self._maker[value])
 
     def _close(self, draft: _Draft, again: Iterable[Item] = ()) -> None:
         """Add the shared items that a program needs, and `again`: forward items that it works out
         once more.
         """
-        items = {id(item): item for item in [*draft.own, *again]}
+        items = {id(item): item for item in [*draft.assigned, *again]}
         waiting = list(items.values())
         while waiting:
             for i in waiting.pop().inputs:
@@ -211,8 +219,8 @@ class _Body:
         programs = []
         wanted = set(wanted)
         for draft in self._drafts_by.values():
-            inside = {o for item in draft.own for o in item.outputs}
-            totals = tuple(sorted(v for v in inside & wanted if self.made[v] == draft.stage))
+            inside = {o for item in draft.assigned for o in item.outputs}
+            totals = tuple(sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage))
             programs.append(self._program(draft, self._drafts_by, totals, plan))
         # An order in which they could run: up the stages, then down.
         return sorted(
@@ -226,7 +234,7 @@ class _Body:
         totals: tuple[int, ...],
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
-        made_here = {o for item in draft.own for o in item.outputs}
+        made_here = {o for item in draft.assigned for o in item.outputs}
         read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
         exports = tuple(sorted(made_here & read_elsewhere))
         stacked = tuple(v for v in totals if plan is not None and not is_summed(v, plan))

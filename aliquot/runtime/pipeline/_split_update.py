@@ -31,7 +31,9 @@ class Update:
         self._rounds: dict[tuple[int, int], int] = {}
         self._last = staging.num_stages
         self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
-        self.made: dict[int, int] = {o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED}
+        self.stage_of_value: dict[int, int] = {
+            o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED
+        }
         self.outputs: list[tuple[int, int] | None] = [self._where(o.value) for o in graph.outputs]
         self.programs = self._build()
 
@@ -140,7 +142,7 @@ class Update:
                     combines=combines,
                 )
             )
-        self.made |= {v: self._crossing[v] for v in self.wanted_totals}
+        self.stage_of_value |= {v: self._crossing[v] for v in self.wanted_totals}
         return programs
 
     def _closure(self, stage: int, chosen: Iterable[int]) -> set[int]:

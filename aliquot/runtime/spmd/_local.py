@@ -214,12 +214,12 @@ def _on_pieces(
 
     @alone.def_vmap
     def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, list[bool]]:
-        def own(*mine: Any) -> list[Any]:
-            return [r[None] for r in run(*(a[0] if b else a for a, b in zip(mine, batched, strict=True)))]
+        def run_one(*group: Any) -> list[Any]:
+            return [r[None] for r in run(*(a[0] if b else a for a, b in zip(group, batched, strict=True)))]
 
         lead = tuple(groups)
         ins = [PartitionSpec(lead, *spec) if b else spec for spec, b in zip(operands, batched, strict=True)]
-        return mapped(own, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [True] * len(results)
+        return mapped(run_one, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [True] * len(results)
 
     outputs: Sequence[Any] = alone(*arrays)
     return outputs

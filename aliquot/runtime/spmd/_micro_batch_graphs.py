@@ -396,10 +396,10 @@ class _Rewriter:
     def _own(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
         parts = self.plan.num_parts
 
-        def own(array: Any) -> Any:
+        def scaled(array: Any) -> Any:
             return array * jnp.asarray(parts, array.dtype)
 
-        return self._add(own, [operand], self._value(*_look(operand, self.values)), op, out)
+        return self._add(scaled, [operand], self._value(*_look(operand, self.values)), op, out)
 
     def _local(self, operand: Operand, op: Op, out: list[int | Call]) -> int:
         assert isinstance(operand, int) and isinstance(op.inputs[0], int)

@@ -1,4 +1,4 @@
-"""Whether a step can be cut into micro-batches, how, and how their results combine."""
+"""Micro-batches: the test that a step can be cut into them, the cut, and how their results combine."""
 
 from ._micro_batches import SEMANTICS as SEMANTICS
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan

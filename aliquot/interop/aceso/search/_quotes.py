@@ -159,9 +159,9 @@ def recompute_levels(space: StageSpace, state: int, count: int) -> list[NDArray[
     useful = order[np.isfinite(ratio[order])]
     levels = []
     for chosen in np.unique(np.linspace(0, len(useful), count).astype(int)):
-        own = np.isin(space.kinds, useful[:chosen])
+        recomputed = np.isin(space.kinds, useful[:chosen])
         # The operator behind is recomputed, too, or nothing is saved.
-        levels.append(own | (np.append(False, own[:-1]) & space.fused))
+        levels.append(recomputed | (np.append(False, recomputed[:-1]) & space.fused))
     return levels
 
 

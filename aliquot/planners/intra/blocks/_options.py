@@ -45,7 +45,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
     Raises:
         InputError: as `find_blocks` does.
     """
-    found = []
+    with_options = []
     priced = space.priced
     for block in find_blocks(problem.graph, problem.nodes, factors=factors):
         sizes = [factor.size for factor in problem.nodes.nodes[block.entry].factors]
@@ -56,8 +56,8 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
                 choices.append(option)
                 masks.append(of_option)
         if choices:
-            found.append(BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks)))
-    return tuple(found)
+            with_options.append(BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks)))
+    return tuple(with_options)
 
 
 def restrict_blocks(space: Space, blocks: Sequence[BlockOptions], fixed: Mapping[int, int]) -> Space:
