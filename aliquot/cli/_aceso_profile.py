@@ -37,7 +37,7 @@ def profile(
     ] = None,
     profiles_of_any: Annotated[
         bool,
-        typer.Option("--profiles-of-any", help="Also take what was measured on other devices or with another JAX."),
+        typer.Option("--profiles-of-any", help="Also use measurements of other devices or of another JAX."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -70,7 +70,7 @@ def export(
     settings: Settings = None,
     profiles_of_any: Annotated[
         bool,
-        typer.Option("--profiles-of-any", help="Also take what was measured on other devices or with another JAX."),
+        typer.Option("--profiles-of-any", help="Also use measurements of other devices or of another JAX."),
     ] = False,
     as_json: Json = False,
 ) -> None:

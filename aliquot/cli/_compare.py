@@ -20,7 +20,7 @@ def compare(
         str | None, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)
     ] = None,
     clusters: Annotated[
-        str | None, typer.Option(metavar="C1,C2", help="Compare clusters instead: several of the same.")
+        str | None, typer.Option(metavar="C1,C2", help="Compare these clusters instead of methods.")
     ] = None,
     global_batch: BatchSize = None,
     methods: Annotated[

@@ -36,7 +36,7 @@ def demo(
         list[Path] | None, typer.Option(help="Your own text; by default the standard library's sources.")
     ] = None,
     steps: Annotated[int, typer.Option(help="How many steps to train, twice.")] = _STEPS,
-    out: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("demo-plan.json"),
+    out: Annotated[Path, typer.Option(help="File to write the plan to.")] = Path("demo-plan.json"),
     as_json: Json = False,
 ) -> None:
     """Plan a small GPT, train it on 8 virtual CPU devices, and compare with the same training on

@@ -31,7 +31,7 @@ MemoryLimit = Annotated[
     typer.Option(
         "--memory-limit",
         metavar="SIZE",
-        help="What a plan may use on each device, such as 40GiB; by default what its runtime leaves to programs.",
+        help="Memory that a plan may use on each device, such as 40GiB; by default what its runtime leaves to programs.",
     ),
 ]
 

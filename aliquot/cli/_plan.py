@@ -61,7 +61,7 @@ def plan(
     layers: Annotated[
         str | None,
         typer.Option(
-            metavar="N|PATTERN", help="Where stages may be cut: so many layers, or paths such as params.layers[*]."
+            metavar="N|PATTERN", help="Where stages may be cut: a number of layers, or paths such as params.layers[*]."
         ),
     ] = None,
     memory_limit: MemoryLimit = None,
@@ -75,24 +75,26 @@ def plan(
     ] = False,
     tries: Annotated[
         bool,
-        typer.Option("--try-remedies/--no-remedies", help="Where nothing fits, try what may make it fit."),
+        typer.Option("--try-remedies/--no-remedies", help="If nothing fits, try changes that may make it fit."),
     ] = True,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Compile the plan for the cluster's devices, and keep searching until one fits."),
     ] = False,
     profiles: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Price with what this database holds; see aliquot profile run.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Price with the measurements of this database; see aliquot profile run."),
     ] = None,
     profiles_of_any: Annotated[
         bool,
-        typer.Option("--profiles-of-any", help="Also take what was measured on other devices or with another JAX."),
+        typer.Option("--profiles-of-any", help="Also use measurements of other devices or of another JAX."),
     ] = False,
     require_measured: Annotated[
-        float, typer.Option(min=0, max=1, help="Refuse a plan of which less of the time was measured.")
+        float, typer.Option(min=0, max=1, help="Refuse a plan if a smaller share of its time was measured.")
     ] = 0.0,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure here what the best plan needs and the database lacks.")
+        bool,
+        typer.Option("--measure", help="Measure here the operators that the best plan needs and the database lacks."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,

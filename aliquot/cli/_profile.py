@@ -131,7 +131,7 @@ def check(
     trust_plan: TrustPlan = False,
     as_json: Json = False,
 ) -> None:
-    """Say how much of a plan's time a database covers, and what is missing."""
+    """Show the share of a plan's time that a database covers, and what is missing."""
     with session(as_json) as say:
         use_host_only()
         plan = Plan.load(plan_file)

@@ -25,9 +25,11 @@ def size(
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="Such as H100; by default every device that has a price.")
     ] = None,
-    devices_per_host: Annotated[int, typer.Option(min=1, help="In a host without a price.")] = 8,
-    tokens: Annotated[str, typer.Option(metavar="N", help="To train on, such as 300B or 2T.")] = "",
-    by: Annotated[str, typer.Option(metavar="TIME", help="How long it may take, such as 30d, 12h or 6w.")] = "",
+    devices_per_host: Annotated[int, typer.Option(min=1, help="Devices in a host of which no price is given.")] = 8,
+    tokens: Annotated[str, typer.Option(metavar="N", help="Number of tokens to train on, such as 300B or 2T.")] = "",
+    by: Annotated[
+        str, typer.Option(metavar="TIME", help="Time that the training may take, such as 30d, 12h or 6w.")
+    ] = "",
     prices: Annotated[
         Path | None,
         typer.Option(
@@ -44,7 +46,7 @@ def size(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Say on how few hosts a model fits, and which cluster trains it in time, the cheapest first."""
+    """Find the fewest hosts on which a model fits, and the clusters that train it in time, cheapest first."""
     with session(as_json) as say:
         wanted, by_s = read_count(tokens), read_duration(by)
         table = load_prices(prices)

@@ -25,7 +25,7 @@ def train(
     plan_file: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)],
     steps: Annotated[int, typer.Option(help="How many steps to train.", show_default=False)],
     devices: Annotated[int | None, typer.Option(help="Run on this many virtual CPU devices.")] = None,
-    seed: Annotated[int, typer.Option(help="Decides the first weights and the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of the text.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Train a model of the zoo on the bytes of your files, as a plan says."""

@@ -22,6 +22,8 @@ _SCOPES = {
 _WITHIN_GAP = "optimal within the gap"
 # Rows of the summary that say what is done; the others say what it gives.
 _DECISIONS = ("splits", "recomputation")
+# Plan files keep the short name.
+_PARTS_OF_MEMORY = {"resharded copies": "gathered or resharded copies"}
 
 
 def fact_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -138,15 +140,20 @@ def rebuild(plan: Plan) -> str:
     return "the plan was made from a function in a running program; pass that function again"
 
 
+def memory_parts(plan: Plan) -> list[tuple[str, float]]:
+    """Names and bytes of what fills a device at the worst moment, the largest first."""
+    sizes = sorted(plan.prediction.memory_bytes.items(), key=lambda item: -item[1])
+    return [(_PARTS_OF_MEMORY.get(name, name), size) for name, size in sizes]
+
+
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     p = plan.prediction
     share = f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit" if p.memory_limit_bytes else ""
-    largest_first = sorted(p.memory_bytes.items(), key=lambda item: -item[1])
     return [
         (
             "memory (predicted)",
             f"{format_bytes(p.peak_memory_bytes)} on each device{share} of"
             f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}",
         ),
-        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in largest_first)),
+        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in memory_parts(plan))),
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
 from ._collective_text import collective_table, stage_collective_table
-from ._facts import is_pipeline
+from ._facts import is_pipeline, memory_parts
 from ._plan import Plan
 from ._section import Section, SectionKind
 from ._stage_text import equal_stages, stage_numbers, stage_table
@@ -93,7 +93,7 @@ def _tried(plan: Plan, most: int) -> Section:
 
 def _memory(plan: Plan) -> Section:
     p = plan.prediction
-    parts = sorted(p.memory_bytes.items(), key=lambda item: -item[1])
+    parts = memory_parts(plan)
     sizes = [*parts, ("together", p.peak_memory_bytes)]
     limit = p.memory_limit_bytes
     rows = [(name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes]

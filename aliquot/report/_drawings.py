@@ -20,6 +20,7 @@ _COLOURS = {
     "working memory": "#cc79a7",
     "temporaries": "#cc79a7",
     "resharded copies": "#d55e00",
+    "gathered or resharded copies": "#d55e00",
     "batch": "#f0e442",
     "forward": "#56b4e9",
     "backward": "#e69f00",
