@@ -224,7 +224,9 @@ class PrefixSums:
         return _tables_of(chain)
 
     @classmethod
-    def _made(cls, chain: Chain) -> PrefixSums:
+    def _computed(cls, chain: Chain) -> PrefixSums:
+        # A unit that an option cannot run has infinite figures; they count as zero in the sums, and
+        # `last_end` keeps stretches from holding it.
         runs = np.isfinite(np.stack([getattr(chain, name).T for name in _UNIT_FIGURES])).all(axis=0)
         figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in _UNIT_FIGURES}
         forward, weights = figures["forward_s"], figures["weight_gradient_s"]
@@ -239,9 +241,10 @@ class PrefixSums:
         )
 
     def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:
-        """The largest working memory of the units [first, last), none of which is empty; arguments
-        broadcast.
+        """The largest working memory of the units [first, last); `last` is above `first`, and
+        arguments broadcast.
         """
+        # Two stretches of 2**level units cover all of them, overlapping in the middle.
         level = np.frexp(np.asarray(last) - first)[1] - 1
         largest = np.maximum(
             self.working_tables[level, options, first], self.working_tables[level, options, last - (1 << level)]
@@ -264,7 +267,7 @@ class PrefixSums:
 # Chains are compared by identity, and every plan of a chain is judged by its tables.
 @functools.lru_cache(maxsize=16)
 def _tables_of(chain: Chain) -> PrefixSums:
-    return PrefixSums._made(chain)
+    return PrefixSums._computed(chain)
 
 
 def measure_form(chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]) -> tuple[float, tuple[float, ...]]:

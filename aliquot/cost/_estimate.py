@@ -78,7 +78,13 @@ def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float,
 
 
 class _Collective(NamedTuple):
-    """A collective of a step: how often it runs, the bytes that enter it and that it leaves on each device, and its line."""
+    """A collective of a step.
+
+    Attributes:
+        times: how often it runs in a step.
+        entering, leaving: bytes on each device before and after it.
+        line: seconds of one run as latency, and seconds for each byte that enters.
+    """
 
     kind: str
     axes: tuple[int, ...]
@@ -121,6 +127,8 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
     for edge_index, s, t in conversions(priced, picks):
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
         changes = [(table.sources[s], table.targets[t])]
+        # A gradient is summed over the other axes for each micro-batch, and over the data axes once
+        # for the step: two changes instead of one.
         if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
             changes = list(waiting_apart(*changes[0], priced.data_axes))
         for (before, behind), once in zip(changes, (False, True), strict=False):

@@ -22,6 +22,7 @@ from ._types import Graph, Input, Op, Output, Phase, Role, Value
 
 # Traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
+# Counts of elements up to here are exact in float64, in which costs and solvers count.
 _MOST_ELEMENTS = 2**53
 
 
@@ -89,7 +90,7 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     structure.
     """
     with _collector_paused():
-        return _build_graph(calling, leaves)
+        return _trace_to_graph(calling, leaves)
 
 
 @contextlib.contextmanager
@@ -106,7 +107,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _require_sizes(values: Sequence[Value]) -> None:
-    """Refuse arrays that no machine holds: costs of them would be beyond what solvers count with."""
+    """Refuse arrays that no machine holds."""
     largest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
         raise CaptureError(
@@ -116,8 +117,9 @@ def _require_sizes(values: Sequence[Value]) -> None:
         )
 
 
-def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
-    calling = replace(calling)  # what it learns from this trace must not reach graphs of other traces
+def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
+    # `run` notes the structure of the results in the calling convention: each trace has its own.
+    calling = replace(calling)
     structs = [compat.shape_struct(leaf) for leaf in leaves]
     try:
         closed = compat.trace(lambda *flat: calling.run(flat), structs)
@@ -168,10 +170,12 @@ def _build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
 def _inputs(
     calling: Calling, values: Sequence[Value], ops: Sequence[Op], input_values: Sequence[int], outputs: Sequence[Output]
 ) -> tuple[Input, ...]:
-    """The step's inputs with their successors and roles. The state of NNX objects is known by name."""
+    """The step's inputs with their roles, and for state the output that replaces it."""
     reach = reach_of(ops, values)
     trains = any(op.phase is Phase.BACKWARD for op in ops)
     call = calling.call
+    # Behind the step's results stand the arrays of NNX objects that it changed in place, under the
+    # paths of their inputs. Arrays of other arguments are matched with results by how they are used.
     state = {outputs[k].path: k for k in range(calling.num_results, len(outputs))}
     successors = {k: state[path] for k, path in enumerate(call.paths) if path in state}
     plain = [k for k, parts in enumerate(call.parts) if parts[0] not in calling.modules]

@@ -25,7 +25,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ NodeFactor: TypeAlias = tuple[int, int]
 """A node and one of its factors."""
 
 BLOCK_FACTORS = ("cfp", "all")
+
+# Members are ordered: a node, or a node with one of its factors.
+T = TypeVar("T", int, NodeFactor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +130,17 @@ def find_blocks(graph: Graph, nodes: NodeGraph, *, factors: str = "cfp") -> tupl
 
 
 class _Finder:
-    """The edges of a node graph by what they join; see the rules above."""
+    """Finds the blocks of a step from the edges of its node graph.
+
+    Attributes:
+        products: the nodes that are products, by index.
+        operands, results: edges into and out of each product.
+        readers, makers: of each group of arrays the edges to products that read it, and the products
+            that make it.
+        parameters: groups made of one parameter alone, and the group of that parameter.
+        parameter_of_gradient: groups that hold a gradient, and the group of its parameter.
+        by_parameter, block_of: after `partition`, products with a parameter, and the block of each.
+    """
 
     def __init__(self, graph: Graph, nodes: NodeGraph) -> None:
         self.nodes = nodes
@@ -156,13 +169,13 @@ class _Finder:
         for edge in self.nodes.edges:
             if edge.target not in self.products:
                 entering[edge.target].append(edge)
-        made = {node: node for node in given}
+        parameter_of = {node: node for node in given}
         for node in range(len(self.nodes.nodes)):
-            sources = {made.get(e.source, -1) if e.kind == "parameter" else -1 for e in entering[node]}
-            if node not in made and len(sources) == 1 and not self.nodes.batch_factors[node]:
+            sources = {parameter_of.get(e.source, -1) if e.kind == "parameter" else -1 for e in entering[node]}
+            if node not in parameter_of and len(sources) == 1 and not self.nodes.batch_factors[node]:
                 (root,) = sources
-                made.update({node: root} if root >= 0 else {})
-        return made
+                parameter_of.update({node: root} if root >= 0 else {})
+        return parameter_of
 
     def _gradients(self, given: set[int]) -> dict[int, int]:
         """The parameter for which the arrays of a group are the gradient, or its successor."""
@@ -170,7 +183,7 @@ class _Finder:
         for edge in self.nodes.edges:
             if edge.kind in ("gradient", "alias"):
                 onward[edge.target].add(edge.source)
-        found: dict[int, int] = {}
+        parameter_of: dict[int, int] = {}
         for parameter in sorted(given):
             reached, waiting = {parameter}, [parameter]
             while waiting:
@@ -178,11 +191,33 @@ class _Finder:
                 reached |= fresh
                 waiting += fresh
             for group in reached - {parameter}:
-                found.setdefault(group, parameter)
-        return found
+                parameter_of.setdefault(group, parameter)
+        return parameter_of
 
     def partition(self) -> list[tuple[list[int], list[int]]]:
-        """For each block its entries and all of its products."""
+        """For each block its entries and all of its products; the steps are those of this module's docstring."""
+        owner = self._parameter_of_product()
+        self.by_parameter = dict.fromkeys(owner, True)
+        entries = [p for p, node in self.products.items() if p in owner and node.phase is Phase.FORWARD]
+        blocks: _DisjointSets[int] = _DisjointSets()
+        self._join_by_shared_sums(entries, owner, blocks)
+        self._join_by_batch(entries, owner, blocks)
+        members: dict[int, list[int]] = defaultdict(list)
+        for product in self.products:
+            if product in owner:
+                members[blocks.root(owner[product])].append(product)
+        starts = {root: min((p for p in ps if p in entries), default=-1) for root, ps in members.items()}
+        self._add_products_of_activations(owner, blocks, members, starts)
+        self.block_of = {product: root for root, some in members.items() for product in some}
+        return [
+            ([p for p in sorted(members[root]) if p in entries], sorted(members[root]))
+            for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
+        ]
+
+    def _parameter_of_product(self) -> dict[int, int]:
+        """Step 1: the one parameter that a product multiplies by or makes the gradient of. Products
+        without one, or with several, are left out.
+        """
         owner: dict[int, int] = {}
         for product in self.products:
             touched = {self.parameters[e.source] for e in self.operands[product] if e.source in self.parameters}
@@ -190,27 +225,40 @@ class _Finder:
             touched |= {self.parameter_of_gradient.get(e.target, -1) for e in gradients} - {-1}
             if len(touched) == 1:
                 owner[product] = touched.pop()
-        self.by_parameter = dict.fromkeys(owner, True)
-        entries = [p for p, node in self.products.items() if p in owner and node.phase is Phase.FORWARD]
-        joined = _Sets()
+        return owner
+
+    def _join_by_shared_sums(
+        self, entries: Sequence[int], owner: Mapping[int, int], blocks: _DisjointSets[int]
+    ) -> None:
+        """Step 2: entries that sum over one dim of the same activation, such as query, key and value."""
         first_reader: dict[tuple[int, int, int], int] = {}
         for product in entries:
             for edge in self.operands[product]:
                 for factor in self._summed(product, edge):
                     key = (edge.share, edge.source, factor)
-                    joined.join(owner[product], owner[first_reader.setdefault(key, product)])
+                    blocks.join(owner[product], owner[first_reader.setdefault(key, product)])
+
+    def _join_by_batch(self, entries: Sequence[int], owner: Mapping[int, int], blocks: _DisjointSets[int]) -> None:
+        """Step 3: an entry and the block that makes its other operand, where both have the same
+        batch factor. An operand that several blocks make joins none.
+        """
         for product in entries:
             for edge in self.operands[product]:
                 before = [p for p in entries if p < product and (p == edge.source or p in self.makers[edge.source])]
-                owners = {joined.root(owner[p]) for p in before}
+                owners = {blocks.root(owner[p]) for p in before}
                 if len(owners) == 1 and any(self._share_batch_factor(product, edge, p) for p in before):
-                    joined.join(owner[product], owners.pop())
-        members: dict[int, list[int]] = defaultdict(list)
-        for product in self.products:
-            if product in owner:
-                members[joined.root(owner[product])].append(product)
-        starts = {root: min((p for p in ps if p in entries), default=-1) for root, ps in members.items()}
-        # A product of two activations may only join once the one that makes its operand has.
+                    blocks.join(owner[product], owners.pop())
+
+    def _add_products_of_activations(
+        self,
+        owner: dict[int, int],
+        blocks: _DisjointSets[int],
+        members: Mapping[int, list[int]],
+        starts: Mapping[int, int],
+    ) -> None:
+        """Step 4: products of two activations go to the first block that alone makes one of their arrays."""
+        # A product may only join once the one that makes its operand has, so that passes repeat
+        # until none joins.
         is_waiting = True
         while is_waiting:
             is_waiting = False
@@ -218,22 +266,17 @@ class _Finder:
                 if product in owner:
                     continue
                 near = [e.source for e in self.operands[product]] + [e.target for e in self.results[product]]
-                roots = {self._only_owner(n, owner, joined) for n in near}
+                roots = {self._only_owner(n, owner, blocks) for n in near}
                 known = sorted((starts[r], r) for r in roots if r is not None and starts[r] >= 0)
                 if known:
                     owner[product] = known[0][1]
                     members[known[0][1]].append(product)
                     is_waiting = True
-        self.block_of = {product: root for root, some in members.items() for product in some}
-        return [
-            ([p for p in sorted(members[root]) if p in entries], sorted(members[root]))
-            for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
-        ]
 
-    def _only_owner(self, node: int, owner: Mapping[int, int], joined: _Sets) -> int | None:
+    def _only_owner(self, node: int, owner: Mapping[int, int], blocks: _DisjointSets[int]) -> int | None:
         """The set whose products alone make a node's arrays, as far as these are known; None if there are several."""
         makers = {node} if node in self.products else self.makers[node]
-        roots = {joined.root(owner[m]) for m in makers if m in owner}
+        roots = {blocks.root(owner[m]) for m in makers if m in owner}
         return roots.pop() if len(roots) == 1 and node not in self.parameters else None
 
     def _summed(self, product: int, edge: Edge) -> Iterator[int]:
@@ -252,12 +295,12 @@ class _Finder:
             if self._in_all(product, here)
         }
         theirs: set[int] = set()
-        for made in self.results[maker]:
-            if made.target == edge.source:
-                pairs = _pairs(made.source_projection, made.target_projection)
+        for result in self.results[maker]:
+            if result.target == edge.source:
+                pairs = _pairs(result.source_projection, result.target_projection)
                 theirs |= {there for here, there in pairs if self._in_all(maker, here)}
             elif maker == edge.source:
-                theirs |= {here for here in range(len(made.source_projection)) if self._in_all(maker, here)}
+                theirs |= {here for here in range(len(result.source_projection)) if self._in_all(maker, here)}
         return bool(mine & theirs)
 
     def _in_all(self, product: int, factor: int) -> bool:
@@ -267,7 +310,8 @@ class _Finder:
     def block(self, entries: Sequence[int], products: Sequence[int], factors: str) -> ParallelBlock:
         """A block of these products."""
         entry = entries[0]
-        classes = _Classes()
+        # Factors of nodes that one split passes through.
+        classes: _DisjointSets[NodeFactor] = _DisjointSets()
         for product in products:
             for edge in self.operands[product]:
                 links = _pairs(edge.source_projection, edge.target_projection)
@@ -294,7 +338,7 @@ class _Finder:
             factors=tuple(self._open_factors(entry, factors)),
             may_repeat=factors == "all",
             linked=linked,
-            handed_over={p: found for p in products if (found := self._handed_over(p))},
+            handed_over={p: handed for p in products if (handed := self._handed_over(p))},
         )
 
     def _handed_over(self, product: int) -> frozenset[int]:
@@ -318,8 +362,8 @@ class _Finder:
                 continue
             by_group = dict(mine)
             for maker in self.makers[edge.source]:
-                for made in [e for e in self.results[maker] if e.target == edge.source]:
-                    pairs = _pairs(made.source_projection, made.target_projection)
+                for result in [e for e in self.results[maker] if e.target == edge.source]:
+                    pairs = _pairs(result.source_projection, result.target_projection)
                     yield from ((maker, by_group[group], there) for there, group in pairs if group in by_group)
         for edge in self.results[product]:
             mine = _pairs(edge.target_projection, edge.source_projection)
@@ -340,8 +384,8 @@ class _Finder:
                 for e in self.operands[product]
                 if e.source in self.parameters
             ]
-            made = tuple(sorted({e.source_projection for e in self.results[product]}))
-            first = known.setdefault((self.products[product].factors, tuple(weights), made), product)
+            results = tuple(sorted({e.source_projection for e in self.results[product]}))
+            first = known.setdefault((self.products[product].factors, tuple(weights), results), product)
             if weights and first != product:
                 yield first, product
 
@@ -359,41 +403,27 @@ class _Finder:
         return [f for f in every if f in batch or f in of_parameter]
 
 
-class _Sets:
-    """Disjoint sets of nodes, each known by its least member."""
+class _DisjointSets(Generic[T]):
+    """Disjoint sets, each known by its least member."""
 
     def __init__(self) -> None:
-        self._parent: dict[int, int] = {}
+        self._parent: dict[T, T] = {}
 
-    def root(self, member: int) -> int:
+    def root(self, member: T) -> T:
         """The set of a member."""
         while (parent := self._parent.get(member, member)) != member:
             member = parent
         return member
 
-    def join(self, one: int, other: int) -> None:
+    def join(self, one: T, other: T) -> None:
         """Make one set of two."""
         low, high = sorted((self.root(one), self.root(other)))
         self._parent[high] = low
 
-
-class _Classes:
-    """Factors of nodes that are split together."""
-
-    def __init__(self) -> None:
-        self._parent: dict[NodeFactor, NodeFactor] = {}
-
-    def root(self, member: NodeFactor) -> NodeFactor:
-        """The class of a factor."""
-        while (parent := self._parent.get(member, member)) != member:
-            member = parent
-        return member
-
-    def join_all(self, pairs: Iterable[tuple[NodeFactor, NodeFactor]]) -> None:
-        """Make one class of the classes of each pair."""
+    def join_all(self, pairs: Iterable[tuple[T, T]]) -> None:
+        """Make one set of the sets of each pair."""
         for one, other in pairs:
-            low, high = sorted((self.root(one), self.root(other)))
-            self._parent[high] = low
+            self.join(one, other)
 
 
 def _is_product(node: Node) -> bool:

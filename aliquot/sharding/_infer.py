@@ -1,8 +1,8 @@
 """Rules of primitives for which none is declared, found out by evaluating the operator alone.
 
 A factor that runs through some operands and through every result may be split if the slices of the
-results are the results of the slices. That is tried on small random operands of two sizes, so that
-nothing is believed that holds for one size alone. A dim that the operator's parameters name cannot
+results are the results of the slices. That is tried on small random operands of two sizes, as it may
+hold by chance for one. A dim that the operator's parameters name cannot
 be cut, as the operator takes no other size there. Factors that are reduced are not inferred, nor is
 linearity: without them a plan is slower, never wrong.
 """
@@ -68,7 +68,7 @@ def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape
     small = [_small_shapes(lone, shapes, which) for which in range(len(_SMALL))]
     tests: list[tuple[_Factor, tuple[_Trial, ...]]] = []
     for places in itertools.islice(_candidates(shapes), _MOST_SHAPES_TRIED):
-        factor = _followed(lone, shapes, results, places)
+        factor = _factor_through(lone, shapes, results, places)
         trials = _trials(lone, shapes, small, factor) if factor is not None else None
         if factor is not None and trials is not None:
             tests.append((factor, trials))
@@ -82,9 +82,10 @@ def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape
 
 
 def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
-    """Dims of equal size that may be one factor, at most one of each operand: few dims before many.
+    """Sets of dims that may be one factor: dims of equal size, at most one of each operand.
 
-    Of many operands, the same dim of all of them is tried early.
+    The likeliest come first, as only so many are tried: single dims, then the same dim of all
+    operands, counted from the front or, as broadcasting does, from the back; then all others.
     """
     for size in sorted({n for shape in shapes for n in shape if n > 1}):
         having = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
@@ -110,11 +111,12 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
                         yield places
 
 
-def _followed(
+def _factor_through(
     lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...], places: Places
 ) -> _Factor | None:
-    """The factor of these dims, if another size of theirs is the size of one dim of every result;
-    else None.
+    """The factor that these dims of operands form with dims of the results; None if they form none.
+
+    Doubling them must double one dim of every result, of the same size, and change no other.
     """
     size = _size_at(shapes, places)
     result_shapes = lone.shapes_made(_resized(shapes, places, 2 * size))
@@ -196,10 +198,11 @@ def _resized(shapes: Sequence[Shape], places: Places, size: int) -> tuple[Shape,
 
 @functools.lru_cache(maxsize=1 << 10)
 def _passing(lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]], ...]) -> tuple[_Factor, ...]:
-    """The factors of which slices of results are the results of slices, at both sizes and for all
-    draws.
+    """The factors that pass: the slices of the results are the results of the slices, at both sizes
+    and for all draws of random operands.
 
-    All in one program; each by itself where that program cannot be compiled.
+    All are tested in one program, as compiling takes most of the time; each by itself where that
+    program cannot be compiled.
     """
     if not tests:
         return ()

@@ -24,6 +24,8 @@ def _dot_general(
     right = {}
     for a, b in zip((*lhs_batch, *lhs_contract), (*rhs_batch, *rhs_contract), strict=True):
         left[a] = right[b] = next(letters)
+    # The result has the batch dims, then those of the left and of the right operand that are not
+    # summed.
     out = [left[a] for a in lhs_batch]
     for dims, names in ((lhs, left), (rhs, right)):
         for d in range(len(dims.shape)):
@@ -58,27 +60,30 @@ def _ragged_dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     f = Factors()
+    # Letters of the dims of each operand; a summed or batch dim has one letter in both.
     left = {d: f.split(lhs.shape[d]) for d in (*lhs_batch, *lhs_contract)}
     right = dict(zip((*rhs_batch, *rhs_contract), left.values(), strict=True))
     batch = tuple(left[d] for d in lhs_batch)
     groups = f.whole(group_sizes.shape[-1])
     right |= dict.fromkeys(numbers.rhs_group_dimensions, groups)
+    # Where the ragged rows are summed, the result has a matrix for each group.
     out = [*([f.split(group_sizes.shape[-1])] if ragged in lhs_contract else []), *batch]
-    free = 1
+    columns = 1
     for array, names in ((lhs, left), (rhs, right)):
         for d, size in enumerate(array.shape):
             if d not in names:
                 names[d] = f.split(size)
                 out.append(names[d])
-                free *= size if array is rhs else 1
-    each = batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
-    # Each row meets one group, so that groups are no work of their own.
-    flops = 2.0 * math.prod(lhs.shape) * free
+                columns *= size if array is rhs else 1
+    # Sizes of groups may be given for each batch, or once for all.
+    leading = batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
+    # Each row meets the matrix of one group, so that the number of groups does not count.
+    flops = 2.0 * math.prod(lhs.shape) * columns
     return f.rule(
         (
             tuple(left[d] for d in range(len(lhs.shape))),
             tuple(right[d] for d in range(len(rhs.shape))),
-            (*each, groups),
+            (*leading, groups),
         ),
         (tuple(out),),
         linear=(1, 2, 0),
