@@ -19,8 +19,8 @@ from ._schedule import Lists, Schedule, Task, TaskKind, round_robin
 
 
 class Keeps(enum.StrEnum):
-    """The facts that decide how many micro-batches a stage keeps between forward and backward, for
-    searches over stages.
+    """The number on which it depends how many micro-batches a stage keeps between forward and
+    backward. Searches over stages are faster the less it is.
     """
 
     ALL = "every micro-batch"
@@ -123,15 +123,18 @@ def _interleave(first: list[Task], second: list[Task], ahead: int) -> list[Task]
 
 
 def _row(stage: int, kind: TaskKind, micro_batches: Iterable[int]) -> list[Task]:
+    """Tasks of one kind of a stage, one for each micro-batch."""
     return [Task(stage, micro_batch, kind) for micro_batch in micro_batches]
 
 
 def _one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int, backward: TaskKind) -> list[Task]:
+    """The list of a stage in 1F1B. A stage runs ahead by one micro-batch for each stage behind it."""
     forwards = _row(stage, TaskKind.FORWARD, range(num_micro_batches))
     return _interleave(forwards, _row(stage, backward, range(num_micro_batches)), num_stages - stage - 1)
 
 
 def _once(times: StageTimes, chunks: int = 1) -> Maximum:
+    """The largest once-a-step time; a submesh spends that of each of its chunks."""
     return Maximum(sums=times.once_s, weight=float(chunks))
 
 
@@ -326,8 +329,9 @@ def _interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshe
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
     chunks = -(-num_stages // num_submeshes)
     groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
-    # Where the forward tasks of each chunk stand among a submesh's, and its backward tasks; some
-    # there are too many.
+    # Positions of each chunk's forward tasks among all forward tasks of a submesh, and of its
+    # backward tasks among the backward ones. Positions of micro-batches that fill up a round stay
+    # empty.
     forwards: list[list[int]] = [[] for _ in range(chunks)]
     backwards: list[list[int]] = [[] for _ in range(chunks)]
     for group in groups:
@@ -341,6 +345,8 @@ def _interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshe
     for stage in range(num_stages):
         chunk, submesh = divmod(stage, num_submeshes)
         ahead = min(2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups)), total)
+        # Before the forward task at a position, the backward tasks below that position less `ahead`
+        # have run: see `_interleave`.
         ended, most = 0, 0
         for begun, place in enumerate(forwards[chunk], 1):
             while ended < num_micro_batches and backwards[chunk][ended] < place - ahead:
@@ -406,10 +412,10 @@ def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submes
     """The schedule of a name for so many stages and micro-batches.
 
     Args:
-        name: A key of `SCHEDULES`.
-        num_stages: At least 1.
-        num_micro_batches: At least 1.
-        num_submeshes: At least 1, at most one for each stage, which is the default. Stage k runs on
+        name: a key of `SCHEDULES`.
+        num_stages: at least 1.
+        num_micro_batches: at least 1.
+        num_submeshes: at least 1, at most one for each stage, which is the default. Stage k runs on
             submesh `k % num_submeshes`, unless the schedule places them otherwise.
 
     Raises:

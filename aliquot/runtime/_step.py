@@ -45,9 +45,9 @@ class Step:
         Args:
             fn: the user's step.
             prepare: the step with its plan, given the arguments of its first call.
-            plan: what it runs, if that is known before.
-            devices: to run on; by default `jax.devices()`.
-            runner: what runs it, in place of `prepare`.
+            plan: the plan, if there is one before the first call.
+            devices: the devices of the plan in order; by default `jax.devices()`.
+            runner: the runner of a step that is compiled already; `prepare` is then not called.
         """
         self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
         self._runner: AbstractRunner | None = None
@@ -186,13 +186,13 @@ class Step:
         return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
-        """Run one step program by program, each waiting for the one before, and say when each began
-        and ended.
+        """Run one step program by program, each waiting for the one before, and return when each
+        began and ended.
 
-        So the times are those of each program and transfer by itself, one after the other: compare
-        programs with the predicted schedule; their sum is not the time of a step. The arguments
-        stay as they are. Programs run once before they are timed. Of several processes each sees
-        its own stages, and all must call this.
+        Programs and transfers are timed one after the other, after a run that is not timed. Compare
+        them with the predicted schedule one by one; their sum is not the time of a step. The
+        arguments stay as they are. Each of several processes traces its own stages, and all must
+        call this.
         """
         runner, arguments = self.prepare(*args, **kwargs)._ready("trace()")
         title = headline(self._plan) if self._plan is not None else self.__name__
