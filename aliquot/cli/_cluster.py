@@ -1,4 +1,4 @@
-"""`aliquot cluster`: what a cluster description means."""
+"""`aliquot cluster`: a cluster description in full."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`aliquot demo`: the whole story on any laptop, from an ordinary step to a plan, a run, and a
-proof of its numbers.
-"""
+"""`aliquot demo`: an ordinary step planned, run and compared with one device, on any laptop."""
 
 from __future__ import annotations
 

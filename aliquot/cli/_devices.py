@@ -59,8 +59,8 @@ def use_seen_devices() -> list[Any]:
 
 @contextlib.contextmanager
 def _without_remarks_on_gpus() -> Iterator[None]:
-    """Whatever is written to the standard error stream, also from below Python, but for these
-    remarks.
+    """Filter remarks about missing GPUs out of the standard error stream, also those from below
+    Python.
     """
     sys.stderr.flush()
     kept = os.dup(2)

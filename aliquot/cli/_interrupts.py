@@ -42,7 +42,7 @@ def raise_at_interrupts() -> None:
 
 
 def end_at_interrupts() -> None:
-    """From now on Ctrl-C ends the process without a word: all has been said."""
+    """From now on Ctrl-C ends the process without a message, as all output has been printed."""
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, _end)
 

@@ -1,4 +1,4 @@
-"""The process of the command line: what a full disk and Ctrl-C do to it."""
+"""The process of the command line, with its handling of a full disk and of Ctrl-C."""
 
 from __future__ import annotations
 

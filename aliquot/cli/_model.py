@@ -280,8 +280,8 @@ def _kind(value: Any) -> str:
 
 @contextlib.contextmanager
 def user_code(name: str, what: str = "fails while it is traced", everywhere: bool = False) -> Iterator[None]:
-    """Turn an error of the user's own code into two lines that name it and the place; ours stay
-    bugs of ours.
+    """Turn an error of the user's code into two lines that name it and the place. Errors of this
+    package pass through.
 
     Args:
         everywhere: whether nothing of ours runs within, so that every error is the user's.

@@ -109,7 +109,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def check_destination(path: Path | None, option: str = "--out") -> None:
-    """Find out before the work whether its result can be written.
+    """Check, before the work, that its result can be written.
 
     Raises:
         InputError: It cannot.

@@ -73,7 +73,7 @@ def try_remedies(
 
 
 def with_remedies(error: InfeasibleError, remedies: Sequence[Remedy]) -> InfeasibleError:
-    """The error with what was tried in place of what might help."""
+    """The error with the changes that were tried in place of general advice."""
     from .._remedies import remedies_text
 
     if not remedies:

@@ -119,7 +119,7 @@ class Decision:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step."""
+        """Number of micro-batches of a step."""
         return self.stages[0].problem.num_micro_batches
 
 
@@ -154,7 +154,7 @@ class Task:
         return target_for(device).usable_bytes(device) if self.memory_limit_bytes is None else self.memory_limit_bytes
 
     def with_limit(self, memory_limit_bytes: float) -> Task:
-        """The same step for less memory."""
+        """The same step with a smaller memory limit."""
         return replace(self, memory_limit_bytes=memory_limit_bytes)
 
     def problem(self, num_micro_batches: int) -> Problem:

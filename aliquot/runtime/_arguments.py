@@ -23,8 +23,8 @@ class Arguments:
         self.types = types_of(graph)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
-        """A call taken apart. Raises `PlanMismatchError` listing every difference, `CaptureError`
-        for other arguments.
+        """The flat arrays of a call. Raises `PlanMismatchError` listing every difference,
+        `CaptureError` for other arguments.
         """
         call: FlatCall = self._graph.calling.flatten(args, kwargs)
         self._check_call(call)
@@ -69,7 +69,7 @@ class Arguments:
             self._refuse(wrong)
 
     def check_alive(self, leaves: Sequence[Any]) -> None:
-        """Refuse arrays that an earlier call has taken. Raises `InputError` naming them."""
+        """Refuse arrays that an earlier call has donated. Raises `InputError` naming them."""
         traced = [
             i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if isinstance(leaf, jax.core.Tracer)
         ]

@@ -65,9 +65,7 @@ def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _whole(leaf: Any) -> Any:
-    """All of an array on the default device, which a step that names devices of its own may move it
-    away from.
-    """
+    """The whole array on the default device. A step that names devices may move it from there."""
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,6 @@
-"""The user's own function that makes the state, run so that the state is born where it belongs."""
+"""Initialization of the state: the user's function runs so that every array is created on the
+devices that hold it.
+"""
 
 from __future__ import annotations
 

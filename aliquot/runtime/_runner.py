@@ -1,4 +1,4 @@
-"""The interface of what runs a step: one program on one mesh, or the stages of a pipeline."""
+"""The interface of runners: one program on one mesh, or the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def input_shardings(self) -> list[NamedSharding]:
-        """For each input where it lies; what lies on several stages on the first of them."""
+        """The sharding of each input; of one that lies on several stages, that on the first of
+        them.
+        """
 
     @abc.abstractmethod
     def stats(self) -> Stats:

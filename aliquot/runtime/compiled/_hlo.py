@@ -96,7 +96,7 @@ def find_collectives(text: str, axis_names: Sequence[str], axis_sizes: Sequence[
 
 
 def add_up(collectives: Sequence[CompiledCollective]) -> tuple[CompiledCollective, ...]:
-    """The same by kind, axes and whether they stand in a loop; most bytes first."""
+    """Collectives added up by kind, axes and whether they stand in a loop; most bytes first."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[CompiledCollective]] = {}
     for c in collectives:
         groups.setdefault((c.kind, c.axes, c.in_loop), []).append(c)

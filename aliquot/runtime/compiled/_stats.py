@@ -119,7 +119,7 @@ class Stats:
 def compiled_stats(
     compiled: Any, axis_names: Sequence[str], axis_sizes: Sequence[int], *, lower_s: float = 0.0, compile_s: float = 0.0
 ) -> Stats:
-    """Stats of what `jax.jit(...).lower(...).compile()` returned, for a mesh whose devices are
+    """Stats of the result of `jax.jit(...).lower(...).compile()`, for a mesh whose devices are
     numbered row by row.
     """
     memory = compiled_memory(compiled)

@@ -1,5 +1,5 @@
-"""The loop that issues a pipeline's instructions: everything that can be settled before the first
-step is.
+"""The loop that issues a pipeline's instructions. Everything that can be computed before the first
+step is computed before it.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Issuer:
         return repr((self._pipeline.instructions.steps, shapes, specs, shared, jax.__version__))
 
     def connect(self) -> None:
-        """Let every two processes exchange something, each with one other at a time and one way
-        after the other.
+        """Connect all processes, pair by pair: each exchanges a message with one other at a time,
+        in one direction after the other.
 
         Where the first transfers of two processes meet that JAX carries, they take seconds, or
         never arrive.
@@ -235,7 +235,9 @@ class Issuer:
         return results
 
     def _loop(self) -> None:
-        """All instructions: nothing is decided here, so that little but the calls takes time."""
+        """Issue all instructions. Nothing is decided here, so that a step costs little more than
+        the calls.
+        """
         slots = self._slots
         for number, take, call, outputs, frees in self._actions:
             self._number = number
@@ -295,7 +297,9 @@ def _timed(action: _Action, record: Callable[[int, float, float], None]) -> Move
 
 
 def _rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All ordered pairs of numbers below `count`, in rounds in which nobody is in two pairs."""
+    """All ordered pairs of numbers below `count`, in rounds in which each number is in one pair at
+    most.
+    """
     seats = list(range(count + count % 2))
     rounds = []
     for _ in range(len(seats) - 1):

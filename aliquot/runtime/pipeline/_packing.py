@@ -1,4 +1,4 @@
-"""Scalars that stages tell each other in the update, packed into one vector for each dtype.
+"""Scalars that stages send each other in the update, packed into one vector for each dtype.
 
 The norm of all gradients takes a number from every parameter; as arrays of their own they would
 cost more than the rest of the exchange.

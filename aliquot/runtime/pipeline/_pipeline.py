@@ -132,8 +132,8 @@ class Pipeline:
         )
 
     def _inputs_that_others_pull(self) -> frozenset[int]:
-        """Inputs that other processes read from where they lie: nothing tells when they have, so
-        nothing may overwrite.
+        """Inputs that other processes read in place. Nothing tells when they have finished, so that
+        no result may overwrite them.
         """
         sends = [step for step in self.instructions.steps if isinstance(step, Send)]
         return frozenset(

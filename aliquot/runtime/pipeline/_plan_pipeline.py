@@ -55,8 +55,8 @@ def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
 def pipeline_on(
     step: PlannedStep, meshes: Sequence[Any], processes: Sequence[frozenset[int]] | None = None
 ) -> Pipeline:
-    """The same on a mesh for each stage; on those without devices (`AbstractMesh`) it can be
-    lowered, but not run.
+    """The pipeline of a plan on a mesh for each stage; on meshes without devices (`AbstractMesh`)
+    it can be lowered, but not run.
 
     Args:
         processes: that have devices of each stage; must be given where meshes have none.

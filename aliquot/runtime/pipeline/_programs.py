@@ -57,7 +57,7 @@ class StageProgram:
 
     @property
     def name(self) -> str:
-        """Such as `stage 2 backward`."""
+        """Name such as `stage 2 backward`."""
         number = f" {self.round}" if self.part is Part.UPDATE else ""
         return f"stage {self.stage} {self.part}{number}"
 

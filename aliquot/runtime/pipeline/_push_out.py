@@ -16,9 +16,7 @@ from ..spmd import MicroBatchGraphs, subgraph
 
 
 def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging) -> MicroBatchGraphs:
-    """MicroBatchGraphs whose sums over stages, and over nothing else's operands, are in the late
-    graph.
-    """
+    """MicroBatchGraphs with the sums of shares of several stages in the late graph."""
     ops, items = parts.body.ops, parts.body.body.items
     # What was converted for micro-batches is another sum than that of the whole step.
     as_before = [
@@ -57,7 +55,7 @@ def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Stag
 
 
 def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
-    """True if it adds arrays up, or hands one on, and may as well do so behind the last
+    """True for operators that add arrays up, or pass one on, and can do so after the last
     micro-batch.
     """
     return hands_on_gradients(op) and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))

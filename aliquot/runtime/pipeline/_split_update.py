@@ -13,7 +13,7 @@ from ._programs import Part, StageProgram
 
 
 class Update:
-    """Programs that run once a step, behind the last micro-batch."""
+    """Programs that run once a step, after the last micro-batch."""
 
     def __init__(self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[int, int]) -> None:
         self._graph = graph = parts.late

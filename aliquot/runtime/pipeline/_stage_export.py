@@ -1,5 +1,5 @@
-"""A pipeline without devices: its programs in the form in which they are compiled, for whoever does
-that elsewhere.
+"""A pipeline without devices: its programs in the form in which they are compiled, for a compiler
+elsewhere.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _NEUTRAL: dict[TimeKind, Callable[..., Any]] = {TimeKind.SUM: jnp.zeros, TimeKin
 
 
 class Form(enum.StrEnum):
-    """In which form a stage has a value."""
+    """The forms in which a stage may have a value."""
 
     GIVEN = "given"  # an input of the step, or a constant
     EARLY = "early"  # of the whole batch, made before the first micro-batch
@@ -141,7 +141,7 @@ class StageContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageFunction:
-    """A program as a function of flat arrays: what it takes and gives, in order."""
+    """A program as a function of flat arrays: its arguments and results, in order."""
 
     program: StageProgram
     takes: tuple[Key, ...]

@@ -75,5 +75,5 @@ class Layout:
 
 
 def sizes_of(dims: Sequence[Sequence[str]], axis_sizes: dict[str, int]) -> tuple[int, ...]:
-    """Into how many shards each dim is cut."""
+    """Number of shards of each dim."""
     return tuple(math.prod(axis_sizes[name] for name in names) for names in dims)

@@ -162,7 +162,7 @@ def product(
 
 def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
     """An array whose last dim is contiguous on each device. JAX's partitioner would gather it to
-    see to that.
+    make it so.
     """
     order = Layout(tuple(range(array.ndim)))
 

@@ -183,8 +183,8 @@ class _Constrain(ReplayHook):
         return arrays
 
     def _once(self, value: Operand, array: Any, spec: Spec) -> Any:
-        """The same pinned array for all operands: what follows from two, the partitioner would
-        convert twice.
+        """One pinned array for all operands that are equal. Two with equal pins would be converted
+        twice by the partitioner.
         """
         known = self._between.get((id(array), spec))
         if known is None:

@@ -1,5 +1,5 @@
-"""A `MicroBatchPlan` -> three graphs: what runs before the first part, on each part, and after the
-last.
+"""A `MicroBatchPlan` -> three graphs: for operators before the first part, on each part, and after
+the last.
 
 Each graph holds only what is needed. Values keep their indices, so the pins of the whole step hold
 in all three; what a part needs beside its operators (a slice, a shift, a sum that counts once)
@@ -233,7 +233,9 @@ class _Needs:
                             self.early.add(operand)
 
     def _is_worth_once(self, item: int | Call, outputs: Sequence[int]) -> bool:
-        """Products and loops that see nothing of the batch are not done again for each part of it."""
+        """True for products and loops that do not depend on the batch: they run once, and not again
+        for each part of it.
+        """
         if not self._again[outputs[0]] or any(self.plan.specs[v].kind is not TimeKind.EQUAL for v in outputs):
             return False
         if isinstance(item, Call):
@@ -242,7 +244,9 @@ class _Needs:
         return traits_of(op.name).multiplies and dim_rule(op, self.plan.whole).contracts
 
     def _find_early(self) -> None:
-        """Remat regions are transparent here: only the few operators that are needed run."""
+        """Find the operators that run early. Remat regions are looked into, so that only the
+        operators that are needed run.
+        """
         flat: list[int | Call] = []
         alias: dict[int, int] = {}
 

@@ -102,8 +102,8 @@ class Totals:
         return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
 
     def combine(self, value: int, stack: Any) -> Any:
-        """The batch's value of what is no sum, stacked by micro-batch, and by group where there are
-        any.
+        """The batch's value of results that are not summed, stacked by micro-batch, and by group
+        where there are any.
         """
         spec = self.plan.specs[value]
         lead = (0, 1) if self.layout.groups > 1 else (0,)

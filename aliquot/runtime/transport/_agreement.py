@@ -1,4 +1,4 @@
-"""Comparison of what the processes of a step must have in common, before anything is compiled.
+"""Comparison of the step, plan and versions of all processes, before anything is compiled.
 
 A process with another step or plan would wait for ever for what the others never send, or train
 something else.

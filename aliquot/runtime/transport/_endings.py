@@ -1,4 +1,4 @@
-"""Exit of a process: with its own exit code, and so that the others know."""
+"""Exit of a process with its own exit code, announced to the other processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _INTERRUPTED, _FAILED = 130, 1
 
 @cache
 def end_in_order() -> None:
-    """From now on this process's end is told to others, and leaves no program running that XLA
-    would stumble over.
+    """From now on the end of this process is announced to the others, and leaves no program running
+    that XLA would fail over.
     """
     atexit.register(_at_exit)
 
@@ -50,8 +50,8 @@ def part(peers: Peers) -> None:
 
 
 def _at_exit() -> None:
-    """A process that ends without `shutdown`: in peace if the others come too, else it takes them
-    with it.
+    """End a process that did not call `shutdown`: quietly if the others end too; otherwise it ends
+    them.
     """
     peers, error = watched(), getattr(sys, "last_value", None)
     if peers is None:

@@ -148,8 +148,8 @@ def _num_cores() -> int:
 
 
 def reserved_port(address: str, process: int, count: int) -> socket.socket:
-    """A socket at a port that nobody else here takes while it is open, but who asks the system to
-    share it, as JAX does.
+    """A socket at a port that no other program can take while it is open, except one that asks the
+    system to share it, as JAX does.
 
     Two that share a port would get each other's connections. Systems hand out those from 32768 on
     by themselves, and no two processes of a run look at the same.

@@ -87,7 +87,8 @@ def give_up(text: str) -> NoReturn:
 
 
 def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Met:
-    """The connections of all others. Ends all that have come if one of them dies, or does not fit.
+    """The connections of all other processes. Ends all that have come if one of them dies, or does
+    not fit.
 
     Those that come later are turned away as long as this process lives.
     """
@@ -122,7 +123,7 @@ def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Me
 
 
 def let_in(met: Met, told: Mapping[str, Any]) -> None:
-    """Tell all that they are in, and what else they must know."""
+    """Tell all processes that they have joined, and the facts that they need."""
     for peer in met.sockets.values():
         with suppress(OSError):
             _say(peer, {"told": dict(told)})
@@ -189,7 +190,7 @@ def _turn_away(peer: socket.socket, text: str) -> None:
 
 
 def _has_ended(peer: socket.socket) -> bool:
-    """True if the other end is closed: nobody says anything before it is let in."""
+    """True if the other end is closed. An open connection is silent until its process has joined."""
     peer.setblocking(False)
     try:
         return not peer.recv(1)
@@ -215,8 +216,8 @@ def _hear_hello(peer: socket.socket) -> Hello | None:
 
 
 def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met, dict[str, Any]]:
-    """A connection to process 0, which may come later than this one, and what it tells when all are
-    there.
+    """A connection to process 0, which may start later than this process, and the facts that it
+    sends when all have joined.
     """
     deadline = time.monotonic() + timeout_s
     while True:

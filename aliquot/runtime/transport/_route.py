@@ -141,7 +141,7 @@ def _cut(struct: Any, count: int) -> _Cut:
 
 
 def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]) -> list[_Leg]:
-    """All ways between two devices, in an order that is the same in every process."""
+    """All pairs of devices that exchange pieces, in an order that is the same in every process."""
     between: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for array, cut in enumerate(cuts):
         each = cut.on_each(len(senders)), cut.on_each(len(receivers))

@@ -132,7 +132,7 @@ def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire
 
 
 def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
-    """The cheapest form that both ends can make: no byte crosses twice, and all devices of the
+    """The cheapest form that both ends can make: no byte is sent twice, and all devices of the
     smaller end take part.
     """
     source: NamedSharding = look.sharding

@@ -1,4 +1,4 @@
-"""The other processes of a run: whether they live, and small messages among them.
+"""The other processes of a run: whether they are alive, and small messages among them.
 
 Each process holds a connection to process 0, which the system closes when its process dies, however
 that happens. A machine that vanishes is noticed by the system's probes. Neither needs a process to
@@ -83,8 +83,8 @@ class Peers:
     # ---- leaving ---------------------------------------------------------------------------------
 
     def leave(self, timeout_s: float | None = None) -> bool:
-        """Wait until all processes call this, then take no end for a death. False if they have not
-        come in time.
+        """Wait until all processes call this; from then on the end of a connection is no failure.
+        False if they have not come in time.
         """
         if self._is_leaving:
             return True
@@ -102,8 +102,8 @@ class Peers:
         return True
 
     def begin_to_fail(self) -> None:
-        """From now on this process ends by its own failure, and not by another's; only by another's
-        death.
+        """From now on this process ends by its own failure: reports that others fail are ignored,
+        but not reports that they died.
         """
         self._is_failing = True
 
@@ -116,8 +116,8 @@ class Peers:
             self.part()
 
     def part(self) -> None:
-        """The last word to the others. Process 0, in which JAX's service for all lives, waits until
-        they have gone.
+        """Send the last message to the others. Process 0, in which JAX's service for all runs,
+        waits until they have gone.
         """
         for peer in self._met.sockets.values():
             with suppress(OSError):
@@ -150,7 +150,7 @@ class Peers:
         self._gone.set()
 
     def _hear(self, k: int, peer: socket.socket) -> bool:
-        """Take in what process `k` says; False when it says no more."""
+        """Read the messages of process `k`; False when its connection is closed."""
         why = ""
         try:
             said = peer.recv(1)
@@ -185,7 +185,8 @@ class Peers:
             self._lose(k, f"has said nothing for {_SILENCE_S} s")
 
     def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
-        """Process 0 passes it on: the others are not connected to each other.
+        """Pass the loss of a process on from process 0, as the others are not connected to each
+        other.
 
         Without JAX's service, which lives in process 0, one that fails would be aborted before it
         has ended by itself.
@@ -222,8 +223,8 @@ class Peers:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process without any of what Python and XLA do at an end: threads of theirs may wait
-    for ever.
+    """End this process without the exit handlers of Python and XLA, whose threads may wait for
+    ever.
     """
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
