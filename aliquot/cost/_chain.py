@@ -94,6 +94,7 @@ class Chain(AbstractChain):
         """See `AbstractChain.least_s`."""
         tables = PrefixSums.of(self)
         both = tables.forward_s + tables.backward_s
+        # Sums of a stretch with a unit that the option cannot run leave that unit out.
         runs = np.asarray(last) <= tables.last_end[option, first]
         return np.asarray(np.where(runs, both[option, last] - both[option, first], np.inf))
 
@@ -279,6 +280,7 @@ def measure_form(chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]) 
     maxima = []
     for term in form.maxima:
         values = term.sums[option, last] - term.sums[option, first]
+        # A transfer beside the tasks delays a stage only where it takes longer than they do.
         both = np.maximum(values, term.link * edges) if chain.overlaps_transfers else values + term.transfers * edges
         maxima.append(float(both.max()))
     sums = form.sums[option, last] - form.sums[option, first] + form.transfers * edges
@@ -293,6 +295,7 @@ def _columns(stages: Sequence[StageChoice]) -> tuple[Ints, Ints, Ints]:
 
 def _edges_s(chain: Chain, stages: Sequence[StageChoice]) -> Floats:
     """See `edge_seconds`."""
+    # The cut in front of a stage lies behind the last unit of the stage before it.
     crossing = [float(chain.boundary_bytes[stage.first_unit - 1]) for stage in stages[1:]]
     places = [(stage.first_device, chain.options[stage.option].num_devices) for stage in stages]
     return edge_seconds(crossing, places, **_links(chain))

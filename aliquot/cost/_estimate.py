@@ -134,6 +134,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
         for (before, behind), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             whole = edge.num_bytes * widening(edge.dtype, target, total=once)
+            # Prices were made with the measured ratio of arrays of about this size; it is used again.
             near = rounded_bytes(whole, mesh)
             parts = pieces(edge, before, behind, target)
             count, whole = count * parts, whole / parts
@@ -147,6 +148,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
             if math.prod(sizes[a] for a in axes) == 1:
                 continue
+            # As for conversions: over the data axes once for the step, over the others each time.
             for some, once in waiting_axes(c, axes, priced.data_axes):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)

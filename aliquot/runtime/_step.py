@@ -52,6 +52,7 @@ class Step:
         self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
         self._runner: AbstractRunner | None = None
         self._arguments: Arguments | None = None
+        # Two threads may call a step first; one traces and compiles it.
         self._lock = threading.RLock()
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
@@ -123,6 +124,7 @@ class Step:
             PlanMismatchError: what it returns is not what the step takes; names the paths that
                 differ.
         """
+        # Another plan in one process would place other pieces, and hang the first collective.
         if self._plan is not None and spans_processes([d for mesh in self.meshes for d in mesh.devices.flat]):
             agree(plan_lines(self._plan))
         inputs = self._runner.interface if self._runner is not None else self.plan.inputs
@@ -182,6 +184,7 @@ class Step:
         """
         runner, arguments = self.prepare(*args, **kwargs)._ready("place()")
         call = arguments.call(args, kwargs)
+        # Leaves that are no arrays of the step, such as flags, come back as they are.
         by_leaf = {id(leaf): placed for leaf, placed in zip(call.leaves, runner.place(call.leaves), strict=True)}
         return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
 

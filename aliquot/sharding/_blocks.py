@@ -146,6 +146,7 @@ class _Finder:
         self.nodes = nodes
         self.products = {n.index: n for n in nodes.nodes if _is_product(n)}
         roles = zip(graph.inputs, nodes.input_ports, strict=True)
+        # Parameters that nothing reads have no node.
         given = {port.node for item, port in roles if item.role is Role.PARAMETER and port.node >= 0}
         self.operands: dict[int, list[Edge]] = defaultdict(list)
         self.results: dict[int, list[Edge]] = defaultdict(list)
@@ -206,6 +207,7 @@ class _Finder:
         for product in self.products:
             if product in owner:
                 members[blocks.root(owner[product])].append(product)
+        # A parameter that only the backward pass multiplies by has no entry, and forms no block.
         starts = {root: min((p for p in ps if p in entries), default=-1) for root, ps in members.items()}
         self._add_products_of_activations(owner, blocks, members, starts)
         self.block_of = {product: root for root, some in members.items() for product in some}
@@ -320,16 +322,20 @@ class _Finder:
             for edge in [e for e in self.nodes.edges if e.target in weights and e.kind == "parameter"]:
                 links = _pairs(edge.source_projection, edge.target_projection)
                 classes.join_all(((edge.source, a), (edge.target, b)) for a, b in links)
+            # A gradient may be split otherwise than the product that makes it, as ZeRO does.
             for edge in self.results[product]:
                 if not edge.gradient:
                     links = _pairs(edge.source_projection, edge.target_projection)
                     classes.join_all(((product, a), (edge.target, b)) for a, b in links)
+        # What is recomputed in the backward pass is split as it was in the forward pass, although no
+        # array passes from one to the other.
         for product, again in self._repeated(products):
             classes.join_all(((product, f), (again, f)) for f in range(len(self.products[product].factors)))
         of_entry = [classes.root((entry, f)) for f in range(len(self.products[entry].factors))]
         linked = {}
         for product in products:
             roots = [classes.root((product, f)) for f in range(len(self.products[product].factors))]
+            # A factor that two factors of a product follow cannot split both.
             linked[product] = tuple([roots.index(r) if roots.count(r) == 1 else -1 for r in of_entry])
         return ParallelBlock(
             entry=entry,

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..graph import DimRule, Dims, Factors, HasShape, LoneOperator, Shape
 
+# Candidates grow with the number of operands and of equal dims; the likeliest come first.
 _MOST_SHAPES_TRIED = 128
 _MOST_FACTORS_TRIED = 24
 _MOST_ELEMENTS = 1 << 16
@@ -75,6 +76,7 @@ def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape
         if len(tests) == _MOST_FACTORS_TRIED:
             break
     factors: list[_Factor] = []
+    # A dim belongs to one factor: of candidates that share one, the first that passes is taken.
     for factor in _passing(lone, tuple(tests)):
         if all(f.operands.isdisjoint(factor.operands) and f.results.isdisjoint(factor.results) for f in factors):
             factors.append(factor)
@@ -145,6 +147,7 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> 
     for size in _sizes(shapes):
         places = frozenset((k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size)
         trial = _resized(small, places, _stand_in(shapes, size, which))
+        # A size that the operator's parameters name is refused, and stays.
         if lone.shapes_made(trial) is not None:
             small = trial
     return small
@@ -215,6 +218,7 @@ def _passing(lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]]
 
 def _pass_together(lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]) -> list[bool] | None:
     wholes = list(dict.fromkeys(trial.shapes for _, trials in tests for trial in trials))
+    # Whole operands first, then both pieces of each trial; results come in the same order.
     draws = []
     for draw in range(_DRAWS):
         given = {shapes: lone.operands(shapes, draw) for shapes in wholes}
@@ -264,6 +268,8 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
         return False
     if result.dtype.kind in "biu":
         return bool((result == wanted).all())
+    # Slices may be summed in another order than the whole. A factor that may not be split differs by
+    # far more.
     rounding = min(64 * _epsilon(result.dtype), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)
@@ -286,6 +292,7 @@ def _is_mostly_finite(array: NDArray[Any]) -> bool:
 def _as_rule(factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]) -> DimRule:
     f = Factors()
     shapes = [o.shape for o in operands]
+    # Dims that belong to no factor stay whole.
     letters = [f.split(_size_at(shapes, factor.operands)) for factor in factors]
 
     def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:

@@ -1,4 +1,6 @@
-"""Simulation of the best few plans by closed form, which leaves out what the simulation knows."""
+"""Simulation of the best few plans by closed form, as closed forms leave out some waits and
+transfers.
+"""
 
 from __future__ import annotations
 

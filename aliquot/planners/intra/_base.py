@@ -59,12 +59,12 @@ class IntraSolution:
 
     @property
     def step_time_s(self) -> float:
-        """Of the picks."""
+        """Step time of the picks, in seconds."""
         return self.costs.step_time_s
 
     @property
     def peak_bytes(self) -> float:
-        """Of the picks."""
+        """Peak memory of a device under the picks, in bytes."""
         return self.costs.peak_bytes
 
 
@@ -196,7 +196,7 @@ class SolvedAtOnce(AbstractSearch):
         self._is_solved = False
 
     def start(self) -> float | None:
-        """No bound is known yet."""
+        """Zero: no bound is known before `bound` solves."""
         return self.lower_bound_s
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
@@ -213,7 +213,7 @@ class SolvedAtOnce(AbstractSearch):
 
     @property
     def picks(self) -> Ints | None:
-        """The solution's."""
+        """The picks of the solution."""
         return self._solution.picks if self._solution else None
 
     def incumbent(self) -> IntraSolution | None:
