@@ -29,7 +29,7 @@ _COLOURS = {
     "update": "#7f7f7f",
 }
 _OTHERS = ("#999999", "#8c6d31", "#7b4173", "#637939", "#bcbd22")
-_BAR_WIDTH = 360
+_BAR_WIDTH = 160
 _BAR_HEIGHT = 14
 _WIDTH = 860
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 16, 12, 30

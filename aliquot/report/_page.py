@@ -28,8 +28,8 @@ _MOST_CELLS = 64
 _STYLE = """:root{color-scheme:light}body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
 padding:0 1rem;color:#1c2733;background:#fff}h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
 table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;
-overflow-wrap:break-word}th{font-weight:600}.bars td:first-child{overflow-wrap:anywhere}
-.bars td:last-child{white-space:nowrap}svg{max-width:100%;height:auto}
+overflow-wrap:anywhere}th{font-weight:600;overflow-wrap:break-word}
+.number{text-align:right;white-space:nowrap}svg{max-width:100%;height:auto}
 svg text{font-size:12px;fill:#1c2733}.device{fill:#dbe7f3;stroke:#3b6ea5}.grid{stroke:#e3e7eb}
 .mark{stroke:#8a949e;stroke-dasharray:2 3}.limit{stroke:#b03030;stroke-width:2}.legend span{margin-right:1.2rem}
 .legend svg{vertical-align:-1px}"""
@@ -62,7 +62,7 @@ def _section(section: Section) -> str:
     most = max(section.amounts, default=0.0)
     parts = [row[0] for row in section.rows] if section.kind == SectionKind.MEMORY else []
     pictures = [bar(amount / most, row[0], parts) for row, amount in zip(section.rows, section.amounts) if most]
-    table = _table(section.header, section.rows, pictures) if section.rows else ""
+    table = _table(section.header, section.rows, section.right, pictures) if section.rows else ""
     # A title alone says that there is nothing to list.
     return table + "".join(f"<p>{escape(remark)}</p>" for remark in section.remarks) or "<p></p>"
 
@@ -105,14 +105,24 @@ def _schedule(plan: Plan) -> str:
     return text
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> str:
-    """A table of texts; `pictures` are the last cells of the first rows, in HTML."""
-    head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>" if header else ""
-    body = ""
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), pictures: Sequence[str] = ()
+) -> str:
+    """A table of texts.
+
+    Args:
+        right: positions of columns with numbers.
+        pictures: the last cells of the first rows, in HTML.
+    """
+
+    def cells_of(row: Sequence[str], tag: str) -> str:
+        kinds = [' class="number"' if k in right else "" for k in range(len(row))]
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
+
+    lines = [cells_of(header, "th")] if header else []
     for row, picture in itertools.zip_longest(rows, pictures, fillvalue=""):
-        last = f"<td>{picture}</td>" if picture else ""
-        body += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}{last}</tr>"
-    return f"<table>{head}{body}</table>"
+        lines.append(cells_of(row, "td") + (f"<td>{picture}</td>" if picture else ""))
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _meshes(plan: Plan) -> str:

@@ -38,7 +38,7 @@ def test_printed_rows_are_explained_and_are_on_the_page(plan):
         for row in section.rows:
             assert " ".join(row).split() in [line.split() for line in printed]
             assert " ".join(row).split() in explained
-            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page
+            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page.replace(' class="number"', "")
     for name, text in fact_rows(plan):
         if name:
             assert [*name.split(), *text.split()] in explained
