@@ -64,7 +64,7 @@ class Auto(AbstractMethod):
             whole = self._whole(task, count, program)
             return replace(whole, candidates=(*whole.candidates, _not_searched(least_compute_s(problem))))
         try:
-            found = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
+            decision = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
         except (InfeasibleError, InputError, CaptureError) as refusal:
             try:
                 return self._whole(task, count, program)
@@ -76,7 +76,7 @@ class Auto(AbstractMethod):
             best = interrupted.decision or program
             interrupted.decision = best and self._as_auto(task, best)
             raise
-        return self._as_auto(task, found)
+        return self._as_auto(task, decision)
 
     def _whole(self, task: Task, count: int, program: Decision | None) -> Decision:
         """One program, with more micro-batches where they are not given and fewer do not fit.
@@ -85,11 +85,11 @@ class Auto(AbstractMethod):
             InfeasibleError: None fits; describes what the fewest micro-batches need.
         """
         most = count if task.num_micro_batches is not None else min(batch_size(task.graph), MOST_MICRO_BATCHES)
-        found = one_program_by_doubling(
+        decision = one_program_by_doubling(
             self.program, task, first=count, most=most, until_it_fits=True, known={count: program}
         )
-        found = found or self.program.solve(task.problem(count), task.progress)
-        return self._as_auto(task, replace(found, bound_holds_for=one_program_scope(found)))
+        decision = decision or self.program.solve(task.problem(count), task.progress)
+        return self._as_auto(task, replace(decision, bound_holds_for=one_program_scope(decision)))
 
     def _solved(self, problem: Problem, progress: Progress | None) -> Decision | None:
         try:

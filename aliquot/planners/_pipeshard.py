@@ -98,10 +98,10 @@ class PipeshardParallel(AbstractMethod):
         asked = task.num_micro_batches
         method = self if asked is None else replace(self, num_micro_batches=asked)
         best: Decision | None = None
-        found: PipelineSearch | None = None
+        search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
         try:
-            found = solve_pipeline(method, task)
+            search = solve_pipeline(method, task)
         except InfeasibleError as error:
             if not method.may_be_one_program:
                 raise
@@ -111,11 +111,11 @@ class PipeshardParallel(AbstractMethod):
             if not method.may_be_one_program or method.layers is not None:
                 raise
             refusal = error
-        pipeline = found.decision if found else None
+        pipeline = search.decision if search else None
         if pipeline is not None and len(pipeline.stages) > 1:
             best = pipeline
         try:
-            for single in _one_programs(method, task, pipeline, found.program if found else None, programs):
+            for single in _one_programs(method, task, pipeline, search.program if search else None, programs):
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
                         single,
@@ -129,9 +129,9 @@ class PipeshardParallel(AbstractMethod):
         if best is None:
             assert refusal is not None
             raise refusal
-        tried = found.tried if found else ()
+        tried = search.tried if search else ()
         if best is pipeline:
-            program = _tried_program(found.program) if found else ()
+            program = _tried_program(search.program) if search else ()
             return replace(best, candidates=(*program, tried_pipeline(best), *tried))
         if pipeline is not None and len(pipeline.stages) > 1:
             tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
@@ -150,12 +150,12 @@ def _one_programs(
     Raises:
         Interrupted: Ctrl-C.
     """
-    found: Decision | None = None
+    by_doubling: Decision | None = None
     if method.may_be_one_program:
         given = method.num_micro_batches
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if given is None else given
         # Searches where memory is short take long, and there are stages that fit.
-        found = one_program_by_doubling(
+        by_doubling = one_program_by_doubling(
             WholeProgram(intra=method.intra),
             task,
             first=given or 1,
@@ -163,9 +163,9 @@ def _one_programs(
             until_it_fits=pipeline is None,
             known=known,
         )
-        if found is not None:
-            yield found
-    if pipeline is None or (found is not None and found.step_time_s <= pipeline.step_time_s):
+        if by_doubling is not None:
+            yield by_doubling
+    if pipeline is None or (by_doubling is not None and by_doubling.step_time_s <= pipeline.step_time_s):
         return
     fewer = _solve_one_program(method, task, pipeline, program)
     if fewer is not None:
@@ -240,7 +240,7 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
             # Small micro-batches may have other layers.
             fine = price(counts[-1:], layers=priced[counts[0]].sketch.layers)
         chains = chains_between(chains, fine.chains[0])
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     refusals: list[InfeasibleError] = []
     left = list(chains)
     promised: ChainPlan | None = None
@@ -252,8 +252,8 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
             except InfeasibleError as error:
                 refusals.append(error)
                 break
-            fastest_s = min((decision.step_time_s for decision in found), default=math.inf)
-            searched = len(found) + len(refusals)
+            fastest_s = min((decision.step_time_s for decision in decisions), default=math.inf)
+            searched = len(decisions) + len(refusals)
             if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s or searched == _MOST_COUNTS:
                 break
             count = promised.num_micro_batches
@@ -261,13 +261,13 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
         if count not in priced:
             priced[count] = price([count])
         try:
-            found.append(solve_with(method, task, priced[count], helper))
+            decisions.append(solve_with(method, task, priced[count], helper))
         except InfeasibleError as error:
             refusals.append(error)
-    if not found:
+    if not decisions:
         raise refusals[0]
-    best = min(found, key=lambda decision: decision.step_time_s)
-    tried = [tried_pipeline(each, "slower") for each in found if each is not best]
+    best = min(decisions, key=lambda decision: decision.step_time_s)
+    tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
     if left and promised is not None:
         tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
     is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None

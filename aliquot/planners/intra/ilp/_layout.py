@@ -276,8 +276,8 @@ class _Draft:
             is_costly = places != _ZERO
             self.hidden.append((added[is_costly], places[is_costly], shares[is_costly]))
         ends = np.cumsum([len(sides.places) for sides in by_edge])[:-1]
-        for index, sides, own in zip(edges, by_edge, np.split(added, ends), strict=True):
-            self._tie(index, sides, own)
+        for index, sides, flow in zip(edges, by_edge, np.split(added, ends), strict=True):
+            self._tie(index, sides, flow)
         return flows
 
     def _sides(self, index: int) -> _Sides:
@@ -294,13 +294,13 @@ class _Draft:
     def _tie(self, index: int, sides: _Sides, flow: Ints) -> None:
         """Tie an edge's flows to the choices on both sides."""
         edge = self.priced.graph.edges[index]
-        for mine, specs, own, node in (
+        for of_flow, specs, choices, node in (
             (sides.p, sides.sources, sides.source_places, edge.source),
             (sides.q, sides.targets, sides.target_places, edge.target),
         ):
             first = self._add_rows(len(specs), 0.0, 0.0)
-            self.entries.add(first + mine, flow, 1.0)
-            self.entries.add(first + own, self.columns[node], -1.0)
+            self.entries.add(first + of_flow, flow, 1.0)
+            self.entries.add(first + choices, self.columns[node], -1.0)
 
 
 class _Sides(NamedTuple):

@@ -354,7 +354,7 @@ class Search(AbstractSearch):
         first = np.array([int(np.flatnonzero(m)[0]) for m in self._allowed])
         use = timeline(self.model(first), self.priced, first)
         alone = alive_bytes(choices, self.model(first), int(np.argmax(use)))[1]
-        picks = np.array([int(kept[np.argmin(own)]) for kept, own in zip(choices.allowed, alone, strict=True)])
+        picks = np.array([int(kept[np.argmin(sizes)]) for kept, sizes in zip(choices.allowed, alone, strict=True)])
         seen: set[int] = set()
         relaxation = Relaxation(program)
         while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
