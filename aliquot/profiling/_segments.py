@@ -104,7 +104,7 @@ class SegmentKind:
 
     def combination(self, options: Options) -> Combination | None:
         """A combination priced; None if no choices follow it."""
-        space = restrict_blocks(self.space, self.blocks, dict(enumerate(options)))
+        space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
         if not all(mask.any() for mask in space.allowed):
             return None
         solution = self.intra.solve(self.problem, space, memory_limit_bytes=math.inf)
@@ -175,7 +175,9 @@ class SegmentedStep:
         Args:
             options: for each kind.
         """
-        fixed = {b: o for kind, chosen in enumerate(options) for b, o in zip(self.blocks_of(kind), chosen, strict=True)}
+        fixed = {
+            b: (o,) for kind, chosen in enumerate(options) for b, o in zip(self.blocks_of(kind), chosen, strict=True)
+        }
         space = restrict_blocks(self.space, self.blocks, fixed)
         if not all(mask.any() for mask in space.allowed):
             return None

@@ -58,7 +58,7 @@ def test_no_combination_of_options_is_better(step, memory_share):
     blocks = block_options(problem, space, factors="all")
     times = []
     for options in itertools.product(*[range(len(options)) for options in blocks]):
-        narrowed = restrict_blocks(space, blocks, dict(enumerate(options)))
+        narrowed = restrict_blocks(space, blocks, {k: (o,) for k, o in enumerate(options)})
         one = exact.solve(problem, narrowed, memory_limit_bytes=limit) if allowed_by(narrowed.allowed) else None
         times.append(one.step_time_s if one else np.inf)
     assert len(times) >= 25

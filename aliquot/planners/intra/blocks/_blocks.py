@@ -91,7 +91,7 @@ class Blocks(AbstractIntra):
                 f"only={self.only} on a mesh {space.priced.mesh}: the step has {len(counts)} blocks with "
                 f"{', '.join(map(str, counts))} options."
             )
-        return restrict_blocks(space, blocks, dict(enumerate(self.only)))
+        return restrict_blocks(space, blocks, {k: (o,) for k, o in enumerate(self.only)})
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> Blocks:
         """See `AbstractIntra.coarser`."""

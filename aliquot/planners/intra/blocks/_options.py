@@ -31,6 +31,16 @@ class BlockOptions:
     def __len__(self) -> int:
         return len(self.choices)
 
+    def followed(self, picks: Ints) -> list[int]:
+        """The options that at least one product follows, the one that most of them follow first; the entry counts as all
+        others together.
+        """
+        votes = []
+        for masks in self.masks:
+            follows = [bool(mask[picks[product]]) for product, mask in masks.items()]
+            votes.append(sum(follows) + len(follows) * bool(masks[self.block.entry][picks[self.block.entry]]))
+        return sorted((o for o, vote in enumerate(votes) if vote), key=lambda o: -votes[o])
+
     def option_of(self, picks: Ints) -> int | None:
         """The option that picks follow, or None if its products are split each its own way."""
         for option, masks in enumerate(self.masks):
@@ -60,14 +70,13 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
     return tuple(with_options)
 
 
-def restrict_blocks(space: Space, blocks: Sequence[BlockOptions], fixed: Mapping[int, int]) -> Space:
-    """A space in which every block follows one of its options, or the one that `fixed` gives it by its position."""
+def restrict_blocks(space: Space, blocks: Sequence[BlockOptions], left: Mapping[int, Sequence[int]]) -> Space:
+    """A space in which the products of every block follow options of it, or of those that `left` leaves it by its position."""
     allowed: list[NDArray[np.bool_]] = list(space.allowed)
     for k, options in enumerate(blocks):
         for product in options.block.products:
-            masks = [of_option[product] for of_option in options.masks]
-            open_choices = masks[fixed[k]] if k in fixed else np.logical_or.reduce(masks)
-            allowed[product] = allowed[product] & open_choices
+            masks = [options.masks[o][product] for o in left.get(k, range(len(options)))]
+            allowed[product] = allowed[product] & np.logical_or.reduce(masks)
     return replace(space, allowed=allowed)
 
 

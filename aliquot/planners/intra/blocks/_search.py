@@ -2,7 +2,8 @@
 
 The planner that decides about the rest is first asked with the options of every block open. Its
 answer mostly splits each block one way, as anything else would have to communicate inside. Where it
-does not, the search branches on the options of one such block.
+does not, the search branches on the options of one such block: on each that some of its products
+follow, and on all others together.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class BlockSearch(AbstractSearch):
             self._is_guessed = True
             guess = self._open.incumbent()
             if guess is not None:
-                solution = self._solve(self._nearest(guess.picks), self._ceiling_s)
+                solution = self._solve(self._nearest(guess.picks, {}), self._ceiling_s)
                 self._best = solution and replace(solution, lower_bound_s=self.lower_bound_s)
         return self._best
 
@@ -84,13 +85,13 @@ class BlockSearch(AbstractSearch):
         limit_s = min(cutoff_s, self._ceiling_s, best.step_time_s if best else np.inf)
         root = self._open.improve(limit_s)
         self.gave_up = self._open.gave_up
-        waiting: list[tuple[float, int, dict[int, int], IntraSolution]] = []
+        waiting: list[tuple[float, int, dict[int, tuple[int, ...]], IntraSolution]] = []
         if root is not None:
             heapq.heappush(waiting, (root.lower_bound_s, next(count), {}, root))
         asked, status = 1, root.status if root else "optimal within the gap"
         lower_bound_s = root.lower_bound_s if root else self.lower_bound_s
         while waiting:
-            lower_bound_s, _, fixed, solution = heapq.heappop(waiting)
+            lower_bound_s, _, left, solution = heapq.heappop(waiting)
             if lower_bound_s >= limit_s * (1 - self._rest.relative_gap):
                 break
             split = self._split_apart(solution.picks)
@@ -98,21 +99,22 @@ class BlockSearch(AbstractSearch):
                 if solution.step_time_s < limit_s:
                     best, limit_s = solution, solution.step_time_s
                 continue
-            rounded = self._solve({**self._nearest(solution.picks), **fixed}, limit_s)
+            rounded = self._solve(self._nearest(solution.picks, left), limit_s)
             asked += 1
             if rounded is not None and rounded.step_time_s < limit_s:
                 best, limit_s = rounded, rounded.step_time_s
             if lower_bound_s >= limit_s * (1 - self._rest.relative_gap):
                 break
-            if asked + len(self._blocks[split]) > self._branch_limit:
+            branches = self._branches(split, solution.picks, left)
+            if asked + len(branches) > self._branch_limit:
                 status, self.gave_up = _LIMIT, True
                 break
-            for option in range(len(self._blocks[split])):
+            for branch in branches:
                 asked += 1
-                child = self._solve({**fixed, split: option}, limit_s)
+                child = self._solve({**left, split: branch}, limit_s)
                 if child is not None:
                     bound_s = max(lower_bound_s, child.lower_bound_s)
-                    heapq.heappush(waiting, (bound_s, next(count), {**fixed, split: option}, child))
+                    heapq.heappush(waiting, (bound_s, next(count), {**left, split: branch}, child))
         if best is not None and not self.gave_up:
             # Everything that could take less by more than the gap was looked at.
             lower_bound_s = max(lower_bound_s, best.step_time_s * (1 - self._rest.relative_gap))
@@ -130,21 +132,24 @@ class BlockSearch(AbstractSearch):
         """The first block whose products are split each its own way."""
         return next((k for k, options in enumerate(self._blocks) if options.option_of(picks) is None), None)
 
-    def _nearest(self, picks: Ints) -> dict[int, int]:
-        """For each block the option that most of its products follow; the entry counts as all others together."""
+    def _branches(self, split: int, picks: Ints, left: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The options that are left to a block, in parts: each that some product follows, and the others."""
+        options = left.get(split, tuple(range(len(self._blocks[split]))))
+        followed = [o for o in self._blocks[split].followed(picks) if o in options]
+        others = tuple(o for o in options if o not in followed)
+        return [*[(o,) for o in followed], *([others] if others else [])]
+
+    def _nearest(self, picks: Ints, left: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        """For each block the option that most of its products follow, of those that are left to it."""
         nearest = {}
         for k, options in enumerate(self._blocks):
-            agreeing = []
-            for masks in options.masks:
-                follows = [bool(mask[picks[product]]) for product, mask in masks.items()]
-                agreeing.append(
-                    sum(follows) + len(follows) * bool(masks[options.block.entry][picks[options.block.entry]])
-                )
-            nearest[k] = int(np.argmax(agreeing))
-        return nearest
+            allowed = left.get(k, tuple(range(len(options))))
+            followed = [o for o in options.followed(picks) if o in allowed]
+            nearest[k] = (followed or list(allowed))[:1]
+        return {k: tuple(options) for k, options in nearest.items()}
 
-    def _solve(self, fixed: Mapping[int, int], ceiling_s: float) -> IntraSolution | None:
-        space = restrict_blocks(self._space, self._blocks, fixed)
+    def _solve(self, left: Mapping[int, tuple[int, ...]], ceiling_s: float) -> IntraSolution | None:
+        space = restrict_blocks(self._space, self._blocks, left)
         if not allowed_by(space.allowed):
             return None
         return self._rest.solve(self._problem, space, memory_limit_bytes=self._limit_bytes, ceiling_s=ceiling_s)
