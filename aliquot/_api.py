@@ -56,6 +56,7 @@ def plan(
     profiles: str | Path | None = None,
     profiles_of_any: bool = False,
     require_measured: float = 0.0,
+    require_grade: str = "measured",
     measure: bool = False,
     progress: Progress | None = None,
     **kwargs: Any,
@@ -82,6 +83,8 @@ def plan(
         profiles: a profile database; what it holds of the cluster's devices corrects all prices. See `aliquot profile run`.
         profiles_of_any: also take what was measured on other kinds of devices, or with other releases of JAX.
         require_measured: refuse a plan of which less of the compute and communication was measured, 0 to 1.
+        require_grade: what `require_measured` counts: "measured", by all devices running together; "measured-compute", also
+            the computing that was measured on one device alone.
         measure: measure on the devices of this process what the best plan needs and the database lacks, keep it there, and
             plan again, until the best plan needs nothing more.
         progress: called as `progress(what, done, of)` during the search.
@@ -124,6 +127,7 @@ def plan(
         profiles,
         of_any=profiles_of_any,
         require_measured=require_measured,
+        require_grade=require_grade,
         measure=measure,
         on_missing_rule=on_missing_rule,
         progress=progress,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .cluster import Cluster
-from .core import InputError
+from .cluster import MEASURED, MEASURED_COMPUTE, Cluster
+from .core import InputError, nearest
 from .cost import estimate
 from .graph import Graph, capture
 from .planners import Progress, apply_plan
@@ -38,6 +38,7 @@ def plan_measured(
     *,
     of_any: bool = False,
     require_measured: float = 0.0,
+    require_grade: str = MEASURED,
     measure: bool = False,
     on_missing_rule: str = "infer",
     progress: Progress | None = None,
@@ -50,6 +51,8 @@ def plan_measured(
     Raises:
         InputError: less of the plan was measured than required; or its devices are not those of this process.
     """
+    if require_grade not in (MEASURED, MEASURED_COMPUTE):
+        raise InputError(f"require_grade={require_grade!r}: {nearest(require_grade, (MEASURED, MEASURED_COMPUTE))}")
     if measure:
         _measure_launch(cluster, profiles)
     for _ in range(_MOST_ROUNDS if measure else 1):
@@ -57,13 +60,24 @@ def plan_measured(
         best = find(measured)
         if not measure or not _measure_missing(best, graph, measured, profiles, on_missing_rule, progress):
             break
-    share = best.prediction.measured_share
-    if share < require_measured:
-        raise InputError(
-            f"{share:.0%} of the plan's compute and communication was measured, and {require_measured:.0%} is required. "
-            f"Measure what it needs: aliquot profile run MODEL --database {profiles}, or plan with measure=True (--measure)."
-        )
+    _require(best, require_measured, require_grade, profiles)
     return best
+
+
+def _require(plan: Plan, least: float, grade: str, profiles: str | Path) -> None:
+    """Raises InputError if less of a plan was measured than required."""
+    measured, alone = plan.prediction.measured_share, plan.prediction.measured_compute_share
+    counts_alone = grade == MEASURED_COMPUTE
+    if measured + alone * counts_alone >= least:
+        return
+    also = ""
+    if alone:
+        also = f" and {alone:.0%} on one device alone (grade {MEASURED_COMPUTE}"
+        also += ")" if counts_alone else f", which counts with --require-grade {MEASURED_COMPUTE})"
+    raise InputError(
+        f"{measured:.0%} of the plan's compute and communication was measured{also}, and {least:.0%} is required. "
+        f"Measure what it needs: aliquot profile run MODEL --database {profiles}, or plan with measure=True (--measure)."
+    )
 
 
 def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
@@ -130,6 +144,7 @@ def check_profiles(
     ]
     return {
         "measured_share": with_them.measured_share,
+        "measured_compute_share": with_them.measured_compute_share,
         "measured_error": with_them.measured_error,
         "step_time_s": with_them.step_time_s,
         "modelled_step_time_s": estimate(planned).step_time_s,

@@ -92,6 +92,13 @@ def plan(
     require_measured: Annotated[
         float, typer.Option(min=0, max=1, help="Refuse a plan if a smaller share of its time was measured.")
     ] = 0.0,
+    require_grade: Annotated[
+        str,
+        typer.Option(
+            metavar="measured|measured-compute",
+            help="What --require-measured counts: what all devices measured together, or also what one measured alone.",
+        ),
+    ] = "measured",
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Measure here the operators that the best plan needs and the database lacks."),
@@ -138,6 +145,7 @@ def plan(
                 profiles=profiles,
                 profiles_of_any=profiles_of_any,
                 require_measured=require_measured,
+                require_grade=require_grade,
                 measure=measure,
             )
         except InfeasibleError as error:
@@ -225,6 +233,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "schedule": plan.schedule,
         "num_submeshes": plan.num_submeshes,
         "measured_share": p.measured_share,
+        "measured_compute_share": p.measured_compute_share,
         "measured_error": p.measured_error,
         "profiles": provenance.profiles or None,
         "stages": [

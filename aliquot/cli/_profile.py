@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,9 @@ from ._model_options import BatchSize, Dtype, Recompute, Scan, SeqLen, Settings,
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination, read_cluster, read_mesh
 from ._session import session
 
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
 ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
 Database = Annotated[
     Path, typer.Option("--database", metavar="FILE", help="Where measurements are kept.", show_default=False)
@@ -44,6 +47,14 @@ def run(
     database: Database,
     devices: Annotated[
         int | None, typer.Option(help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure, on one device here, what each device of this cluster would compute: a preset or a TOML file. "
+            "Collectives stay as modelled.",
+            show_default=False,
+        ),
     ] = None,
     global_batch: BatchSize = None,
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2; by default all.")] = None,
@@ -72,13 +83,14 @@ def run(
         timing = read_timing(repeats, most_repeats, warm_up=warm_up, least_s=least_s, retries=retries, noisy=noisy)
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
         seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
-        from ..cluster import Cluster, logical_mesh_shapes
+        from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
         from ..cost import make_problem
         from ..graph import capture
-        from ..profiling import ProfileDatabase, profile_operators, required_operators
+        from ..profiling import ProfileDatabase, alone_on_one_device, profile_operators, required_operators
         from ._model import resolve, user_code
 
-        where = Cluster.detect(seen)
+        here = Cluster.detect(seen)
+        where = here if cluster is None else _cluster_of_this_device(cluster, here)
         options, _ = model_options(global_batch, seq_len, dtype, recompute, scan, settings, None)
         built = resolve(model, options, where)
         with user_code(built.name):
@@ -92,12 +104,39 @@ def run(
             largest_in_host_bytes=limits[0],
             largest_between_hosts_bytes=limits[1],
         )
+        if cluster is not None:
+            operators = alone_on_one_device(operators)
         with ProfileDatabase(database) as known, measuring_progress() as report:
-            done = profile_operators(operators, known, share=part, timing=timing, budget_s=budget_s, progress=report)
+            done = profile_operators(
+                operators,
+                known,
+                share=part,
+                timing=timing,
+                budget_s=budget_s,
+                grade=MEASURED if cluster is None else MEASURED_COMPUTE,
+                progress=report,
+            )
         answer = show_run(say, done, "operators")
         if not done.num_missing:
-            say.show(f"Plan from them with: aliquot plan {built.name} --cluster detect --profiles {database}")
+            say.show(
+                f"Plan from them with: aliquot plan {built.name} --cluster {cluster or 'detect'} --profiles {database}"
+            )
         say.finish(answer)
+
+
+def _cluster_of_this_device(spec: str, here: Cluster) -> Cluster:
+    """A cluster of which this process has one device at least.
+
+    Raises:
+        InputError: its devices are of another kind.
+    """
+    asked = read_cluster(spec)
+    if asked.device.name != here.device.name:
+        raise InputError(
+            f"--cluster {spec} is made of {asked.device.name}, and this process has {here.name}. One device can only stand for "
+            f"others of its kind: run this where there is a {asked.device.name}, or give a cluster of {here.device.name}."
+        )
+    return asked
 
 
 def show(

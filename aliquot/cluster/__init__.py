@@ -15,6 +15,8 @@ from ._logical import AXIS_NAMES as AXIS_NAMES
 from ._logical import AxisLink as AxisLink
 from ._logical import LogicalMesh as LogicalMesh
 from ._logical import logical_mesh_shapes as logical_mesh_shapes
+from ._measured import MEASURED as MEASURED
+from ._measured import MEASURED_COMPUTE as MEASURED_COMPUTE
 from ._measured import AbstractMeasured as AbstractMeasured
 from ._measured import Corrections as Corrections
 from ._presets import wire as wire

@@ -12,12 +12,20 @@ if TYPE_CHECKING:
     from ._cluster import Link
 
 
+MEASURED, MEASURED_COMPUTE = "measured", "measured-compute"
+"""Grades of measurements: all devices running together; or the computing of one device, measured on one alone."""
+
+
 class Corrections(NamedTuple):
-    """For each of some points: measured over modelled seconds, whether this rests on a measurement nearby, and its relative error."""
+    """For each of some points: measured over modelled seconds, whether this rests on a measurement nearby, and its relative error.
+
+    `grade` is that of the measurements: `MEASURED` or `MEASURED_COMPUTE`.
+    """
 
     ratios: NDArray[np.float64]
     is_measured: NDArray[np.bool_]
     errors: NDArray[np.float64]
+    grade: str = MEASURED
 
 
 class AbstractMeasured(ABC):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..cluster import Corrections
+from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
 from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
@@ -49,6 +49,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         peak_moment=f"{op.phase.name.lower()}, {op.name}:{op.index} {source_line(op)}".rstrip() if op else "",
         collectives=tuple(_placed(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
+        measured_compute_share=measured.alone_share,
         measured_error=measured.error,
         memory_over_time=memory_over_time(model, priced, picks, graph),
     )
@@ -159,10 +160,14 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
 
 
 class MeasuredShare(NamedTuple):
-    """The share of some seconds that rests on measurements of operators of about the same sizes, and their mean error."""
+    """The share of some seconds that rests on measurements of operators of about the same sizes, and their mean error.
+
+    `alone_s` rests on measurements of one device alone, grade `MEASURED_COMPUTE`, and is no part of `measured_s`.
+    """
 
     seconds: float
     measured_s: float
+    alone_s: float
     error_s: float
 
     @property
@@ -171,23 +176,30 @@ class MeasuredShare(NamedTuple):
         return self.measured_s / self.seconds if self.seconds else 0.0
 
     @property
+    def alone_share(self) -> float:
+        """Measured on one device alone, of all seconds, 0 to 1."""
+        return self.alone_s / self.seconds if self.seconds else 0.0
+
+    @property
     def error(self) -> float:
         """Mean relative error of what was measured: the spread of a measurement, or that of the interpolation."""
-        return self.error_s / self.measured_s if self.measured_s else 0.0
+        measured_s = self.measured_s + self.alone_s
+        return self.error_s / measured_s if measured_s else 0.0
 
 
 def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
     """The measured share of a choice's compute and communication."""
     measured = priced.mesh.cluster.measured
     if measured is None:
-        return MeasuredShare(0.0, 0.0, 0.0)
-    total = of_it = error = 0.0
+        return MeasuredShare(0.0, 0.0, 0.0, 0.0)
+    total = error = 0.0
+    of_grade = {MEASURED: 0.0, MEASURED_COMPUTE: 0.0}
 
     def note(seconds: float, corrections: Corrections) -> None:
-        nonlocal total, of_it, error
+        nonlocal total, error
         total += seconds
         if corrections.is_measured[0]:
-            of_it += seconds
+            of_grade[corrections.grade] += seconds
             error += seconds * float(corrections.errors[0])
 
     for node, node_work, table, pick in zip(priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True):
@@ -200,7 +212,7 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
     for each in _collectives(priced, picks):
         entering, seconds = np.array([each.entering]), np.array([each.seconds / max(each.times, 1.0)])
         note(each.seconds, collective_corrections(each.kind, each.axes, priced.mesh, each.group, entering, seconds))
-    return MeasuredShare(total, of_it, error)
+    return MeasuredShare(total, of_grade[MEASURED], of_grade[MEASURED_COMPUTE], error)
 
 
 def encode_interior(

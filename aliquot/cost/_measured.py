@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import AbstractMeasured, Corrections, Link
+from ..cluster import MEASURED, AbstractMeasured, Corrections, Link
 
 Floats = NDArray[np.float64]
 _NEIGHBOURS = 4
@@ -37,6 +37,7 @@ class RatioTable:
         points: sizes in powers of two, `(points, dims)`; each once.
         ratios: one for each.
         spreads: of each measurement, as a share of it.
+        grade: of the measurements; see `Corrections`.
 
     Reference: D. Shepard, "A two-dimensional interpolation function for irregularly-spaced data",
     1968.
@@ -45,6 +46,7 @@ class RatioTable:
     points: Floats
     ratios: Floats
     spreads: Floats
+    grade: str = MEASURED
 
     @cached_property
     def _tree(self) -> Any:
@@ -76,7 +78,7 @@ class RatioTable:
         nearest, same = neighbours[:, 0], distances[:, 0] < _SAME
         ratios = np.where(same, self.ratios[nearest], self._mean(distances, neighbours))
         errors = np.where(same, self.spreads[nearest], self.interpolation_error)
-        return Corrections(ratios, distances[:, 0] <= _NEAR, errors)
+        return Corrections(ratios, distances[:, 0] <= _NEAR, errors, self.grade)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,7 +98,7 @@ class Measured(AbstractMeasured):
         """A hash of the tables."""
         content = hashlib.sha256()
         for kind, table in sorted(self.tables.items()):
-            content.update(kind.encode())
+            content.update(f"{kind} {table.grade}".encode())
             for array in (table.points, table.ratios):
                 content.update(np.ascontiguousarray(array).tobytes())
         content.update(repr(sorted(self.transfers.items())).encode())

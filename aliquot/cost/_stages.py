@@ -216,5 +216,6 @@ def _step_prediction(
         peak_moment=f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight",
         collectives=tuple(sorted(collectives, key=lambda use: -use.seconds)),
         measured_share=measured.share,
+        measured_compute_share=measured.alone_share,
         measured_error=measured.error,
     )

@@ -168,9 +168,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline these are figures of
     its busiest stage, and `bubble_s` is what it waits for the others and for transfers; memory is that of the fullest stage.
     `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`. Of compute and communication
-    `measured_share` rests on measurements of operators of about the same sizes, with a mean relative error of
-    `measured_error`; the rest is modelled. `memory_over_time` shows memory over the course of the step; None for a
-    pipeline.
+    `measured_share` rests on measurements of operators of about the same sizes, and another `measured_compute_share` on
+    those of one device alone, with a mean relative error of `measured_error`; the rest is modelled. `memory_over_time`
+    shows memory over the course of the step; None for a pipeline.
     """
 
     step_time_s: float
@@ -186,6 +186,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bubble_s: float = 0.0
     measured_share: float = 0.0
     measured_error: float = 0.0
+    measured_compute_share: float = 0.0
     memory_over_time: MemoryCurve | None = None
 
 

@@ -129,9 +129,10 @@ def _basis(plan: Plan) -> str:
     origin = f"predicted from {short}" if short else "predicted"
     if plan.provenance.profiles:
         p = plan.prediction
-        origin = (
-            f"{p.measured_share:.0%} of it measured, with a mean error of {p.measured_error:.0%}, the rest {origin}"
-        )
+        shares = [f"{p.measured_share:.0%} of it measured"] if p.measured_share or not p.measured_compute_share else []
+        if p.measured_compute_share:
+            shares.append(f"{p.measured_compute_share:.0%} of it measured on one device alone (measured-compute)")
+        origin = f"{' and '.join(shares)}, with a mean error of {p.measured_error:.0%}, the rest {origin}"
     return f"{origin}; compiled for {plan.compiled.target}" if plan.compiled else origin
 
 

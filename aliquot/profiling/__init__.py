@@ -28,6 +28,7 @@ from ._programs import compile_part as compile_part
 from ._programs import device_key as device_key
 from ._programs import measure_in_turn as measure_in_turn
 from ._programs import program_key as program_key
+from ._required import alone_on_one_device as alone_on_one_device
 from ._required import operators_of_plan as operators_of_plan
 from ._required import required_operators as required_operators
 from ._run import ProfileRun as ProfileRun

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from ..cluster import MEASURED
 from ..core import InputError
 
 _FORMAT = 1
@@ -41,7 +42,6 @@ _COLUMNS = "key, program, device, num_devices, mesh, jax_version, label, grade, 
 _WAIT_S = 10.0
 _FAILED = "failed: "
 _LONGEST_ERROR = 200
-GRADES = ("measured", "measured-compute", "modelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Measurement:
         repeats: how many were timed; fewer where the first was already hopeless.
         memory_bytes: of each device, as the compiler says.
         outcome: `"ok"`, `"stopped early"`, `"out of memory"`, or `"failed: "` and the error; see `failed`.
-        grade: one of `GRADES`.
+        grade: `MEASURED` if all devices ran, `MEASURED_COMPUTE` if one ran alone what each of many would.
         label: for people.
     """
 
@@ -86,7 +86,7 @@ class Measurement:
     repeats: int = 1
     memory_bytes: float = 0.0
     outcome: str = "ok"
-    grade: str = "measured"
+    grade: str = MEASURED
     label: str = ""
 
     @property

@@ -25,15 +25,15 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
     Args:
         cluster: whose cost model the measurements are compared with; without one they are not.
     """
-    by_kind: defaultdict[tuple[str, str], list[Measurement]] = defaultdict(list)
+    by_kind: defaultdict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     outliers = []
     for key, measurement in database.rows():
         operator = Operator.parse(key.program)
         kind = "segment or conversion" if operator is None else _family(operator)
-        by_kind[kind, _devices(key)].append(measurement)
+        by_kind[kind, _devices(key), measurement.grade].append(measurement)
         if measurement.spread > _NOISY and measurement.seconds is not None:
             outliers.append(_outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}"))
-    kinds = [_kind(kind, devices, some) for (kind, devices), some in sorted(by_kind.items())]
+    kinds = [_kind(*which, some) for which, some in sorted(by_kind.items())]
     return {
         "kinds": kinds,
         "tables": [] if cluster is None else _tables(database, cluster),
@@ -49,12 +49,13 @@ def _family(operator: Operator) -> str:
     return operator.kind if operator.kind in (*COLLECTIVES, LAUNCH.kind) else f"{operator.kind} {operator.dtype}"
 
 
-def _kind(kind: str, devices: str, some: list[Measurement]) -> dict[str, Any]:
+def _kind(kind: str, devices: str, grade: str, some: list[Measurement]) -> dict[str, Any]:
     seconds = [m.seconds for m in some if m.seconds is not None]
     spreads = [m.spread for m in some if m.seconds is not None]
     return {
         "kind": kind,
         "devices": devices,
+        "grade": grade,
         "measured": len(seconds),
         "failed": len(some) - len(seconds),
         "least_s": min(seconds, default=None),

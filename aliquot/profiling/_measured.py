@@ -6,12 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import Cluster, Link, LogicalMesh, catalogue_name, subcluster, target_for
+from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, Link, LogicalMesh, catalogue_name, subcluster, target_for
 from ..core import ClusterError, InputError
 from ..cost import Measured, RatioTable, Work, collective_kind, collective_line, collective_points, work_seconds
 from ..graph import Phase
@@ -39,6 +40,8 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
     transfers = {crosses: link for crosses in (False, True) if (link := _transfer_link(fitting, cluster, crosses))}
     what = f"{sum(len(table.points) for table in tables.values())} operators of {devices}"
     compute_only = not any(operator.axes for operator, _, _ in fitting) and cluster.num_devices > 1
+    if any(table.grade == MEASURED_COMPUTE for table in tables.values()):
+        what += f", measured on one alone (grade {MEASURED_COMPUTE})"
     source = f"{what}; collectives are modelled" if compute_only else what
     return Measured(tables=tables, source=source, transfers=transfers)
 
@@ -57,7 +60,7 @@ def fitting_rows(database: ProfileDatabase, cluster: Cluster, *, of_any: bool = 
         raise InputError(
             f"{database.path} holds no measured operators. Measure some: aliquot profile run MODEL --database {database.path}"
         )
-    fitting = [row for row in rows if of_any or _fits(row[1], cluster)]
+    fitting = [row for row in rows if of_any or _fits(row[1], row[2].grade, cluster)]
     if not fitting:
         device = host_device() if cluster.device.kind == "cpu" else cluster.device.name
         raise InputError(
@@ -71,12 +74,15 @@ def _devices_of(rows: Iterable[Row]) -> str:
     return ", ".join(sorted({f"{key.num_devices} x {key.device} with JAX {key.jax_version}" for _, key, _ in rows}))
 
 
-def _fits(key: ProgramKey, cluster: Cluster) -> bool:
-    """Virtual devices share cores, so that their number counts; real ones work each by itself."""
+def _fits(key: ProgramKey, grade: str, cluster: Cluster) -> bool:
+    """Virtual devices share cores, so that their number counts, unless one was to stand for many; real ones work each by
+    itself.
+    """
     if key.jax_version != jax.__version__:
         return False
     if cluster.device.kind == "cpu":
-        return key.device == host_device() and key.num_devices == cluster.num_devices
+        stands_for_many = grade == MEASURED_COMPUTE
+        return key.device == host_device() and (key.num_devices == cluster.num_devices or stands_for_many)
     return _is_of(key.device, cluster.device.name)
 
 
@@ -101,15 +107,30 @@ def without_launch(row: Row, rows: Iterable[Row]) -> float | None:
     return None if operator == LAUNCH or seconds <= _LEAST_OF_LAUNCH * launch_s else seconds
 
 
-def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[str, Floats, float, float]]:
-    """For each measurement its table, its point, its ratio to the cost model, and its spread."""
+class _Entry(NamedTuple):
+    """A measurement in its table: where, its ratio to the cost model, its spread, and its grade."""
+
+    table: str
+    point: Floats
+    ratio: float
+    spread: float
+    grade: str
+
+
+def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
+    """All measurements that the launch of a program does not hide."""
     plain, launches = replace(cluster, measured=None), [row for row in rows if row[0] == LAUNCH]
     for row in rows:
         operator, key, measurement = row
         seconds = without_launch(row, launches)
         if seconds is not None and _runs_on(operator, key, plain):
             table, point, modelled_s = modelled_operator(operator, key, plain)
-            yield table, point, seconds / modelled_s, measurement.spread
+            yield _Entry(table, point, seconds / modelled_s, measurement.spread, _grade(key, measurement, cluster))
+
+
+def _grade(key: ProgramKey, measurement: Measurement, cluster: Cluster) -> str:
+    """That of a measurement for a cluster: one device that ran alone says nothing of others that run beside it."""
+    return MEASURED_COMPUTE if key.num_devices == 1 < cluster.num_devices else measurement.grade
 
 
 def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
@@ -209,18 +230,26 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:
     return subcluster(cluster, (max(1, num_devices // per_host), min(num_devices, per_host)))
 
 
-def _tables(corrected: Iterable[tuple[str, Floats, float, float]]) -> dict[str, RatioTable]:
-    """Tables of points, each once: of several measurements of one point the mean."""
-    found: defaultdict[str, defaultdict[bytes, list[tuple[Floats, float, float]]]]
-    found = defaultdict(lambda: defaultdict(list))
-    for table, point, ratio, spread in corrected:
-        found[table][np.round(point, 9).tobytes()].append((point, ratio, spread))
+def _tables(corrected: Iterable[_Entry]) -> dict[str, RatioTable]:
+    """Tables of points, each once: of several measurements of one point the mean.
+
+    Where all devices were measured together, what one of them measured alone is left out.
+    """
+    found: defaultdict[str, list[_Entry]] = defaultdict(list)
+    for entry in corrected:
+        found[entry.table].append(entry)
     tables = {}
-    for table, by_point in sorted(found.items()):
-        entries = [by_point[key] for key in sorted(by_point)]
+    for table, entries in sorted(found.items()):
+        grade = MEASURED if any(entry.grade == MEASURED for entry in entries) else MEASURED_COMPUTE
+        by_point: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        for entry in entries:
+            if entry.grade == grade:
+                by_point[np.round(entry.point, 9).tobytes()].append(entry)
+        some = [by_point[key] for key in sorted(by_point)]
         tables[table] = RatioTable(
-            points=np.stack([entry[0][0] for entry in entries]),
-            ratios=np.array([np.exp(np.mean([np.log(ratio) for _, ratio, _ in entry])) for entry in entries]),
-            spreads=np.array([max(spread for *_, spread in entry) for entry in entries]),
+            points=np.stack([same[0].point for same in some]),
+            ratios=np.array([np.exp(np.mean([np.log(each.ratio) for each in same])) for same in some]),
+            spreads=np.array([max(each.spread for each in same) for same in some]),
+            grade=grade,
         )
     return tables

@@ -22,7 +22,7 @@ from ..cost import (
     price,
 )
 from ._measured import part_of
-from ._operators import COLLECTIVES, LAUNCH, Operator, collective_operator, transfer_operator
+from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator, collective_operator, transfer_operator
 
 _STEP = 4.0
 """Between neighbouring sizes of traffic and collectives."""
@@ -72,6 +72,16 @@ def required_operators(
     for shape in mesh_shapes:
         price(problem, LogicalMesh(shape=shape, cluster=cluster), repeats=problem.num_micro_batches)
     return _listed(asked, mesh_shapes, cluster, (largest_in_host_bytes, largest_between_hosts_bytes), transfers=True)
+
+
+def alone_on_one_device(
+    operators: Sequence[tuple[Operator, tuple[int, ...]]],
+) -> list[tuple[Operator, tuple[int, ...]]]:
+    """Those operators that one device can run by itself, to be run there: no collectives and no transfers.
+
+    Their measurements have the grade `MEASURED_COMPUTE`.
+    """
+    return list(dict.fromkeys((op, (1,)) for op, _ in operators if not op.axes and op.kind != TRANSFER))
 
 
 def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, ...]]]:

@@ -7,8 +7,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..cluster import MEASURED
 from ..planners import Progress
 from ._compose import MeasuredStep
 from ._conversions import LAUNCH, all_conversions, compile_conversion, conversion_key
@@ -126,6 +127,7 @@ def profile_operators(
     share: tuple[int, int] = (1, 1),
     timing: Timing | None = None,
     budget_s: float = math.inf,
+    grade: str = MEASURED,
     progress: Progress | None = None,
 ) -> ProfileRun:
     """Measure the operators that a database does not hold yet, in the order given; each measurement is kept at once.
@@ -134,6 +136,7 @@ def profile_operators(
         operators: each with the mesh to run it on; see `required_operators`.
         share, timing, budget_s, progress: as in `profile_segments`. No two operators do the same work, so that none is
             stopped early.
+        grade: kept with each measurement: `MEASURED_COMPUTE` for one device that stands for many.
 
     Raises:
         InputError: the database cannot be written.
@@ -152,6 +155,7 @@ def profile_operators(
         share=share,
         timing=timing or Timing(),
         evicts=True,
+        grade=grade,
         budget_s=budget_s,
         progress=progress,
     )
@@ -166,6 +170,7 @@ def _run_jobs(
     budget_s: float,
     progress: Progress | None,
     evicts: bool = False,
+    grade: str = MEASURED,
 ) -> ProfileRun:
     """See `profile_segments` and `time_part`."""
     start, (number, of) = time.perf_counter(), share
@@ -198,7 +203,7 @@ def _run_jobs(
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):
         job = missing[measured]
-        database.put(job.key, measurement)
+        database.put(job.key, replace(measurement, grade=grade))
         note(job, measurement)
         measured += 1
         if measurement.has_failed:

@@ -25,6 +25,7 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
         (
             row["kind"],
             row["devices"],
+            row["grade"],
             str(row["measured"]),
             str(row["failed"] or ""),
             f"{format_seconds(row['least_s'])} to {format_seconds(row['most_s'])}" if row["measured"] else "",
@@ -33,7 +34,9 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
         for row in answer["kinds"]
     ]
     parts: list[RenderableType] = [
-        columns("Programs", ("kind", "devices", "measured", "failed", "seconds", "spread"), kinds, right=(2, 3, 5))
+        columns(
+            "Programs", ("kind", "devices", "grade", "programs", "failed", "seconds", "spread"), kinds, right=(3, 4, 6)
+        )
     ]
     if answer["tables"]:
         tables = [
@@ -78,8 +81,10 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
 
 def check_text(answer: Mapping[str, Any]) -> RenderableType:
     """The measured and the missing parts of a plan."""
+    alone = answer["measured_compute_share"]
+    also = f", another {alone:.0%} on one device alone (measured-compute)" if alone else ""
     lines = [
-        f"{answer['measured_share']:.0%} of the plan's compute and communication was measured, with a mean error of "
+        f"{answer['measured_share']:.0%} of the plan's compute and communication was measured{also}, with a mean error of "
         f"{answer['measured_error']:.0%}.",
         f"step time       {format_seconds(answer['step_time_s'])} with these measurements, "
         f"{format_seconds(answer['modelled_step_time_s'])} by the cost model alone",

@@ -75,6 +75,28 @@ def test_fit_writes_a_cluster_to_plan_for(profiles, tmp_path):
     assert answer_of("plan", *MODEL, "--cluster", out)["feasible"]
 
 
+CPUS = '[cluster]\ndevice = "cpu"\ndevices_per_host = 4\n'
+
+
+def test_one_device_measures_the_computing_of_a_cluster(tmp_path):
+    cluster, database = tmp_path / "cpus.toml", tmp_path / "one.sqlite"
+    cluster.write_text(CPUS)
+    here = ["profile", "run", *MODEL, "--devices", "1", "--mesh", "4", "--database", database]
+    few = ["--repeats", "1", "--warm-up", "1", "--least-s", "0"]
+    answer = answer_of(*here, *few, "--cluster", cluster)
+    assert answer["measured"] == answer["operators"] > 5 and answer["missing"] == 0
+    shown = answer_of("profile", "show", database)
+    kinds = {row["kind"] for row in shown["kinds"]}
+    assert kinds == {"launch", "product float32", "traffic float32"}
+    assert {row["grade"] for row in shown["kinds"]} == {"measured-compute"}
+    planned = answer_of("plan", *MODEL, "--cluster", cluster, "--mesh", "4", "--profiles", database)
+    assert planned["measured_share"] == 0.0 < planned["measured_compute_share"] <= 1.0
+    assert "measured on one alone (grade measured-compute)" in planned["profiles"]
+    refused(
+        run(*here, "--cluster", "8xH100"), "--cluster 8xH100 is made of H100", "can only stand for others of its kind"
+    )
+
+
 def test_bad_input_is_refused(profiles, tmp_path):
     here = ["profile", "run", *MODEL, "--devices", "8", "--database", tmp_path / "p.sqlite"]
     refused(run(*here, "--share", "3/2"), "--share 3/2")

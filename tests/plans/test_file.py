@@ -83,7 +83,7 @@ def test_golden_file_is_what_is_written_today(path):
 
 def test_files_from_before_there_were_measurements_still_load():
     data = json.loads(sample_plan().to_json())
-    for name in ("measured_share", "measured_error"):
+    for name in ("measured_share", "measured_compute_share", "measured_error"):
         del data["prediction"][name]
     del data["provenance"]["profiles"]
     assert Plan.from_json(json.dumps(data)) == sample_plan()

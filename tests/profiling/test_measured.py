@@ -10,7 +10,7 @@ import pytest
 from two_products import STEP
 
 import aliquot as aq
-from aliquot.cluster import Cluster, LogicalMesh, logical_mesh_shapes, target_for
+from aliquot.cluster import MEASURED_COMPUTE, Cluster, LogicalMesh, logical_mesh_shapes, target_for
 from aliquot.core import InputError
 from aliquot.cost import RatioTable, make_problem, price
 from aliquot.graph import capture
@@ -20,12 +20,14 @@ from aliquot.profiling import (
     Operator,
     ProfileDatabase,
     ProgramKey,
+    alone_on_one_device,
     fit_profiles,
     read_measured,
     required_operators,
     to_toml,
 )
 from aliquot.profiling._measured import modelled_operator
+from aliquot.profiling._programs import host_device
 
 CLUSTER = Cluster.preset("4xH100")
 H100 = "NVIDIA H100 80GB HBM3"
@@ -171,6 +173,69 @@ def test_one_device_that_was_measured_serves_for_many(tmp_path):
             database.put(key, Measurement(seconds=seconds))
         measured = read_measured(database, CLUSTER)
     assert measured.source.endswith("collectives are modelled") and set(measured.tables) == {"product float32"}
+    assert measured.tables["product float32"].grade == MEASURED_COMPUTE and MEASURED_COMPUTE in measured.source
+
+
+def on_one_device(path, *, factor, device=H100):
+    """A database of what one device measures for `CLUSTER`, everything at `factor` times the cost model's seconds."""
+    problem = make_problem(capture(*STEP), CLUSTER)
+    with ProfileDatabase(path) as database:
+        for operator, shape in alone_on_one_device(required_operators(problem, logical_mesh_shapes(4))):
+            assert shape == (1,)
+            key = ProgramKey(program=str(operator), device=device, num_devices=1, mesh="1", jax_version=jax.__version__)
+            seconds = 0.0 if operator == LAUNCH else factor * modelled_operator(operator, key, CLUSTER)[2]
+            database.put(key, Measurement(seconds=seconds, spread=0.02, grade=MEASURED_COMPUTE))
+    return path
+
+
+def test_compute_of_one_device_prices_that_of_many_and_counts_apart(tmp_path):
+    profiles = on_one_device(tmp_path / "p.sqlite", factor=3.0)
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=aq.DataParallel())
+    found = aq.estimate(plan, *STEP, profiles=profiles)
+    assert found.compute_s == pytest.approx(3.0 * plan.prediction.compute_s, rel=1e-6)
+    assert found.gradient_s == pytest.approx(plan.prediction.gradient_s)
+    total_s = found.compute_s + found.gradient_s + found.communication_s
+    assert found.measured_share == 0.0
+    assert found.measured_compute_share == pytest.approx(found.compute_s / total_s, rel=1e-6)
+    assert 0.0 < found.measured_error <= 0.03
+    made = aq.plan(*STEP, cluster=CLUSTER, method=aq.DataParallel(), profiles=profiles)
+    assert made.prediction == found and "on one device alone (measured-compute)" in str(made)
+    share = found.measured_compute_share
+    asked = {"cluster": CLUSTER, "method": aq.DataParallel(), "profiles": profiles, "require_measured": share - 0.01}
+    with pytest.raises(InputError, match=r"0% of the plan's .* counts with --require-grade measured-compute"):
+        aq.plan(*STEP, **asked)
+    assert aq.plan(*STEP, **asked, require_grade="measured-compute").prediction == found
+    with pytest.raises(InputError, match=r"on one device alone \(grade measured-compute\), and 100% is required"):
+        aq.plan(*STEP, **{**asked, "require_measured": 1.0}, require_grade="measured-compute")
+    with pytest.raises(InputError, match="require_grade='modelled'"):
+        aq.plan(*STEP, **asked, require_grade="modelled")
+
+
+def test_what_all_devices_measured_goes_before_what_one_did(tmp_path):
+    profiles = on_one_device(tmp_path / "p.sqlite", factor=3.0)
+    measured_as(profiles, lambda operator, seconds: 2.0 * seconds)
+    plan = aq.plan(*STEP, cluster=CLUSTER, method=aq.DataParallel())
+    found = aq.estimate(plan, *STEP, profiles=profiles)
+    assert found.step_time_s == pytest.approx(2.0 * plan.prediction.step_time_s, rel=1e-6)
+    assert (found.measured_share, found.measured_compute_share) == (pytest.approx(1.0), 0.0)
+
+
+def test_one_cpu_device_stands_for_many_only_if_asked(tmp_path):
+    """Virtual devices share the cores of their host."""
+    here = Cluster.detect(jax.devices()[:4])
+    key = ProgramKey(
+        program="product float32 1x32x256x64",
+        device=host_device(),
+        num_devices=1,
+        mesh="1",
+        jax_version=jax.__version__,
+    )
+    with ProfileDatabase(tmp_path / "p.sqlite") as database:
+        database.put(key, Measurement(seconds=1.0))
+        with pytest.raises(InputError, match=r"measurements of 1 x cpu.* and the plan is for 4 x cpu"):
+            read_measured(database, here)
+        database.put(key, Measurement(seconds=1.0, grade=MEASURED_COMPUTE))
+        assert read_measured(database, here).tables["product float32"].grade == MEASURED_COMPUTE
 
 
 def test_what_the_launch_of_a_program_hides_stays_as_modelled(tmp_path):
