@@ -29,7 +29,7 @@ from ._measuring import (
     read_timing,
     show_run,
 )
-from ._model_options import BatchSize, Dtype, Recompute, SeqLen, Settings, model_options, read_memory_limit
+from ._model_options import BatchSize, Dtype, Recompute, Scan, SeqLen, Settings, model_options, read_memory_limit
 from ._options import Json, check_destination, read_cluster, read_mesh
 from ._progress import search_progress
 from ._session import session
@@ -67,6 +67,7 @@ def analyze(
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     recompute: Recompute = None,
+    scan: Scan = False,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder for blocks.json and segments.json.")] = None,
     as_json: Json = False,
@@ -75,7 +76,9 @@ def analyze(
     with session(as_json) as say:
         use_host_only()
         check_destination(out)
-        asked = _ask(model, read_cluster(cluster), mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        asked = _ask(
+            model, read_cluster(cluster), mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
+        )
         from ..profiling import describe_blocks
         from ..report import blocks_text
 
@@ -98,6 +101,7 @@ def profile(
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     recompute: Recompute = None,
+    scan: Scan = False,
     settings: Settings = None,
     share: Share = "1/1",
     repeats: Repeats = 5,
@@ -122,7 +126,7 @@ def profile(
             retries=retries,
             noisy=noisy,
         )
-        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings)
         from ..profiling import ProfileDatabase, profile_segments
 
         with ProfileDatabase(database) as known, measuring_progress() as report:
@@ -140,6 +144,7 @@ def search(
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     recompute: Recompute = None,
+    scan: Scan = False,
     settings: Settings = None,
     memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")] = None,
     require_measured: Annotated[
@@ -153,7 +158,7 @@ def search(
     with session(as_json) as say:
         check_destination(out)
         limit_bytes = read_memory_limit(memory_limit)
-        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings)
         from ..profiling import ProfileDatabase, compose, measured_step, priced_combinations
         from ..report import composed_text
 
@@ -202,6 +207,7 @@ def enumerate_(
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     recompute: Recompute = None,
+    scan: Scan = False,
     settings: Settings = None,
     database: Annotated[
         Path | None, typer.Option("--database", metavar="FILE", help="Also compose from these measurements.")
@@ -211,7 +217,7 @@ def enumerate_(
 ) -> None:
     """List every combination that splits all layers alike: bytes moved, predicted, composed and measured time, memory."""
     with session(as_json) as say:
-        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, settings)
+        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings)
         from ..profiling import ProfileDatabase, measured_step, priced_combinations
         from ..report import enumeration_text
 
@@ -238,6 +244,7 @@ def _ask(
     seq_len: int | None,
     dtype: str | None,
     recompute: str | None,
+    scan: bool,
     settings: list[str] | None,
 ) -> _Asked:
     from ..cost import make_problem
@@ -245,7 +252,7 @@ def _ask(
     from ..profiling import segment_step
     from ._model import resolve, user_code
 
-    options, _ = model_options(global_batch, seq_len, dtype, recompute, False, settings, None)
+    options, _ = model_options(global_batch, seq_len, dtype, recompute, scan, settings, None)
     model = resolve(name, options, where)
     with user_code(model.name):
         graph = capture(model.step, model.state, model.batch)

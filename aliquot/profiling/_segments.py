@@ -5,6 +5,7 @@ Reference: arXiv 2504.00598 (segments, and enumeration of the options of one).
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -32,6 +33,9 @@ from ..sharding import (
     stage_step,
     without_partial,
 )
+
+_MOST = 243
+_HOPELESS = 1.5
 
 Options = tuple[int, ...]
 """One option for each block of a segment, by number."""
@@ -102,6 +106,43 @@ class SegmentKind:
         """All of them; one without options where there are no blocks."""
         return itertools.product(*[range(len(block)) for block in self.blocks])
 
+    @cached_property
+    def num_combinations(self) -> int:
+        """How many of them are worth a look; see `promising`."""
+        return min(math.prod(len(block) for block in self.blocks), _MOST)
+
+    def promising(self) -> list[Combination]:
+        """All combinations priced, or, of very many, the 243 that promise most by the cost model.
+
+        These are found best first: options are given to one block after the other, and what has the least lower bound
+        goes on. A combination whose bound is 1.5 times the best one's is hopeless.
+        """
+        if math.prod(len(block) for block in self.blocks) <= _MOST:
+            return [c for options in self.combinations() if (c := self.combination(options))]
+        found: list[Combination] = []
+        waiting: list[tuple[float, Options]] = [(0.0, ())]
+        while waiting and len(found) < _MOST:
+            bound_s, options = heapq.heappop(waiting)
+            if found and bound_s > _HOPELESS * found[0].seconds:
+                break
+            if len(options) == len(self.blocks):
+                combination = self.combination(options)
+                found += [combination] if combination else []
+                continue
+            for option in range(len(self.blocks[len(options)])):
+                longer = (*options, option)
+                least_s = self._bound_s(longer)
+                if least_s is not None:
+                    heapq.heappush(waiting, (max(bound_s, least_s), longer))
+        return sorted(found, key=lambda c: (c.seconds, c.options))
+
+    def _bound_s(self, options: Options) -> float | None:
+        """No combination that begins with these options takes less; None if there is none."""
+        space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
+        if not all(mask.any() for mask in space.allowed):
+            return None
+        return self.intra.begin(self.problem, space, memory_limit_bytes=math.inf).bound()
+
     def combination(self, options: Options) -> Combination | None:
         """A combination priced; None if no choices follow it."""
         space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
@@ -163,7 +204,7 @@ class SegmentedStep:
     @cached_property
     def num_programs(self) -> int:
         """Number of programs to measure."""
-        return sum(math.prod(len(block) for block in kind.blocks) for kind in self.kinds)
+        return sum(kind.num_combinations for kind in self.kinds)
 
     def blocks_of(self, kind: int) -> tuple[int, ...]:
         """Positions in `blocks` of those of a kind."""

@@ -1,8 +1,9 @@
 """Segments: runs of ParallelBlocks that repeat by structure, so that one measurement serves all of them.
 
-Segments end where few bytes cross from one block to the next, have up to five blocks, and are chosen
-so that the options of all distinct kinds make as few combinations as possible: that is how many
-programs there are to measure, whatever the depth of the model.
+Segments end where few bytes cross from one block to the next, have up to five blocks (more only in a
+loop over layers, which cannot be cut), and are chosen so that the options of all distinct kinds make as
+few combinations as possible: that is how many programs there are to measure, whatever the depth of the
+model.
 
 Reference: arXiv 2504.00598, whose released code covers the blocks with as few kinds as it can.
 """
@@ -63,7 +64,7 @@ def find_segments(
         num_options: how many options each has.
 
     Raises:
-        InputError: the step has no blocks, or more than five in one loop.
+        InputError: the step has no blocks.
     """
     if not blocks:
         raise InputError(
@@ -73,12 +74,10 @@ def find_segments(
     of_block = [block for _, block in instances]
     crossing = narrowest_bytes(graph, [(a, b) for (a, _), (b, _) in itertools.pairwise(instances)])
     is_boundary = [True, *_narrow(crossing), True]
-    starts = _cover(of_block, is_boundary, num_options, _SHORTEST) or _cover(of_block, is_boundary, num_options, 1)
-    if starts is None:
-        raise InputError(
-            f"{graph.name} has more than {_LONGEST} blocks in one loop over layers or one rematerialised region, too many for "
-            "one segment. Write the layers out instead of scanning over them."
-        )
+    # A loop over layers, or a rematerialised region, cannot be cut: the blocks in it are one segment, however many they are.
+    limits = ((_SHORTEST, _LONGEST), (1, _LONGEST), (1, len(of_block)))
+    covers = (_cover(of_block, is_boundary, num_options, *lengths) for lengths in limits)
+    starts = next(cover for cover in covers if cover is not None)
     pieces = [tuple(of_block[a:b]) for a, b in zip(starts, [*starts[1:], len(of_block)], strict=True)]
     kinds = tuple(dict.fromkeys(pieces))
     return Segments(
@@ -139,7 +138,7 @@ def _is_product(nodes: NodeGraph, node: int) -> bool:
 
 
 def _cover(
-    of_block: Sequence[int], is_boundary: Sequence[bool], num_options: Sequence[int], shortest: int
+    of_block: Sequence[int], is_boundary: Sequence[bool], num_options: Sequence[int], shortest: int, longest: int
 ) -> list[int] | None:
     """Where segments start: fewest combinations of options over distinct kinds, then fewest segments; None if none do."""
     count = len(of_block)
@@ -152,7 +151,7 @@ def _cover(
     for end in range(1, count + 1):
         if not is_boundary[end]:
             continue
-        for start in _starts(end, is_boundary, shortest):
+        for start in _starts(end, is_boundary, shortest, longest):
             piece = tuple(of_block[start:end])
             for kinds, starts in reached[start].items():
                 more, longer = kinds | {piece}, (*starts, start)
@@ -164,8 +163,8 @@ def _cover(
     return list(next(iter(reached[count].values()))) if reached[count] else None
 
 
-def _starts(end: int, is_boundary: Sequence[bool], shortest: int) -> list[int]:
+def _starts(end: int, is_boundary: Sequence[bool], shortest: int, longest: int) -> list[int]:
     """Where a segment with this end may start; at the end of the step, the head, it may be shorter than usual."""
     open_starts = [start for start in range(end) if is_boundary[start]]
     shortest = 1 if end == len(is_boundary) - 1 else shortest
-    return [start for start in open_starts if shortest <= end - start <= _LONGEST]
+    return [start for start in open_starts if shortest <= end - start <= longest]

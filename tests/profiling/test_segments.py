@@ -13,7 +13,6 @@ import pytest
 
 from aliquot import zoo
 from aliquot.cluster import Cluster
-from aliquot.core import InputError
 from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.planners import ILP
@@ -93,9 +92,27 @@ def test_the_blocks_of_a_segment_are_those_of_the_step():
             ]
 
 
-def test_layers_in_a_loop_cannot_be_cut():
-    with pytest.raises(InputError, match="Write the layers out instead of scanning"):
-        segment_step(problem_of("moe-380m", 4, scan=True, recompute="none"), (4,))
+def test_a_loop_over_layers_is_one_segment_however_many_blocks_it_has():
+    """The decoder's layer has seven blocks, and a pair of layers with experts eight: the most promising combinations count."""
+    step = segment_step(problem_of("t5-770m", 4, scan=True), (4,))
+    assert [[len(block) for block in kind.blocks] for kind in step.kinds] == [[], [3] * 4, [3] * 7, [3]]
+    assert step.num_programs == 1 + 81 + 243 + 3
+    pairs = segment_step(problem_of("moe-380m", 4, scan=True, recompute="none"), (4,))
+    assert [len(kind.blocks) for kind in pairs.kinds] == [0, 8, 1] and pairs.num_programs == 1 + 243 + 3
+
+
+def test_of_very_many_combinations_the_most_promising_are_found(monkeypatch):
+    step = segment_step(problem_of("gpt-350m", 2), (4,))
+    (kind,) = [kind for kind in step.kinds if len(kind.blocks) == 4]
+    every = sorted(c.seconds for c in kind.promising())
+    assert len(every) == 81
+    for most in (1, 10, 40):
+        monkeypatch.setattr("aliquot.profiling._segments._MOST", most)
+        found = [c.seconds for c in kind.promising()]
+        hopeful = [seconds for seconds in every if seconds <= 1.5 * every[0]][:most]
+        assert found == sorted(found) and found[0] == pytest.approx(every[0], rel=2e-3)
+        # A bound lies a little below its combination, so that those at the end of the list may change places.
+        np.testing.assert_allclose(found[: len(hopeful)], hopeful, rtol=0.02)
 
 
 @pytest.mark.parametrize("model", ["gpt-350m", "moe-380m"])

@@ -10,7 +10,10 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import CaptureError, InputError
-from aliquot.planners import DataParallel, PipeshardParallel, ShardParallel, Zero3Parallel
+from aliquot.cost import make_problem
+from aliquot.graph import capture
+from aliquot.planners import Blocks, DataParallel, PipeshardParallel, ShardParallel, Zero3Parallel
+from aliquot.profiling import compose, priced_combinations, segment_step
 from aliquot.zoo import MODELS, MoEConfig, WideResNetConfig, build, configure, text_for
 
 MOE = {
@@ -271,6 +274,24 @@ def test_a_plan_computes_the_numbers_of_the_plain_step(name, method, micro_batch
     wanted, metrics = plain(name)
     chosen, num_devices = METHODS[method]
     plan = planned(work, chosen, num_devices, num_micro_batches=micro_batches)
+    state, found = aq.parallelize(work.train_step, plan)(start, batch)
+    assert {k: float(v) for k, v in found.items()} == pytest.approx({k: float(v) for k, v in metrics.items()}, rel=1e-9)
+    assert_same(jax.device_get(state), wanted, start)
+
+
+def test_a_scanned_encoder_and_decoder_composed_of_segments_run_as_the_plain_step(x64, monkeypatch):
+    monkeypatch.setattr("aliquot.profiling._segments._MOST", 6)
+    work = tiny("t5-770m", dtype="float64", learning_rate=1.0, scan=True)
+    start, batch = start_of(work), batch_of(work)
+    cluster = aq.Cluster.preset("2xcpu")
+    step = segment_step(make_problem(capture(work.train_step, work.state, work.batch), cluster), (2,))
+    assert [len(kind.blocks) for kind in step.kinds] == [0, 4, 7, 1]
+    (best,) = compose(step, priced_combinations(step), most=1)
+    option = {b: o for k, chosen in enumerate(best.options) for b, o in zip(step.blocks_of(k), chosen, strict=True)}
+    intra = Blocks(factors="cfp", only=tuple(option[b] for b in range(len(step.blocks))))
+    plan = planned(work, ShardParallel(intra=intra, mesh_shape=(2,)), 2)
+    assert plan.prediction.step_time_s == pytest.approx(step.whole(best.options).step_time_s, rel=1e-3)
+    wanted, metrics = jax.device_get(jax.jit(work.train_step)(start, batch))
     state, found = aq.parallelize(work.train_step, plan)(start, batch)
     assert {k: float(v) for k, v in found.items()} == pytest.approx({k: float(v) for k, v in metrics.items()}, rel=1e-9)
     assert_same(jax.device_get(state), wanted, start)
