@@ -15,6 +15,7 @@ from aliquot.core import InputError
 from aliquot.interop.aceso import JUDGES, Configuration, StageConfiguration, make_chain, read_configuration
 from aliquot.interop.aceso import _database as databases
 from aliquot.interop.aceso.search import PLANNERS, Exact, SearchProblem, read_problem
+from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
 from aliquot.interop.aceso.search._moves import Neighbours
 from aliquot.interop.aceso.search._quotes import quote_all
 
@@ -151,6 +152,31 @@ def test_the_exact_search_finds_what_brute_force_finds(block):
         assert result.best[0][1].iteration_time_ms == pytest.approx(wanted, rel=1e-9), seed
         assert result.lower_bound_ms <= wanted * (1 + 1e-9), seed
         assert result.lower_bound_ms >= wanted * (1 - 1e-3), seed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_known_configuration_rules_out_no_faster_one(seed):
+    problem, rng = random_problem(seed, judge="aceso" if seed % 2 else "aliquot")
+    times, memory = judged_by_stage(problem).T
+    problem = replace(problem, memory_limit_mb=float(np.quantile(memory, rng.uniform(0.1, 0.5))))
+    fitting = np.where(memory <= problem.memory_limit_mb + 1e-6, times, np.inf)
+    ranked = np.argsort(fitting, kind="stable")
+    slower = ranked[fitting[ranked] > fitting.min() * (1 + 1e-6)][0]
+    known = next(itertools.islice(all_configurations(problem), int(slower), None))
+    result = Exact(gap=1e-9, max_labels=20_000).search(problem, start=[known])
+    assert result.best[0][1].iteration_time_ms == pytest.approx(fitting.min(), rel=1e-9)
+
+
+def test_a_good_start_leaves_few_places_for_cuts():
+    spaces = random_problem(0)[0].spaces(1)
+    operators = len(next(iter(spaces.values())).kinds)
+    even_us = spread_evenly_us(spaces, num_devices=2, memory_limit_mb=1e9) / 2
+    within = [
+        possible_cuts(spaces, num_devices=2, memory_limit_mb=1e9, stage_us=factor * even_us) for factor in (1.2, 1e6)
+    ]
+    assert within[1][1].sum() == operators - 1
+    assert within[0][1].sum() < operators - 1
+    assert not (within[0] & ~within[1]).any()
 
 
 @pytest.mark.parametrize("seed", range(6))

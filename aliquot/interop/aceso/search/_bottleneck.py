@@ -198,12 +198,14 @@ class _Search:
         """Solve the stages of the best candidates, and relieve the bottlenecks that remain."""
         ranked = sorted(self._scores, key=lambda candidate: self._scores[candidate].key)
         affordable = self._planner.max_solved_operators // len(self._problem.chain.operators)
-        chosen = _spread(ranked, max(min(self._planner.polished, affordable), self._planner.keep, 1))
+        solved = max(min(self._planner.polished, affordable), 1)
+        chosen = _spread(ranked, max(solved, self._planner.keep))
         for candidate in chosen:
             self._best.offer(self._uniform_configuration(candidate))
         if len(self._problem.chain.operators) > MOST_OPERATORS:
             # One stage of so many operators takes seconds.
             return
+        del chosen[solved:]
         chosen.sort(key=self._balanced_us)
         for rank, candidate in enumerate(chosen):
             if rank < self._planner.relieved and self._solved_operators < self._planner.max_solved_operators:

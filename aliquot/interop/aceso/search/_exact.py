@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
 from ._cuts import Cut, Cuts, CutSearch
+from ._evenly import longest_stage, possible_cuts, rate_range, spread_evenly_us
 from ._layers import GroupedSpace, find_layers, group_layers
 from ._problem import (
     INTERRUPTED,
@@ -41,6 +42,8 @@ _MOST_SPLITS = 60
 # Shares of `max_labels` with which a stage is solved, one after the other; 0 means shortest paths
 # alone.
 _EFFORTS = (0.0, 0.1, 0.4, 1.0)
+# Longer stages keep fewer partial stages at each operator, so that all take about the same work.
+_FEW_OPERATORS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Exact:
         max_rounds: number of dynamic programs over cuts, summed over micro-batches.
         max_entries: number of table entries that these read; long chains get fewer rounds.
         max_labels: partial stages kept at each operator while the gap of a stage is closed by
-            enumeration.
+            enumeration; fewer in long stages.
         gap: distance between bound and best time at which the search ends, as a share of the best
             time.
         budget_s: seconds after which the search ends; with None the result is deterministic.
@@ -60,9 +63,9 @@ class Exact:
     """
 
     max_rounds: int = 60
-    max_entries: float = 8e7
+    max_entries: float = 6e7
     max_labels: int = 500
-    gap: float = 0.002
+    gap: float = 0.005
     budget_s: float | None = None
     keep: int = 1
 
@@ -267,12 +270,14 @@ class _MicroBatch:
             grouped=grouped,
             period=find_period(kinds),
             links={n: tuple(_links(problem, n)) for n in spaces},
-            bound_us=count * _spread_evenly_us(spaces, problem) / problem.num_devices,
+            bound_us=count
+            * spread_evenly_us(spaces, num_devices=problem.num_devices, memory_limit_mb=problem.memory_limit_mb)
+            / problem.num_devices,
         )
 
     def bound_coarsely(self, problem: SearchProblem, ceiling_us: float) -> None:
         """Compute the tables with rates that are far apart."""
-        low, high = _rate_range(self.spaces)
+        low, high = rate_range(self.spaces)
         rates = np.concatenate([[0.0], np.geomspace(low, high, _COARSE_RATES)])
         self.rate_step = (high / low) ** (1 / (_COARSE_RATES - 1))
         self._bound_stretches(problem, rates, ceiling_us)
@@ -286,6 +291,12 @@ class _MicroBatch:
         )
 
     def _bound_stretches(self, problem: SearchProblem, rates: Floats, ceiling_us: float) -> None:
+        places = possible_cuts(
+            self.spaces,
+            num_devices=problem.num_devices,
+            memory_limit_mb=problem.memory_limit_mb,
+            stage_us=ceiling_us / self.count,
+        )
         for n, space in self.spaces.items():
             behind = range(min(problem.max_stages, problem.num_devices - n + 1))
             in_flight = [problem.in_flight(self.size, k) for k in behind]
@@ -296,7 +307,9 @@ class _MicroBatch:
                 rates_us_per_mb=rates / np.array(in_flight)[:, None],
                 memory_limit_mb=problem.memory_limit_mb,
                 links=self.links[n],
-                longest=_longest(space, ceiling_us / self.count),
+                longest=longest_stage(space, ceiling_us / self.count),
+                begins=np.logical_or.reduce(places[: len(places) - n, :-1]),
+                ends=np.logical_or.reduce(places[n:]),
             )
             if n in self.tables:
                 # The ceiling has fallen since then and allows fewer operators.
@@ -310,7 +323,7 @@ class _MicroBatch:
     def shorten(self, ceiling_us: float) -> None:
         """Drop stages with more operators than fit below the ceiling."""
         for n, table in self.tables.items():
-            self.tables[n] = table[..., : _longest(self.spaces[n], ceiling_us / self.count)]
+            self.tables[n] = table[..., : longest_stage(self.spaces[n], ceiling_us / self.count)]
 
     def refine(self, problem: SearchProblem, cuts: Cuts, ceiling_us: float) -> None:
         """Raise the tables with rates close to those that gave the bounds of these cuts."""
@@ -366,7 +379,7 @@ class _MicroBatch:
             memory_limit_mb=problem.memory_limit_mb,
             ceiling_us=ceiling_us,
             rate_us_per_mb=float(rates[len(rates) // 2]),
-            max_labels=math.ceil(_EFFORTS[effort] * max_labels),
+            max_labels=math.ceil(_EFFORTS[effort] * max_labels * min(1.0, _FEW_OPERATORS / (cut.last - cut.first))),
         )
         previous = self.answers.get(self.key(cut))
         if previous is not None:
@@ -391,26 +404,6 @@ class _MicroBatch:
         return [s for s in shifts if cut.first + s > 0 and cut.last + s < num]
 
 
-def _spread_evenly_us(spaces: dict[int, StageSpace], problem: SearchProblem) -> float:
-    """A lower bound on the work of all devices for one micro-batch, summed, under the sum of their
-    memory limits.
-
-    Every stage holds at least one micro-batch. The limit is relaxed by a Lagrange multiplier, as in
-    the tables, and each operator takes its own best choice.
-    """
-    kinds = next(iter(spaces.values())).kinds
-    low, high = _rate_range(spaces)
-    rates = np.concatenate([[0.0], np.geomspace(low, high, 12)])[:, None, None]
-    least = np.full((len(rates), len(next(iter(spaces.values())).busy_us)), np.inf)
-    for n, space in spaces.items():
-        held = rates * (space.state_copies * space.weights_mb + space.kept_mb)
-        again = space.again_us + rates * (space.state_copies * space.weights_mb)
-        device_us = n * (space.busy_us + np.minimum(held, again))
-        least = np.minimum(least, np.where(space.valid, device_us, np.inf).min(axis=-1))
-    room = rates[:, 0, 0] * problem.num_devices * problem.memory_limit_mb
-    return float((least[:, kinds].sum(axis=1) - room).max())
-
-
 def _grouped(spaces: dict[int, StageSpace]) -> dict[int, GroupedSpace]:
     """Spaces of whole layers for chains that are too long to be cut at any operator; empty for
     others.
@@ -432,29 +425,3 @@ def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:
     if num_devices == problem.gpus_per_node:
         return [(0, 1), (1, 1)]
     return [(0, 0), (0, 1), (1, 0)]
-
-
-def _rate_range(spaces: dict[int, StageSpace]) -> tuple[float, float]:
-    """Microseconds of recomputation per MiB saved, for the cheapest and the most expensive
-    operators.
-    """
-    ratios = []
-    for space in spaces.values():
-        is_recomputable = space.valid & (space.kept_mb > 0) & (space.again_us > 0)
-        ratios.append(space.again_us[is_recomputable] / space.kept_mb[is_recomputable])
-    all_ratios = np.concatenate(ratios)
-    if not len(all_ratios):
-        return 1.0, 100.0
-    low, high = np.quantile(all_ratios, [0.05, 0.95])
-    return float(low) / 2, float(high) * 2
-
-
-def _longest(space: StageSpace, stage_ceiling_us: float) -> int:
-    """The most operators of a stage that takes less than the ceiling."""
-    num = len(space.kinds)
-    if not np.isfinite(stage_ceiling_us):
-        return num
-    sums = np.concatenate([[0.0], np.cumsum(space.busy_us.min(axis=1)[space.kinds])])
-    ends = np.searchsorted(sums, sums[:-1] + stage_ceiling_us, side="right") - 1
-    lengths: NDArray[np.int64] = ends - np.arange(num)
-    return max(int(lengths.max()), 1)

@@ -87,6 +87,8 @@ def bound_stretches(
     memory_limit_mb: float,
     links: Sequence[tuple[int, int]],
     longest: int,
+    begins: NDArray[np.bool_] | None = None,
+    ends: NDArray[np.bool_] | None = None,
 ) -> StretchBounds:
     """Bounds for all stretches of at most `longest` operators.
 
@@ -95,9 +97,14 @@ def bound_stretches(
         rates_us_per_mb: for each of them, rates to try.
         links: whether a stage is entered and left between nodes (1) or within one (0). The first
             stage counts as entered within a node.
+        begins: for each operator, whether a stage may begin with it; with None it may with any.
+        ends: for each operator and the end of the chain, whether a stage may end before it.
     """
+    num = len(space.kinds)
+    begins = np.ones(num, bool) if begins is None else begins
+    ends = np.ones(num + 1, bool) if ends is None else ends
     sweep = _Sweep(space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest)
-    sweep.run(period)
+    sweep.run(period, begins, ends)
     return StretchBounds(bound_us=sweep.bound_us, rate=sweep.rate, links=tuple(links), rates_us_per_mb=rates_us_per_mb)
 
 
@@ -138,17 +145,26 @@ class _Sweep:
         self._leaves = np.where(invalid, 0.0, space.leaves_us.min(axis=3))
         self._links = list(links)
         self._entries = sorted({entered for entered, _ in links})
+        self._ends: NDArray[np.bool_] = np.ones(num + 1, bool)
         width = min(longest, num)
         shape = (len(in_flight), len(links), num, width)
         self.bound_us = np.full(shape, np.inf)
         self.rate = np.zeros(shape, np.int8)
 
-    def run(self, period: Period) -> None:
+    def run(self, period: Period, begins: NDArray[np.bool_], ends: NDArray[np.bool_]) -> None:
         """Bound all stretches: one sweep with a row for each distinct beginning, then one over what
         follows the layers.
         """
         num, end = self._num, period.end if period.count else self._num
-        heads = np.arange(min(period.first + period.length, end))
+        layer = np.arange(period.first, min(period.first + period.length, end))
+        heads, self._ends = np.flatnonzero(begins[:end]), ends
+        if period.count:
+            # A beginning in the first layer stands for the same one in all layers.
+            by_layer = begins[period.first : end].reshape(period.count, period.length)
+            heads = np.concatenate([heads[heads < period.first], layer[by_layer.any(axis=0)]])
+            self._ends = ends.copy()
+            for shift in range(period.length, end - period.first, period.length):
+                self._ends[period.first : end + 1 - shift] |= ends[period.first + shift : end + 1]
         rows = _Rows.empty(len(heads), self)
         snapshots = {period.end - period.length * later: later for later in range(1, period.count)}
         copies: list[tuple[_Rows, Integers]] = []
@@ -157,11 +173,14 @@ class _Sweep:
                 break
             later = snapshots.get(op + 1)
             if later is not None and end < num:
-                phases = slice(period.first, period.first + period.length)
-                copies.append((rows.part(phases), heads[phases] + period.length * later))
+                shifted = heads + period.length * later
+                phases = np.flatnonzero((heads >= period.first) & begins[np.minimum(shifted, num - 1)])
+                copies.append((rows.part(phases), shifted[phases]))
         if end == num:
             return
-        tails = [(rows, heads), *copies, (_Rows.empty(num - end, self), np.arange(end, num))]
+        self._ends = ends
+        after = end + np.flatnonzero(begins[end:])
+        tails = [(rows, heads), *copies, (_Rows.empty(len(after), self), after)]
         joined, starts = _Rows.joined([r for r, _ in tails]), np.concatenate([s for _, s in tails])
         for op in range(end, num):
             self._advance(joined, starts, op, None)
@@ -203,7 +222,8 @@ class _Sweep:
             else:
                 for side in (0, 1):
                     rows.reserved[side][begun] = 0.0
-        self._write(rows, starts, op, chosen, period)
+        if self._ends[op + 1]:
+            self._write(rows, starts, op, chosen, period)
         return True
 
     def _write(self, rows: _Rows, starts: Integers, op: int, chosen: slice, period: Period | None) -> None:
@@ -282,10 +302,10 @@ class _Rows:
             (np.concatenate([p.reserved[0] for p in parts]), np.concatenate([p.reserved[1] for p in parts])),
         )
 
-    def part(self, rows: slice) -> _Rows:
+    def part(self, rows: Integers) -> _Rows:
         """A copy of some rows."""
         return _Rows(
-            self.plain[rows].copy(),
-            self.again[rows].copy(),
-            (self.reserved[0][rows].copy(), self.reserved[1][rows].copy()),
+            self.plain[rows],
+            self.again[rows],
+            (self.reserved[0][rows], self.reserved[1][rows]),
         )
