@@ -12,7 +12,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
-from aliquot.planners import AbstractInter, solve_pipeline
+from aliquot.planners import AbstractInter, _solve_stages, solve_pipeline
 from aliquot.plans import Plan, violations
 
 LAYERS = 6
@@ -137,7 +137,7 @@ def test_nothing_fits():
 
 def test_a_proposal_far_below_the_limit_is_not_searched_again(monkeypatch):
     """A limit a little lower changes nothing where what was proposed is far below it."""
-    module, proposed = sys.modules[solve_pipeline.__module__], []
+    module, proposed = _solve_stages, []
 
     def never(method, task, layered, chain, found, kinds, known):
         proposed.append((found.num_micro_batches, found.stages, found.schedule))
@@ -151,7 +151,7 @@ def test_a_proposal_far_below_the_limit_is_not_searched_again(monkeypatch):
 
 def test_proposals_have_stages_in_common(monkeypatch):
     """What a stage that was solved once looks like is known when it is proposed again."""
-    module, made = sys.modules[solve_pipeline.__module__], []
+    module, made = _solve_stages, []
     make, solve_stages = module.make_problem, module._solve_stages
 
     def counted(graph, *args, **options):

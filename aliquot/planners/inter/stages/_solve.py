@@ -49,9 +49,8 @@ class StageDP(AbstractInter):
         work_limit: number of table entries for each schedule and all chains, likewise; some 120
             million take a second.
 
-    Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed
-    deep learning, OSDI
-        2022, section 5.2.
+    Reference: L. Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for
+    Distributed Deep Learning", OSDI 2022, section 5.2.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "zero-bubble", "interleaved-1f1b")
@@ -106,6 +105,8 @@ class StageDP(AbstractInter):
         starts = [start] if start is not None and self._may_choose(chains, start) else []
         if not searched.plans and not starts:
             raise nothing_fits(chains, self.schedules, self.num_stages)
+        # Closed forms leave out some waits and transfers, so that the best few are simulated. The plan
+        # to start from is among them: the answer is then never slower.
         queue = helper.share(simulated)
         first = worth_simulating(searched.plans, self.simulated)
         queue.add(chains, starts)
@@ -114,6 +115,7 @@ class StageDP(AbstractInter):
             queue.add(chains, worth_simulating(self._more(chains, searched), self.simulated, first))
         best = fastest(queue.answers())
         assert best is not None, "what fits by the bounds on micro-batches in flight fits when simulated"
+        # The bound is one of closed forms, whatever the simulation chose.
         best_s = min(plan.closed_form_s for plan in [*starts, *(plan for plan, _ in searched.plans[:1])])
         bound_s = min(best_s, searched.bound_s)
         if bound_s <= 0:
@@ -153,6 +155,7 @@ class StageDP(AbstractInter):
         These are the plans of the search, regular layouts, and both with new cuts for their
         submeshes; best first by a form that counts transfers at both ends.
         """
+        # Where transfers run beside tasks, closed forms count them as the simulation does.
         serial = [chain for chain in chains if not chain.overlaps_transfers]
         plans = list(searched.plans) if serial else []
         if GRID_SCHEDULE in self.schedules:
@@ -273,6 +276,7 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
         for k, program in enumerate(planner.programs(chain, schedule))
         for entry in [_Program(program=program, schedule=schedule, chain=number)]
     ]
+    # The program with the lowest bound first: its best plan is the cutoff for those that follow.
     best_s, runs, work_left = math.inf, [], planner.work_limit
     for order, entry in sorted(programs, key=lambda known: known[0]):
         outcome = entry.search(best_s, planner, work_left)

@@ -217,6 +217,7 @@ class Search(AbstractSearch):
             if not self._narrowed and self._nothing_below(ceiling):
                 self.lower_bound_s = ceiling
                 return best and self._judged(best, "infeasible")
+            # A good solution prunes most of the search that follows.
             nearby = self._nearby(ceiling)
             if nearby is not None:
                 best = nearby
