@@ -45,6 +45,7 @@ _MODULE_OF = {
     "MissingRuleError": "core",
     "PlanFileError": "core",
     "PlanMismatchError": "core",
+    "TimeLimitError": "core",
     "register_dim_rule": "sharding",
 }
 _FOLDERS = ("cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo")

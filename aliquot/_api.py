@@ -13,8 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ._time_limit import TimeLimit
 from .cluster import AbstractMeasured, Cluster
-from .core import CaptureError, InfeasibleError, InputError, collecting_seldom
+from .core import CaptureError, InfeasibleError, InputError, TimeLimitError, collecting_seldom
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
 from .graph import Graph, is_ordered, source_line
@@ -58,6 +59,7 @@ def plan(
     require_measured: float = 0.0,
     require_grade: str = "measured",
     measure: bool = False,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -87,15 +89,19 @@ def plan(
             the computing that was measured on one device alone.
         measure: measure on the devices of this process what the best plan needs and the database lacks, keep it there, and
             plan again, until the best plan needs nothing more.
+        time_limit_s: seconds, tracing included, after which the best plan so far is the answer, with
+            its gap. How good that is depends on the machine; without a limit plans do not.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
         CaptureError, MissingRuleError, InfeasibleError, InputError: as their names say, with what
             to do next.
         CompilerMissingError, CompileError: with `verify`.
+        TimeLimitError: no plan was complete within `time_limit_s`.
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     started = time.perf_counter()
+    limit = None if time_limit_s is None else TimeLimit.since(started, time_limit_s)
     graph = capture(step, *args, **kwargs)
 
     def find(where: Cluster) -> Plan:
@@ -110,6 +116,7 @@ def plan(
             on_missing_rule=on_missing_rule,
             model=model,
             verify=verify,
+            limit=limit,
             progress=progress,
         )
 
@@ -161,6 +168,10 @@ def _fastest_count(make: Callable[..., Plan]) -> Plan:
             candidate = make(num_micro_batches=count)
         except InfeasibleError as error:
             refusal = refusal or error
+        except TimeLimitError:
+            if best is None:
+                raise
+            break
         except (InputError, CaptureError):
             if count == 1:
                 raise
@@ -188,6 +199,7 @@ def _plan_captured(
     on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     verify: bool = False,
+    limit: TimeLimit | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """See `plan`; `started` is when the step began to be traced."""
@@ -218,8 +230,9 @@ def _plan_captured(
         )
 
     def propose(limit_bytes: float | None = None) -> Plan:
+        tighter = task if limit_bytes is None else task.with_limit(limit_bytes)
         try:
-            return write(method.decide(task if limit_bytes is None else task.with_limit(limit_bytes)))
+            return write(limit.decide(method, tighter) if limit else method.decide(tighter))
         except Interrupted as interrupted:
             interrupted.plan = write(interrupted.decision) if interrupted.decision else None
             raise

@@ -21,6 +21,7 @@ FLOORS = {
     "verification": 7,
     "interop": 7,
     "_profiles": 8,
+    "_time_limit": 8,
     "_api": 9,
     "zoo": 9,
     "_questions": 10,

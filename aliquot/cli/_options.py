@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..cluster import Cluster
-from ..core import InputError, shortened
+from ..core import InputError, parse_seconds, shortened
 from ._devices import use_seen_devices
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
@@ -72,6 +72,23 @@ def read_micro_batches(text: str | None) -> int | None:
     if number < 1:
         raise InputError(f"--micro-batches must be at least 1, got {number}.")
     return number
+
+
+def read_time_limit(text: str | None) -> float | None:
+    """Seconds from text such as `20s`.
+
+    Raises:
+        InputError: It is no time, or nothing.
+    """
+    if text is None:
+        return None
+    try:
+        limit_s = parse_seconds(text)
+    except InputError as error:
+        raise InputError(f"--time-limit: {error}") from None
+    if limit_s <= 0:
+        raise InputError(f"--time-limit must be positive, got {shortened(text, 60)}.")
+    return limit_s
 
 
 def read_layers(text: str | None) -> str | int | None:

@@ -17,7 +17,7 @@ from ._devices import use_host_only
 from ._interrupts import INTERRUPTED
 from ._max_batch import find_max_batch
 from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
-from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches
+from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches, read_time_limit
 from ._progress import search_progress
 from ._remedies import try_remedies, with_remedies
 from ._session import Session, session
@@ -103,6 +103,12 @@ def plan(
         bool,
         typer.Option("--measure", help="Measure here the operators that the best plan needs and the database lacks."),
     ] = False,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Answer after this time, such as 20s, with the best plan so far and its gap."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -113,6 +119,7 @@ def plan(
         check_destination(out)
         shape = read_mesh(mesh)
         parts = read_micro_batches(micro_batches)
+        time_limit_s = read_time_limit(time_limit)
         _check_batches(global_batch, parts)
         if cluster != "detect":
             use_host_only()
@@ -147,6 +154,7 @@ def plan(
                 require_measured=require_measured,
                 require_grade=require_grade,
                 measure=measure,
+                time_limit_s=time_limit_s,
             )
         except InfeasibleError as error:
             remedies = try_remedies(model, options, built, where, how, parts, limit, say) if tries else ()

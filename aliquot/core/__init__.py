@@ -9,6 +9,7 @@ from ._errors import MissingExtraError as MissingExtraError
 from ._errors import MissingRuleError as MissingRuleError
 from ._errors import PlanFileError as PlanFileError
 from ._errors import PlanMismatchError as PlanMismatchError
+from ._errors import TimeLimitError as TimeLimitError
 from ._errors import nearest as nearest
 from ._files import write_atomic as write_atomic
 from ._garbage import collect_seldom as collect_seldom

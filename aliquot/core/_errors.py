@@ -71,6 +71,14 @@ class InfeasibleError(AliquotError):
         self.parts: dict[str, float] = dict(parts or {})
 
 
+class TimeLimitError(AliquotError):
+    """A search that its time limit ended before any plan was complete. Whether one exists is not
+    known.
+    """
+
+    exit_code = 1
+
+
 class _ViolationsError(AliquotError):
     # `args` holds exactly the positional argument, so that the exception survives pickling between
     # processes.

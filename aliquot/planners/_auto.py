@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
-from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task
+from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._methods import WholeProgram
-from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling
-from ._pipeshard import PipeshardParallel, one_program_scope
+from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling, one_program_scope
+from ._pipeshard import PipeshardParallel
 from .intra import ILP, AbstractIntra
 
 _MOST_DEVICES = 128
@@ -52,6 +52,14 @@ class Auto(AbstractMethod):
             InfeasibleError: neither one program nor a pipeline was found that fits; describes the
                 one that needs less memory.
         """
+        try:
+            return self._decide(task)
+        except Interrupted as interrupted:
+            best = interrupted.decision
+            interrupted.decision = best and self._as_auto(task, best)
+            raise
+
+    def _decide(self, task: Task) -> Decision:
         asked = task.num_micro_batches
         count = 1 if asked is None else asked
         problem = task.problem(count)
@@ -73,8 +81,8 @@ class Auto(AbstractMethod):
                     raise refusal from None
                 raise
         except Interrupted as interrupted:
-            best = interrupted.decision or program
-            interrupted.decision = best and self._as_auto(task, best)
+            best = program and replace(program, bound_holds_for=one_program_scope(program))
+            interrupted.decision = faster(best, interrupted.decision)
             raise
         return self._as_auto(task, decision)
 

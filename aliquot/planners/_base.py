@@ -207,7 +207,12 @@ class AbstractMethod(abc.ABC):
             CaptureError: The step does not decompose into micro-batches.
         """
         count = 1 if task.num_micro_batches is None else task.num_micro_batches
-        return replace(self.solve(task.problem(count), task.progress), combine=task.combine(count))
+        try:
+            return replace(self.solve(task.problem(count), task.progress), combine=task.combine(count))
+        except Interrupted as interrupted:
+            best = interrupted.decision
+            interrupted.decision = best and replace(best, combine=task.combine(count))
+            raise
 
     @abc.abstractmethod
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -218,6 +223,13 @@ class AbstractMethod(abc.ABC):
             InputError: The method cannot plan this problem.
             Interrupted: Ctrl-C; carries the best decision so far.
         """
+
+
+def faster(one: Decision | None, other: Decision | None) -> Decision | None:
+    """The faster of two decisions; of equals the first."""
+    if one is None or other is None:
+        return one or other
+    return other if other.step_time_s < one.step_time_s else one
 
 
 class Interrupted(KeyboardInterrupt):

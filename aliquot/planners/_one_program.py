@@ -17,13 +17,18 @@ from ..cluster import LogicalMesh, subcluster
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem, alive_over_time, price
 from ..graph import Role
-from ._base import AbstractMethod, Decision, Progress, Task
+from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
 from ._methods import ShardParallel
 
 # Declared infeasible only 10 % above the limit, as a compiler may hold less with larger
 # micro-batches.
 _MARGIN = 1.1
 _MOST_PROGRAMS = 6
+_ONE_PROGRAM_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": " that split equal layers equally",
+    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,7 @@ def one_program_by_doubling(
         known: programs that are known by their numbers of micro-batches; None where none fits.
 
     Raises:
-        Interrupted: Ctrl-C.
+        Interrupted: Ctrl-C; carries the fastest so far.
     """
     best: Decision | None = None
     for count in [first * 2**k for k in range(_MOST_PROGRAMS)]:
@@ -93,6 +98,9 @@ def one_program_by_doubling(
                 decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
         except InfeasibleError:
             decision = None
+        except Interrupted as interrupted:
+            interrupted.decision = faster(best, interrupted.decision)
+            raise
         if decision is not None:
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
@@ -100,6 +108,15 @@ def one_program_by_doubling(
         elif best is not None or not until_it_fits:
             break
     return best
+
+
+def one_program_scope(decision: Decision) -> str:
+    """The plans among which the bound of one program holds; pipelines, searched too, are none."""
+    if not decision.bound_holds_for:
+        return ""
+    count = decision.num_micro_batches
+    shown = "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
+    return shown + _ONE_PROGRAM_SCOPES.get(decision.bound_holds_for, f", {decision.bound_holds_for}")
 
 
 def cannot_fit(problem: Problem) -> bool:

@@ -16,14 +16,21 @@ from ..graph import (
     operators_with_effects,
     source_line,
 )
-from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task
+from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
 from ._counts import MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
 from ._helper import HelperProcess
 from ._methods import ShardParallel, WholeProgram
-from ._one_program import OneProgram, as_one_program, fewer_micro_batches, is_too_large, one_program_by_doubling
+from ._one_program import (
+    OneProgram,
+    as_one_program,
+    fewer_micro_batches,
+    is_too_large,
+    one_program_by_doubling,
+    one_program_scope,
+)
 from ._priced_layers import price_layers
 from ._solve_stages import solve_with
-from ._tried import tried_counts, tried_pipeline
+from ._tried import tried_counts, tried_pipeline, tried_program
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra
 
@@ -33,11 +40,6 @@ _MOST_COUNTS = 4
 _LESS_AS_WHOLES = 0.03
 # Smaller steps are searched before a helper process is ready.
 _MANY_OPS = 1000
-_ONE_PROGRAM_SCOPES = {
-    "all copies of all layers": "",
-    "gap_within_folded_space": " that split equal layers equally",
-    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,9 @@ class PipeshardParallel(AbstractMethod):
             if not method.may_be_one_program or method.layers is not None:
                 raise
             refusal = error
+        except KeyboardInterrupt as stopped:
+            # What the search of a single stage had found is no plan of the step.
+            raise Interrupted(stopped.decision if isinstance(stopped, _StoppedSearch) else None) from stopped
         pipeline = search.decision if search else None
         if pipeline is not None and len(pipeline.stages) > 1:
             best = pipeline
@@ -124,14 +129,14 @@ class PipeshardParallel(AbstractMethod):
                         bound_holds_for=one_program_scope(single),
                     )
         except Interrupted as interrupted:
-            interrupted.decision = best
+            interrupted.decision = faster(best, interrupted.decision)
             raise
         if best is None:
             assert refusal is not None
             raise refusal
         tried = search.tried if search else ()
         if best is pipeline:
-            program = _tried_program(search.program) if search else ()
+            program = tried_program(search.program) if search else ()
             return replace(best, candidates=(*program, tried_pipeline(best), *tried))
         if pipeline is not None and len(pipeline.stages) > 1:
             tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
@@ -176,15 +181,6 @@ def _one_programs(
         yield whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
 
 
-def one_program_scope(decision: Decision) -> str:
-    """The plans among which the bound of one program holds; pipelines, searched too, are none."""
-    if not decision.bound_holds_for:
-        return ""
-    count = decision.num_micro_batches
-    shown = "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
-    return shown + _ONE_PROGRAM_SCOPES.get(decision.bound_holds_for, f", {decision.bound_holds_for}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineSearch:
     """The best pipeline for a step on a cluster.
@@ -198,6 +194,10 @@ class PipelineSearch:
     decision: Decision
     program: OneProgram | None = None
     tried: tuple[Candidate, ...] = ()
+
+
+class _StoppedSearch(Interrupted):
+    """Ctrl-C during a search for pipelines; its decision is a pipeline."""
 
 
 def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
@@ -264,15 +264,22 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
             decisions.append(solve_with(method, task, priced[count], helper))
         except InfeasibleError as error:
             refusals.append(error)
+        except KeyboardInterrupt as stopped:
+            raise _StoppedSearch(_fastest(decisions)) from stopped
     if not decisions:
         raise refusals[0]
-    best = min(decisions, key=lambda decision: decision.step_time_s)
+    best = _fastest(decisions)
+    assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
     if left and promised is not None:
         tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
     is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
     program = as_one_program(chains) if is_open and method.inter.searches else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
+
+
+def _fastest(found: Sequence[Decision]) -> Decision | None:
+    return min(found, key=lambda decision: decision.step_time_s, default=None)
 
 
 def _refuse_effects(graph: Graph) -> None:
@@ -287,16 +294,6 @@ def _refuse_effects(graph: Graph) -> None:
             "that as often as the plain step does. Take it out (return what it prints as a metric), or plan one program: "
             "--method program, method=WholeProgram()."
         )
-
-
-def _tried_program(program: OneProgram | None) -> tuple[Candidate, ...]:
-    """One program that was not faster, of which a bound is known."""
-    if program is None:
-        return ()
-    mesh = "x".join(map(str, program.mesh_shape))
-    bound_s = program.least_s
-    outcome = "no faster"
-    return (Candidate(name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome),)
 
 
 def _solve_one_program(

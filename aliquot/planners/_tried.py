@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..cost import ChainPlan
 from ._base import Candidate, Decision
+from ._one_program import OneProgram
 
 
 def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
@@ -21,6 +22,16 @@ def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
         step_time_s=decision.step_time_s,
         outcome=outcome,
     )
+
+
+def tried_program(program: OneProgram | None) -> tuple[Candidate, ...]:
+    """One program that was not faster, of which a bound is known."""
+    if program is None:
+        return ()
+    mesh = "x".join(map(str, program.mesh_shape))
+    bound_s = program.least_s
+    outcome = "no faster"
+    return (Candidate(name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome),)
 
 
 def tried_counts(promised: ChainPlan, best: Decision, counts: Sequence[int]) -> Candidate:

@@ -1,0 +1,121 @@
+"""A time limit for a search: it ends as on Ctrl-C, and the best plan so far is the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+from .core import InputError, TimeLimitError, format_seconds
+from .planners import AbstractMethod, Decision, Interrupted, Task, least_compute_s
+
+_STATUS = "time limit reached"
+_COMPUTE_ALONE = "all plans, by compute alone that all devices share evenly"
+_IMPORTS = "<frozen importlib"
+# Until an import is over, which must not be interrupted.
+_AGAIN_S = 0.02
+
+
+class _OutOfTime(KeyboardInterrupt):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimit:
+    """Seconds that a search may take, and when they are over by `time.perf_counter`.
+
+    In the process's first thread a signal ends the search where the system has timers. Elsewhere it
+    ends when it next tells its progress.
+    """
+
+    seconds: float
+    until_s: float
+
+    @classmethod
+    def since(cls, started_s: float, seconds: float) -> TimeLimit:
+        """A limit that counts from `started_s`.
+
+        Raises:
+            InputError: it is not positive.
+        """
+        if not seconds > 0:
+            raise InputError(f"A time limit must be positive, got {seconds!r} seconds.")
+        return cls(seconds=seconds, until_s=started_s + seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """True once no time is left."""
+        return time.perf_counter() >= self.until_s
+
+    def decide(self, method: AbstractMethod, task: Task) -> Decision:
+        """As `method.decide`; when the time is over, the best decision so far, with its bound.
+
+        Raises:
+            TimeLimitError: no plan was complete by then.
+            Interrupted: Ctrl-C.
+        """
+
+        def report(what: str, done: int, of: int) -> None:
+            if task.progress:
+                task.progress(what, done, of)
+            if self.is_over:
+                raise _OutOfTime
+
+        best: Decision | None = None
+        timed = replace(task, progress=report)
+        try:
+            with _alarm(self):
+                return method.decide(timed)
+        except KeyboardInterrupt as stopped:
+            if not self.is_over:
+                raise
+            best = stopped.decision if isinstance(stopped, Interrupted) else None
+        if best is None:
+            raise TimeLimitError(
+                f"No plan was complete after {format_seconds(self.seconds)}, tracing the step included; whether one fits "
+                "is not known. Allow more time, or choose a method that searches less, such as --method zero3."
+            )
+        if best.lower_bound_s is not None:
+            return replace(best, status=_STATUS)
+        least_s = least_compute_s(timed.problem(1))
+        return replace(best, status=_STATUS, lower_bound_s=least_s, gap=None, bound_holds_for=_COMPUTE_ALONE)
+
+
+@contextlib.contextmanager
+def _alarm(limit: TimeLimit) -> Iterator[None]:
+    """Raise `_OutOfTime` within the block when the time is over."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    armed = True
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if not armed:
+            return
+        if _imports(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            return
+        raise _OutOfTime
+
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(limit.until_s - time.perf_counter(), _AGAIN_S))
+    try:
+        yield
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """True if a module is being imported: modules in C++ that are interrupted meanwhile crash."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORTS):
+            return True
+        frame = frame.f_back
+    return False
