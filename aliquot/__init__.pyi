@@ -27,6 +27,7 @@ from .core import MissingExtraError as MissingExtraError
 from .core import MissingRuleError as MissingRuleError
 from .core import PlanFileError as PlanFileError
 from .core import PlanMismatchError as PlanMismatchError
+from .core import TimeLimitError as TimeLimitError
 from .planners import ILP as ILP
 from .planners import Auto as Auto
 from .planners import Blocks as Blocks

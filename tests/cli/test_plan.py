@@ -164,12 +164,14 @@ def test_ctrl_c_keeps_the_best_so_far(complete, tmp_path, monkeypatch):
     assert ("best plan so far" in found.stderr) == complete
 
 
-@pytest.mark.parametrize(("limit", "fault"), [("0s", "must be positive"), ("soon", "is not a time"), ("-1s", "--time-limit")])
-def test_a_time_limit_that_cannot_be_kept_is_refused(limit, fault, run):
+@pytest.mark.parametrize(
+    ("limit", "fault"), [("0s", "must be positive"), ("soon", "is not a time"), ("-1s", "--time-limit")]
+)
+def test_a_time_limit_that_cannot_be_kept_is_refused(limit, fault):
     found = run("plan", *TINY, f"--time-limit={limit}")
     assert found.exit_code == 2 and fault in found.stderr
 
 
-def test_a_time_limit_that_ends_before_any_plan_says_so(run):
+def test_a_time_limit_that_ends_before_any_plan_says_so():
     found = run("plan", *TINY, "--time-limit", "1us", "--json")
     assert found.exit_code == 1 and "whether one fits is not known" in found.stderr
