@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
-from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
+from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._methods import WholeProgram
 from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling, one_program_scope
 from ._pipeshard import PipeshardParallel
 from .intra import ILP, AbstractIntra
-
-_MOST_DEVICES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +23,8 @@ class Auto(AbstractMethod):
     Both searches keep to the limits of `intra` and of `StageDP`, which are amounts of work and not
     seconds: the same step has the same plan everywhere. Pipelines are not searched on one device,
     on a given mesh, or if one program takes no longer than the compute of the step alone, shared
-    evenly by all devices. On more than 128 devices they are searched only if one program with the
-    fewest micro-batches does not fit; plans say so.
+    evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched;
+    plans say which were not.
 
     Args:
         intra: finds the splits.
@@ -68,9 +66,6 @@ class Auto(AbstractMethod):
             return self._whole(task, count, program)
         if program is not None and program.step_time_s * (1 - self.intra.relative_gap) <= least_compute_s(problem):
             return self._as_auto(task, program)
-        if program is not None and task.cluster.num_devices > _MOST_DEVICES:
-            whole = self._whole(task, count, program)
-            return replace(whole, candidates=(*whole.candidates, _not_searched(least_compute_s(problem))))
         try:
             decision = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
         except (InfeasibleError, InputError, CaptureError) as refusal:
@@ -108,16 +103,6 @@ class Auto(AbstractMethod):
     def _as_auto(self, task: Task, decision: Decision) -> Decision:
         combine = decision.combine or task.combine(decision.num_micro_batches)
         return replace(decision, method="auto", combine=combine)
-
-
-def _not_searched(least_s: float) -> Candidate:
-    return Candidate(
-        name="pipelines",
-        mesh="",
-        lower_bound_s=least_s,
-        step_time_s=None,
-        outcome=f"not searched: more than {_MOST_DEVICES} devices; --method pipeshard searches them",
-    )
 
 
 def _needs(error: InfeasibleError) -> float:

@@ -15,6 +15,7 @@ from ..cost import Chain
 from ..graph import Graph, Role
 
 MOST_MICRO_BATCHES = 1024
+MANY_DEVICES = 128
 _FIGURES = (
     "forward_s",
     "backward_s",
@@ -38,13 +39,28 @@ def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
     """Groups of numbers of micro-batches; each group is tried if nothing fits with the one before.
 
     The first has all divisors of the batch that leave a micro-batch a sample for each device of a
-    host. If memory is short, only smaller micro-batches may fit.
+    host; on many devices, as searches take long there, only some that are at least twice the one
+    before. If memory is short, only smaller micro-batches may fit.
     """
     size = batch_size(graph)
     divisors = [n for n in range(1, min(size, MOST_MICRO_BATCHES) + 1) if size % n == 0]
     usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
     # A single micro-batch keeps one stage busy at a time.
-    return [[n for n in usual if n > 1] or usual, [n for n in divisors if n > usual[-1]][-2:]]
+    first = [n for n in usual if n > 1] or usual
+    if cluster.num_devices > MANY_DEVICES:
+        first = _at_least_doubling(first)
+    return [first, [n for n in divisors if n > usual[-1]][-2:]]
+
+
+def _at_least_doubling(counts: Sequence[int]) -> list[int]:
+    """The first, the last, and those between that are at least twice the one before and at most
+    half of the last.
+    """
+    kept = list(counts[:1])
+    for count in counts[1:-1]:
+        if count >= 2 * kept[-1] and 2 * count <= counts[-1]:
+            kept.append(count)
+    return kept + list(counts[1:][-1:])
 
 
 def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:

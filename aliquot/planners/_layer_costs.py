@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,9 @@ def build_chains(
     options = submesh_options(cluster, step.micro_batch_size)
     counts_above_1 = [count for count in counts if count > 1]
     groups = {o.mesh_shape[0] for o in options} - {1}
-    can_trace = {n: all(traces_in_groups(step.graph, count, n) for count in counts_above_1) for n in groups}
+    # A micro-batch on several groups is traced as more and smaller micro-batches are.
+    can_be_cut = functools.cache(lambda parts: traces_in_groups(step.graph, parts, 1))
+    can_trace = {n: all(can_be_cut(count * n) for count in counts_above_1) for n in groups}
     options = [o for o in options if can_trace.get(o.mesh_shape[0], True)]
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
     by_layer = _kinds(step.part, staged)

@@ -17,7 +17,7 @@ from ..graph import (
     source_line,
 )
 from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
-from ._counts import MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
+from ._counts import MANY_DEVICES, MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
 from ._helper import HelperProcess
 from ._methods import ShardParallel, WholeProgram
 from ._one_program import (
@@ -244,7 +244,12 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
     refusals: list[InfeasibleError] = []
     left = list(chains)
     promised: ChainPlan | None = None
+    # Searches for stages on many devices take long.
+    most_counts = 1 if task.cluster.num_devices > MANY_DEVICES else _MOST_COUNTS
     while left:
+        if len(decisions) == most_counts == 1:
+            promised = None
+            break
         count = left[0].num_micro_batches
         if len(counts) > 1:
             try:
@@ -271,7 +276,7 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
     best = _fastest(decisions)
     assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
-    if left and promised is not None:
+    if left:
         tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
     is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
     program = as_one_program(chains) if is_open and method.inter.searches else None

@@ -34,15 +34,15 @@ def tried_program(program: OneProgram | None) -> tuple[Candidate, ...]:
     return (Candidate(name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome),)
 
 
-def tried_counts(promised: ChainPlan, best: Decision, counts: Sequence[int]) -> Candidate:
+def tried_counts(promised: ChainPlan | None, best: Decision, counts: Sequence[int]) -> Candidate:
     """Numbers of micro-batches that were not searched on their own, with the step time of their
-    best stages by prices of single layers.
+    best stages by prices of single layers where these are known.
     """
-    slower = promised.step_time_s >= best.step_time_s
+    slower = promised is not None and promised.step_time_s >= best.step_time_s
     return Candidate(
         name=f"{best.method}, {', '.join(map(str, counts))} micro-batches",
         mesh="",
         lower_bound_s=None,
-        step_time_s=promised.step_time_s,
+        step_time_s=promised.step_time_s if promised else None,
         outcome="no faster by its layers" if slower else "not searched: limit on numbers of micro-batches",
     )

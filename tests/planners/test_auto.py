@@ -74,12 +74,14 @@ def test_pipelines_are_not_searched_where_one_program_is_all_compute(monkeypatch
     assert len(aq.plan(*STEP, cluster=CLUSTER).stages) == 1
 
 
-def test_a_plan_says_that_pipelines_were_not_searched_on_many_devices(monkeypatch):
-    with monkeypatch.context() as patched:
-        no_pipelines(patched, AssertionError("pipelines were searched"))
-        plan = aq.plan(*STEP, cluster=Cluster.preset("17x8xH100"))
-    assert any("not searched: more than 128 devices" in each["outcome"] for each in plan.provenance.candidates)
-    assert plan.provenance.bound_holds_for.startswith("plans of one program")
+def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were_not(monkeypatch):
+    for module in ("_counts", "_pipeshard"):
+        monkeypatch.setattr(f"aliquot.planners.{module}.MANY_DEVICES", 1)
+    step = deep(1024, 4096, 4)
+    plans = [aq.plan(*step, cluster=SLOW_LINKS, method=method) for method in (Auto(), PipeshardParallel())]
+    assert plans[0].prediction.step_time_s <= plans[1].prediction.step_time_s
+    tried = [each["outcome"] for each in plans[0].provenance.candidates if each["name"].startswith("pipeshard")]
+    assert tried and any("not searched: limit" in outcome for outcome in tried)
 
 
 @pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])

@@ -93,3 +93,11 @@ def test_chains_between_two_that_were_priced_are_near():
         return np.abs(np.log(passes / wanted[:, columns])).max()
 
     assert error(drawn) < 0.2 < error(coarse.chains[1])
+
+
+def test_numbers_are_at_least_doubled_on_many_devices():
+    task = task_of(512, 3072, "17x8xH100")
+    (counts, _) = counts_to_try(task.graph, task.cluster)
+    all_counts = counts_to_try(task.graph, Cluster.preset("16x8xH100"))[0]
+    assert set(counts) < set(all_counts) and counts[0] == all_counts[0] and counts[-1] == all_counts[-1]
+    assert all(2 * low <= high for low, high in zip(counts, counts[1:], strict=False))
