@@ -32,21 +32,22 @@ def try_remedies(
     batches.
     """
     from .._api import plan as find_plan
-    from .._remedies import Attempt, find_remedies
+    from .._remedies import Attempt, coarser, find_remedies
     from ._model import resolve, user_code
 
     def attempt(change: str, changed: ZooOptions) -> Attempt:
-        def make() -> Plan:
+        def make(time_limit_s: float) -> Plan:
             model = resolve(name, changed, where)
             return find_plan(
                 model.step,
                 model.state,
                 model.batch,
                 cluster=where,
-                method=how,
+                method=coarser(how),
                 num_micro_batches=micro_batches,
                 memory_limit_bytes=memory_limit_bytes,
                 model=model.reference,
+                time_limit_s=time_limit_s,
             )
 
         return Attempt(change=change, make=make)

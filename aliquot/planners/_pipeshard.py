@@ -246,31 +246,32 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
     promised: ChainPlan | None = None
     # Searches for stages on many devices take long.
     most_counts = 1 if task.cluster.num_devices > MANY_DEVICES else _MOST_COUNTS
-    while left:
-        if len(decisions) == most_counts == 1:
-            promised = None
-            break
-        count = left[0].num_micro_batches
-        if len(counts) > 1:
+    try:
+        while left:
+            if len(decisions) == most_counts == 1:
+                promised = None
+                break
+            count = left[0].num_micro_batches
+            if len(counts) > 1:
+                try:
+                    promised = method.inter.solve(left, limits=method.limits, helper=helper)
+                except InfeasibleError as error:
+                    refusals.append(error)
+                    break
+                fastest_s = min((decision.step_time_s for decision in decisions), default=math.inf)
+                searched = len(decisions) + len(refusals)
+                if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s or searched == _MOST_COUNTS:
+                    break
+                count = promised.num_micro_batches
+            left = [chain for chain in left if chain.num_micro_batches != count]
+            if count not in priced:
+                priced[count] = price([count])
             try:
-                promised = method.inter.solve(left, limits=method.limits, helper=helper)
+                decisions.append(solve_with(method, task, priced[count], helper))
             except InfeasibleError as error:
                 refusals.append(error)
-                break
-            fastest_s = min((decision.step_time_s for decision in decisions), default=math.inf)
-            searched = len(decisions) + len(refusals)
-            if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s or searched == _MOST_COUNTS:
-                break
-            count = promised.num_micro_batches
-        left = [chain for chain in left if chain.num_micro_batches != count]
-        if count not in priced:
-            priced[count] = price([count])
-        try:
-            decisions.append(solve_with(method, task, priced[count], helper))
-        except InfeasibleError as error:
-            refusals.append(error)
-        except KeyboardInterrupt as stopped:
-            raise _StoppedSearch(_fastest(decisions)) from stopped
+    except KeyboardInterrupt as stopped:
+        raise _StoppedSearch(_fastest(decisions)) from stopped
     if not decisions:
         raise refusals[0]
     best = _fastest(decisions)
