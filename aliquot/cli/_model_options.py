@@ -20,7 +20,9 @@ Dtype = Annotated[
         "--dtype", help="float32, bf16, float16 or float64; by default bf16, or float16 where that is faster."
     ),
 ]
-Recompute = Annotated[str | None, typer.Option("--recompute", help="none or block (the default).")]
+Recompute = Annotated[
+    str | None, typer.Option("--recompute", help="none, block (the default) or, in aliquot plan, auto: the faster.")
+]
 Scan = Annotated[bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")]
 Settings = Annotated[
     list[str] | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -126,6 +127,7 @@ def plan(
         where = read_cluster(cluster)
         from ..planners import PIPELINES, PipelineOptions, method_by_name
         from ._model import find_factory, resolve
+        from ._recomputation import AUTO, refuse_auto, with_either_recomputation
 
         if ":" in model:
             # Its module may register the schedule that is asked for.
@@ -135,13 +137,18 @@ def plan(
         searched = micro_batches == "auto" and method not in PIPELINES
         options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
         if max_batch:
+            refuse_auto(options, model, "--max-batch")
             find_max_batch(model, options, where, how, 1 if parts is None else parts, limit, out, say)
             return
+        is_auto = options.recompute == AUTO and ":" not in model
+        if is_auto:
+            options = replace(options, recompute="block")
         built = resolve(model, options, where)
         started = time.perf_counter()
-        try:
-            result = make_plan(
-                built,
+
+        def make(of: Model, within_s: float | None) -> Plan:
+            return make_plan(
+                of,
                 where,
                 how,
                 "auto" if searched else parts,
@@ -154,8 +161,14 @@ def plan(
                 require_measured=require_measured,
                 require_grade=require_grade,
                 measure=measure,
-                time_limit_s=time_limit_s,
+                time_limit_s=within_s,
             )
+
+        try:
+            if is_auto:
+                result = with_either_recomputation(model, options, where, make, time_limit_s)
+            else:
+                result = make(built, time_limit_s)
         except InfeasibleError as error:
             remedies = try_remedies(model, options, built, where, how, parts, limit, say) if tries else ()
             say.finish(_no_plan(built, where, method, parts, error, remedies))
