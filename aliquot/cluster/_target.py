@@ -148,14 +148,6 @@ class Target:
         """
         return self.hides_latency and self.overlaps_all_reduces
 
-    def collective_dtype(self, dtype: str) -> str:
-        """The type in which a value of `dtype` travels.
-
-        >>> TARGETS["cpu"].collective_dtype("bfloat16"), TARGETS["gpu"].collective_dtype("bfloat16")
-        ('float32', 'bfloat16')
-        """
-        return "float32" if dtype in self.widened_dtypes else dtype
-
     def collective_share(self, size: int) -> float:
         """Reached share of link bandwidth in large collectives among `size` devices of a host."""
         shares = [share for least, share in self.collective_shares if least <= size]

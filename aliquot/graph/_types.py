@@ -212,7 +212,3 @@ class Graph:
     outputs: tuple[Output, ...]
     calling: Any = field(repr=False)
     split: Split | None = field(default=None, repr=False)
-
-    def input_by_path(self) -> dict[str, Input]:
-        """Inputs by their path."""
-        return {i.path: i for i in self.inputs}

@@ -107,7 +107,7 @@ def test_numbers_inside_an_argument_are_traced():
 
     state = {"params": mlp_params(), "step": 0}
     graph = capture(step, state, batch())
-    assert graph.input_by_path()["state.step"].output is not None
+    assert next(i for i in graph.inputs if i.path == "state.step").output is not None
     for count in range(3):
         flat = graph.calling.flatten((state, batch()), {})
         state = graph.calling.finish(evaluate(graph, flat.leaves), (state, batch()), {})

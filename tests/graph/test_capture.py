@@ -47,7 +47,7 @@ def test_state_has_successors(workload):
 
 def test_paths_are_unique(workload):
     _, graph = workload
-    assert len(graph.input_by_path()) == len(graph.inputs)
+    assert len({i.path for i in graph.inputs}) == len(graph.inputs)
 
 
 def test_number_of_results(workload):

@@ -69,7 +69,7 @@ def test_one_cotangent_crosses_each_cut_and_that_of_a_skip_connection(made, skip
 
 def test_state_lies_with_its_parameter(made):
     graph, staging = made
-    inputs = graph.input_by_path()
+    inputs = {i.path: i for i in graph.inputs}
     for path, item in inputs.items():
         if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE) and graph.values[item.value].shape:
             number = int(path.split("layers[")[1][0]) if "layers[" in path else 0
@@ -85,7 +85,7 @@ def test_state_lies_with_its_parameter(made):
 
 def test_operators_between_scalars_are_shared_by_all_stages(made):
     graph, staging = made
-    step = graph.input_by_path()["state.step"]
+    step = next(i for i in graph.inputs if i.path == "state.step")
     assert step.value not in staging.home
     (where,) = [s for item, s in zip(staging.items, staging.stage) if graph.outputs[step.output].value in item.outputs]
     assert where == SHARED

@@ -20,9 +20,6 @@ class Part(enum.StrEnum):
     UPDATE = "update"
 
 
-PER_MICRO_BATCH = frozenset({Part.FORWARD, Part.BACKWARD, Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageProgram:
     """One program of one stage.

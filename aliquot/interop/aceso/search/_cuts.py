@@ -72,7 +72,6 @@ class CutSearch:
                     if pair not in links[n]:
                         pair = next(link for link in links[n] if link[1] == leaves)
                     self._steps.append((stages, used, n, links[n].index(pair)))
-        self._max_stages = max_stages
 
     def solve(self, micro_batches: int, *, tolerance: float = 1e-4, max_splits: int = 6) -> tuple[Cuts | None, float]:
         """The best stages, and a lower bound of all in microseconds.
