@@ -45,7 +45,7 @@ class Inliner:
         return len(self.values) - 1
 
     def _shape_dtype(self, aval: Any) -> tuple[tuple[int, ...], str, int]:
-        # NodeIndex a dtype costs more than all else that is said about a value.
+        # Naming a dtype costs more than all else that is said about a value.
         kind = getattr(aval, "dtype", None)
         known = self._dtypes.get(kind)
         if known is None:
@@ -56,7 +56,7 @@ class Inliner:
         return tuple(aval.shape), *known
 
     def block(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int) -> Block:
-        """MicroBatchAnalysis a body whose `invars` are the given operands; returns its nested view."""
+        """Walk through a body whose `invars` are the given operands; returns its nested view."""
         return self._block(jaxpr, consts, inputs, scope, trips, 0)
 
     def _block(

@@ -44,7 +44,7 @@ class Arguments:
         call: FlatCall = self.call(args, kwargs)
         statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
         arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
-        # NodeIndex every path again is slow; a call that looks the same needs it once, unless
+        # Naming every path again is slow; a call that looks the same needs it once, unless
         # objects hide their arrays.
         if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
             self._seen = ((names, tree), statics)

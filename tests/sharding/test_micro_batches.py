@@ -8,7 +8,7 @@ import pytest
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
 from aliquot.sharding import Action, TimeKind, dim_rule, plan_micro_batches
-from aliquot.sharding.micro_batches import _micro_batch_analysis
+from aliquot.sharding.micro_batches import _findings
 
 W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
 BATCH = {
@@ -137,10 +137,8 @@ def normalised(layers):
 
 def test_statistics_of_many_layers_are_settled_in_one_walk(monkeypatch):
     walked = []
-    plainly = _micro_batch_analysis.follow
-    monkeypatch.setattr(
-        _micro_batch_analysis, "follow", lambda op, *more: walked.append(op.index) or plainly(op, *more)
-    )
+    plainly = _findings.follow
+    monkeypatch.setattr(_findings, "follow", lambda op, *more: walked.append(op.index) or plainly(op, *more))
     for layers in (4, 16):
         walked.clear()
         found = plan(normalised(layers), semantics="independent")
@@ -193,7 +191,7 @@ def test_equal_layers_are_walked_through_by_one_rule(monkeypatch):
     """Layers that JAX traced once share their equations."""
     asked = []
     monkeypatch.setattr(
-        _micro_batch_analysis, "dim_rule", lambda op, *args, **more: asked.append(op) or dim_rule(op, *args, **more)
+        _findings, "dim_rule", lambda op, *args, **more: asked.append(op) or dim_rule(op, *args, **more)
     )
     layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from ...core import CaptureError, InputError
 from ...graph import Call, Graph, Literal, Op, Operand, Role, build_graph, has_effects, source_line, split_scans
-from ._micro_batch_analysis import MicroBatchAnalysis
+from ._findings import Findings
+from ._micro_batch_analysis import analyse
 from ._micro_calls import EFFECT
 from ._resized import batch_size, calls_of, resized
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
@@ -96,12 +97,11 @@ def plan_micro_batches(
         raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
     parts = num_micro_batches * num_groups
     part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
-    walk = MicroBatchAnalysis(whole=graph, part=part, parts=parts, on_missing_rule=on_missing_rule)
-    walk.run(settle=semantics == "independent")
-    repeated = {k: EFFECT for k in walk.violations.keys() | walk.own if has_effects(graph.ops[k])}
-    walk.violations |= repeated
-    if repeated or (semantics == "exact" and (walk.violations or walk.conflicts)):
-        raise _refusal(graph, walk)
+    found = analyse(graph, part, parts, on_missing_rule=on_missing_rule, settle=semantics == "independent")
+    repeated = {k: EFFECT for k in found.violations.keys() | found.own if has_effects(graph.ops[k])}
+    found.violations |= repeated
+    if repeated or (semantics == "exact" and (found.violations or found.conflicts)):
+        raise _refusal(graph, found)
     return MicroBatchPlan(
         whole=graph,
         part=part,
@@ -109,20 +109,20 @@ def plan_micro_batches(
         num_micro_batches=num_micro_batches,
         num_groups=num_groups,
         semantics=semantics,
-        specs=tuple(spec or EQUAL for spec in walk.specs),
-        actions=walk.actions,
-        conversions=walk.conversions,
-        early_calls=frozenset(walk.early_calls),
-        late_calls=frozenset(walk.late_calls),
-        combine={output.path: _combine(walk, output.value) for output in graph.outputs},
+        specs=tuple(spec or EQUAL for spec in found.specs),
+        actions=found.actions,
+        conversions=found.conversions,
+        early_calls=frozenset(found.early_calls),
+        late_calls=frozenset(found.late_calls),
+        combine={output.path: _combine(found, output.value) for output in graph.outputs},
         independent=tuple(
-            dict.fromkeys(describe(graph.ops[index]) for index in sorted(walk.violations.keys() | walk.own))
+            dict.fromkeys(describe(graph.ops[index]) for index in sorted(found.violations.keys() | found.own))
         ),
     )
 
 
-def _combine(walk: MicroBatchAnalysis, operand: Operand) -> str:
-    spec = EQUAL if isinstance(operand, Literal) else walk.specs[operand] or EQUAL
+def _combine(found: Findings, operand: Operand) -> str:
+    spec = EQUAL if isinstance(operand, Literal) else found.specs[operand] or EQUAL
     match spec.kind:
         case TimeKind.CONCATENATE:
             return f"{spec.kind} {spec.dim}"
@@ -302,8 +302,8 @@ def describe(op: Op) -> str:
     return f"`{op.name}` at {where(op)}"
 
 
-def _refusal(graph: Graph, walk: MicroBatchAnalysis) -> CaptureError:
-    refused = walk.violations | walk.conflicts
+def _refusal(graph: Graph, found: Findings) -> CaptureError:
+    refused = found.violations | found.conflicts
     lines: dict[str, str] = {}
     for index in sorted(refused):
         op = graph.ops[index]
