@@ -14,7 +14,7 @@ from interop.aceso_files import write_chain, write_database
 from aliquot.core import InputError
 from aliquot.interop.aceso import JUDGES, Configuration, StageConfiguration, make_chain, read_configuration
 from aliquot.interop.aceso import _database as databases
-from aliquot.interop.aceso.search import PLANNERS, Exact, SearchProblem, read_problem
+from aliquot.interop.aceso.search import PLANNERS, Auto, Exact, SearchProblem, read_problem
 from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
 from aliquot.interop.aceso.search._moves import Neighbours
 from aliquot.interop.aceso.search._quotes import quote_all
@@ -374,6 +374,12 @@ def test_operators_that_were_not_measured_are_named(toy, tmp_path):
             judge=JUDGES["aceso"],
             chain=chain,
         )
+
+
+def test_a_budget_counts_all_planners():
+    problem, _ = random_problem(5)
+    result = Auto(exact=Exact(gap=0.0, budget_s=1e-6)).search(problem)
+    assert result.ended == "the budget of 0 s" and result.best
 
 
 def test_an_interrupted_search_returns_its_best_so_far():

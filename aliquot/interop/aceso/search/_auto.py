@@ -40,7 +40,10 @@ class Auto:
             seconds, scored = seconds + result.search_s, scored + result.scored
             if result.ended == INTERRUPTED:
                 return replace(result, search_s=seconds, scored=scored)
-        result = self.exact.search(problem, start=configurations, on_progress=on_progress)
+        exact = self.exact
+        if exact.budget_s is not None:
+            exact = replace(exact, budget_s=max(exact.budget_s - seconds, 0.0))
+        result = exact.search(problem, start=configurations, on_progress=on_progress)
         return replace(
             result,
             search_s=seconds + result.search_s,
