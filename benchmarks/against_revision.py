@@ -39,7 +39,7 @@ _METHODS: tuple[tuple[str, ...], ...] = (
     ("--method", "zero2"),
     ("--method", "zero3"),
     ("--method", "shard"),
-    ("--method", "grid", "--micro-batches", "8", "--stages", "2", "--schedule", "1f1b"),
+    ("--method", "grid", "--micro-batches", "8"),
     ("--method", "pipeshard", "--micro-batches", "8", "--stages", "2", "--schedule", "1f1b"),
 )
 
@@ -62,7 +62,7 @@ class PlanCase:
 def _plan_cases() -> Iterator[PlanCase]:
     for (model, batch), cluster, method, scan in itertools.product(_MODELS, _CLUSTERS, _METHODS, (False, True)):
         # Convolutions are written out; batch statistics cannot be cut into micro-batches.
-        if model.startswith("wide-resnet") and (scan or "--stages" in method):
+        if model.startswith("wide-resnet") and (scan or "--micro-batches" in method):
             continue
         shape = ["plan", model, "--cluster", cluster, "--global-batch", str(batch)]
         yield PlanCase(model=model, command=[*shape, *method, *(["--scan"] if scan else []), "--json"])
