@@ -5,7 +5,7 @@ longer to import than many searches take.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+import typing
 
 from ._chain import Operator as Operator
 from ._chain import OperatorChain as OperatorChain
@@ -32,7 +32,7 @@ from ._write_database import DatabaseContent as DatabaseContent
 from ._write_database import OperatorRow as OperatorRow
 from ._write_database import write_database as write_database
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from ._export_plan import configuration_of as configuration_of
     from ._gpt_database import GPTShape as GPTShape
     from ._gpt_database import gpt_database as gpt_database
