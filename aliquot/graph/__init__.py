@@ -12,6 +12,8 @@ from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item
 from ._dataflow import items_of as items_of
+from ._dataflow import plain_item as plain_item
+from ._deferrable import Deferrable as Deferrable
 from ._deferrable import deferrable_items as deferrable_items
 from ._deferrable import hands_on_gradients as hands_on_gradients
 from ._effects import any_effects as any_effects
@@ -26,6 +28,8 @@ from ._extract import extract_stages as extract_stages
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._halves import Halves as Halves
+from ._halves import halve as halve
 from ._jax_compat import ATTENTION as ATTENTION
 from ._jax_compat import attention_on_piece as attention_on_piece
 from ._jax_compat import coordination_client as coordination_client

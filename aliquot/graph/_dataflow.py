@@ -110,6 +110,20 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(ordered)
 
 
+def plain_item(graph: Graph, what: int | Call, phase: Phase) -> Item:
+    """An operator or a call that need not be at the top of the step: inside a body, or half of a call."""
+    outputs = what.outputs if isinstance(what, Call) else graph.ops[what].outputs
+    return Item(
+        what=what,
+        inputs=reads_of(graph, what),
+        outputs=tuple([o for o in outputs if o >= 0]),
+        ops=tuple(ops_inside(what)),
+        phase=phase,
+        shared=False,
+        cost=0.0,
+    )
+
+
 def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
     """The values that an item needs from outside of it, those that its bodies read directly
     included.

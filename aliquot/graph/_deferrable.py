@@ -9,20 +9,41 @@ same two halves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ._dataflow import Item
+from ._first_half import FirstHalf, first_half
 from ._rule import traits_of
 from ._stages import SHARED
 from ._traits import Moves
-from ._types import Graph, Op, Phase
+from ._types import Call, Graph, Op, Phase
 
 
-def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int]) -> frozenset[int]:
-    """Positions of the backward items whose results no other stage needs before the update, not
-    even indirectly.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Deferrable:
+    """What stages can put off, by positions of items.
 
-    A loop or a remat region is one item: it is deferrable only if none of its results is needed.
+    Attributes:
+        items: those of which nothing is needed before the update.
+        halves: loops and remat regions of which a part is needed, with that part.
+    """
+
+    items: frozenset[int]
+    halves: Mapping[int, FirstHalf]
+
+    def puts_off(self, position: int, op: Op) -> bool:
+        """True if an operator of an item, or a link of it, is put off."""
+        half = self.halves.get(position)
+        if half is None:
+            return position in self.items
+        return half.values.isdisjoint(op.outputs) if op.is_link else op.index not in half.ops
+
+
+def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int]) -> Deferrable:
+    """The backward items, and parts of loops and remat regions, whose results no other stage needs
+    before the update, not even indirectly.
+
     Sums of the gradients of a parameter that several stages use need nothing, as they are made in
     the update.
 
@@ -47,15 +68,21 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
     homes = {v: stages[k] for v, k in maker.items() if stages[k] != SHARED}
     needed = {v for v, by in readers.items() if v in homes and by - {homes[v]}}
     deferrable: set[int] = set()
+    halves: dict[int, FirstHalf] = {}
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
         if item.phase is not Phase.BACKWARD or stages[k] == SHARED:
             continue
         if needed.isdisjoint(item.outputs):
             deferrable.add(k)
-        else:
-            _add_reads(item, items, stages, maker, needed)
-    return frozenset(deferrable)
+            continue
+        half = first_half(graph, item.what, needed.intersection(item.outputs)) if isinstance(item.what, Call) else None
+        reads: Sequence[int] = item.inputs
+        if half is not None:
+            halves[k] = half
+            reads = [i for i in item.inputs if i in half.values]
+        _add_reads(reads, items, stages, maker, needed)
+    return Deferrable(items=frozenset(deferrable), halves=halves)
 
 
 def hands_on_gradients(op: Op) -> bool:
@@ -89,10 +116,10 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
 
 
 def _add_reads(
-    item: Item, items: Sequence[Item], stages: Sequence[int], maker: dict[int, int], needed: set[int]
+    reads: Sequence[int], items: Sequence[Item], stages: Sequence[int], maker: dict[int, int], needed: set[int]
 ) -> None:
     """Add what an item reads, itself or through the shared items that are worked out for it."""
-    waiting = list(item.inputs)
+    waiting = list(reads)
     while waiting:
         i = waiting.pop()
         k = maker.get(i) if i not in needed else None

@@ -75,8 +75,15 @@ def extract_stages(
         mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
         crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
-        late = [staging.items[k] for k in items_of[stage] if k in deferrable]
-        extracts.append(_Builder(graph, links).build([staging.items[k] for k in chosen], inputs, outputs, late))
+        builder = _Builder(graph, links)
+        late = {
+            op
+            for k in items_of[stage]
+            if k in deferrable.items or k in deferrable.halves
+            for op in builder.ops_of([staging.items[k]])
+            if deferrable.puts_off(k, graph.ops[op])
+        }
+        extracts.append(builder.build([staging.items[k] for k in chosen], inputs, outputs, late))
     return tuple(extracts)
 
 
@@ -100,7 +107,7 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
             leaving.update(item.inputs)
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    return _Builder(graph, links).build(items, [replace(i, output=None) for i in inputs], outputs, [])
+    return _Builder(graph, links).build(items, [replace(i, output=None) for i in inputs], outputs, set())
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
@@ -151,12 +158,11 @@ class _Builder:
         self._values: list[int] = []
 
     def build(
-        self, items: Sequence[Item], inputs: Sequence[Input], outputs: Sequence[Output], deferrable: Sequence[Item]
+        self, items: Sequence[Item], inputs: Sequence[Input], outputs: Sequence[Output], deferrable: set[int]
     ) -> Extract:
         graph = self._graph
-        indices = self._ops(items)
-        self._deferrable = self._ops(deferrable)
-        ops = sorted(indices)
+        self._deferrable = deferrable
+        ops = sorted(self.ops_of(items))
         self._op_number = {k: n for n, k in enumerate(ops)}
         place = {id(o): n for n, o in enumerate(graph.outputs)}
         positions = {place[id(o)]: n for n, o in enumerate(outputs) if id(o) in place}
@@ -187,7 +193,7 @@ class _Builder:
         )
         return Extract(graph=part, ops=tuple(ops), values=tuple(self._values))
 
-    def _ops(self, items: Sequence[Item]) -> set[int]:
+    def ops_of(self, items: Sequence[Item]) -> set[int]:
         """Indices of all operators that items hold, links included."""
         kept = {k for item in items for k in item.ops}
         for item in items:

@@ -191,6 +191,25 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return int(params["num_consts"]), int(params["num_carry"])
 
 
+def loop_like(eqn: Any, num_carry: int) -> Any:
+    """A scan equation of another one's length, direction, names and user's line that has no
+    constants and carries so many values. Its body and slices stand for any: a call has its own.
+    """
+    params = eqn.params
+
+    def loop(*start: Any) -> Any:
+        return jax.lax.scan(
+            lambda carry, _: ([c + 1 for c in carry], None),
+            list(start),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+
+    (made,) = jax.make_jaxpr(loop)(*[number_struct(0)] * num_carry).jaxpr.eqns
+    return made.replace(source_info=eqn.source_info)
+
+
 def open_body(body: Any) -> tuple[Any, Sequence[Any]]:
     """An open jaxpr and its constants, whether `body` is open or closed."""
     if isinstance(body, _CLOSED_JAXPR):

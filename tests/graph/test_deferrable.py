@@ -85,20 +85,31 @@ def test_as_much_is_priced_as_deferrable_as_is_run_late(scan, recompute, stages)
         if total:  # A stage of embeddings alone has no products.
             priced = product_flops(extract.graph, deferrable) / total
             assert abs(priced - flops[Part.BACKWARD_WEIGHT] / sum(flops.values())) < 0.01
-            # The last stage's head stands outside of loops and regions.
-            assert priced > 0 or k < stages - 1
+            # Middle stages put off about a third, as their blocks' products with weights are worked out
+            # again or not, and the first stage everything.
+            assert priced > (0.3 if k else 0.99)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("scan", [False, True])
-def test_zero_bubble_computes_what_the_plain_step_computes(scan, recompute):
+@pytest.mark.parametrize(
+    ("stages", "cluster", "scan", "recompute"),
+    [
+        *((2, "2xcpu", scan, recompute) for scan in (False, True) for recompute in ("none", "block")),
+        (4, "4xcpu", False, "block"),
+        (4, "4xcpu", True, "none"),
+        (4, "4xcpu", True, "block"),
+        # Data-parallel groups in each stage.
+        (2, "4xcpu", False, "block"),
+        (2, "4xcpu", True, "block"),
+    ],
+)
+def test_zero_bubble_computes_what_the_plain_step_computes(stages, cluster, scan, recompute):
     with jax.enable_x64(True):
         config = configure("gpt-125m", **SIZES)
         work = build(config, 8, dtype="float64", learning_rate=1e-3, scan=scan, recompute=recompute)
         random = np.random.default_rng(0)
         batch = jax.tree.map(lambda x: random.integers(0, 32, x.shape).astype(x.dtype), work.batch)
-        method = aq.PipeshardParallel(num_stages=2, num_micro_batches=2, schedule="zero-bubble")
-        step = aq.parallelize(work.train_step, method=method, cluster=aq.Cluster.preset("2xcpu"))
+        method = aq.PipeshardParallel(num_stages=stages, num_micro_batches=4, schedule="zero-bubble")
+        step = aq.parallelize(work.train_step, method=method, cluster=aq.Cluster.preset(cluster))
         state = work.init(jax.random.key(0))
         expected = work.train_step(state, batch)
         found = step(state, batch)
@@ -109,7 +120,7 @@ def test_zero_bubble_computes_what_the_plain_step_computes(scan, recompute):
 def test_everything_of_the_first_stage_is_deferrable():
     graph, step = staged(False, "none", 2)
     staging = step.staging
-    deferrable = deferrable_items(graph, staging.items, staging.stage)
+    deferrable = deferrable_items(graph, staging.items, staging.stage).items
     backward = {
         k
         for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True))

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
-from ...graph import SHARED, Item, Phase, Staging, deferrable_items, items_between, items_of, what_to_keep
+from ...graph import (
+    SHARED,
+    Call,
+    Item,
+    Phase,
+    Staging,
+    deferrable_items,
+    halve,
+    items_between,
+    items_of,
+    plain_item,
+    what_to_keep,
+)
 from ...sharding import MicroBatchPlan
 from ..spmd import MicroBatchGraphs, is_summed, subgraph
 from ._programs import Part, StageProgram, StagePrograms
@@ -89,17 +101,15 @@ class _Body:
         recompute: Recompute,
     ) -> None:
         self._graphs, self._staging, self._split = parts, staging, split
-        self._items = items_of(parts.body)
-        self._order = {id(item): k for k, item in enumerate(self._items)}
-        self._maker = {o: item for item in self._items for o in item.outputs}
+        self._items = list(items_of(parts.body))
         self._num_values = len(plan.whole.values) if plan else len(parts.body.values)
         self._stage = self._stages()
         self._recompute = recompute
-        # Whatever else runs for each micro-batch runs in forward programs.
-        phased = [i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items]
-        stages = [self._stage[id(item)] for item in self._items]
-        deferrable = deferrable_items(parts.body, phased, stages) if split else ()
-        self._deferrable = {id(self._items[k]) for k in deferrable}
+        self._deferrable: set[int] = set()
+        if split:
+            self._defer()
+        self._order = {id(item): k for k, item in enumerate(self._items)}
+        self._maker = {o: item for item in self._items for o in item.outputs}
         self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
         self._early = set(parts.inside)
         drafts = self._drafts()
@@ -132,6 +142,34 @@ class _Body:
             made_by |= dict.fromkeys(item.outputs, stage)
         return stages
 
+    def _defer(self) -> None:
+        """Find what can be put off, and cut loops and regions in two of which only a part can."""
+        # Whatever else runs for each micro-batch runs in forward programs.
+        phased = [i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items]
+        stages = [self._stage[id(item)] for item in self._items]
+        deferrable = deferrable_items(self._graphs.body, phased, stages)
+        free = {i.value for i in self._graphs.body.inputs}
+        free |= {o for item, stage in zip(self._items, stages, strict=True) if stage == SHARED for o in item.outputs}
+        items: list[Item] = []
+        for k, item in enumerate(self._items):
+            half = deferrable.halves.get(k)
+            # What a stage works out again it would have to work out a third time.
+            if half is None or stages[k] in self._recompute:
+                items.append(item)
+                if k in deferrable.items and stages[k] not in self._recompute:
+                    self._deferrable.add(id(item))
+                continue
+            assert isinstance(item.what, Call)
+            body = self._graphs.body
+            halves = halve(body, item.what, half, free)
+            body = replace(body, values=halves.values)
+            self._graphs = replace(self._graphs, body=body)
+            pair = [plain_item(body, what, item.phase) for what in (halves.first, halves.second)]
+            self._stage |= {id(one): stages[k] for one in pair}
+            self._deferrable.add(id(pair[1]))
+            items += pair
+        self._items = items
+
     def _drafts(self) -> dict[tuple[int, Part], _Draft]:
         drafts: dict[tuple[int, Part], _Draft] = {}
         for stage in range(self._staging.num_stages):
@@ -151,8 +189,7 @@ class _Body:
                 drafts[stage, Part.BACKWARD].assigned = items
                 continue
             for item in items:
-                # What a stage works out again it would have to work out a third time.
-                waits = id(item) in self._deferrable and stage not in self._recompute
+                waits = id(item) in self._deferrable
                 drafts[stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT].assigned.append(item)
         return drafts
 

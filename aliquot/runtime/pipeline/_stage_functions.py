@@ -247,7 +247,7 @@ def _replay_part(
         elif key.form is Form.LOCAL:
             mapped[value] = array
         elif key.form is Form.SENT and layout.groups == 1:
-            has_groups = array.ndim > len(parts.body.values[value].shape)
+            has_groups = array.ndim > len(program.graph.values[value].shape)
             plain[value] = _for_groups(array, 1, context.kind(value))[0] if has_groups else array
         elif key.form is Form.SENT:
             _take_apart(context, value, array, plain, mapped)

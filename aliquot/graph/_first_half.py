@@ -1,0 +1,168 @@
+"""The operators inside a loop over layers or a remat region of a backward pass that the gradients of
+its inputs need.
+
+The others make gradients of weights, which no other stage waits for. Where there are products among
+them, a loop or region is run as two (`_halves`), and planners price their operators one by one as
+needed now or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from . import _jax_compat as compat
+from ._dataflow import ops_inside, reads_of
+from ._effects import any_effects
+from ._rule import traits_of
+from ._types import Call, Graph, Operand
+
+
+@dataclass(slots=True)
+class FirstHalf:
+    """What a call must run to make some of its results.
+
+    Values of all bodies have indices of their own, so that one set serves every depth.
+
+    Attributes:
+        graph: that the call is part of.
+        ops: operators that must run.
+        values: values that are needed, of the call's bodies and of what is around it.
+    """
+
+    graph: Graph
+    ops: set[int] = field(default_factory=set)
+    values: set[int] = field(default_factory=set)
+
+    def rest(self, what: int | Call) -> list[int]:
+        """Operators of an item that need not run."""
+        return [k for k in ops_inside(what) if k not in self.ops]
+
+    def any_products(self, ops: Iterable[int]) -> bool:
+        """True if a product is among operators."""
+        return any(traits_of(self.graph.ops[k].name).multiplies for k in ops)
+
+    def add(self, call: Call, results: Collection[int]) -> None:
+        """Mark what makes some results of a call: all of it where no product could wait."""
+        self.values.update(results)
+        match call.kind:
+            case "remat":
+                self._add_region(call, results)
+            case "scan":
+                self._add_loop(call)
+            case _:
+                self.add_whole(call)
+        if not self.any_products(self.rest(call)):
+            self.add_whole(call)
+
+    def add_whole(self, call: Call) -> None:
+        """Mark all of a call."""
+        self.ops.update(ops_inside(call))
+        self.values.update(o for o in call.outputs if o >= 0)
+        self.values.update(reads_of(self.graph, call))
+        for block in call.blocks:
+            self._add_values(block.items)
+            self.values.update(i for i in block.inputs if isinstance(i, int))
+
+    def _add_values(self, items: Sequence[int | Call]) -> None:
+        for item in items:
+            if isinstance(item, Call):
+                self.add_whole(item)
+            else:
+                op = self.graph.ops[item]
+                self.values.update(i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0)
+
+    def _add_items(self, items: Sequence[int | Call]) -> None:
+        for item in reversed(items):
+            if isinstance(item, Call):
+                results = self.values.intersection(item.outputs)
+                if results:
+                    self.add(item, results)
+                continue
+            op = self.graph.ops[item]
+            if not self.values.isdisjoint(op.outputs):
+                self.ops.add(item)
+                self.values.update(i for i in op.inputs if isinstance(i, int))
+
+    def _add_region(self, call: Call, results: Collection[int]) -> None:
+        (block,) = call.blocks
+        self._want(block.outputs, call.outputs, results)
+        self._add_items(block.items)
+
+    def _add_loop(self, call: Call) -> None:
+        (block,) = call.blocks
+        num_consts, num_carry = compat.scan_counts(call.eqn.params)
+        carried = block.inputs[num_consts : num_consts + num_carry]
+        self._want(block.outputs, call.outputs, self.values)
+        before = -1
+        while len(self.values) != before:
+            before = len(self.values)
+            self._add_items(block.items)
+            # What one turn reads of the turn before, that one must make.
+            self._want(block.outputs[:num_carry], carried, self.values)
+        self._want(call.outputs[:num_carry], carried, self.values)
+        self._want(call.inputs[num_consts:], block.inputs[num_consts:], self.values)
+
+    def _want(self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[int]) -> None:
+        """Mark the sources of those targets that are wanted."""
+        for source, target in zip(sources, targets, strict=True):
+            if isinstance(target, int) and target in wanted and isinstance(source, int) and source >= 0:
+                self.values.add(source)
+
+
+def first_half(graph: Graph, call: Call, needed: Collection[int]) -> FirstHalf | None:
+    """What makes the results of a call that are needed now, if products can wait; else None.
+
+    Results that no product makes, such as gradients of the scale of a norm, are made at once: for
+    them alone more would have to be kept.
+
+    Args:
+        needed: results that something waits for.
+    """
+    if call.kind not in ("scan", "remat") or any_effects(call, graph):
+        return None
+    half = FirstHalf(graph)
+    half.add(call, needed)
+    if not half.any_products(half.rest(call)):
+        return None
+    late = _made_by_products(graph, call, half)
+    half.add(call, {o for o in call.outputs if o >= 0 and o not in late})
+    return half if half.any_products(half.rest(call)) else None
+
+
+def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[int]:
+    """Values behind products that need not run now."""
+    behind: set[int] = set()
+    _follow(graph, (call,), half, behind)
+    return behind
+
+
+def _follow(graph: Graph, items: Sequence[int | Call], half: FirstHalf, behind: set[int]) -> None:
+    for item in items:
+        if not isinstance(item, Call):
+            op = graph.ops[item]
+            if item not in half.ops and (
+                half.any_products((item,)) or not behind.isdisjoint(i for i in op.inputs if isinstance(i, int))
+            ):
+                behind.update(op.outputs)
+            continue
+        if item.kind not in ("scan", "remat"):
+            if half.any_products(half.rest(item)) or not behind.isdisjoint(reads_of(graph, item)):
+                behind.update(item.outputs)
+            continue
+        (block,) = item.blocks
+        _pass(item.inputs, block.inputs, behind)
+        before = -1
+        while len(behind) != before:
+            before = len(behind)
+            _follow(graph, block.items, half, behind)
+            if item.kind == "scan":
+                num_consts, num_carry = compat.scan_counts(item.eqn.params)
+                _pass(block.outputs[:num_carry], block.inputs[num_consts : num_consts + num_carry], behind)
+        _pass(block.outputs, item.outputs, behind)
+
+
+def _pass(sources: Sequence[Operand], targets: Sequence[Operand], behind: set[int]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if isinstance(source, int) and isinstance(target, int) and source in behind:
+            behind.add(target)

@@ -1,0 +1,191 @@
+"""A loop over layers or a remat region of a backward pass as two: the first makes what other stages
+wait for, the second what waits for the update.
+
+The first hands the second what that reads of it: cotangents at products, and their operands. What
+is cheap to make of these is worked out again. A loop stacks what it hands on, one row for each
+turn; regions stay regions, as opened up they would lose the barriers that keep the compiler from
+merging what is worked out again with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from . import _jax_compat as compat
+from ._dataflow import ops_inside, plain_item, reads_of
+from ._first_half import FirstHalf
+from ._recompute import items_between, what_to_keep
+from ._types import Block, Call, Graph, Operand, Phase, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Halves:
+    """A call as two.
+
+    Attributes:
+        first: makes the results that are needed now, and what it hands on.
+        second: makes the others.
+        handed: what the second reads of the first.
+        values: the graph's, with those that are new.
+    """
+
+    first: Call
+    second: Call
+    handed: tuple[int, ...]
+    values: tuple[Value, ...]
+
+
+def halve(graph: Graph, call: Call, half: FirstHalf, free: Collection[int]) -> Halves:
+    """A call as two.
+
+    Args:
+        graph: that the call is part of; some of its values may be new.
+        half: what the first half runs.
+        free: values at hand whenever the second half runs, such as parameters.
+    """
+    builder = _Builder(graph, half)
+    first, second, handed = builder.call(call, frozenset(free))
+    return Halves(first=first, second=second, handed=handed, values=tuple(builder.values))
+
+
+class _Builder:
+    def __init__(self, graph: Graph, half: FirstHalf) -> None:
+        self._graph, self._half = graph, half
+        self.values = list(graph.values)
+
+    def call(self, call: Call, free: frozenset[int]) -> tuple[Call, Call, tuple[int, ...]]:
+        """Both halves, and what the first hands on."""
+        return self._region(call, free) if call.kind == "remat" else self._loop(call, free)
+
+    # ---- regions ---------------------------------------------------------------------------------
+
+    def _region(self, call: Call, free: frozenset[int]) -> tuple[Call, Call, tuple[int, ...]]:
+        (block,) = call.blocks
+        named = [(b, o) for b, o in zip(block.outputs, call.outputs, strict=True) if o >= 0]
+        results = [(b, o) for b, o in named if o in self._half.values]
+        late = [(b, o) for b, o in named if o not in self._half.values]
+        first, second, handed = self._items(block.items, [b for b, _ in late], free, frozenset())
+        given = {o for _, o in results}
+        results += [(v, v) for v in handed if v not in given]
+        return self._as_region(call, first, results), self._as_region(call, second, late), handed
+
+    def _as_region(self, call: Call, items: Sequence[int | Call], results: Sequence[tuple[Operand, int]]) -> Call:
+        block = Block(inputs=(), items=tuple(items), outputs=tuple(b for b, _ in results))
+        bare = replace(call, blocks=(block,), inputs=(), outputs=tuple(o for _, o in results))
+        reads = reads_of(self._graph, bare)
+        return replace(bare, blocks=(replace(block, inputs=reads),), inputs=reads)
+
+    # ---- loops -----------------------------------------------------------------------------------
+
+    def _loop(self, call: Call, free: frozenset[int]) -> tuple[Call, Call, tuple[int, ...]]:
+        (block,) = call.blocks
+        consts, carried = compat.scan_counts(call.eqn.params)
+        starts, sliced = call.inputs[consts : consts + carried], call.inputs[consts + carried :]
+        inner, rows = block.inputs[consts : consts + carried], block.inputs[consts + carried :]
+        now = [o in self._half.values for o in call.outputs]
+        carries = list(zip(starts, inner, block.outputs[:carried], call.outputs[:carried], now[:carried], strict=True))
+        stacks = list(zip(block.outputs[carried:], call.outputs[carried:], now[carried:], strict=True))
+        slices = list(zip(sliced, rows, strict=True))
+        at_hand = free | {row for whole, row in slices if isinstance(row, int) and whole in free}
+        # What is the same in every turn is at hand, however large.
+        at_hand |= {i for i in reads_of(self._graph, call) if i not in sliced}
+        late_ends = [b for b, _, is_now in stacks if not is_now] + [b for _, _, b, _, is_now in carries if not is_now]
+        turning = {c for _, c, _, _, is_now in carries if is_now and isinstance(c, int)}
+        own = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
+        first, second, handed = self._items(block.items, late_ends, frozenset(at_hand | own), frozenset(turning))
+        new = [(v, self._stacked(v, call.eqn.params["length"])) for v in handed]
+        return (
+            self._as_loop(
+                call,
+                first,
+                [c[:4] for c in carries if c[4]],
+                slices,
+                [*((b, o) for b, o, is_now in stacks if is_now), *new],
+            ),
+            self._as_loop(
+                call,
+                second,
+                [c[:4] for c in carries if not c[4]],
+                [*slices, *((stack, v) for v, stack in new)],
+                [(b, o) for b, o, is_now in stacks if not is_now],
+            ),
+            tuple(stack for _, stack in new),
+        )
+
+    def _as_loop(
+        self,
+        call: Call,
+        items: Sequence[int | Call],
+        carries: Sequence[tuple[Operand, Operand, Operand, int]],
+        slices: Sequence[tuple[Operand, Operand]],
+        stacks: Sequence[tuple[Operand, int]],
+    ) -> Call:
+        ends = [*(b for _, _, b, _ in carries), *(b for b, _ in stacks)]
+        read = {i for item in items for i in reads_of(self._graph, item)} | {i for i in ends if isinstance(i, int)}
+        used = [(whole, row) for whole, row in slices if row in read]
+        block = Block(
+            inputs=(*(c for _, c, _, _ in carries), *(row for _, row in used)),
+            items=tuple(items),
+            outputs=tuple(ends),
+        )
+        return Call(
+            kind="scan",
+            eqn=compat.loop_like(call.eqn, len(carries)),
+            blocks=(block,),
+            inputs=(*(start for start, _, _, _ in carries), *(whole for whole, _ in used)),
+            outputs=(*(o for _, _, _, o in carries), *(o for _, o in stacks)),
+        )
+
+    def _stacked(self, value: int, length: int) -> int:
+        row = self.values[value]
+        new = Value(index=len(self.values), shape=(length, *row.shape), dtype=row.dtype, itemsize=row.itemsize)
+        self.values.append(new)
+        return new.index
+
+    # ---- bodies ----------------------------------------------------------------------------------
+
+    def _items(
+        self, items: Sequence[int | Call], late_ends: Sequence[Operand], free: frozenset[int], turning: frozenset[int]
+    ) -> tuple[list[int | Call], list[int | Call], tuple[int, ...]]:
+        """Items of a body for both halves, and what the second reads of the first.
+
+        Args:
+            late_ends: what the second half returns.
+            free: at hand whenever the second half runs.
+            turning: what the first half's loop carries.
+        """
+        first: list[int | Call] = []
+        second: list[int | Call] = []
+        for item in items:
+            inside = set(ops_inside(item))
+            if inside <= self._half.ops and (inside or self._is_needed(item)):
+                first.append(item)
+            elif inside.isdisjoint(self._half.ops):
+                second.append(item)
+            else:
+                assert isinstance(item, Call)
+                now, later, _ = self.call(item, free)
+                first.append(now)
+                second.append(later)
+        mine = [plain_item(self._graph, item, Phase.BACKWARD) for item in first]
+        names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in mine]
+        own = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
+        made_late = {o for item in own for o in item.outputs}
+        read = dict.fromkeys([i for item in own for i in item.inputs] + [i for i in late_ends if isinstance(i, int)])
+        made = {o for item in mine for o in item.outputs} | turning
+        wanted = [i for i in read if i in made]
+        kept = what_to_keep(
+            mine,
+            names,
+            wanted,
+            self.values,
+            free=free,
+            read_anyway={i for i in read if i not in made and i not in made_late},
+        )
+        again = items_between(mine, wanted, kept)
+        handed = tuple(sorted(kept & made))
+        return first, [*(item.what for item in again), *second], handed
+
+    def _is_needed(self, item: int | Call) -> bool:
+        return isinstance(item, Call) and not self._half.values.isdisjoint(item.outputs)
