@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..cluster import Link
 from ..core import InputError
-from ..plans import ClosedForm
+from ..plans import ClosedForm, schedule_kind
 from ._chain_base import AbstractChain, StageChoice, StageFigures, StageOption
 from ._transfers import edge_seconds, transfer_seconds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_NOT_GIVEN: Floats = np.zeros(0)
 _UNIT_FIGURES = (
     "forward_s",
     "backward_s",
@@ -30,6 +31,7 @@ _UNIT_FIGURES = (
     "once_s",
     "state_bytes",
     "in_flight_bytes",
+    "deferred_bytes",
     "working_bytes",
 )
 _SUMMED = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s", "state_bytes", "in_flight_bytes")
@@ -52,6 +54,8 @@ class Chain(AbstractChain):
         state_bytes: parameters, gradients, optimizer state.
         in_flight_bytes: what one micro-batch keeps from its forward to its backward pass.
         working_bytes: needed only while the unit runs; of a stage's units the largest counts.
+        deferred_bytes: what one micro-batch keeps for its weight gradients where these are put off,
+            by default `in_flight_bytes`.
         boundary_bytes: [U], the whole micro-batch's values that cross a cut behind the unit (the
             last is not used).
         memory_limit_bytes: what each device may use.
@@ -78,11 +82,22 @@ class Chain(AbstractChain):
     intra: Link
     inter: Link
     overlaps_transfers: bool = False
+    deferred_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
 
     def __post_init__(self) -> None:
+        if self.deferred_bytes is _NOT_GIVEN:
+            object.__setattr__(self, "deferred_bytes", self.in_flight_bytes)
         faults = [*_faulty_arrays(self), *_faulty_options(self)]
         if faults:
             raise InputError("This chain cannot be planned:" + "".join(f"\n  - {fault}" for fault in faults))
+
+    def under(self, schedule: str) -> Chain:
+        """See `AbstractChain.under`: where weight gradients are put off, all micro-batches in flight keep
+        the more of what they do before and after the rest of their backward pass.
+        """
+        if not schedule_kind(schedule).splits_backward or (self.in_flight_bytes >= self.deferred_bytes).all():
+            return self
+        return _deferring(self)
 
     def transfer_s(
         self, num_bytes: ArrayLike, sender_devices: ArrayLike, receiver_devices: ArrayLike, crosses_hosts: ArrayLike
@@ -263,6 +278,11 @@ class PrefixSums:
         state = self.state_bytes[options, last] - self.state_bytes[options, first]
         kept = self.in_flight_bytes[options, last] - self.in_flight_bytes[options, first]
         return np.asarray(chunks * (state + in_flight * kept + self.working_bytes(options, first, last)))
+
+
+@functools.lru_cache(maxsize=16)
+def _deferring(chain: Chain) -> Chain:
+    return replace(chain, in_flight_bytes=np.maximum(chain.in_flight_bytes, chain.deferred_bytes))
 
 
 # Chains are compared by identity, and every plan of a chain is judged by its tables.

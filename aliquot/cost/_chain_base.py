@@ -161,6 +161,10 @@ class AbstractChain(abc.ABC):
         None if it can.
         """
 
+    def under(self, schedule: str) -> AbstractChain:
+        """The chain with the memory that a schedule asks for; by default the same for all."""
+        return self
+
     @property
     def num_units(self) -> int:
         """U."""

@@ -96,6 +96,7 @@ def judge_stages(
     Args:
         num_submeshes: fewer than stages where these are interleaved.
     """
+    chain = chain.under(schedule)
     submeshes = num_submeshes or len(stages)
     chunks = len(stages) // submeshes
     kept = chain_in_flight(schedule, chain.num_micro_batches, len(stages), submeshes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graph import Graph, Phase
-from ..sharding import PARTIAL
+from ..sharding import PARTIAL, shards_of
 from ._estimate import peak_memory
 from ._evaluate import conversions
 from ._priced import Ints, Priced
@@ -31,6 +31,8 @@ class PhaseCosts:
         state_bytes: parameters, optimizer state, gradients.
         in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs
             included that both read, but for those that come with the batch.
+        deferred_bytes: what it keeps for gradients of weights that are put off, until these are made;
+            `handed_bytes` of them are made by its backward pass.
         working_bytes: what else is needed at the worst moment.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
@@ -44,6 +46,8 @@ class PhaseCosts:
     gradient_s: float
     state_bytes: float
     in_flight_bytes: float
+    deferred_bytes: float
+    handed_bytes: float
     working_bytes: float
     memory_bytes: dict[str, float]
 
@@ -85,6 +89,7 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)
+    forward, handed = _held_bytes(priced, picks)
     return PhaseCosts(
         forward_s=float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD]) / priced.repeats,
         backward_s=float(seconds[Phase.BACKWARD]) / priced.repeats,
@@ -96,9 +101,25 @@ def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | 
         gradient_s=gradient,
         state_bytes=state,
         in_flight_bytes=kept,
+        deferred_bytes=min(forward, kept) + handed,
+        handed_bytes=handed,
         working_bytes=max(0.0, peak - state - kept),
         memory_bytes=parts,
     )
+
+
+def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
+    """Bytes on a device of what gradients of weights read that are put off: arrays of the forward
+    pass, and of the backward pass.
+    """
+    held_bytes = [0.0, 0.0]
+    for item in priced.held:
+        num_shards = 1
+        if item.node >= 0:
+            choice = priced.nodes[item.node].choices[picks[item.node]].tolist()
+            num_shards = shards_of(choice, tuple([dim >= 0 for dim in item.projection]), priced.axis_sizes)
+        held_bytes[item.handed] += item.num_bytes / num_shards
+    return held_bytes[0], held_bytes[1]
 
 
 def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ..core import InputError
 from ..plans import Schedule, Task, TaskKind
 
 Floats = NDArray[np.float64]
+_NOT_GIVEN: Floats = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +40,10 @@ class StageCosts:
             receiver is between two tasks, and both are busy.
         state_bytes: held all the time, per device: parameters, gradients, optimizer state.
         in_flight_bytes: residuals of one micro-batch, held from its forward task to the end of its
-            backward ones.
+            backward one, or of the half for inputs.
+        deferred_bytes: what the half for weights reads, held from then on to its end; by default as
+            much as before.
+        handed_bytes: the part of it that the half for inputs makes.
         working_bytes: held while a task of the stage runs.
 
     Raises:
@@ -56,8 +60,14 @@ class StageCosts:
     in_flight_bytes: Floats
     working_bytes: Floats
     overlaps_transfers: bool = True
+    deferred_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
+    handed_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
 
     def __post_init__(self) -> None:
+        if self.deferred_bytes is _NOT_GIVEN:
+            object.__setattr__(self, "deferred_bytes", self.in_flight_bytes)
+        if self.handed_bytes is _NOT_GIVEN:
+            object.__setattr__(self, "handed_bytes", np.zeros(np.shape(self.deferred_bytes)))
         names = [f.name for f in fields(self) if f.name != "overlaps_transfers"]
         for name in names:
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
@@ -110,6 +120,7 @@ class PipelineTimes:
         busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
         peak_bytes: shape `[num_submeshes]`, the most that a device of the submesh holds at once,
             all its stages added.
+        held_bytes: shape `[num_stages]`, the most that micro-batches in flight keep of a stage.
         in_flight: shape `[num_stages]`, the most micro-batches whose residuals are held at once
             (`Schedule.in_flight`).
     """
@@ -120,6 +131,7 @@ class PipelineTimes:
     transfers: tuple[TransferTime, ...]
     busy_s: Floats
     peak_bytes: Floats
+    held_bytes: Floats
     in_flight: NDArray[np.int64]
 
     @property
@@ -148,6 +160,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
         transfers=tuple(sorted(run.sent, key=lambda sent: (sent.start_s, sent.sender))),
         busy_s=np.array(run.busy) + updates,
         peak_bytes=np.array([_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]),
+        held_bytes=np.array([max(_held_bytes(schedule, costs, stage)) for stage in range(schedule.num_stages)]),
         in_flight=np.array([schedule.in_flight(stage) for stage in range(schedule.num_stages)]),
     )
 
@@ -312,19 +325,40 @@ def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
     """The most that a submesh holds. Only the order of its tasks matters: between two of them
     nothing grows.
     """
-    tasks = schedule.lists[submesh]
-    residuals = costs.in_flight_bytes.tolist()
-    working = costs.working_bytes.tolist()
     stages = schedule.stages_of(submesh)
-    state = float(costs.state_bytes[list(stages)].sum())
-    keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
-    held = [0] * len(residuals)  # By stage the micro-batches between forward and the end of backward.
-    releasing = (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT) if keeps else (TaskKind.FORWARD,)
+    held = {stage: _held_bytes(schedule, costs, stage) for stage in stages}
+    working = costs.working_bytes.tolist()
     most = 0.0
+    for k, task in enumerate(schedule.lists[submesh]):
+        most = max(most, sum(held[stage][k] for stage in stages) + working[task.stage])
+    return float(costs.state_bytes[list(stages)].sum()) + most
+
+
+def _held_bytes(schedule: Schedule, costs: StageCosts, stage: int) -> list[float]:
+    """What micro-batches in flight keep of a stage during each task of its submesh."""
+    tasks = schedule.lists[schedule.submesh_of(stage)]
+    keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
+    forward, deferred, handed = (
+        float(figures[stage]) for figures in (costs.in_flight_bytes, costs.deferred_bytes, costs.handed_bytes)
+    )
+    # Micro-batches between forward and backward, or its half for inputs; and between both halves.
+    in_flight = waiting = 0
+    during = []
     for task in tasks:
-        held[task.stage] += task.kind is TaskKind.FORWARD
+        mine = task.stage == stage
+        in_flight += mine and task.kind is TaskKind.FORWARD
         # Added up anew each time: sums that are carried along would drift.
-        alive = sum(held[stage] * residuals[stage] for stage in stages)
-        most = max(most, alive + working[task.stage])
-        held[task.stage] -= task.kind in releasing
-    return state + most
+        makes = handed if mine and task.kind is TaskKind.BACKWARD_INPUT else 0.0
+        during.append(in_flight * forward + waiting * deferred + makes)
+        if not mine:
+            continue
+        match task.kind:
+            case TaskKind.FORWARD:
+                in_flight -= not keeps
+            case TaskKind.BACKWARD_INPUT:
+                in_flight, waiting = in_flight - 1, waiting + 1
+            case TaskKind.BACKWARD_WEIGHT:
+                waiting -= 1
+            case _:
+                in_flight -= 1
+    return during

@@ -43,7 +43,7 @@ from ._collectives import (
 )
 from ._problem import Problem
 from ._work import Work
-from .memory import Resident
+from .memory import Held, Resident
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -100,6 +100,7 @@ class Priced:
     graph: NodeGraph
     work: tuple[tuple[Work, ...], ...]
     residents: tuple[Resident, ...]
+    held: tuple[Held, ...]
     mesh: LogicalMesh
     target: Target
     repeats: int
@@ -142,6 +143,7 @@ def price(
         graph=graph,
         work=problem.work,
         residents=problem.residents,
+        held=problem.held,
         mesh=mesh,
         target=target,
         repeats=repeats,

@@ -8,7 +8,7 @@ from ..cluster import Cluster, Target, target_for
 from ..graph import Graph
 from ..sharding import NodeGraph, build_nodes, index_nodes, runs_in_groups
 from ._work import Work, count_work
-from .memory import Resident, find_storage, residents, stored_by_fusion
+from .memory import Held, Resident, find_storage, held_arrays, residents, stored_by_fusion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +20,7 @@ class Problem:
         nodes: what there is to decide.
         work: of each node.
         residents: what takes memory, and when.
+        held: what gradients of weights read that a stage puts off.
         cluster: what it runs on.
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: what each device may use.
@@ -31,6 +32,7 @@ class Problem:
     nodes: NodeGraph
     work: tuple[tuple[Work, ...], ...] = field(repr=False)
     residents: tuple[Resident, ...] = field(repr=False)
+    held: tuple[Held, ...] = field(repr=False)
     cluster: Cluster
     num_micro_batches: int
     memory_limit_bytes: float
@@ -82,13 +84,15 @@ def make_problem(
     sums_gradients = num_micro_batches > 1
     index = index_nodes(graph, repeats=repeats, on_missing_rule=on_missing_rule)
     nodes = build_nodes(index, merges_partial_sums=target.merges_partial_sums, sums_gradients=sums_gradients)
+    fused = stored_by_fusion(index.cuts)
     storage = find_storage(index.cuts, target, sums_gradients=sums_gradients)
     limit = target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     return Problem(
         graph=graph,
         nodes=nodes,
-        work=count_work(index, stored_by_fusion(index.cuts)),
+        work=count_work(index, fused),
         residents=tuple(residents(index, storage, target, sums_gradients=sums_gradients)),
+        held=tuple(held_arrays(index, fused)),
         cluster=cluster,
         num_micro_batches=num_micro_batches,
         memory_limit_bytes=float(limit),

@@ -149,6 +149,9 @@ def _stage_costs(
         # What is worked out again is there for one micro-batch at a time.
         state_bytes=state + np.where(whole, kept, freed),
         in_flight_bytes=np.where(whole, entering, kept - freed),
+        # A backward pass that stays whole leaves nothing.
+        deferred_bytes=np.array([s.costs.deferred_bytes if s.recompute == "none" else 0.0 for s in stages]),
+        handed_bytes=np.array([s.costs.handed_bytes if s.recompute == "none" else 0.0 for s in stages]),
         working_bytes=np.array([s.costs.working_bytes for s in stages]),
         overlaps_transfers=overlaps_transfers,
     )
@@ -164,7 +167,7 @@ def _stage_prediction(
     in_flight = int(times.in_flight[k])
     memory = {
         "state": float(costs.state_bytes[k]),
-        "activations in flight": in_flight * float(costs.in_flight_bytes[k]),
+        "activations in flight": float(times.held_bytes[k]),
         "working memory": float(costs.working_bytes[k]),
     }
     return StagePrediction(

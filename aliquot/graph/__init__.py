@@ -25,6 +25,7 @@ from ._evaluate import evaluate as evaluate
 from ._extract import Extract as Extract
 from ._extract import extract_items as extract_items
 from ._extract import extract_stages as extract_stages
+from ._extract import is_from_another_stage as is_from_another_stage
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint

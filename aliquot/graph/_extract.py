@@ -15,6 +15,8 @@ from ._deferrable import deferrable_items
 from ._stages import SHARED, Staging
 from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Phase, Role, Value
 
+_FROM_ANOTHER_STAGE = "value "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extract:
@@ -69,7 +71,7 @@ def extract_stages(
         for v in reads:
             if v not in graph.constants:
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
-                inputs.append(named.get(v) or Input(path=f"value {v}", value=v, role=role))
+                inputs.append(named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=role))
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
         mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
@@ -98,7 +100,7 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     made_here = {o for item in items for o in item.outputs}
     named = {item.value: item for item in graph.inputs}
     reads = dict.fromkeys(i for item in items for i in item.inputs if i not in made_here and i not in graph.constants)
-    inputs = [named.get(v) or Input(path=f"value {v}", value=v, role=Role.OTHER) for v in reads]
+    inputs = [named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER) for v in reads]
     places = {item.what for item in items if not isinstance(item.what, Call)}
     calls = {id(item.what) for item in items if isinstance(item.what, Call)}
     leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
@@ -108,6 +110,11 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
     return _Builder(graph, links).build(items, [replace(i, output=None) for i in inputs], outputs, set())
+
+
+def is_from_another_stage(item: Input) -> bool:
+    """True if an input of an extract is no input of the whole step."""
+    return item.path.startswith(_FROM_ANOTHER_STAGE)
 
 
 def same_structure(a: Extract, b: Extract) -> bool:

@@ -23,6 +23,7 @@ _FIGURES = (
     "once_s",
     "state_bytes",
     "in_flight_bytes",
+    "deferred_bytes",
     "working_bytes",
 )
 

@@ -230,6 +230,7 @@ def _chain(
     backward = np.where(recomputes, backward + forward, backward)
     # A backward pass with recomputation is not divided: its weight gradients cannot be deferred.
     weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
+    deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
     return Chain(
         unit_names=tuple(step.layers.names[unit] for unit in units),
         options=tuple(options),
@@ -240,6 +241,7 @@ def _chain(
         once_s=figures("once_s"),
         state_bytes=state_bytes,
         in_flight_bytes=activation_bytes,
+        deferred_bytes=deferred_bytes,
         working_bytes=figures("working_bytes") * scale,
         boundary_bytes=boundary_bytes,
         memory_limit_bytes=limit_bytes,

@@ -37,12 +37,14 @@ class AbstractScheduleKind(abc.ABC):
         trains: whether it has backward tasks; only such schedules are planned.
         interleaves: whether it runs several stages on each submesh. Otherwise planners give each
             stage its own.
+        splits_backward: whether it puts off gradients of weights.
         keeps: what `in_flight` depends on.
     """
 
     name: ClassVar[str]
     trains: ClassVar[bool] = True
     interleaves: ClassVar[bool] = False
+    splits_backward: ClassVar[bool] = False
     keeps: ClassVar[Keeps] = Keeps.PLACE
 
     @abc.abstractmethod
@@ -232,6 +234,7 @@ class ZeroBubble(AbstractScheduleKind):
     """
 
     name: ClassVar[str] = "zero-bubble"
+    splits_backward: ClassVar[bool] = True
     keeps: ClassVar[Keeps] = Keeps.STAGES
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:

@@ -178,3 +178,15 @@ def test_wrong_chains_say_everything():
 def test_unknown_schedule():
     with pytest.raises(InputError, match="did you mean 'gpipe'"):
         judge_stages(even_chain(1, devices=1), _even_stages(1, 1, 1), "gpip")
+
+
+def test_a_schedule_that_puts_weight_gradients_off_is_judged_by_what_waits_for_them():
+    ones = np.ones((1, 2))
+    in_flight, deferred = np.array([[4.0], [1.0]]), np.array([[2.0], [3.0]])
+    chain = replace(even_chain(2, devices=2), in_flight_bytes=in_flight * ones, deferred_bytes=deferred * ones)
+    assert chain.under("1f1b") is chain and chain.under("zero-bubble") is chain.under("zero-bubble")
+    assert chain.under("zero-bubble").in_flight_bytes[:, 0].tolist() == [4.0, 3.0]
+    stages = [StageChoice(first_unit=k, last_unit=k + 1, option=0, first_device=k) for k in range(2)]
+    held = [f.held_bytes for f in judge_stages(chain, stages, "zero-bubble").figures]
+    assert held == [2 * 4.0, 2 * 3.0]
+    assert [f.held_bytes for f in judge_stages(chain, stages, "1f1b").figures] == [2 * 4.0, 1.0]

@@ -60,6 +60,8 @@ def pipelines(draw, shortest=0):
         transfer_s=numbers(stages - 1, 0),
         state_bytes=numbers(stages, 0),
         in_flight_bytes=numbers(stages, 0),
+        deferred_bytes=numbers(stages, 0),
+        handed_bytes=numbers(stages, 0),
         working_bytes=numbers(stages, 0),
         overlaps_transfers=draw(st.booleans()),
     )
@@ -197,8 +199,10 @@ def test_memory_at_every_moment(pipeline):
                     first = next(k for k in (BACKWARD, FIRST_HALF, FORWARD) if Task(stage, micro_batch, k) in span)
                     released = span[Task(stage, micro_batch, first)][1]
                     now += costs.in_flight_bytes[stage] * (begin < moment < released)
+                if task.kind is FIRST_HALF:
+                    now += costs.handed_bytes[stage] * (begin < moment < end)
                 if task.kind is SECOND_HALF:
-                    now += costs.in_flight_bytes[stage] * (span[Task(stage, micro_batch, FIRST_HALF)][1] < moment < end)
+                    now += costs.deferred_bytes[stage] * (span[Task(stage, micro_batch, FIRST_HALF)][1] < moment < end)
             most = max(most, now)
         assert times.peak_bytes[submesh] == most
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import aliquot as aq
+from aliquot.cluster import LogicalMesh
+from aliquot.cost import make_problem, phase_costs, price
 from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
 from aliquot.runtime.pipeline._programs import Part
 from aliquot.runtime.pipeline._split import split_stages
@@ -19,8 +21,8 @@ from aliquot.zoo import build, configure
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
 
 
-def staged(scan, recompute, stages):
-    work = build(configure("gpt-125m", **SIZES), 4, scan=scan, recompute=recompute)
+def staged(scan, recompute, stages, sizes=SIZES):
+    work = build(configure("gpt-125m", **sizes), 4, scan=scan, recompute=recompute)
     graph = capture(work.train_step, work.state, work.batch)
     if scan:
         graph = split_scans(graph, range(5)).graph
@@ -88,6 +90,30 @@ def test_as_much_is_priced_as_deferrable_as_is_run_late(scan, recompute, stages)
             # Middle stages put off about a third, as their blocks' products with weights are worked out
             # again or not, and the first stage everything.
             assert priced > (0.3 if k else 0.99)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_waits_for_weight_gradients_is_priced_as_it_is_kept(scan, recompute):
+    sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 2, "vocab_size": 64, "seq_len": 32}
+    graph, step = staged(scan, recompute, 4, sizes)
+    plan = plan_micro_batches(graph, 2)
+    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
+    programs = split_stages(parts, plan, step.staging, split_backward=True).programs
+    cluster = aq.Cluster.preset("1xV100-16GB")
+    mesh = LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster)
+    # The first stage makes no gradients for others.
+    for k, extract in enumerate(step.extracts[1:], 1):
+        problem = make_problem(extract.graph, cluster, num_micro_batches=2)
+        priced = price(problem, mesh, repeats=2)
+        costs = phase_costs(priced, np.zeros(len(priced.nodes), np.int64), extract.graph)
+        halves = {p.part: p for p in programs if p.stage == k}
+        late = halves[Part.BACKWARD_WEIGHT]
+        read = {v: late.graph.values[v].num_bytes for v in late.imports}
+        assert costs.deferred_bytes == pytest.approx(sum(read.values()), rel=0.05)
+        handed = sum(read[v] for v in read.keys() & set(halves[Part.BACKWARD_INPUT].exports))
+        # The runtime also hands on some forward values that the first half works out again.
+        assert 0.6 * handed <= costs.handed_bytes <= 1.2 * handed
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Memory: what is stored, how long, and how many bytes it takes on each device."""
 
 from ._curve import memory_over_time as memory_over_time
+from ._held import Held as Held
+from ._held import held_arrays as held_arrays
 from ._model import Conversion as Conversion
 from ._model import MemoryModel as MemoryModel
 from ._model import alive_over_time as alive_over_time

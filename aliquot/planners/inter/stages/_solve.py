@@ -140,7 +140,7 @@ class StageDP(AbstractInter):
         queue = helper.share(_search_schedule)
         queue.add(_Wanted(planner=self, chains=tuple(chains)), self.schedules)
         runs = sorted([run for answer in queue.answers() for run in answer], key=lambda run: run.order)
-        plans = [(plan, chains[run.chain]) for run in runs for plan in run.plans]
+        plans = [(plan, chains[run.chain].under(plan.schedule)) for run in runs for plan in run.plans]
         plans.sort(key=lambda entry: entry[0].closed_form_s)
         return _Searched(
             plans=tuple(plans),
@@ -181,6 +181,7 @@ class StageDP(AbstractInter):
 
     def programs(self, chain: AbstractChain, schedule: str) -> list[_AnyProgram]:
         """The programs to minimise for a chain under a schedule."""
+        chain = chain.under(schedule)
         limit = chain.memory_limit_bytes
         if not isinstance(chain, Chain):
             return [

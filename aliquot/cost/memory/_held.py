@@ -1,0 +1,97 @@
+"""Arrays that a stage's gradients of weights read, where these are put off: they stay in memory from
+the first half of a micro-batch's backward pass to the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...graph import Op, Phase, Role, is_from_another_stage
+from ...sharding import NodeIndex, Projection
+
+_STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Arrays of one class that wait for gradients of weights which are put off: `num_bytes` of all of
+    them, divided by the factors of `projection` that are split. `handed` if the backward pass makes
+    them; else they are kept of the forward pass.
+    """
+
+    node: int
+    projection: Projection
+    num_bytes: int
+    handed: bool
+    label: str
+
+
+def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
+    """All arrays that wait. What is cheap to make of others is made again from those, as by the
+    runtime.
+
+    Args:
+        stored: for each class of values whether it reaches memory.
+    """
+    search = _Search(index, stored)
+    for op_class in index.order:
+        op = index.cuts.first[op_class]
+        if op.deferrable and not op.is_link:
+            for _, value_class, _ in index.cuts.operands(op_class):
+                search.visit(value_class, op.trips)
+    for value_class, (turns, handed) in sorted(search.found.items()):
+        members = index.cuts.folding.value_members[value_class]
+        landed = index.landed_ports(value_class)
+        port = landed[0] if landed else index.class_port(value_class)
+        yield Held(
+            node=port.node,
+            projection=port.projection,
+            num_bytes=index.cuts.graph.values[members[0]].num_bytes * len(members) * turns,
+            handed=handed,
+            label=index.label_of_value(value_class),
+        )
+
+
+class _Search:
+    """Value classes that are held, each with how often a member is made in a micro-batch, and
+    whether the backward pass makes it.
+    """
+
+    def __init__(self, index: NodeIndex, stored: Sequence[bool]) -> None:
+        self._cuts, self._stored = index.cuts, stored
+        self._inputs = {item.value: item for item in index.cuts.graph.inputs}
+        self._seen: set[int] = set()
+        self.found: dict[int, tuple[int, bool]] = {}
+
+    def visit(self, value_class: int, trips: int) -> None:
+        """Look behind an array that is read so often."""
+        if value_class in self._seen or self._cuts.const_only[value_class] or self._cuts.param_only[value_class]:
+            return
+        self._seen.add(value_class)
+        producer = self._cuts.producer[value_class]
+        if producer is None:
+            item = self._inputs.get(self._cuts.folding.value_members[value_class][0])
+            if item is not None and item.role not in _STATE and is_from_another_stage(item):
+                self.found[value_class] = 1, False
+            return
+        maker = self._cuts.first[producer[0]]
+        if maker.deferrable and not maker.is_link:
+            return
+        if maker.is_link or self._stored[value_class]:
+            self._find(value_class, maker, trips)
+            return
+        for _, source, _ in self._cuts.operands(producer[0]):
+            self.visit(source, maker.trips)
+
+    def _find(self, value_class: int, maker: Op, trips: int) -> None:
+        handed = maker.phase is Phase.BACKWARD
+        if maker.name == "scan_slice":
+            # Rows of a stack that is there as a whole.
+            for _, stack, _ in self._cuts.operands(self._cuts.producer[value_class][0]):  # type: ignore[index]
+                self.visit(stack, max(1, trips // max(self._cuts.shape(stack)[0], 1)))
+        elif maker.name == "tie":
+            # What a loop carries is kept of every turn.
+            self.found[value_class] = max(trips, maker.trips), handed
+        else:
+            self.found[value_class] = max(1, round(self._cuts.times_made(value_class))), handed
