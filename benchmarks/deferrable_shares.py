@@ -20,11 +20,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.core import InfeasibleError
 from aliquot.graph import Graph, Phase, capture, items_of, split_scans
-from aliquot.runtime.pipeline._programs import Part
-from aliquot.runtime.pipeline._split import split_stages
-from aliquot.runtime.spmd._layout import Layout
-from aliquot.runtime.spmd._micro_batch_graphs import cut_graph
-from aliquot.sharding import layer_step, plan_micro_batches, stage_step
+from aliquot.sharding import Layout, Part, cut_graph, layer_step, plan_micro_batches, split_stages, stage_step
 
 TOLERANCE = 0.01
 LAYERS = 8

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 
 from aliquot import zoo  # noqa: E402
 from aliquot.graph import capture, cut_layers, stage_layers  # noqa: E402
-from aliquot.plans import make_schedule  # noqa: E402
+from aliquot.plans import make_schedule, schedule_kind  # noqa: E402
 from aliquot.runtime import PipelineRunner, Step  # noqa: E402
 from aliquot.runtime.pipeline._build_pipeline import StageSetup, build_pipeline  # noqa: E402
-from aliquot.sharding import Pins  # noqa: E402
+from aliquot.sharding import Pins, cut_pipeline  # noqa: E402
 
 BAR_RATIO, BAR_OWN_US = 1.05, 50
 CASES = [("1f1b", 2, 4), ("1f1b", 4, 8), ("zero-bubble", 2, 4), ("gpipe", 2, 4)]
@@ -55,7 +55,9 @@ def build(schedule: str, num_stages: int, num_micro_batches: int, sizes: dict) -
         for device in jax.devices()[:num_stages]
     ]
     tasks = make_schedule(schedule, num_stages, num_micro_batches, num_stages)
-    step = Step(graph.calling.fn, runner=PipelineRunner(graph, build_pipeline(graph, staging, setups, tasks)))
+    splits = schedule_kind(schedule).splits_backward
+    cut = cut_pipeline(graph, staging, [1] * num_stages, num_micro_batches=num_micro_batches, split_backward=splits)
+    step = Step(graph.calling.fn, runner=PipelineRunner(graph, build_pipeline(graph, cut, setups, tasks)))
     random = np.random.default_rng(0)
     batch = {k: random.integers(0, sizes["vocab_size"], x.shape).astype(x.dtype) for k, x in work.batch.items()}
     return step, step.init(work.init, jax.random.key(0)), batch

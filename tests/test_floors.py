@@ -31,7 +31,11 @@ FLOORS = {
 }
 
 # Rooms of a folder: each imports those before it, by what their `__init__.py` offers. Files beside them import all.
-ROOMS = {"sharding": ("micro_batches",), "cost": ("memory",), "runtime": ("transport", "compiled", "spmd", "pipeline")}
+ROOMS = {
+    "sharding": ("micro_batches", "programs"),
+    "cost": ("memory",),
+    "runtime": ("transport", "compiled", "spmd", "pipeline"),
+}
 
 # Where a library that not everybody has, or that may change under us, can be imported.
 CONFINED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
 from ..graph import Graph
-from ..plans import Plan, Prediction, StagePlan, make_schedule
-from ..sharding import Choice, LayeredStep, StagedStep
+from ..plans import Plan, Prediction, StagePlan, make_schedule, schedule_kind
+from ..sharding import Choice, LayeredStep, PipelineCut, StagedStep, cut_pipeline, operators_of
 from ._estimate import check_choices, decode_interior, predict
 from ._priced import Ints, Priced, price
 from ._problem import Problem
@@ -44,6 +45,41 @@ class PlannedStep:
     stages: tuple[PlannedStage, ...]
     layered: LayeredStep | None = None
     staged: StagedStep | None = None
+    _cut: list[PipelineCut] = field(init=False, default_factory=list, repr=False)
+
+    def cut(self) -> PipelineCut:
+        """What the stages of a pipeline run: their programs, whatever devices they get; made once."""
+        if not self._cut:
+            plan, staged = self.plan, self.staged
+            assert staged is not None
+            groups = [
+                math.prod(dict(zip(stage.axis_names, stage.mesh_shape, strict=True))[axis] for axis in stage.data_axes)
+                for stage in plan.stages
+            ]
+            made = cut_pipeline(
+                staged.graph,
+                staged.staging,
+                groups if plan.num_micro_batches > 1 else [1] * len(groups),
+                num_micro_batches=plan.num_micro_batches,
+                split_backward=schedule_kind(plan.schedule).splits_backward,
+                recompute=self._recompute(),
+                semantics=plan.micro_batch_semantics,
+                on_missing_rule=self.stages[0].problem.nodes.on_missing_rule,
+            )
+            self._cut.append(made)
+        return self._cut[0]
+
+    def _recompute(self) -> dict[int, frozenset[int] | None]:
+        """By stage the operators that its backward program may work out again; None for all."""
+        assert self.staged is not None
+        found: dict[int, frozenset[int] | None] = {}
+        stages = zip(self.plan.stages, self.stages, self.staged.extracts, strict=True)
+        for k, (planned, stage, extract) in enumerate(stages):
+            if planned.recompute == "stage":
+                found[k] = None
+            elif planned.recompute == "operators":
+                found[k] = frozenset(extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat))
+        return found
 
     @classmethod
     def of_program(

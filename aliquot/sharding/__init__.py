@@ -75,3 +75,17 @@ from .micro_batches import plan_micro_batches as plan_micro_batches
 from .micro_batches import runs_in_groups as runs_in_groups
 from .micro_batches import trace_part as trace_part
 from .micro_batches import traces_in_groups as traces_in_groups
+from .programs import Layout as Layout
+from .programs import MicroBatchGraphs as MicroBatchGraphs
+from .programs import Part as Part
+from .programs import PipelineCut as PipelineCut
+from .programs import Recompute as Recompute
+from .programs import StageProgram as StageProgram
+from .programs import StagePrograms as StagePrograms
+from .programs import TimeCut as TimeCut
+from .programs import cut_graph as cut_graph
+from .programs import cut_pipeline as cut_pipeline
+from .programs import sizes_of as sizes_of
+from .programs import split_stages as split_stages
+from .programs import struct_of as struct_of
+from .programs import subgraph as subgraph

@@ -11,11 +11,7 @@ import aliquot as aq
 from aliquot.cluster import LogicalMesh
 from aliquot.cost import make_problem, phase_costs, price
 from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
-from aliquot.runtime.pipeline._programs import Part
-from aliquot.runtime.pipeline._split import split_stages
-from aliquot.runtime.spmd._layout import Layout
-from aliquot.runtime.spmd._micro_batch_graphs import cut_graph
-from aliquot.sharding import layer_step, plan_micro_batches, stage_step
+from aliquot.sharding import Layout, Part, cut_graph, layer_step, plan_micro_batches, split_stages, stage_step
 from aliquot.zoo import build, configure
 
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}

@@ -11,11 +11,11 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from aliquot.graph import Graph, Phase, Role, Staging, capture, cut_layers, items_of, stage_layers
 from aliquot.graph._stages import assign_stages
-from aliquot.plans import make_schedule
+from aliquot.plans import make_schedule, schedule_kind
 from aliquot.runtime import PipelineRunner, Step
 from aliquot.runtime._check import StepCheck, compare
 from aliquot.runtime.pipeline._build_pipeline import StageSetup, build_pipeline
-from aliquot.sharding import Pins
+from aliquot.sharding import Pins, cut_pipeline
 
 
 def pipeline(
@@ -79,7 +79,12 @@ def build(
     setups = [_setup(graph, devices[a:b]) for a, b in zip(bounds, bounds[1:])]
     chosen = [setups[k % len(sizes)] for k in range(stages.num_stages)]
     lists = make_schedule(schedule, stages.num_stages, micro_batches, len(sizes))
-    made = build_pipeline(graph, stages, chosen, lists, semantics=semantics)
+    groups = [s.mesh.size if s.data_axes and micro_batches > 1 else 1 for s in chosen]
+    splits = schedule_kind(schedule).splits_backward
+    cut = cut_pipeline(
+        graph, stages, groups, num_micro_batches=micro_batches, split_backward=splits, semantics=semantics
+    )
+    made = build_pipeline(graph, cut, chosen, lists)
     return Step(graph.calling.fn, runner=PipelineRunner(graph, made))
 
 

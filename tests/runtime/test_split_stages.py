@@ -15,8 +15,8 @@ from aliquot.graph import capture, cut_layers, stage_layers
 from aliquot.plans import TaskKind, make_schedule
 from aliquot.runtime.compiled._hlo import find_collectives
 from aliquot.runtime.pipeline._instructions import Run, Send
-from aliquot.runtime.pipeline._programs import Part
 from aliquot.runtime.pipeline._stage_functions import Form
+from aliquot.sharding import Part
 
 MICRO_BATCHES = 4
 

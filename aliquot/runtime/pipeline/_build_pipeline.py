@@ -1,22 +1,16 @@
-"""A step with its stages -> the pipeline that runs it, on any meshes."""
+"""A step cut into stages -> the pipeline that runs it, on any meshes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ...graph import Graph, Staging
+from ...graph import Graph
 from ...plans import Schedule
-from ...sharding import MicroBatchPlan, Pins, plan_micro_batches
-from ..spmd import Layout, MicroBatchGraphs, cut_graph
-from ._phase_parts import phase_parts
+from ...sharding import Pins, PipelineCut
 from ._pipeline import Pipeline
-from ._programs import StagePrograms
-from ._split import Recompute, split_stages
 from ._stage_functions import StageContext
 
 
@@ -41,72 +35,32 @@ class StageSetup:
 
 def build_pipeline(
     graph: Graph,
-    staging: Staging,
+    cut: PipelineCut,
     setups: Sequence[StageSetup],
     schedule: Schedule,
     *,
-    semantics: str = "exact",
-    recompute: Recompute = MappingProxyType({}),
     processes: Sequence[frozenset[int]] | None = None,
 ) -> Pipeline:
     """The pipeline of a step.
 
     Args:
         graph: the step on its whole batch.
-        staging: which stage everything runs on.
+        cut: the same cut into micro-batches and stages, for the groups of `setups`.
         setups: of each stage.
-        schedule: order of tasks; its number of micro-batches is into how many parts the batch is
-            cut.
-        semantics: see `plan_micro_batches`.
-        recompute: see `split_stages`.
+        schedule: order of tasks.
         processes: that have devices of each stage; by default as the devices say.
-
-    Raises:
-        CaptureError: the step does not decompose into so many micro-batches.
-        InputError: the batch does not divide.
     """
-    count = schedule.num_micro_batches
-    groups = [math.prod(s.mesh.shape[a] for a in s.data_axes) if count > 1 else 1 for s in setups]
-    shards = math.lcm(*groups)
-    split = any(task.kind == "backward-weight" for tasks in schedule.lists for task in tasks)
-    cut: dict[int, tuple[MicroBatchGraphs, MicroBatchPlan | None, StagePrograms, Layout]] = {}
-    for number in sorted(set(groups)):
-        plan = None
-        layout = Layout()
-        if count > 1:
-            plan = plan_micro_batches(
-                graph, count, num_groups=number, semantics=semantics, on_missing_rule=setups[0].pins.on_missing_rule
-            )
-            layout = Layout(groups=number, shards=shards // number, micro_batches=count)
-        parts = cut_graph(plan, layout) if plan else phase_parts(graph)
-        cut[number] = (
-            parts,
-            plan,
-            split_stages(parts, plan, staging, split_backward=split, recompute=recompute),
-            layout,
-        )
     contexts = [
         StageContext(
             mesh=s.mesh,
             pins=s.pins,
-            data_axes=s.data_axes if number > 1 else (),
-            parts=cut[number][0],
-            plan=cut[number][1],
-            layout=cut[number][3],
+            data_axes=s.data_axes if time.layout.groups > 1 else (),
+            parts=time.parts,
+            plan=time.plan,
+            layout=time.layout,
             given_specs=s.given_specs,
             sent_specs=s.sent_specs,
         )
-        for s, number in zip(setups, groups, strict=True)
+        for s, time in zip(setups, cut.stages, strict=True)
     ]
-    return Pipeline(graph, _mixed([cut[n][2] for n in groups]), contexts, schedule, processes=processes)
-
-
-def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
-    """Each stage's programs from the cut for its own number of groups, without those that make
-    nothing.
-    """
-    first = by_stage[0]
-    by_key = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
-    programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
-    useful = tuple(p for p in programs if p.exports or p.totals or p.stacked)
-    return StagePrograms(programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home)
+    return Pipeline(graph, cut.programs, contexts, schedule, processes=processes)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...plans import Schedule, TaskKind
-from ._programs import Part
+from ...sharding import Part
 from ._stage_functions import Form, Key, StageFunction
 
 PART_OF = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._programs import Part
+from ...sharding import Part
 from ._stage_functions import Form, Key, StageFunction
 
 

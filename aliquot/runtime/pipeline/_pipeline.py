@@ -17,14 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...core import PlanMismatchError
 from ...graph import Graph
 from ...plans import Schedule
-from ...sharding import TimeKind
-from ..spmd import struct_of
+from ...sharding import Part, StagePrograms, TimeKind, struct_of
 from ..transport import Peers, processes_of, watch
 from ._instructions import Instructions, Send, write_instructions
 from ._issue import Issuer
 from ._packing import pack_scalars
 from ._pipeline_stats import bytes_on_device
-from ._programs import Part, StagePrograms
 from ._stage_functions import Form, Key, StageContext, StageFunction, build_function
 
 

@@ -13,7 +13,7 @@ from ...core import PlanMismatchError
 from ...cost import PlannedStage, PlannedStep
 from ...graph import Extract, Graph
 from ...plans import Plan, StagePlan, make_schedule, require_match
-from ...sharding import Pin, Pins, Spec, operators_of
+from ...sharding import Pin, Pins, Spec
 from ..spmd import make_mesh, partition, stage_pins
 from ._build_pipeline import StageSetup, build_pipeline
 from ._pipeline import Pipeline
@@ -70,27 +70,11 @@ def pipeline_on(
     ]
     return build_pipeline(
         staged.graph,
-        staged.staging,
+        step.cut(),
         setups,
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
-        semantics=plan.micro_batch_semantics,
-        recompute=_recompute(step),
         processes=processes,
     )
-
-
-def _recompute(step: PlannedStep) -> dict[int, frozenset[int] | None]:
-    """By stage the operators that its backward program may work out again; None for all."""
-    assert step.staged is not None
-    by_stage: dict[int, frozenset[int] | None] = {}
-    for k, (planned, stage, extract) in enumerate(
-        zip(step.plan.stages, step.stages, step.staged.extracts, strict=True)
-    ):
-        if planned.recompute == "stage":
-            by_stage[k] = None
-        elif planned.recompute == "operators":
-            by_stage[k] = frozenset(extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat))
-    return by_stage
 
 
 def _setup(

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...sharding import MicroBatchPlan, Pins, TimeKind
-from ..spmd import ConstraintLowering, Layout, MicroBatchGraphs, Totals, partition
-from ._programs import Part, StageProgram
+from ...sharding import Layout, MicroBatchGraphs, MicroBatchPlan, Part, Pins, StageProgram, TimeKind
+from ..spmd import ConstraintLowering, Totals, partition
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.SUM: jnp.sum,

@@ -1,17 +1,11 @@
 """One program over one mesh: the graph of a micro-batch, constraints on its arrays, and totals over micro-batches."""
 
-from ._layout import Layout as Layout
 from ._lowering import AbstractLowering as AbstractLowering
 from ._lowering import ConstraintLowering as ConstraintLowering
 from ._lowering import partition as partition
 from ._mesh import make_mesh as make_mesh
-from ._micro_batch_graphs import MicroBatchGraphs as MicroBatchGraphs
-from ._micro_batch_graphs import cut_graph as cut_graph
-from ._micro_batch_graphs import struct_of as struct_of
-from ._micro_batch_graphs import subgraph as subgraph
 from ._plan_program import build_plan_program as build_plan_program
 from ._plan_program import stage_pins as stage_pins
 from ._spmd import Program as Program
 from ._spmd import build_program as build_program
 from ._totals import Totals as Totals
-from ._totals import is_summed as is_summed

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ...graph import Graph, Role
-from ...sharding import MicroBatchPlan, Pins, TimeKind, dims_of
-from ._layout import Layout, sizes_of
+from ...sharding import Layout, MicroBatchPlan, Pins, TimeKind, cut_graph, dims_of, sizes_of
 from ._lowering import AbstractLowering, ConstraintLowering, partition
-from ._micro_batch_graphs import cut_graph
 from ._totals import Totals
 
 

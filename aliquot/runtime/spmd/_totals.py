@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...graph import Graph
-from ...sharding import MicroBatchPlan, Pins, Spec, TimeKind
-from ._layout import Layout
+from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind
 from ._lowering import AbstractLowering
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
@@ -48,7 +47,7 @@ class Totals:
 
     def is_summed(self, value: int) -> bool:
         """True if the parts' values are added up as they come: sums, and what is averaged."""
-        return is_summed(value, self.plan)
+        return self.plan.is_summed(value)
 
     def look(self, value: int) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of a running total: at least single precision."""
@@ -112,12 +111,6 @@ class Totals:
         if spec.kind in _REDUCE:
             return _REDUCE[spec.kind](stack, axis=lead)
         return stack[(-1,) * len(lead)]
-
-
-def is_summed(value: int, plan: MicroBatchPlan) -> bool:
-    """True if the parts' values are added up as they come: sums, and what is averaged."""
-    kind, dtype = plan.specs[value].kind, plan.whole.values[value].dtype
-    return kind is TimeKind.SUM or (kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex")))
 
 
 def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]]:

@@ -67,6 +67,11 @@ class MicroBatchPlan:
         """Parts of one batch."""
         return self.num_micro_batches * self.num_groups
 
+    def is_summed(self, value: int) -> bool:
+        """True if the parts' values are added up as they come: sums, and what is averaged."""
+        kind, dtype = self.specs[value].kind, self.whole.values[value].dtype
+        return kind is TimeKind.SUM or (kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex")))
+
 
 def plan_micro_batches(
     graph: Graph,

@@ -5,7 +5,7 @@ update.
 from __future__ import annotations
 
 from ...graph import Graph, Phase, items_of
-from ..spmd import MicroBatchGraphs, subgraph
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
 def phase_parts(graph: Graph) -> MicroBatchGraphs:

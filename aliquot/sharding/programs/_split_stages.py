@@ -3,7 +3,7 @@
 Every stage gets a forward and a backward program, run for each micro-batch, and one program for
 each round of the update. A round ends where scalars of other stages are needed, such as the norm of
 all gradients. What a program reads and neither makes nor is given becomes an import;
-`_stage_functions` makes functions of programs, `_instructions` moves arrays.
+the runtime makes functions of programs and moves arrays.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ...graph import (
     plain_item,
     what_to_keep,
 )
-from ...sharding import MicroBatchPlan
-from ..spmd import MicroBatchGraphs, is_summed, subgraph
-from ._programs import Part, StageProgram, StagePrograms
+from ..micro_batches import MicroBatchPlan
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._push_out import push_out
 from ._split_update import Update
+from ._stage_programs import Part, StageProgram, StagePrograms
 
 Recompute: TypeAlias = Mapping[int, frozenset[int] | None]
 """By stage the operators that its backward program may work out again; None for all."""
@@ -274,7 +274,7 @@ class _Body:
         made_here = {o for item in draft.assigned for o in item.outputs}
         read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
         exports = tuple(sorted(made_here & read_elsewhere))
-        stacked = tuple(v for v in totals if plan is not None and not is_summed(v, plan))
+        stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))
         outputs = [*exports, *totals]
         numbers = {self._graphs.group, self._graphs.micro_batch}
         given = tuple(sorted(i for i in draft.reads if i in self._given))

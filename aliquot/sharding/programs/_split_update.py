@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ...graph import SHARED, Call, Operand, Staging, items_of, place_update
-from ..spmd import MicroBatchGraphs, subgraph
-from ._programs import Part, StageProgram
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
+from ._stage_programs import Part, StageProgram
 
 
 class Update:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...graph import SHARED, Call, Op, Operand, Staging, hands_on_gradients, items_of
-from ...sharding import MicroBatchPlan, TimeKind
-from ..spmd import MicroBatchGraphs, subgraph
+from ..micro_batches import MicroBatchPlan, TimeKind
+from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
 def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging) -> MicroBatchGraphs:

@@ -31,7 +31,8 @@ from ...graph import (
     scan_counts,
     traits_of,
 )
-from ...sharding import Action, Conversion, MicroBatchPlan, TimeKind, dim_rule, indexed_dims, phase_of
+from .._dim_rule import dim_rule
+from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, indexed_dims, phase_of
 from ._layout import Layout
 
 

@@ -1,4 +1,4 @@
-"""The programs of a pipeline's stages as plain data: what `_split` makes, and all else here reads."""
+"""The programs of a pipeline's stages as plain data: what `_split_stages` makes, and the runtime runs."""
 
 from __future__ import annotations
 

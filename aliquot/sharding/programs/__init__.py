@@ -1,0 +1,16 @@
+"""The step cut over time and into stages: graphs of micro-batches, and programs of stages, without devices."""
+
+from ._layout import Layout as Layout
+from ._layout import sizes_of as sizes_of
+from ._micro_batch_graphs import MicroBatchGraphs as MicroBatchGraphs
+from ._micro_batch_graphs import cut_graph as cut_graph
+from ._micro_batch_graphs import struct_of as struct_of
+from ._micro_batch_graphs import subgraph as subgraph
+from ._pipeline_cut import PipelineCut as PipelineCut
+from ._pipeline_cut import TimeCut as TimeCut
+from ._pipeline_cut import cut_pipeline as cut_pipeline
+from ._split_stages import Recompute as Recompute
+from ._split_stages import split_stages as split_stages
+from ._stage_programs import Part as Part
+from ._stage_programs import StageProgram as StageProgram
+from ._stage_programs import StagePrograms as StagePrograms

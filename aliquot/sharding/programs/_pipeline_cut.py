@@ -1,0 +1,98 @@
+"""A step cut into micro-batches and stages at once: what its stages run, whatever devices they get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ...graph import Graph, Staging
+from ..micro_batches import MicroBatchPlan, plan_micro_batches
+from ._layout import Layout
+from ._micro_batch_graphs import MicroBatchGraphs, cut_graph
+from ._phase_parts import phase_parts
+from ._split_stages import Recompute, split_stages
+from ._stage_programs import StagePrograms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimeCut:
+    """A step cut over time for a number of data-parallel groups.
+
+    Attributes:
+        parts: its graphs.
+        plan: how it was cut; None for a whole batch at once.
+        layout: groups and micro-batches.
+    """
+
+    parts: MicroBatchGraphs
+    plan: MicroBatchPlan | None
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineCut:
+    """A step cut into micro-batches and stages.
+
+    Attributes:
+        stages: for each stage the cut over time, for its own number of groups.
+        programs: of all stages, without those that make nothing.
+    """
+
+    stages: tuple[TimeCut, ...] = field(repr=False)
+    programs: StagePrograms = field(repr=False)
+
+
+def cut_pipeline(
+    graph: Graph,
+    staging: Staging,
+    groups: Sequence[int],
+    *,
+    num_micro_batches: int,
+    split_backward: bool = False,
+    recompute: Recompute = MappingProxyType({}),
+    semantics: str = "exact",
+    on_missing_rule: str = "infer",
+) -> PipelineCut:
+    """A step cut into micro-batches and stages.
+
+    Args:
+        graph: the step on its whole batch.
+        staging: which stage everything runs on.
+        groups: for each stage into how many data-parallel groups its devices fall.
+        split_backward, recompute: see `split_stages`.
+        semantics, on_missing_rule: see `plan_micro_batches`.
+
+    Raises:
+        CaptureError: the step does not decompose into so many micro-batches.
+        InputError: the batch does not divide.
+    """
+    shards = math.lcm(*groups)
+    cuts: dict[int, TimeCut] = {}
+    programs: dict[int, StagePrograms] = {}
+    for number in sorted(set(groups)):
+        plan, layout = None, Layout()
+        if num_micro_batches > 1:
+            plan = plan_micro_batches(
+                graph, num_micro_batches, num_groups=number, semantics=semantics, on_missing_rule=on_missing_rule
+            )
+            layout = Layout(groups=number, shards=shards // number, micro_batches=num_micro_batches)
+        parts = cut_graph(plan, layout) if plan else phase_parts(graph)
+        cuts[number] = TimeCut(parts=parts, plan=plan, layout=layout)
+        programs[number] = split_stages(parts, plan, staging, split_backward=split_backward, recompute=recompute)
+    return PipelineCut(
+        stages=tuple(cuts[number] for number in groups),
+        programs=_mixed([programs[number] for number in groups]),
+    )
+
+
+def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
+    """Each stage's programs from the cut for its own number of groups, without those that make
+    nothing.
+    """
+    first = by_stage[0]
+    by_key = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
+    programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
+    useful = tuple(p for p in programs if p.exports or p.totals or p.stacked)
+    return StagePrograms(programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home)
