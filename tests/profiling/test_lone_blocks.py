@@ -25,7 +25,9 @@ MODELS = {
     "bert-base": SMALL,
     "gpt-10m": SMALL,
     "llama-7b": SMALL,
+    "llama-70b": {**SMALL, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 128},
     "moe-380m": {**SMALL, "num_layers": 2, "num_experts": 8},
+    "t5-770m": {**SMALL, "target_len": 16, "ffn_size": 128, "head_size": 16},
     "wide-resnet-250m": {},
 }
 NUM_DEVICES = 4
