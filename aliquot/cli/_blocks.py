@@ -36,7 +36,8 @@ from ._session import session
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..profiling import Combination, MeasuredStep, SegmentedStep
+    from ..planners import IntraSolution
+    from ..profiling import Combination, MeasuredStep, Measurement, SegmentedStep
     from ._model import Model
 
 ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
@@ -151,6 +152,9 @@ def search(
         float, typer.Option(min=0, max=1, help="Refuse a winner of which less of the time was measured.")
     ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 5,
+    run: Annotated[
+        int, typer.Option(min=0, help="Also run the best N as whole steps, and take the fastest of them.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="File for the plan of the best.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -167,7 +171,7 @@ def search(
         with ProfileDatabase(database, must_exist=True) as known:
             measured = measured_step(step, combinations, known)
         limit_bytes = step.problem.memory_limit_bytes if limit_bytes is None else limit_bytes
-        best = compose(step, combinations, measured, memory_limit_bytes=limit_bytes, most=top)
+        best = compose(step, combinations, measured, memory_limit_bytes=limit_bytes, most=max(top, run))
         if not best:
             least = min(c.memory_bytes for c in compose(step, combinations, measured, most=10**6))
             raise InfeasibleError(
@@ -179,7 +183,7 @@ def search(
                 f"{best[0].measured_share:.0%} of the best plan's time was measured, and --require-measured asks for "
                 f"{require_measured:.0%}. Measure more: aliquot blocks profile {asked.model.name} --database {database}"
             )
-        answer = {
+        answer: dict[str, Any] = {
             "kinds": [kind.name for kind in step.kinds],
             "found": [
                 {
@@ -191,8 +195,11 @@ def search(
                 for c in best
             ],
         }
+        if run:
+            with search_progress(say) as report:
+                answer["found"] = _run_best(step, answer["found"], run, report)
         if out is not None:
-            _write_plan(asked, best[0].options, factors, limit_bytes, out)
+            _write_plan(asked, answer["found"][0]["options"], factors, limit_bytes, out)
             answer["plan"] = str(out)
         say.show(composed_text(answer))
         say.finish(answer)
@@ -278,8 +285,8 @@ def _enumerate(
     report: Any,
 ) -> list[dict[str, Any]]:
     """A row for each combination of the kinds that repeat; the others follow the fastest that goes with it."""
-    from ..cost import collective_uses, picked_choices
-    from ..profiling import compile_part, compose, time_part
+    from ..cost import collective_uses
+    from ..profiling import compose
 
     rows: list[dict[str, Any]] = []
     repeated = max(range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k])))
@@ -300,17 +307,39 @@ def _enumerate(
                 "composed_s": composed.seconds,
                 "measured_share": composed.measured_share,
                 "memory_bytes": solution.peak_bytes,
-                "_choices": picked_choices(step.space.priced, solution.picks),
+                "_solution": solution,
             }
         )
     rows.sort(key=lambda row: row["composed_s" if measured else "predicted_s"])
     for done, row in enumerate(rows):
-        choices = row.pop("_choices")
+        solution = row.pop("_solution")
         if done < run:
             report("running whole steps", done, run)
-            whole = time_part(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
+            whole = _time_whole(step, solution)
             row["measured_s"], row["compiled_bytes"] = whole.seconds, whole.memory_bytes
     return rows
+
+
+def _run_best(step: SegmentedStep, found: list[dict[str, Any]], run: int, report: Any) -> list[dict[str, Any]]:
+    """The rows of a search, of which the first ones ran as whole steps; these first, the fastest before the others."""
+    timed = []
+    for done, row in enumerate(found[:run]):
+        report("running whole steps", done, run)
+        solution = step.whole(row["options"])
+        if solution is not None:
+            whole = _time_whole(step, solution)
+            timed.append({**row, "measured_s": whole.seconds, "compiled_bytes": whole.memory_bytes})
+    ran = sorted((row for row in timed if row["measured_s"] is not None), key=lambda row: row["measured_s"])
+    return [*ran, *[row for row in timed if row["measured_s"] is None], *found[run:]]
+
+
+def _time_whole(step: SegmentedStep, solution: IntraSolution) -> Measurement:
+    """A whole step on the devices of this process, timed."""
+    from ..cost import picked_choices
+    from ..profiling import compile_part, time_part
+
+    choices = picked_choices(step.space.priced, solution.picks)
+    return time_part(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
 
 
 def _write_plan(asked: _Asked, options: Sequence[Sequence[int]], factors: str, limit_bytes: float, out: Path) -> None:

@@ -60,21 +60,24 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
         f"Fastest: {format_seconds(best['step_time_s'])} a step with {format_bytes(best['memory_bytes'])} on each device, "
         f"{best['measured_share']:.0%} of it measured."
     )
+    if best.get("measured_s") is not None:
+        head += f" As a whole step it takes {format_seconds(best['measured_s'])}."
     if "plan" in answer:
         head += f" Plan: {answer['plan']}"
     table = columns(
         "Composed of segments",
-        ("step time", "memory", "measured", *[f"options of {name}" for name in answer["kinds"][1:]]),
+        ("step time", "memory", "measured", "as a whole", *[f"options of {name}" for name in answer["kinds"][1:]]),
         [
             (
                 format_seconds(row["step_time_s"]),
                 format_bytes(row["memory_bytes"]),
                 f"{row['measured_share']:.0%}",
+                format_seconds(row["measured_s"]) if row.get("measured_s") is not None else "",
                 *[" ".join(map(str, options)) for options in row["options"][1:]],
             )
             for row in answer["found"]
         ],
-        right=(0, 1, 2),
+        right=(0, 1, 2, 3),
     )
     return Group(head, table)
 

@@ -43,6 +43,11 @@ def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path):
     assert len(found["found"]) == 2 and 0 <= found["found"][0]["measured_share"] <= 1
     plan = Plan.load(out)
     assert violations(plan) == [] and plan.provenance.planner == "blocks"
+    again = answer_of("search", *here, "--run", "2", "--top", "3")
+    times = [row.get("measured_s") for row in again["found"]]
+    assert times[:2] == sorted(times[:2]) and times[0] > 0 and times[2] is None
+    before, after = ([row["options"] for row in each["found"]][:2] for each in (found, again))
+    assert sorted(before) == sorted(after) and again["found"][0]["compiled_bytes"] > 0
     listed = answer_of("enumerate", *here)
     assert len(listed["rows"]) == 81
     assert [r["composed_s"] for r in listed["rows"]] == sorted(r["composed_s"] for r in listed["rows"])
