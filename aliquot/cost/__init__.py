@@ -57,6 +57,8 @@ from ._priced import price as price
 from ._priced import work_seconds as work_seconds
 from ._problem import Problem as Problem
 from ._problem import make_problem as make_problem
+from ._recomputed import Recomputation as Recomputation
+from ._recomputed import recomputation as recomputation
 from ._stages import PipelinePrediction as PipelinePrediction
 from ._stages import PricedStage as PricedStage
 from ._stages import predict_stages as predict_stages

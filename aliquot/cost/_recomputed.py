@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,8 @@ def recomputation(
     return Recomputation(seconds=seconds / priced.repeats, freed_bytes=_freed_bytes(graph, model, picks, freed))
 
 
+# The same layers are looked at on mesh after mesh.
+@functools.lru_cache(maxsize=64)
 def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
     """The operators that the backward pass repeats, and those of which it keeps no result any more."""
     items = items_of(graph)
@@ -66,6 +69,8 @@ def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozen
     again = frozenset(op for item in items_between(forward, wanted, kept) for op in item.ops)
     freed: set[int] = set()
     dropped: set[int] = set()
+    # What leaves the stage, or these layers of it, is there for others.
+    kept |= {o.value for o in graph.outputs if isinstance(o.value, int)}
     for item, name in zip(forward, names, strict=True):
         repeated = repeat.issuperset(item.ops) if item.ops else False
         if not repeated and (is_costly(item, name) or not dropped.intersection(item.inputs)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,30 +57,83 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
     return options
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerSolution:
+    """The best splits of a layer on a mesh, and what they cost. `picks` are among the choices of `price_option`."""
+
+    costs: PhaseCosts
+    picks: NDArray[np.int64]
+
+
+_Mesh: TypeAlias = tuple[tuple[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerCosts:
+    """Every distinct layer of a step, solved on every submesh.
+
+    Attributes:
+        step: the step at the number of micro-batches that costs are for.
+        units: of the chains; for each the layer that it is a copy of.
+        kinds: for each unit the number of its kind.
+        problems, ops: for each kind the problem of its first layer, and for each operator of it its number in the step.
+        solutions: for each kind by submesh and mesh; None where the mesh does not divide the batch.
+        options: ways to run a stage.
+    """
+
+    step: LayeredStep
+    cluster: Cluster
+    intra: AbstractIntra
+    units: Sequence[int]
+    kinds: Sequence[int]
+    problems: Sequence[Problem]
+    ops: Sequence[Sequence[int]]
+    solutions: Sequence[Mapping[_Mesh, LayerSolution | None]]
+    options: Sequence[StageOption]
+
+    def chain(self, count: int, memory_limit_bytes: float) -> Chain:
+        """The chain for a number of micro-batches. For other numbers than the step's own the passes, activations and
+        transfers are scaled with the size of a micro-batch.
+        """
+        of_kind = [[solved[o.submesh, o.mesh_shape] for o in self.options] for solved in self.solutions]
+        rows = [[None if found is None else found.costs for found in row] for row in of_kind]
+        table = [rows[kind] for kind in self.kinds]
+        return _chain(self.step, self.units, self.cluster, self.options, table, count, memory_limit_bytes)
+
+
 def build_chains(
+    step: LayeredStep, cluster: Cluster, *, counts: Sequence[int], memory_limit_bytes: float, **settings: Any
+) -> tuple[list[Chain], list[int]]:
+    """Chains of a step, one for each number of micro-batches; and for each layer the number of its
+    kind.
+
+    Args:
+        counts: numbers of micro-batches.
+        memory_limit_bytes: on each device.
+        settings: the others of `solve_layers`.
+    """
+    costs = solve_layers(step, cluster, counts=counts, **settings)
+    return [costs.chain(count, memory_limit_bytes) for count in dict.fromkeys(counts)], list(costs.kinds)
+
+
+def solve_layers(
     step: LayeredStep,
     cluster: Cluster,
     *,
     intra: AbstractIntra,
     counts: Sequence[int],
-    memory_limit_bytes: float,
     copies: Sequence[int] = (),
     on_missing_rule: str = "infer",
     progress: Progress | None = None,
     helper: HelperProcess | None = None,
-) -> tuple[list[Chain], list[int]]:
-    """Chains of a step, one for each number of micro-batches; and for each layer the number of its
-    kind.
-
-    Costs are computed for the step's own number of micro-batches. For other numbers the passes,
-    activations and transfers are scaled with the size of a micro-batch.
+) -> LayerCosts:
+    """Costs of every distinct layer of a step on every submesh, for the step's own number of micro-batches.
 
     Args:
         intra: finds the splits of each layer.
-        counts: numbers of micro-batches.
+        counts: numbers of micro-batches that chains are made for.
         copies: for each unit of the chains the layer that it is a copy of; by default each layer is
             a unit.
-        memory_limit_bytes: on each device.
         helper: a second process that solves some of the layers.
     """
     options = submesh_options(cluster, step.micro_batch_size)
@@ -99,33 +152,44 @@ def build_chains(
     meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
     extracts = extract_stages(step.part, staged, step.batch_dims, representatives)
     queue = (helper or HelperProcess(wanted=False)).share(_solve_layer)
+    problems = []
     for number, (unit, extract) in enumerate(zip(representatives, extracts, strict=True)):
         if progress:
             progress(f"layer {step.layers.names[unit]}", number, len(representatives))
         problem = make_problem(
             extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
         )
+        problems.append(problem)
         queue.add(_Layer(problem=_without_operators(problem), intra=intra, notes={}), meshes)
     answers = queue.answers((lambda done, of: progress("layers on meshes", done, of)) if progress else None)
-    costs_by_mesh = [
-        dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))
-    ]
-    costs = [[of[o.submesh, o.mesh_shape] for o in options] for of in costs_by_mesh]
-    table = [costs[c] for c in classes]
-    chains = [
-        _chain(step, units, cluster, options, table, count, memory_limit_bytes) for count in dict.fromkeys(counts)
-    ]
-    return chains, classes
+    return LayerCosts(
+        step=step,
+        cluster=cluster,
+        intra=intra,
+        units=units,
+        kinds=classes,
+        problems=problems,
+        ops=[extract.ops for extract in extracts],
+        solutions=[
+            dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))
+        ],
+        options=options,
+    )
 
 
 def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
     """For each layer the classes of its operators. Layers with equal ones cost the same."""
     op_class = find_repeats(graph).op_class
+    return [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staging)]
+
+
+def ops_of_layers(staging: Staging) -> list[list[int]]:
+    """For each layer its operators without the update, in order."""
     ops: list[list[int]] = [[] for _ in range(staging.num_stages)]
     for item, stage in zip(staging.items, staging.stage, strict=True):
         if stage >= 0 and item.phase is not Phase.UPDATE:
-            ops[stage] += [int(op_class[k]) for k in item.ops]
-    return [tuple(op_classes) for op_classes in ops]
+            ops[stage] += item.ops
+    return ops
 
 
 def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra) -> Priced | None:
@@ -177,8 +241,8 @@ def _without_operators(problem: Problem) -> Problem:
     return replace(problem, graph=graph, nodes=replace(nodes, sites=(), output_ports=(), op_class=(), loop_ports={}))
 
 
-def _solve_layer(layer: _Layer, mesh: tuple[tuple[int, int], tuple[int, ...]]) -> PhaseCosts | None:
-    """Costs of the best splits on a submesh as a mesh (dp, tp), without a memory limit; None if dp
+def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
+    """The best splits on a submesh as a mesh (dp, tp), without a memory limit; None if dp
     does not divide the batch.
     """
     submesh, shape = mesh
@@ -189,11 +253,15 @@ def _solve_layer(layer: _Layer, mesh: tuple[tuple[int, int], tuple[int, ...]]) -
     if all(len(node.choices) == 1 for node in priced.nodes):
         # Only the batch is split: there is nothing to choose, but it may be impossible.
         picks = np.zeros(len(priced.nodes), np.int64)
-        return phase_costs(priced, picks, problem.graph) if np.isfinite(evaluate(priced, picks).total_s) else None
+        if not np.isfinite(evaluate(priced, picks).total_s):
+            return None
+        return LayerSolution(costs=phase_costs(priced, picks, problem.graph), picks=picks)
     space = Space(name="layer", priced=priced, allowed=fixed.everything(priced))
     search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)
     search.bound()
-    return None if search.picks is None else phase_costs(priced, search.picks, problem.graph)
+    if search.picks is None:
+        return None
+    return LayerSolution(costs=phase_costs(priced, search.picks, problem.graph), picks=search.picks)
 
 
 def _chain(

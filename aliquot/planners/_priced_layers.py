@@ -10,7 +10,7 @@ from ..graph import Graph, Layers, scans_over_layers, split_scans
 from ..sharding import LayeredStep, sketch_step
 from ._base import Task
 from ._helper import HelperProcess
-from ._layer_costs import build_chains
+from ._layer_costs import LayerCosts, solve_layers
 from .intra import AbstractIntra
 
 
@@ -22,9 +22,11 @@ class PricedLayers:
         chains: for that number, which comes first, and for others by scaling.
         kinds: for each unit the number of its kind.
         length: of the loop over layers that the units are; 0 if there is none.
+        costs: of each kind of layer, from which the chains are made.
     """
 
     sketch: LayeredStep
+    costs: LayerCosts
     chains: Sequence[Chain]
     kinds: Sequence[int]
     length: int
@@ -45,18 +47,18 @@ def price_layers(
     length = _scan_length(graph) if layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
     sketch = sketch_step(sketched, counts[0], layers=layers, on_missing_rule=task.on_missing_rule)
-    chains, kinds = build_chains(
+    costs = solve_layers(
         sketch,
         task.cluster,
         intra=intra,
         counts=counts,
-        memory_limit_bytes=task.limit_bytes,
         copies=_copies(length),
         on_missing_rule=task.on_missing_rule,
         progress=task.progress,
         helper=helper,
     )
-    return PricedLayers(sketch=sketch, chains=chains, kinds=kinds, length=length)
+    chains = [costs.chain(count, task.limit_bytes) for count in dict.fromkeys(counts)]
+    return PricedLayers(sketch=sketch, costs=costs, chains=chains, kinds=costs.kinds, length=length)
 
 
 def _scan_length(graph: Graph) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -18,11 +20,14 @@ from ._helper import HelperProcess
 from ._layer_costs import price_option
 from ._priced_layers import PricedLayers
 from ._race import Entry, race
+from ._recompute_levels import chain_with_levels, recompute_levels, repeated_nodes
 from ._stage_cache import Solved, StageCache
 from .inter import AbstractInter, StageLimits
 from .intra import AbstractIntra, Space, fixed
 
 _ROUNDS = 4
+# More than any stage needs, and still a number.
+_AMPLE_BYTES = 1e18
 
 
 class PipelineMethod(Protocol):
@@ -39,9 +44,66 @@ class PipelineMethod(Protocol):
 
 
 def solve_with(method: PipelineMethod, task: Task, priced: PricedLayers, helper: HelperProcess) -> Decision:
-    """The best pipeline with the number of micro-batches at which layers were priced."""
-    graph, limit, length = task.graph, task.limit_bytes, priced.length
+    """The best pipeline with the number of micro-batches at which layers were priced.
+
+    Where memory decides about the stages, they are also searched with selective recomputation, and the faster pipeline
+    counts.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    found: Decision | None = None
+    refusal: InfeasibleError | None = None
     chain = priced.chains[0]
+    faster_than_s = math.inf
+    try:
+        found, first = _fit(method, task, priced, chain, (), helper)
+        if not _memory_decides(method, chain, found, first, helper):
+            return found
+        faster_than_s = first.step_time_s
+    except InfeasibleError as error:
+        refusal = error
+    if method.inter.searches and not priced.length:
+        more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)
+        with contextlib.suppress(InfeasibleError):
+            selective, _ = _fit(method, task, priced, more, repeated, helper, faster_than_s)
+            if found is None or selective.step_time_s < found.step_time_s:
+                return selective
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found
+
+
+def _memory_decides(
+    method: PipelineMethod, chain: Chain, found: Decision, proposal: ChainPlan, helper: HelperProcess
+) -> bool:
+    """Whether stages would be faster if devices had any amount of memory."""
+    if any(stage.recompute != "none" for stage in found.stages):
+        return True
+    ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
+    return method.inter.solve([ample], limits=method.limits, helper=helper).step_time_s < proposal.step_time_s
+
+
+def _fit(
+    method: PipelineMethod,
+    task: Task,
+    priced: PricedLayers,
+    chain: Chain,
+    repeated: Sequence[frozenset[int]],
+    helper: HelperProcess,
+    faster_than_s: float = math.inf,
+) -> tuple[Decision, ChainPlan]:
+    """The best pipeline of a chain, with the stages that the planner proposed for it.
+
+    Args:
+        repeated: for each option the step's operators that a backward pass may repeat.
+        faster_than_s: stages that do not promise less are not looked at closely.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing that promises less.
+    """
+    graph, limit, length = task.graph, task.limit_bytes, priced.length
     layered: LayeredStep | None = None
     shrink, needed = 1.0, 0.0
     cut, cache = graph, StageCache()
@@ -53,6 +115,8 @@ def solve_with(method: PipelineMethod, task: Task, priced: PricedLayers, helper:
             continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
         proposal = method.inter.solve([tighter], limits=method.limits, helper=helper)
+        if proposal.step_time_s >= faster_than_s:
+            break
         bounds = (*(s.first_unit for s in proposal.stages), length)
         if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
@@ -65,9 +129,9 @@ def solve_with(method: PipelineMethod, task: Task, priced: PricedLayers, helper:
                 on_missing_rule=task.on_missing_rule,
             )
             cache = StageCache()
-        result = _solve_stages(method, task, layered, chain, proposal, priced.kinds, cache)
+        result = _solve_stages(method, task, layered, chain, proposal, priced.kinds, cache, repeated)
         if isinstance(result, Decision):
-            return result
+            return result, proposal
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
@@ -88,12 +152,14 @@ def _solve_stages(
     proposal: ChainPlan,
     kinds: Sequence[int],
     cache: StageCache,
+    repeated: Sequence[frozenset[int]] = (),
 ) -> Decision | float:
     """The stages, each solved as a whole and equal ones once; or the peak memory of a device if
     that is too large.
 
     Args:
         cache: solved stages of this step from earlier proposals.
+        repeated: see `_fit`.
     """
     limit = task.limit_bytes
     schedule = make_schedule(
@@ -130,6 +196,8 @@ def _solve_stages(
             solution = stage.solved(problem, options[first], functools.partial(_solve_stage, method))
         except InfeasibleError as error:
             return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
+        if options[first].recompute == "operators":
+            solution = _with_repeats(solution, staged.extracts[first].ops, repeated[proposal.stages[first].option])
         solved |= dict.fromkeys(members, solution)
     prediction = predict_stages(
         [
@@ -183,7 +251,7 @@ def _alike(
     """Stages in groups of equal operators and options, each in order."""
     groups: dict[object, list[int]] = {}
     for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
-        option_key = (option.submesh, option.mesh_shape, option.recompute)
+        option_key = (option.submesh, option.mesh_shape, option.recompute, choice.option)
         key: object = (*option_key, tuple(kinds[choice.first_unit : choice.last_unit]))
         first = groups.get(key, [k])[0]
         if not same_structure(staged.extracts[first], staged.extracts[k]):
@@ -207,3 +275,16 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
         exact_space=False,
     )
     return decision.stages[0], price_stage(priced, decision.picks, problem.graph)
+
+
+def _with_repeats(solution: Solved, ops: Sequence[int], step_ops: frozenset[int]) -> Solved:
+    """A solved stage that recomputes operators.
+
+    Args:
+        ops: for each operator of the stage its number in the step.
+        step_ops: the operators of the step that may be repeated.
+    """
+    stage, _ = solution
+    repeat = repeated_nodes(stage.problem.nodes, ops, step_ops)
+    priced = price_stage(stage.priced, stage.picks, stage.problem.graph, "operators", repeat)
+    return replace(stage, repeat=repeat), priced

@@ -1,0 +1,232 @@
+"""Selective recomputation: a few sets of products that the backward pass of a stage may work out again.
+
+Of each kind of layer products are taken in the order of the bytes that they free for a second of repeated work. A level is
+a least number of bytes for a second, the same for all layers, so that levels of different layers go together: the first
+repeats only what frees most, such as attention scores; the last all that frees anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import subcluster
+from ..cost import Chain, Problem, Recomputation, StageOption, known_memory, recomputation
+from ..graph import Phase, stage_layers
+from ..sharding import NodeGraph, operators_of
+from ._layer_costs import Floats, LayerCosts, ops_of_layers, price_option
+
+# More levels than these hardly differ.
+_MOST_LEVELS = 3
+_ONE_DEVICE = (1, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecomputeLevels:
+    """Levels of selective recomputation.
+
+    Attributes:
+        nodes: for each level and each kind of layer the products that may be repeated.
+        step_ops: for each level the operators of these products in the step, in all layers.
+    """
+
+    nodes: Sequence[Sequence[frozenset[int]]]
+    step_ops: Sequence[frozenset[int]]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Increment:
+    """More products to repeat: all so far, what the last of them free, and the seconds that they take."""
+
+    nodes: frozenset[int]
+    freed_bytes: float
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.freed_bytes / max(self.seconds, 1e-12)
+
+
+def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
+    """Levels for the layers of a step, the one that repeats least first; none where nothing is worth it."""
+    increments = [_increments(costs, kind) for kind in range(len(costs.problems))]
+    weighted = [
+        (i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind))
+        for kind, of_kind in enumerate(increments)
+        for i in of_kind
+    ]
+    least = _thresholds(weighted)
+    nodes = [
+        [
+            max((i.nodes for i in of_kind if i.bytes_per_s >= threshold), key=len, default=frozenset[int]())
+            for of_kind in increments
+        ]
+        for threshold in least
+    ]
+    return RecomputeLevels(nodes=nodes, step_ops=[_step_ops(costs, of_level) for of_level in nodes])
+
+
+def chain_with_levels(
+    costs: LayerCosts, levels: RecomputeLevels, chain: Chain
+) -> tuple[Chain, tuple[frozenset[int], ...]]:
+    """A chain with an option more for each mesh and level; and for each option the step's operators that it may repeat."""
+    plain = [k for k, option in enumerate(chain.options) if option.recompute == "none"]
+    seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
+    options = list(chain.options)
+    repeated = [frozenset[int]()] * len(options)
+    columns = {name: [getattr(chain, name)] for name in _COLUMNS}
+    # What a layer repeats changes with its micro-batch as its activations do.
+    scale = costs.step.num_micro_batches / chain.num_micro_batches
+    for level, ops in enumerate(levels.step_ops):
+        options += [_option(chain.options[k], level) for k in plain]
+        repeated += [ops] * len(plain)
+        again, less = (figures[level][list(costs.kinds)] * scale for figures in (seconds, freed))
+        added = {name: getattr(chain, name)[:, plain] for name in _COLUMNS}
+        added["backward_s"] = added["backward_s"] + again
+        # What is worked out again serves both halves of the backward pass, which stays whole.
+        added["weight_gradient_s"] = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
+        added["state_bytes"] = added["state_bytes"] + less
+        added["in_flight_bytes"] = np.maximum(added["in_flight_bytes"] - less, 0.0)
+        for name, column in added.items():
+            columns[name].append(column)
+    joined: dict[str, Any] = {name: np.concatenate(parts, axis=1) for name, parts in columns.items()}
+    return replace(chain, options=tuple(options), **joined), tuple(repeated)
+
+
+_COLUMNS = (
+    "forward_s",
+    "backward_s",
+    "weight_gradient_s",
+    "once_s",
+    "state_bytes",
+    "in_flight_bytes",
+    "working_bytes",
+)
+
+
+def repeated_nodes(nodes: NodeGraph, ops: Sequence[int], step_ops: frozenset[int]) -> frozenset[int]:
+    """Nodes of a stage's products that may be repeated.
+
+    Args:
+        ops: for each operator of the stage its number in the step.
+        step_ops: the operators of the step that may be.
+    """
+    return frozenset(
+        node
+        for node in _products(nodes)
+        # A node stands for equal layers, of which the first and the last may be kinds of their own.
+        if (mine := operators_of(nodes, {node})) and 2 * sum(ops[op] in step_ops for op in mine) >= len(mine)
+    )
+
+
+def _option(option: StageOption, level: int) -> StageOption:
+    return replace(option, name=f"{option.name}, recompute operators ({level + 1})", recompute="operators")
+
+
+def _products(nodes: NodeGraph) -> list[int]:
+    """Decisions about costly operators of the forward pass."""
+    return [
+        node.index
+        for node in nodes.nodes
+        if node.kind == "product" and any(work.phase is Phase.FORWARD for work in node.work)
+    ]
+
+
+def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
+    """Products of a kind of layer, on one device, by the bytes that they free for a second: a rising and convex curve."""
+    problem = costs.problems[kind]
+    solution = costs.solutions[kind].get((_ONE_DEVICE, _ONE_DEVICE))
+    if solution is None:
+        return []
+
+    products = _products(problem.nodes)
+    mesh = _ONE_DEVICE, _ONE_DEVICE
+    alone = _recomputed(costs, problem, mesh, solution.picks, [frozenset({node}) for node in products])
+    worth = {node: r.freed_bytes / max(r.seconds, 1e-12) for node, r in zip(products, alone, strict=True)}
+    order = sorted(products, key=lambda node: (-worth[node], node))
+    sets = [frozenset(order[: k + 1]) for k in range(len(order))]
+    points = _recomputed(costs, problem, mesh, solution.picks, sets)
+    hull: list[_Increment] = []
+    reached: list[Recomputation] = [Recomputation()]
+    for nodes, point in zip(sets, points, strict=True):
+        new = _step(reached[-1], point, nodes)
+        while new.freed_bytes > 0 and hull and new.bytes_per_s >= hull[-1].bytes_per_s:
+            hull.pop()
+            reached.pop()
+            new = _step(reached[-1], point, nodes)
+        if new.freed_bytes > 0:
+            hull.append(new)
+            reached.append(point)
+    return hull
+
+
+def _step(before: Recomputation, after: Recomputation, nodes: frozenset[int]) -> _Increment:
+    return _Increment(
+        nodes=nodes, freed_bytes=after.freed_bytes - before.freed_bytes, seconds=after.seconds - before.seconds
+    )
+
+
+def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
+    """Least bytes for a second, the highest first, that free about equal parts of all that can be freed."""
+    ordered = sorted(weighted, reverse=True)
+    total = sum(freed for _, freed in ordered)
+    sums = list(itertools.accumulate(freed for _, freed in ordered))
+    least = []
+    for part in range(1, _MOST_LEVELS + 1):
+        wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
+        least += [worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted][:1]
+    return list(dict.fromkeys(least))
+
+
+def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[int]]) -> frozenset[int]:
+    """The step's operators that some products of each kind of layer stand for, in all layers of the kind."""
+    staged = stage_layers(costs.step.part, costs.step.layers, range(len(costs.step.layers)))
+    by_layer = ops_of_layers(staged)
+    found: set[int] = set()
+    for kind, chosen in enumerate(nodes):
+        members = [unit for unit, of in zip(costs.units, costs.kinds, strict=True) if of == kind]
+        mine = {costs.ops[kind][op] for op in operators_of(costs.problems[kind].nodes, chosen)}
+        places = [k for k, op in enumerate(by_layer[members[0]]) if op in mine]
+        found.update(by_layer[member][k] for member in members for k in places)
+    return frozenset(found)
+
+
+def _figures(
+    costs: LayerCosts, levels: RecomputeLevels, options: Sequence[StageOption]
+) -> tuple[list[Floats], list[Floats]]:
+    """For each level, seconds and freed bytes of each kind of layer under each option; 0 where it cannot run."""
+    shape = (len(costs.problems), len(options))
+    seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
+    for kind, problem in enumerate(costs.problems):
+        sets = [levels.nodes[level][kind] for level in range(len(levels))]
+        for o, option in enumerate(options):
+            mesh = option.submesh, option.mesh_shape
+            solution = costs.solutions[kind][mesh]
+            if solution is None:
+                continue
+            for level, found in enumerate(_recomputed(costs, problem, mesh, solution.picks, sets)):
+                seconds[level][kind, o], freed[level][kind, o] = found.seconds, found.freed_bytes
+    return seconds, freed
+
+
+def _recomputed(
+    costs: LayerCosts,
+    problem: Problem,
+    mesh: tuple[tuple[int, int], tuple[int, ...]],
+    picks: NDArray[np.int64],
+    sets: Sequence[frozenset[int]],
+) -> list[Recomputation]:
+    """What it costs and saves to repeat each of some sets of products of a layer on a mesh."""
+    submesh, shape = mesh
+    priced = price_option(replace(problem, cluster=subcluster(problem.cluster, submesh)), shape, costs.intra)
+    assert priced is not None
+    model = known_memory(priced, picks)
+    return [recomputation(priced, picks, problem.graph, model, nodes) for nodes in sets]
