@@ -133,11 +133,7 @@ def _option(option: StageOption, level: int) -> StageOption:
 
 def _products(nodes: NodeGraph) -> list[int]:
     """Decisions about costly operators of the forward pass."""
-    return [
-        node.index
-        for node in nodes.nodes
-        if node.kind == "product" and any(work.phase is Phase.FORWARD for work in node.work)
-    ]
+    return [node.index for node in nodes.nodes if node.kind == "product" and node.phase is Phase.FORWARD]
 
 
 def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
