@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from ._session import session
 if TYPE_CHECKING:
     from ..graph import Graph
     from ..interop.aceso import OperatorMap
-    from ..zoo import ModelConfig, Workload
+    from ..zoo import ModelConfig, T5Config, Workload
 
 
 def export_plan(
@@ -25,7 +26,7 @@ def export_plan(
     out: Annotated[Path, typer.Option(metavar="CONFIG.json", help="The configuration to write.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Write a plan of a GPT as a configuration that Aceso's runtime reads."""
+    """Write a plan of a GPT or T5 as a configuration that Aceso's runtime reads."""
     with session(as_json) as say:
         use_host_only()
         from ..graph import capture
@@ -38,7 +39,7 @@ def export_plan(
         if plan.model.kind != "zoo":
             raise InputError(
                 f"{plan_file} is a plan of {plan.model.name or 'a function'}, and Aceso has operators for its own models "
-                "alone: export plans of GPTs of the zoo, such as gpt-1.3b."
+                "alone: export plans of GPTs and T5s of the zoo, such as gpt-1.3b."
             )
         if plan.model.settings.get("scan"):
             raise InputError(
@@ -46,11 +47,12 @@ def export_plan(
                 "without --scan."
             )
         workload = workload_of(plan.model)
-        config = _gpt(workload, plan.model.name)
+        config = _transformer(workload, plan.model.name)
         step = apply_plan(plan, capture(workload.train_step, workload.state, workload.batch))
         configuration = configuration_of(
             step,
             _operators(step.graph, config),
+            family=config.family,
             model_size=_size(config),
             global_batch=int(workload.settings["global_batch"]),
             settings=_settings(config),
@@ -62,14 +64,16 @@ def export_plan(
             for s in configuration.stages
         )
         say.show(
-            f"written: {out} (gpt {configuration.model_size}, micro-batches of {configuration.micro_batch}: {stages})"
+            f"written: {out} ({config.family} {configuration.model_size}, micro-batches of {configuration.micro_batch}: {stages})"
         )
         say.finish({"configuration": str(out), "config": configuration_to_dict(configuration)})
 
 
 def import_plan(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")],
-    model: Annotated[str, typer.Option("--model", help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)],
+    model: Annotated[
+        str, typer.Option("--model", help="A GPT or T5 of the zoo, such as gpt-1.3b.", show_default=False)
+    ],
     cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)],
     seq_len: SeqLen = None,
@@ -78,7 +82,7 @@ def import_plan(
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:
-    """Make a plan of a GPT from a configuration of Aceso's: its stages, and the degrees of each operator."""
+    """Make a plan of a GPT or T5 from a configuration of Aceso's: its stages, and the degrees of each operator."""
     with session(as_json) as say:
         where = read_cluster(cluster)
         if cluster != "detect":
@@ -99,8 +103,10 @@ def import_plan(
         )
         known = resolve(model, options, where)
         assert known.workload is not None
-        config = _gpt(known.workload, model)
-        faults = configuration_faults(configuration, _chain(config), _settings(config), where)
+        config = _transformer(known.workload, model)
+        faults = configuration_faults(
+            configuration, config.family, _chain(config), _settings(config), _described(config)["settings"], where
+        )
         if faults:
             raise InputError(listing(f"{config_file} does not fit {model} on {where.name}", faults, ""))
         started = time.perf_counter()
@@ -121,42 +127,47 @@ def import_plan(
         say.finish({"plan": str(out), "step_time_s": plan.prediction.step_time_s, "notes": list(plan.notes)})
 
 
-def _gpt(workload: Workload, name: str) -> ModelConfig:
-    from ..zoo import ModelConfig
+def _transformer(workload: Workload, name: str) -> ModelConfig | T5Config:
+    from ..zoo import ModelConfig, T5Config
 
     config = workload.config
-    if not isinstance(config, ModelConfig) or config.family != "gpt":
-        raise InputError(
-            f"{name} is no GPT: Aceso names the operators of its own models, and this command knows those of GPTs (gpt-..., "
-            "scale-layer-...)."
-        )
-    return config
+    if isinstance(config, T5Config) or (isinstance(config, ModelConfig) and config.family == "gpt"):
+        return config
+    raise InputError(
+        f"{name} is no GPT or T5: Aceso names the operators of its own models, and this command knows those of GPTs (gpt-..., "
+        "scale-layer-...) and T5s (t5-...)."
+    )
 
 
-def _operators(graph: Graph, config: ModelConfig) -> OperatorMap:
-    from ..interop.aceso import map_gpt
+def _described(config: ModelConfig | T5Config) -> Mapping[str, Any]:
+    """Aceso's chain of a model's family, as `chains.toml` describes it."""
+    from ..interop.aceso import built_in_chains
 
-    return map_gpt(graph, _chain(config))
+    described: Mapping[str, Any] = built_in_chains()[config.family]
+    return described
 
 
-def _chain(config: ModelConfig) -> list[str]:
-    """Names of the operators of Aceso's chain of a GPT."""
-    from ..interop.aceso import built_in_chains, make_chain
+def _operators(graph: Graph, config: ModelConfig | T5Config) -> OperatorMap:
+    from ..interop.aceso import map_operators
 
-    chain = make_chain(built_in_chains()["gpt"], {"num_layers": config.num_layers})
+    return map_operators(graph, _chain(config), _described(config))
+
+
+def _chain(config: ModelConfig | T5Config) -> list[str]:
+    """Names of the operators of Aceso's chain of a model."""
+    from ..interop.aceso import make_chain
+
+    chain = make_chain(_described(config), {"num_layers": config.num_layers})
     return [operator.name for operator in chain.operators]
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
+def _settings(config: ModelConfig | T5Config) -> dict[str, Any]:
     """The model's shape as Aceso's runtime reads it."""
-    return {
-        "num_layers": config.num_layers,
-        "seq_length": config.seq_len,
-        "max_position_embeddings": config.seq_len,
-        "num_attention_heads": config.num_heads,
-        "hidden_size": config.hidden_size,
-    }
+    sizes = {key: getattr(config, name) for key, name in _described(config)["settings"].items()}
+    if "kv_channels" in sizes:
+        sizes["kv_channels"] = config.head_dim
+    return {**sizes, "max_position_embeddings": config.seq_len}
 
 
-def _size(config: ModelConfig) -> str:
+def _size(config: ModelConfig | T5Config) -> str:
     return config.name.partition("-")[2].replace(".", "_").upper()

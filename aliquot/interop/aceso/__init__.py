@@ -36,17 +36,17 @@ if typing.TYPE_CHECKING:
     from ._export_plan import configuration_of as configuration_of
     from ._gpt_database import GPTShape as GPTShape
     from ._gpt_database import gpt_database as gpt_database
-    from ._gpt_operators import OperatorMap as OperatorMap
-    from ._gpt_operators import map_gpt as map_gpt
     from ._import_plan import configuration_faults as configuration_faults
     from ._import_plan import plan_of as plan_of
+    from ._operator_map import OperatorMap as OperatorMap
+    from ._operator_map import map_operators as map_operators
 
 _MODULE_OF = {
     "configuration_of": "_export_plan",
     "GPTShape": "_gpt_database",
     "gpt_database": "_gpt_database",
-    "OperatorMap": "_gpt_operators",
-    "map_gpt": "_gpt_operators",
+    "OperatorMap": "_operator_map",
+    "map_operators": "_operator_map",
     "configuration_faults": "_import_plan",
     "plan_of": "_import_plan",
 }

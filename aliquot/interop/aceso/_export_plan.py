@@ -1,4 +1,4 @@
-"""A plan of a GPT -> Aceso's configuration, where its layout can be expressed."""
+"""A plan of a GPT or T5 -> Aceso's configuration, where its layout can be expressed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...cost import PlannedStage, PlannedStep
 from ...graph import Phase, Role
 from ...plans import StagePlan
 from ._configuration import Configuration, StageConfiguration
-from ._gpt_operators import OperatorMap
+from ._operator_map import OperatorMap
 from ._products import FILL_STREAM, LAYER_START, READ_STREAM, SPLIT_OF, Product, products_of
 
 _ASKED = "this plan cannot be written as a configuration of Aceso's"
@@ -26,6 +26,7 @@ def configuration_of(
     step: PlannedStep,
     operators: OperatorMap,
     *,
+    family: str,
     model_size: str,
     global_batch: int,
     settings: Mapping[str, Any],
@@ -35,7 +36,7 @@ def configuration_of(
 
     Args:
         operators: of the step.
-        model_size: as the configuration names it.
+        family, model_size: as the configuration names them.
         global_batch: samples in a step.
         settings: what else Aceso's runtime reads, such as `num_layers`.
         layers_recompute: whether the step itself recomputes its layers.
@@ -54,7 +55,7 @@ def configuration_of(
         layout = _StageLayout(stage=stage, planned=planned, operators=operators, ops=ops, where=f"stage {k}")
         degrees = [layout.degrees(o) for o in mine]
         faults += [*layout.operator_faults(), *layout.state_faults()]
-        each = [layers_recompute and operators.names[o].startswith("enc-") for o in mine]
+        each = [layers_recompute and operators.roles[o].startswith("enc-") for o in mine]
         again = [planned.recompute == "stage" or a or b for a, b in zip(each, layout.recomputed(mine), strict=True)]
         stages.append(
             StageConfiguration(
@@ -68,7 +69,7 @@ def configuration_of(
     if faults:
         raise InputError(listing(_ASKED, faults, _ADVICE))
     return Configuration(
-        model_name="gpt",
+        model_name=family,
         model_size=model_size,
         global_batch=global_batch,
         micro_batch=global_batch // plan.num_micro_batches,
@@ -127,7 +128,7 @@ class _StageLayout:
     def __post_init__(self) -> None:
         self.products, self.tensor_axes = {}, set()
         for product in products_of(self.stage.problem, self.operators, self.ops):
-            kinds = SPLIT_OF[self.operators.names[product.operators[0]]]
+            kinds = SPLIT_OF[self.operators.roles[product.operators[0]]]
             choice = self.stage.choices[product.node]
             self.tensor_axes |= {a for a, f in enumerate(choice) if product.kinds.get(f) in kinds}
             for operator in product.operators:
@@ -155,7 +156,7 @@ class _StageLayout:
                 continue
             marked[k] = True
             for later in range(k + 1, len(mine)):
-                if self.operators.names[mine[later]] == LAYER_START:
+                if self.operators.roles[mine[later]] == LAYER_START:
                     break
                 marked[later] = True
                 if mine[later] in self.products:
@@ -188,7 +189,7 @@ class _StageLayout:
             )
 
     def _of_product(self, operator: int, product: Product) -> tuple[int, int, int]:
-        kinds = SPLIT_OF[self.operators.names[operator]]
+        kinds = SPLIT_OF[self.operators.roles[operator]]
         tensor = data = 1
         split: set[str] = set()
         for a, factor in enumerate(self.stage.choices[product.node]):
@@ -213,7 +214,7 @@ class _StageLayout:
     def _of_group(self, operator: int) -> tuple[int, int, int]:
         """Degrees of an operator between products, by the split of its arrays."""
         devices = math.prod(self.planned.mesh_shape)
-        name = self.operators.names[operator]
+        name = self.operators.roles[operator]
         node = self._node(operator)
         if node is None:
             data = math.prod(self.planned.mesh_shape[self.planned.axis_names.index(a)] for a in self.planned.data_axes)
@@ -230,7 +231,7 @@ class _StageLayout:
 
     def _node(self, operator: int) -> int | None:
         """The decision about the arrays that an operator between products works on."""
-        name = self.operators.names[operator]
+        name = self.operators.roles[operator]
         filled: tuple[str, ...] = FILL_STREAM
         read: tuple[str, ...] = READ_STREAM
         if name in _BETWEEN:
@@ -238,9 +239,9 @@ class _StageLayout:
         nearest = sorted(self.products, key=lambda o: abs(o - operator))
         for other in nearest:
             for product in self.products[other]:
-                if self.operators.names[other] in filled and product.landed is not None:
+                if self.operators.roles[other] in filled and product.landed is not None:
                     return product.landed.node
-                if self.operators.names[other] in read and product.sources:
+                if self.operators.roles[other] in read and product.sources:
                     return product.sources[-1][1].node
         return None
 

@@ -1,4 +1,4 @@
-"""Aceso's configuration -> a plan of a GPT."""
+"""Aceso's configuration -> a plan of a GPT or T5."""
 
 from __future__ import annotations
 
@@ -20,38 +20,47 @@ from ...planners import ILP, Decision, PipelineParts, Space, StageDecision, Task
 from ...plans import ModelReference, Plan, make_schedule
 from ...sharding import LayeredStep, layer_step, stage_step
 from ._configuration import Configuration, StageConfiguration
-from ._gpt_operators import OperatorMap
+from ._operator_map import OperatorMap
 from ._products import STREAM
 from ._stage_splits import DATA, StageSplits, layers_differ, mesh_axes
 
 _ASKED = "the configuration does not fit this model and this cluster"
 _SCHEDULE = "1f1b"
-# What stands for each of Aceso's keys on the command line.
-_SETTINGS = {
-    "num_layers": "num_layers",
-    "seq_length": "seq_len",
-    "num_attention_heads": "num_heads",
-    "hidden_size": "hidden_size",
-}
 
 
 def configuration_faults(
-    configuration: Configuration, names: Sequence[str], shape: Mapping[str, Any], cluster: Cluster
+    configuration: Configuration,
+    family: str,
+    names: Sequence[str],
+    shape: Mapping[str, Any],
+    options: Mapping[str, str],
+    cluster: Cluster,
 ) -> list[str]:
-    """Faults of a configuration that does not go with a GPT, or with a cluster.
+    """Faults of a configuration that does not go with a model, or with a cluster.
 
     Args:
+        family: of the model, as in configurations.
         names: of the operators of the model's chain.
         shape: of the model, by Aceso's keys.
+        options: for each key what it is called on the command line.
     """
-    return [*_model_faults(configuration, names, shape), *_device_faults(configuration, names, cluster)]
+    return [
+        *_model_faults(configuration, family, names, shape, options),
+        *_device_faults(configuration, names, cluster),
+    ]
 
 
-def _model_faults(configuration: Configuration, names: Sequence[str], shape: Mapping[str, Any]) -> Iterator[str]:
-    if configuration.model_name != "gpt":
-        family = shortened(configuration.model_name, 60)
-        yield f"it is of a model of family {family!r}, and plans are made for those of family 'gpt'"
-    for key, option in _SETTINGS.items():
+def _model_faults(
+    configuration: Configuration,
+    family: str,
+    names: Sequence[str],
+    shape: Mapping[str, Any],
+    options: Mapping[str, str],
+) -> Iterator[str]:
+    if configuration.model_name != family:
+        given_family = shortened(configuration.model_name, 60)
+        yield f"it is of a model of family {given_family!r}, and the model is of family {family!r}"
+    for key, option in options.items():
         given = configuration.settings.get(key, shape[key])
         if type(given) is not int or given < 1:
             yield f"{key} must be a positive number, got {shortened(repr(given), 60)}"
@@ -109,7 +118,7 @@ def plan_of(
     trace_s: float,
     memory_limit_bytes: float | None = None,
 ) -> Plan:
-    """A configuration as a plan of a captured GPT.
+    """A configuration as a plan of a captured model.
 
     Operators are split as their degrees say, and what follows from them as is cheapest. The residual stream has one split in
     each stage, that of most operators on it; notes of the plan name stages where others asked for another.
@@ -300,7 +309,7 @@ def _notes(k: int, split: StageSplits) -> Iterator[str]:
     stage = split.stage
     degree = split.stream_data
     others = [
-        o for o, data in enumerate(stage.data, split.first) if split.operators.names[o] in STREAM and data != degree
+        o for o, data in enumerate(stage.data, split.first) if split.operators.roles[o] in STREAM and data != degree
     ]
     if others:
         yield (

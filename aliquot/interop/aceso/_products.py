@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...cost import Problem
 from ...graph import Role
 from ...sharding import Port, Site
-from ._gpt_operators import OperatorMap
+from ._operator_map import OperatorMap
 
 # By algorithm: what tensor parallelism splits of a product with a weight.
 CONTRACTION, FEATURES, HEADS = "contraction", "features", "heads"
@@ -96,7 +96,7 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
             ),
         )
         # What picks the logits of the targets is none of Aceso's products.
-        if set(product.kinds.values()) & set(SPLIT_OF[operators.names[product.operators[0]]]):
+        if set(product.kinds.values()) & set(SPLIT_OF[operators.roles[product.operators[0]]]):
             products.append(product)
     return sorted(products, key=lambda product: product.node)
 

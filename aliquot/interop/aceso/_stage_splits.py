@@ -22,7 +22,7 @@ from ...cost import Problem, can_split, enumerate_choices
 from ...planners import kinds_of
 from ...sharding import Choice, Port, Projection
 from ._configuration import StageConfiguration
-from ._gpt_operators import OperatorMap
+from ._operator_map import OperatorMap
 from ._products import (
     CONTRACTION,
     FEATURES,
@@ -117,7 +117,7 @@ class StageSplits:
 
     def repeat(self) -> frozenset[int]:
         """Nodes of the products that the backward pass may work out again."""
-        names = self.operators.names
+        names = self.operators.roles
         return frozenset(
             product.node
             for product in products_of(self.problem, self.operators, self.ops)
@@ -127,7 +127,7 @@ class StageSplits:
     @property
     def stream_data(self) -> int:
         """The data degree of the residual stream: that of most operators on it, of several the largest."""
-        on_stream = Counter(self._degrees(o)[1] for o in self._mine() if self.operators.names[o] in STREAM)
+        on_stream = Counter(self._degrees(o)[1] for o in self._mine() if self.operators.roles[o] in STREAM)
         everywhere = Counter(self.stage.data)
         counts = on_stream or everywhere
         return max(counts, key=lambda degree: (counts[degree], degree))
@@ -142,7 +142,7 @@ class StageSplits:
 
     def _decide_product(self, product: Product) -> None:
         operator = product.operators[0]
-        name = self.operators.names[operator]
+        name = self.operators.roles[operator]
         tensor, _, algorithm = self._degrees(operator)
         kinds = SPLIT_OF[name]
         if algorithm >= len(kinds):
@@ -154,7 +154,7 @@ class StageSplits:
     def _decide_arrays(self, product: Product) -> None:
         """The arrays that a product makes and reads."""
         operator = product.operators[0]
-        name = self.operators.names[operator]
+        name = self.operators.roles[operator]
         if product.landed is not None:
             shared = {FEATURES, HEADS}
             self._decide_array(product, name in FILL_STREAM, product.result, product.landed, shared, behind=True)
@@ -169,7 +169,7 @@ class StageSplits:
             return
         batch = self.problem.nodes.batch_factors[other.node]
         operator = product.operators[0]
-        name = self.operators.names[operator]
+        name = self.operators.roles[operator]
         if on_stream:
             devices = self.stage.num_devices
             self._decide(operator, other.node, batch, -1, devices // self.stream_data)
@@ -265,7 +265,7 @@ def layers_differ(
         k = operators.of_op[ops[op.index]] - first
         if op_class >= 0 and 0 <= k < len(stage.tensor) and operators.computes[ops[op.index]]:
             # Only of products something is said about what is worked out again.
-            again = operators.names[first + k] in SPLIT_OF and is_repeated(operators.names, stage, first, k)
+            again = operators.roles[first + k] in SPLIT_OF and is_repeated(operators.roles, stage, first, k)
             layout = stage.tensor[k], stage.data[k], stage.algorithm[k], again
             if seen.setdefault(op_class, layout) != layout:
                 return True

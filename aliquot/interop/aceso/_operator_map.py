@@ -1,4 +1,4 @@
-"""The operator of Aceso's chain that each operator of a captured GPT belongs to.
+"""The operator of Aceso's chain that each operator of a captured GPT or T5 belongs to.
 
 The forward pass is followed in program order: parameters say where products, norms and biases belong; of the others,
 what is computed of an operator's result without a parameter belongs to the next one that has none.
@@ -6,29 +6,17 @@ what is computed of an operator's result without a parameter belongs to the next
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...graph import Graph, Phase, Role, traits_of
 
-_EMBEDDING = "encoder-embedding"
-_FINAL_NORM = "final-layernorm"
-_HEAD = "gpt-post-process"
-_OF_PARAMETER = (
-    (re.compile(r"\.layers\[(\d+)\]\.norm1\."), "enc-1st-layernorm"),
-    (re.compile(r"\.layers\[(\d+)\]\.attn\.[qkv]\."), "enc-attention-qkv"),
-    (re.compile(r"\.layers\[(\d+)\]\.attn\.out\."), "enc-attention-dense"),
-    (re.compile(r"\.layers\[(\d+)\]\.norm2\."), "enc-2nd-layernorm"),
-    (re.compile(r"\.layers\[(\d+)\]\.mlp\.up\."), "enc-MLP-GEMM-1"),
-    (re.compile(r"\.layers\[(\d+)\]\.mlp\.down\."), "enc-MLP-GEMM-2"),
-    (re.compile(r"\.norm\."), _FINAL_NORM),
-    (re.compile(r"\.head\."), _HEAD),
-    (re.compile(r"\.embed\.|\.position$"), _EMBEDDING),
-)
 # How far behind an operator stands what is computed of its result alone.
 _STEPS = {
-    _EMBEDDING: 1,
+    "encoder-embedding": 1,
     "enc-attention-score": 1,
     "enc-attention-dense": 1,
     "enc-post-attention-dropout": 1,
@@ -45,32 +33,43 @@ class OperatorMap:
 
     Attributes:
         names: of the chain's operators.
+        roles: for each the operator of a GPT that it does the work of.
         of_op: for each operator of the step the chain's operator that it belongs to; -1 for constants, and outside of the
             forward pass.
         computes: for each whether it computes on activations: it is no cast, no transpose, and nothing of parameters alone.
     """
 
     names: tuple[str, ...]
+    roles: tuple[str, ...]
     of_op: tuple[int, ...]
     computes: tuple[bool, ...]
 
 
-def map_gpt(graph: Graph, names: Sequence[str]) -> OperatorMap:
-    """The operators of a GPT of the zoo, by those of Aceso's chain.
+def map_operators(graph: Graph, names: Sequence[str], description: Mapping[str, Any]) -> OperatorMap:
+    """The operators of a transformer of the zoo, by those of Aceso's chain.
 
     Args:
         graph: the step, its layers written out.
         names: of the chain's operators, in order.
+        description: of the chain, as in `chains.toml`.
     """
-    places = _places(names)
+    roles = [_role(name, description.get("roles", {})) for name in names]
+    patterns = [
+        (re.compile(path), [place for name in named for place, other in enumerate(names) if other == name])
+        for path, named in description["parameters"].items()
+    ]
+    begins = description.get("inputs", {})
     at: dict[int, int] = {}
     of_parameters: set[int] = set()
+    tokens: set[int] = set()
     for item in graph.inputs:
         if item.role is Role.PARAMETER:
-            at[item.value] = _place_of_parameter(item.path, places)
+            at[item.value] = _place_of_parameter(item.path, patterns)
             of_parameters.add(item.value)
         elif item.role is Role.BATCH:
-            at[item.value] = _TOKENS
+            begun = begins.get(item.path.rpartition(".")[2])
+            at[item.value] = _TOKENS if begun is None else names.index(begun)
+            tokens.add(item.value)
     of_op, computes = [-1] * len(graph.ops), [False] * len(graph.ops)
     for op in graph.ops:
         if op.phase not in (Phase.PROLOGUE, Phase.FORWARD):
@@ -85,41 +84,41 @@ def map_gpt(graph: Graph, names: Sequence[str]) -> OperatorMap:
             assert parameters is not None
             place = parameters
             of_parameters.update(results)
+        elif parameters is None and tokens.issuperset(read):
+            # Tokens are prepared wherever they are read.
+            place = activations
+            tokens.update(results)
         else:
-            place = _place(op.name, activations, parameters, names)
+            made_before = [at[i] for i in read if i not in of_parameters and i not in tokens]
+            place = _place(op.name, max(made_before, default=activations), parameters, roles)
             computes[op.index] = place != _TOKENS and traits_of(op.name).moves is None
         of_op[op.index] = place
         at.update(dict.fromkeys(results, place))
-    return OperatorMap(names=tuple(names), of_op=tuple(of_op), computes=tuple(computes))
+    return OperatorMap(names=tuple(names), roles=tuple(roles), of_op=tuple(of_op), computes=tuple(computes))
 
 
-def _places(names: Sequence[str]) -> dict[tuple[str, int], int]:
-    """Where the operators of each layer stand."""
-    seen: dict[str, int] = {}
-    places = {}
-    for place, name in enumerate(names):
-        places[name, seen.get(name, 0)] = place
-        seen[name] = seen.get(name, 0) + 1
-    return places
+def _role(name: str, roles: Mapping[str, str]) -> str:
+    return next((role for pattern, role in roles.items() if fnmatch.fnmatchcase(name, pattern)), name)
 
 
-def _place_of_parameter(path: str, places: dict[tuple[str, int], int]) -> int:
-    for pattern, name in _OF_PARAMETER:
+def _place_of_parameter(path: str, patterns: Sequence[tuple[re.Pattern[str], Sequence[int]]]) -> int:
+    for pattern, copies in patterns:
         if match := pattern.search(path):
-            return places.get((name, int(match[1]) if match.groups() else 0), -1)
+            number = int(match[1]) if match.groups() else 0
+            return copies[number] if number < len(copies) else -1
     return -1
 
 
-def _place(name: str, activations: int, parameters: int | None, names: Sequence[str]) -> int:
+def _place(name: str, activations: int, parameters: int | None, roles: Sequence[str]) -> int:
     """Where an operator on activations stands."""
     if name == "dot_general":
         if parameters is not None:
             # A tied embedding is read once more at the end.
-            return parameters if parameters > activations else len(names) - 1
-        is_score = names[activations] == "enc-attention-qkv"
-        return activations + (1 if is_score else names[activations:].index("enc-attention-context"))
+            return parameters if parameters > activations else len(roles) - 1
+        is_score = roles[activations] == "enc-attention-qkv"
+        return activations + (1 if is_score else roles[activations:].index("enc-attention-context"))
     if parameters is not None:
         return max(parameters, activations)
     if activations == _TOKENS or traits_of(name).moves is not None:
         return activations
-    return activations + _STEPS.get(names[activations], 0)
+    return activations + _STEPS.get(roles[activations], 0)
