@@ -70,7 +70,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Times in seconds, sizes in bytes."""
-        return {"model": self.model, "candidates": [self._row(candidate) for candidate in self.candidates]}
+        rows = [self._row(candidate) for candidate in self.candidates]
+        return {"model": self.model, "candidates": rows, "notes": _uneven_batches(self)}
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         plan, p = candidate.plan, candidate.plan.prediction if candidate.plan else None
@@ -124,7 +125,17 @@ def comparison_table(comparison: Comparison) -> Group:
     )
     right = range(len(first) + 1, len(header))
     table = columns(title, header, rows, right=right, narrow=True)
-    return Group(table, Text("Why not", style="bold"), *lines) if lines else table
+    parts: list[RenderableType] = [table]
+    parts += [Text("Why not", style="bold"), *lines] if lines else []
+    uneven = _uneven_batches(comparison)
+    parts += [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in uneven)] if uneven else []
+    return Group(*parts) if len(parts) > 1 else table
+
+
+def _uneven_batches(comparison: Comparison) -> list[str]:
+    """Notes of the plans on batches that the devices do not divide, each once."""
+    notes = [note for c in comparison.candidates if c.plan for note in c.plan.notes if "do not divide" in note]
+    return list(dict.fromkeys(notes))
 
 
 def _cells(candidate: Candidate, *, counted: bool, tokens: bool) -> list[str]:

@@ -86,3 +86,12 @@ def test_models_and_clusters_are_listed():
     devices = json.loads(run("clusters", "--json").stdout)["devices"]
     assert all(aq.Cluster.preset(d["example"]).device.memory_bytes == d["memory_bytes"] for d in devices)
     assert "H100" in run("clusters").stdout
+
+
+@pytest.mark.parametrize(("cluster", "said"), [("7xH100", True), ("4xH100", False)])
+def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, said):
+    args = [cluster if arg == "8xH100" else arg for arg in TINY]
+    found = run("compare", *args, "--methods", "program,shard")
+    assert found.exit_code == 0, found.stderr
+    assert found.stdout.count("7 devices do not divide the batch of 8") == said
+    assert len(json.loads(run("compare", *args, "--methods", "program,shard", "--json").stdout)["notes"]) == said
