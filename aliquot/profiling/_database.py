@@ -117,7 +117,8 @@ class ProfileDatabase:
         if must_exist and not self.path.exists():
             raise InputError(
                 f"There is no profile database {self.path}. "
-                f"Make one with: aliquot blocks profile MODEL --database {self.path}"
+                f"Make one of operators with: aliquot profile run MODEL --database {self.path}, or of segments with: "
+                f"aliquot blocks profile MODEL --database {self.path}"
             )
         with self._named_faults():
             self._connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)

@@ -91,7 +91,9 @@ def test_killed_at_any_moment_it_keeps_what_was_finished(tmp_path):
 
 
 def test_what_is_no_database_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"There is no profile database .*aliquot blocks profile"):
+    with pytest.raises(
+        InputError, match=r"There is no profile database .*aliquot profile run .*aliquot blocks profile"
+    ):
         ProfileDatabase(tmp_path / "none.sqlite", must_exist=True)
     (tmp_path / "text.sqlite").write_text("seconds,bytes\n" * 1000)
     with pytest.raises(InputError, match="no profile database, or it is damaged"):

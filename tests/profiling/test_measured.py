@@ -253,6 +253,7 @@ def test_other_devices_and_releases_are_taken_only_if_asked(tmp_path):
         with pytest.raises(InputError, match="--profiles-of-any"):
             aq.plan(*STEP, cluster=CLUSTER, profiles=path)
         plan = aq.plan(*STEP, cluster=CLUSTER, profiles=path, profiles_of_any=True)
+        assert f"operators of 4 x {facts.get('device', H100)} with JAX" in plan.provenance.profiles
         assert plan.prediction.measured_share == pytest.approx(1.0)
 
 

@@ -14,10 +14,12 @@ from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.profiling import (
     LAUNCH,
+    Measurement,
     Operator,
     ProfileDatabase,
     Timing,
     compile_operator,
+    measured_curves,
     operator_key,
     operators_of_plan,
     profile_operators,
@@ -118,6 +120,25 @@ def test_a_plan_needs_some_of_what_its_step_needs(method):
     of_step = required_operators(make_problem(graph, cluster), [plan.stages[0].mesh_shape])
     products = {each for each in of_plan if each[0].kind == "product"}
     assert products and products <= set(of_step) and len(of_plan) < len(of_step)
+
+
+def test_shares_merged_are_one_run(tmp_path, monkeypatch):
+    """Times are made of labels, so that they are the same wherever a program runs."""
+    monkeypatch.setattr(
+        "aliquot.profiling._run.time_part",
+        lambda part, *args, **options: Measurement(seconds=1e-3 * (1 + len(part.label)), label=part.label),
+    )
+    some = [(operator, (2, 2)) for operator in OPERATORS]
+    with ProfileDatabase(tmp_path / "one.sqlite") as one:
+        assert profile_operators(some, one).num_missing == 0
+        whole, curves = list(one.rows()), measured_curves(one)
+    for k in (1, 2, 3):
+        with ProfileDatabase(tmp_path / f"{k}.sqlite") as part:
+            profile_operators(some, part, share=(k, 3))
+    with ProfileDatabase(tmp_path / "merged.sqlite") as merged:
+        taken = [merged.merge(tmp_path / f"{k}.sqlite") for k in (1, 2, 3)]
+        assert list(merged.rows()) == whole and measured_curves(merged) == curves
+    assert sum(taken) == len(whole) and min(taken) >= len(whole) // 3 and curves
 
 
 def test_operators_are_measured_once(tmp_path):
