@@ -28,7 +28,7 @@ from ._one_program import (
     one_program_by_doubling,
     one_program_scope,
 )
-from ._priced_layers import price_layers
+from ._priced_layers import PricedLayers, price_layers
 from ._solve_stages import solve_with
 from ._tried import tried_counts, tried_pipeline, tried_program
 from .inter import AbstractInter, StageDP, StageLimits
@@ -38,6 +38,8 @@ from .intra import ILP, AbstractIntra
 _MOST_COUNTS = 4
 # Stages that are solved as wholes take up to so much less than their layers one by one.
 _LESS_AS_WHOLES = 0.03
+# Units, times options, times devices, of steps for which other numbers of stages are solved.
+_SMALL = 10_000
 # Smaller steps are searched before a helper process is ready.
 _MANY_OPS = 1000
 
@@ -276,12 +278,41 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
         raise refusals[0]
     best = _fastest(decisions)
     assert best is not None
+    if method.num_stages is None and method.inter.searches:
+        decisions += _with_other_numbers_of_stages(method, task, priced[best.num_micro_batches], best, helper)
+        best = _fastest(decisions)
+        assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
     if left:
         tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
     is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
     program = as_one_program(chains) if is_open and method.inter.searches else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
+
+
+def _with_other_numbers_of_stages(
+    method: PipeshardParallel, task: Task, priced: PricedLayers, best: Decision, helper: HelperProcess
+) -> list[Decision]:
+    """Pipelines of one stage fewer and of one more, of small steps: what stages take as wholes may
+    order them otherwise than what their layers take one by one.
+    """
+    chain = priced.chains[0]
+    if chain.num_units * len(chain.options) * chain.num_devices > _SMALL:
+        return []
+    found = []
+    for count in (len(best.stages) - 1, len(best.stages) + 1):
+        fixed = replace(method, num_stages=count)
+        if count < 2:
+            continue
+        try:
+            promised = method.inter.solve([chain], limits=fixed.limits, helper=helper)
+            if promised.step_time_s * (1 - _LESS_AS_WHOLES) < best.step_time_s:
+                found.append(solve_with(fixed, task, priced, helper))
+        except (InfeasibleError, InputError):
+            continue
+        except KeyboardInterrupt as stopped:
+            raise _StoppedSearch(_fastest([best, *found])) from stopped
+    return found
 
 
 def _fastest(found: Sequence[Decision]) -> Decision | None:

@@ -101,3 +101,12 @@ def test_numbers_are_at_least_doubled_on_many_devices():
     all_counts = counts_to_try(task.graph, Cluster.preset("16x8xH100"))[0]
     assert set(counts) < set(all_counts) and counts[0] == all_counts[0] and counts[-1] == all_counts[-1]
     assert all(2 * low <= high for low, high in zip(counts, counts[1:], strict=False))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_free_number_of_stages_is_no_slower_than_a_given_one(stages):
+    free, fixed = (
+        planned(2048, 1024, "2x4xA100-40GB", method=aq.PipeshardParallel(num_stages=count)).prediction.step_time_s
+        for count in (None, stages)
+    )
+    assert free <= fixed * (1 + 1e-9)
