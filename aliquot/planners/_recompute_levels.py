@@ -92,7 +92,8 @@ def chain_with_levels(
         added = {name: getattr(chain, name)[:, plain] for name in _COLUMNS}
         added["backward_s"] = added["backward_s"] + again
         # What is worked out again serves both halves of the backward pass, which stays whole.
-        added["weight_gradient_s"] = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
+        nothing_deferred = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
+        added |= {"weight_gradient_s": nothing_deferred, "deferred_bytes": nothing_deferred}
         added["state_bytes"] = added["state_bytes"] + less
         added["in_flight_bytes"] = np.maximum(added["in_flight_bytes"] - less, 0.0)
         for name, column in added.items():
@@ -108,6 +109,7 @@ _COLUMNS = (
     "once_s",
     "state_bytes",
     "in_flight_bytes",
+    "deferred_bytes",
     "working_bytes",
 )
 
