@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import highspy
 import numpy as np
@@ -18,6 +19,7 @@ from ._program import Program
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Index = NDArray[np.int32]
+Basis: TypeAlias = highspy.HighsBasis
 
 # Plain pivots are faster if a few operators or conversions cost far more than most (a median below
 # this share of the largest cost: clusters of GPUs), at best by a factor of two. On CPUs, where
@@ -82,20 +84,21 @@ class Relaxation:
         self._num_parts = len(program.rows)
         self._has_basis = False
         self.is_exact = True
+        self._restricted = np.zeros(0, np.int64)
         cost = np.concatenate(program.cost)
         paid = cost[cost > 0]
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
-    def solve(self, enough_s: float = np.inf, *, briefly: bool = False) -> Outcome:
+    def solve(self, enough_s: float = np.inf, *, briefly: bool = False, exactly: bool = True) -> Outcome:
         """The optimum; or status "enough" as soon as it is known to lie above `enough_s`.
 
         With `briefly` the limit on pivots is small, for solves that are not essential. `is_exact`
         is false if a limit was reached before all shared conversions were paid in full; the bound
-        holds all the same.
+        holds all the same. Without `exactly` they are paid as far as the program has learned so far.
         """
         outcome = self._solve(enough_s, briefly)
-        self.is_exact = True
-        while outcome.values is not None and self._program.share(outcome.values):
+        self.is_exact = exactly
+        while exactly and outcome.values is not None and self._program.share(outcome.values):
             again = self._solve(enough_s, briefly)
             work = outcome.work + again.work
             self.is_exact = again.status != LIMIT
@@ -156,11 +159,26 @@ class Relaxation:
             self.go_to(basis)
             self._has_basis = has_basis
 
-    def basis(self) -> highspy.HighsBasis:
+    @property
+    def num_rows(self) -> int:
+        """Rows of the solver's program."""
+        return self._num_rows
+
+    def restrict(self, columns: Ints, basis: Basis) -> None:
+        """Keep some columns at 0, and no others, and go to a basis."""
+        for some, upper in ((self._restricted, highspy.kHighsInf), (columns, 0.0)):
+            if len(some):
+                zeros, uppers = np.zeros(len(some)), np.full(len(some), upper)
+                self._solver.changeColsBounds(len(some), some.astype(np.int32), zeros, uppers)
+        self._restricted = columns
+        self.go_to(basis)
+        self._has_basis = True
+
+    def basis(self) -> Basis:
         """The basis that the next solve starts from."""
         return self._solver.getBasis()
 
-    def go_to(self, basis: highspy.HighsBasis) -> None:
+    def go_to(self, basis: Basis) -> None:
         """Return to a basis. Rows that were added since are basic: satisfied already, or after a
         few pivots; columns are not.
         """

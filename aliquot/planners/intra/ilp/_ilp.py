@@ -10,7 +10,8 @@ import numpy as np
 from ....cost import Problem
 from .._base import AbstractIntra, IntraSolution, Space
 from ._layout import Layouts
-from ._solve import Search, Work
+from ._solve import Search
+from ._work import Work
 
 _LAYOUTS = "layouts of integer programs"
 _WORK = "work of integer programs"

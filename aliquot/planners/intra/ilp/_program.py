@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Conversion, MemoryModel, Priced
+from ....cost import Conversion, MemoryModel, Priced, Resident, over_time
 from ._layout import Choices, Layouts, Prices, lay_out
 from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+# A choice with less than this is not taken.
+MIXED = 1e-6
 
 
 @dataclass(slots=True)
@@ -203,3 +205,42 @@ def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion)
 def _padded(values: Floats, length: int) -> Floats:
     """Values of all columns, zero for those that came later."""
     return np.concatenate((values, np.zeros(length - len(values))))
+
+
+def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values: Floats) -> Floats:
+    """Bytes over time under a solution that may mix choices."""
+
+    def mixed(r: Resident, local: Floats) -> float:
+        return float(local[0] if r.node < 0 else values[choices.columns[r.node]] @ local[choices.allowed[r.node]])
+
+    copies = []
+    for conversion in model.conversions:
+        columns, weights = conversion_columns(choices, priced, conversion)
+        copies.append((conversion, float(values[columns] @ weights)))
+    return over_time(model, mixed, copies)
+
+
+def least_timeline(choices: Choices, model: MemoryModel) -> Floats:
+    """Bytes over time if each array could have its smallest share."""
+
+    def least(r: Resident, local: Floats) -> float:
+        return float(local[0] if r.node < 0 else local[choices.allowed[r.node]].min())
+
+    return over_time(model, least)
+
+
+def decode(choices: Choices, values: Floats) -> Ints:
+    """For each node the choice that a solution takes most of."""
+    return np.array(
+        [
+            int(allowed[int(np.argmax(values[columns]))])
+            for columns, allowed in zip(choices.columns, choices.allowed, strict=True)
+        ],
+        np.int64,
+    )
+
+
+def is_mixed(choices: Choices, values: Floats) -> bool:
+    """True if a solution mixes choices of a node."""
+    x = values[: choices.num_integer]
+    return bool(np.any(np.minimum(x, 1 - x) > MIXED))

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._highs import LIMIT, Relaxation
+from ._program import MIXED
 
 Floats = NDArray[np.float64]
 
-_MIXED = 1e-6
 # After so many the general solver would be faster.
 _MOST_SOLVES = 40
 
@@ -47,7 +47,7 @@ def rules_out(
         if node is None:
             return False
         of_node = columns[node].astype(np.int32)
-        is_mixed = values[of_node] > _MIXED
+        is_mixed = values[of_node] > MIXED
         # One branch for each mixed choice, the most likely to fail first, and one for all other
         # choices.
         branches = [np.delete(of_node, k) for k in np.flatnonzero(is_mixed)[np.argsort(-values[of_node][is_mixed])]]
@@ -74,7 +74,7 @@ def _mixed_most(columns: Sequence[NDArray[np.int64]], use: Sequence[Sequence[Flo
     """The node whose mixed choices differ most in memory; None if no node mixes choices."""
     best: tuple[float, int] | None = None
     for node, of_node in enumerate(columns):
-        mixed = np.flatnonzero(values[of_node] > _MIXED)
+        mixed = np.flatnonzero(values[of_node] > MIXED)
         if len(mixed) > 1:
             spread = max((float(np.ptp(at[node][mixed])) for at in use), default=0.0)
             if best is None or spread > best[0]:

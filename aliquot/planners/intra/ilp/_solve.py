@@ -8,27 +8,29 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import (
-    MemoryModel,
-    Priced,
-    Resident,
-    evaluate,
-    may_take_turns,
-    memory_model,
-    over_time,
-    takes_turns,
-    timeline,
-)
+from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, takes_turns, timeline
 from .._base import AbstractSearch, IntraCosts, IntraSolution
 from ._affordable import affordable
 from ._highs import LIMIT, Outcome, Relaxation, nothing_solved, solve_integers
 from ._layout import Choices, Layouts
-from ._program import Program, add_memory_row, alive_bytes, build_program, conversion_columns
+from ._least import LeastPeak
+from ._program import (
+    MIXED,
+    Program,
+    add_memory_row,
+    alive_bytes,
+    build_program,
+    decode,
+    is_mixed,
+    least_timeline,
+    mixed_timeline,
+)
 from ._prove import rules_out
+from ._tree import Tree
+from ._work import Work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_INTEGRAL = 1e-6
 # If bound and ceiling differ by less than this share, a few branches may close the gap.
 _CLOSE = 1e-3
 _NARROWED = "optimal if every deferrable product is deferred"
@@ -37,17 +39,13 @@ _MOST_ROUNDS = 30
 # Integer programs of one search: each new one has more rows, or excludes a solution that misses the limit by next to nothing.
 _MOST_BRANCHINGS = 100
 # Programs with fewer rows are quick to search over all choices.
-_MANY_ROWS = 4000
+_MANY_ROWS = 1500
 # Searches among choices that relaxations took, each with this share of the remaining work.
 _MOST_TRIES = 5
 _NEARBY_SHARE = 0.25
-
-
-class Work:
-    """Remaining work for branching, shared by all spaces of a problem: pivots times rows."""
-
-    def __init__(self, limit: float) -> None:
-        self.left = limit
+# A search of branches on the relaxation comes before a general one with cuts: where memory binds,
+# either may raise the bound further.
+_TREE_SHARE = 0.6
 
 
 class Search(AbstractSearch):
@@ -93,6 +91,8 @@ class Search(AbstractSearch):
         self._within, self._open = affordable(priced, allowed, ceiling_s)
         self._program, self._choices = build_program(self._within, self._open, layouts)
         self._relaxation = Relaxation(self._program)
+        self._least: LeastPeak | None = None
+        self._layouts = layouts
         self._models: dict[bool, MemoryModel] = {}
         self._in_turn = may_take_turns(priced)
         self._narrowed = False
@@ -100,7 +100,7 @@ class Search(AbstractSearch):
         self._excluded: list[Ints] = []
         self._relaxed = nothing_solved()
         self._taken = [np.zeros(len(node.choices), np.bool_) for node in priced.nodes]
-        self.gave_up = self._started = self._tried = self.integral = False
+        self.gave_up = self._started = self._tried = self._climbed = self.integral = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
 
@@ -141,24 +141,36 @@ class Search(AbstractSearch):
                 return bound
             if bound >= cutoff_s or not np.isfinite(self.limit_bytes) or rounds == _MOST_ROUNDS:
                 break
-            if not self._add_rows(self._fractional_timeline(values)):
+            num_times = len(self._times)
+            if not self._add_rows(self._mixed_timeline(values)):
                 break
+            if self._cannot_fit(self._times[num_times:]):
+                self._values, self._relaxed = None, nothing_solved()
+                continue
             # No further than needed to prune this space.
             self._values = self._relax(cutoff_s * (1 + self.relative_gap))
         assert values is not None, "without values the loop has returned"
-        self._picks = _decode(self._choices, values)
-        self.integral = self._relaxation.is_exact and not _is_fractional(self._choices, values)
+        self._picks = decode(self._choices, values)
+        self.integral = self._relaxation.is_exact and not is_mixed(self._choices, values)
         return bound
 
     def _never_fits(self) -> bool:
         """True if at some moment even the smallest share of each array exceeds the limit."""
         if not np.isfinite(self.limit_bytes) or not all(map(len, self._choices.allowed)):
             return False
+        use = least_timeline(self._choices, self._model(self._in_turn))
+        return float(use.max()) > self.limit_bytes * (1 + 1e-9)
 
-        def least(r: Resident, local: Floats) -> float:
-            return float(local[0] if r.node < 0 else local[self._choices.allowed[r.node]].min())
-
-        return float(over_time(self._model(self._in_turn), least).max()) > self.limit_bytes * (1 + 1e-9)
+    def _cannot_fit(self, times: Sequence[int]) -> bool:
+        """True if no mixture of choices keeps memory within the limit at moments that have rows,
+        these among them.
+        """
+        if self._least is None:
+            self._least = LeastPeak(self._within, self._open, self.limit_bytes, self._layouts, exactly=False)
+        for time in times:
+            self._least.add(self._model(self._in_turn), time)
+        self.num_solves += 1
+        return self._least.exceeds_limit()
 
     def _bound_s(self) -> float | None:
         """The bound of the last relaxation; the ceiling if it has no solution below that; None if
@@ -195,7 +207,7 @@ class Search(AbstractSearch):
         picks, model = self._picks.copy(), self._model(self._in_turn)
         use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
         for node, (columns, kept) in enumerate(zip(self._choices.columns, self._choices.allowed, strict=True)):
-            mixed = np.flatnonzero(self._values[columns] > _INTEGRAL)
+            mixed = np.flatnonzero(self._values[columns] > MIXED)
             if len(mixed) > 1 and use:
                 picks[node] = kept[mixed[np.argmin(sum(at[node][mixed] for at in use))]]
         return picks
@@ -222,8 +234,11 @@ class Search(AbstractSearch):
             if nearby is not None:
                 best = nearby
                 continue
+            if self._is_large() and not self._narrowed and not self._climbed and self._relaxed.values is not None:
+                best = self._climb(best, ceiling)
+                continue
             rounds += 1
-            if self._work.left <= 0 or rounds > _MOST_BRANCHINGS:
+            if self._work.is_spent or rounds > _MOST_BRANCHINGS:
                 self.gave_up = True
                 return best and self._judged(best, LIMIT)
             program, choices = self._without_hopeless(ceiling)
@@ -234,7 +249,7 @@ class Search(AbstractSearch):
             if outcome.values is None:
                 self.gave_up = self.gave_up or self._narrowed
                 return best and self._judged(best, outcome.status)
-            picks = _decode(choices, outcome.values)
+            picks = decode(choices, outcome.values)
             solution, unpaid = self._solution(picks, outcome.status), self._share(picks)
             if solution is not None:
                 if best is None or solution.step_time_s <= best.step_time_s:
@@ -263,17 +278,17 @@ class Search(AbstractSearch):
         Reference: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation,
         2014.
         """
-        if len(self._program.lower) < _MANY_ROWS or self._tried:
+        if not self._is_large() or self._tried:
             return None
         self._tried = True
         for _ in range(_MOST_TRIES):
-            if self._work.left <= 0 or self._relaxed.values is None:
+            if self._work.is_spent or self._relaxed.values is None:
                 break
             program, choices = self._restricted(self._taken, exactly=True)
             outcome = self._solve_integers(program, choices, ceiling_s, _NEARBY_SHARE * self._work.left)
             if outcome.values is None:
                 break
-            picks = _decode(choices, outcome.values)
+            picks = decode(choices, outcome.values)
             solution = self._solution(picks, "rounded")
             if solution is not None:
                 return solution if solution.step_time_s < ceiling_s else None
@@ -282,6 +297,43 @@ class Search(AbstractSearch):
             if self._relax() is not None and not self._narrowed:
                 self.lower_bound_s = max(self.lower_bound_s, min(self._relaxed.bound_s, ceiling_s))
         return None
+
+    def _is_large(self) -> bool:
+        return len(self._program.lower) >= _MANY_ROWS
+
+    def _climb(self, best: IntraSolution | None, ceiling_s: float) -> IntraSolution | None:
+        """Raise the bound by branching on the relaxation; returns the best solution."""
+        self._climbed, self._tried = True, False
+
+        def check(values: Floats) -> bool | None:
+            nonlocal best
+            picks = decode(self._choices, values)
+            solution = self._solution(picks, "rounded")
+            if solution is None:
+                return False if self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)) else None
+            if best is None or solution.step_time_s < best.step_time_s:
+                best = solution
+            return True
+
+        def exceeded(values: Floats) -> bool:
+            self._note_taken(values)
+            return self._add_rows(self._mixed_timeline(values))
+
+        tree = Tree(
+            relaxation=self._relaxation,
+            columns=self._choices.columns,
+            choices=[node.choices[kept] for node, kept in zip(self.priced.nodes, self._choices.allowed, strict=True)],
+            check=check,
+            exceeded=exceeded,
+            ceiling_s=lambda: min(ceiling_s, best.step_time_s / (1 + self.relative_gap) if best else np.inf),
+            work_left=(share := _TREE_SHARE * self._work.left),
+            bound_s=self.lower_bound_s,
+        )
+        tree.search(self._relaxed)
+        self.num_solves += tree.solves
+        self._work.left -= share - tree.work_left
+        self.lower_bound_s = max(self.lower_bound_s, tree.bound_s)
+        return best
 
     def _solve_integers(self, program: Program, choices: Choices, ceiling_s: float, work_limit: float) -> Outcome:
         self.num_solves += 1
@@ -313,9 +365,13 @@ class Search(AbstractSearch):
         self.gave_up = self.gave_up or self._relaxed.status == LIMIT
         values = self._relaxed.values
         if values is not None:
-            for was_taken, columns, kept in zip(self._taken, self._choices.columns, self._choices.allowed, strict=True):
-                was_taken[kept[values[columns] > _INTEGRAL]] = True
+            self._note_taken(values)
         return values
+
+    def _note_taken(self, values: Floats) -> None:
+        """Remember the choices that a relaxation takes."""
+        for was_taken, columns, kept in zip(self._taken, self._choices.columns, self._choices.allowed, strict=True):
+            was_taken[kept[values[columns] > MIXED]] = True
 
     def _judged(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
         """A solution with the current bound, and its status by the gap between them."""
@@ -349,28 +405,23 @@ class Search(AbstractSearch):
 
     def least_memory(self) -> Ints:
         """Choices of little memory, from the relaxation at a few moments."""
-        program, choices = build_program(self.priced, self._allowed)
-        program.cost = [np.zeros_like(part) for part in program.cost]
-        peak = int(program.add_columns(np.ones(1))[0])
+        least = LeastPeak(self.priced, self._allowed, self.limit_bytes)
         first = np.array([int(np.flatnonzero(m)[0]) for m in self._allowed])
         use = timeline(self.model(first), self.priced, first)
-        alone = alive_bytes(choices, self.model(first), int(np.argmax(use)))[1]
-        picks = np.array([int(kept[np.argmin(sizes)]) for kept, sizes in zip(choices.allowed, alone, strict=True)])
+        alone = alive_bytes(least.choices, self.model(first), int(np.argmax(use)))[1]
+        picks = np.array(
+            [int(kept[np.argmin(sizes)]) for kept, sizes in zip(least.choices.allowed, alone, strict=True)]
+        )
         seen: set[int] = set()
-        relaxation = Relaxation(program)
         while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
             seen.add(moment)
-            add_memory_row(program, choices, self.priced, self._model(self._in_turn), moment, self.limit_bytes)
-            row = len(program.upper) - 1
-            program.upper[row] -= 1.0
-            program.add_entries(np.array([row]), np.array([peak]), -1.0)
+            least.add(self._model(self._in_turn), moment)
             self.num_solves += 1
-            outcome = relaxation.solve()
+            outcome = least.solve()
             assert outcome.status != "infeasible", "some choice always exists when memory is unlimited"
-            values = outcome.values
-            if values is None:
+            if outcome.values is None:
                 break
-            picks = _decode(choices, values)
+            picks = decode(least.choices, outcome.values)
             use = timeline(self.model(picks), self.priced, picks)
         return picks
 
@@ -443,30 +494,5 @@ class Search(AbstractSearch):
             add_memory_row(self._program, self._choices, self.priced, model, time, self.limit_bytes)
         return True
 
-    def _fractional_timeline(self, values: Floats) -> Floats:
-        """Bytes over time under a fractional solution."""
-        choices, model = self._choices, self._model(self._in_turn)
-
-        def mixed(r: Resident, local: Floats) -> float:
-            return float(local[0] if r.node < 0 else values[choices.columns[r.node]] @ local[choices.allowed[r.node]])
-
-        copies = []
-        for conversion in model.conversions:
-            columns, weights = conversion_columns(choices, self.priced, conversion)
-            copies.append((conversion, float(values[columns] @ weights)))
-        return over_time(model, mixed, copies)
-
-
-def _decode(choices: Choices, values: Floats) -> Ints:
-    return np.array(
-        [
-            int(allowed[int(np.argmax(values[columns]))])
-            for columns, allowed in zip(choices.columns, choices.allowed, strict=True)
-        ],
-        np.int64,
-    )
-
-
-def _is_fractional(choices: Choices, values: Floats) -> bool:
-    x = values[: choices.num_integer]
-    return bool(np.any(np.minimum(x, 1 - x) > _INTEGRAL))
+    def _mixed_timeline(self, values: Floats) -> Floats:
+        return mixed_timeline(self._choices, self.priced, self._model(self._in_turn), values)

@@ -1,0 +1,62 @@
+"""The least memory: the program without seconds, which minimises the largest use at a few moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....cost import MemoryModel, Priced
+from ._highs import Outcome, Relaxation
+from ._layout import Choices, Layouts
+from ._program import add_memory_row, build_program
+
+# The solver's tolerances, with some distance.
+_CLEARLY = 1 + 1e-6
+
+
+class LeastPeak:
+    """The least peak of mixed choices at the moments that were added, as a share of a limit.
+
+    Without seconds to minimise a solve takes a fraction of the pivots, and proves in a moment that
+    nothing fits, which takes longest otherwise. Unless `exactly`, copies that several edges share
+    are counted in part, which is enough for that.
+    """
+
+    def __init__(
+        self,
+        priced: Priced,
+        allowed: Sequence[NDArray[np.bool_]],
+        limit_bytes: float,
+        layouts: Layouts | None = None,
+        *,
+        exactly: bool = True,
+    ) -> None:
+        self.choices: Choices
+        self._priced, self._limit_bytes = priced, limit_bytes
+        self._program, self.choices = build_program(priced, allowed, layouts)
+        self._program.cost = [np.zeros_like(part) for part in self._program.cost]
+        self._peak = int(self._program.add_columns(np.ones(1))[0])
+        self._exactly = exactly
+        self._relaxation = Relaxation(self._program)
+
+    def add(self, model: MemoryModel, time: int) -> None:
+        """Add a moment."""
+        add_memory_row(self._program, self.choices, self._priced, model, time, self._limit_bytes)
+        row = len(self._program.upper) - 1
+        self._program.upper[row] -= 1.0
+        self._program.add_entries(np.array([row]), np.array([self._peak]), -1.0)
+        if self._exactly:
+            # All at once: without seconds many mixtures are equal, and a solve for each few would
+            # go through them all.
+            self._program.add_excess(np.arange(len(self._program.groups.counts)))
+
+    def solve(self) -> Outcome:
+        """The least peak, with the values of the columns."""
+        return self._relaxation.solve(exactly=False)
+
+    def exceeds_limit(self) -> bool:
+        """True if it is proved that the least peak exceeds the limit."""
+        outcome = self._relaxation.solve(_CLEARLY, exactly=False)
+        return outcome.status in ("enough", "infeasible") or (outcome.bound_s > _CLEARLY)
