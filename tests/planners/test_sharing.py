@@ -59,7 +59,7 @@ def test_few_shared_conversions_matter(priced, limits):
 
 
 def test_a_relaxation_takes_few_pivots(priced, limits):
-    """The work of formerly slow searches: with all rows from the start, four to ten times as much."""
+    """A relaxation with all rows from the start takes more than twice the work."""
     search = Search(priced, everything(priced), limit_bytes=limits[1])
     lazily = search._relaxation.solve().work
     program, _ = all_paid(search)

@@ -70,7 +70,7 @@ def test_its_bound_holds_whatever_work_is_left(graph, monkeypatch):
 
 
 def test_a_tight_search_takes_few_relaxations_and_integer_programs(graph):
-    """This search took minutes when all branching was left to the general solver."""
+    """The work of a search in little memory, whose branches decide factors."""
     priced = priced_on(graph, (2, 4))
     search = searched(priced, between(priced, 4)[0], work=_solve.Work(1e8))
     solves = search.num_solves
