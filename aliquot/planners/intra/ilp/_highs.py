@@ -84,7 +84,6 @@ class Relaxation:
         self._num_parts = len(program.rows)
         self._has_basis = False
         self.is_exact = True
-        self._restricted = np.zeros(0, np.int64)
         cost = np.concatenate(program.cost)
         paid = cost[cost > 0]
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
@@ -163,16 +162,6 @@ class Relaxation:
     def num_rows(self) -> int:
         """Rows of the solver's program."""
         return self._num_rows
-
-    def restrict(self, columns: Ints, basis: Basis) -> None:
-        """Keep some columns at 0, and no others, and go to a basis."""
-        for some, upper in ((self._restricted, highspy.kHighsInf), (columns, 0.0)):
-            if len(some):
-                zeros, uppers = np.zeros(len(some)), np.full(len(some), upper)
-                self._solver.changeColsBounds(len(some), some.astype(np.int32), zeros, uppers)
-        self._restricted = columns
-        self.go_to(basis)
-        self._has_basis = True
 
     def basis(self) -> Basis:
         """The basis that the next solve starts from."""

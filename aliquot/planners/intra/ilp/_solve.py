@@ -26,7 +26,6 @@ from ._program import (
     mixed_timeline,
 )
 from ._prove import rules_out
-from ._tree import Tree
 from ._work import Work
 
 Floats = NDArray[np.float64]
@@ -43,9 +42,6 @@ _MANY_ROWS = 1500
 # Searches among choices that relaxations took, each with this share of the remaining work.
 _MOST_TRIES = 5
 _NEARBY_SHARE = 0.25
-# A search of branches on the relaxation comes before a general one with cuts: where memory binds,
-# either may raise the bound further.
-_TREE_SHARE = 0.6
 
 
 class Search(AbstractSearch):
@@ -100,7 +96,7 @@ class Search(AbstractSearch):
         self._excluded: list[Ints] = []
         self._relaxed = nothing_solved()
         self._taken = [np.zeros(len(node.choices), np.bool_) for node in priced.nodes]
-        self.gave_up = self._started = self._tried = self._climbed = self.integral = False
+        self.gave_up = self._started = self._tried = self.integral = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
 
@@ -234,9 +230,6 @@ class Search(AbstractSearch):
             if nearby is not None:
                 best = nearby
                 continue
-            if self._is_large() and not self._narrowed and not self._climbed and self._relaxed.values is not None:
-                best = self._climb(best, ceiling)
-                continue
             rounds += 1
             if self._work.is_spent or rounds > _MOST_BRANCHINGS:
                 self.gave_up = True
@@ -300,40 +293,6 @@ class Search(AbstractSearch):
 
     def _is_large(self) -> bool:
         return len(self._program.lower) >= _MANY_ROWS
-
-    def _climb(self, best: IntraSolution | None, ceiling_s: float) -> IntraSolution | None:
-        """Raise the bound by branching on the relaxation; returns the best solution."""
-        self._climbed, self._tried = True, False
-
-        def check(values: Floats) -> bool | None:
-            nonlocal best
-            picks = decode(self._choices, values)
-            solution = self._solution(picks, "rounded")
-            if solution is None:
-                return False if self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)) else None
-            if best is None or solution.step_time_s < best.step_time_s:
-                best = solution
-            return True
-
-        def exceeded(values: Floats) -> bool:
-            self._note_taken(values)
-            return self._add_rows(self._mixed_timeline(values))
-
-        tree = Tree(
-            relaxation=self._relaxation,
-            columns=self._choices.columns,
-            choices=[node.choices[kept] for node, kept in zip(self.priced.nodes, self._choices.allowed, strict=True)],
-            check=check,
-            exceeded=exceeded,
-            ceiling_s=lambda: min(ceiling_s, best.step_time_s / (1 + self.relative_gap) if best else np.inf),
-            work_left=(share := _TREE_SHARE * self._work.left),
-            bound_s=self.lower_bound_s,
-        )
-        tree.search(self._relaxed)
-        self.num_solves += tree.solves
-        self._work.left -= share - tree.work_left
-        self.lower_bound_s = max(self.lower_bound_s, tree.bound_s)
-        return best
 
     def _solve_integers(self, program: Program, choices: Choices, ceiling_s: float, work_limit: float) -> Outcome:
         self.num_solves += 1
