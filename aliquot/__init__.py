@@ -1,7 +1,8 @@
 """Automatic parallelism for ordinary JAX training steps.
 
-Public names are imported on first use (PEP 562), so that `import aliquot` and the command line's help stay free of JAX.
-The table below is the only list of them; `__init__.pyi` repeats it for type checkers and editors.
+Public names are imported on first use (PEP 562), so that `import aliquot` and the command line's
+help stay free of JAX. The table below is the only list of them; `__init__.pyi` repeats it for type
+checkers and editors.
 """
 
 import importlib

@@ -63,16 +63,17 @@ def plan(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Find out how to run a training step on a cluster. Touches no device, unless `measure` asks for it.
+    """Find out how to run a training step on a cluster. Touches no device, unless `measure` asks
+    for it.
 
     Args:
         step: an ordinary training step; see `capture`.
         *args, **kwargs: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
         cluster: what to plan for; by default the devices JAX sees.
         method: how to parallelize; by default `Auto()`.
-        num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search it,
-            and other methods have one; "auto" plans 1, 2, 4, ... of them for those as well, for as
-            long as that helps, and keeps the fastest.
+        num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search
+            it, and other methods have one; "auto" plans 1, 2, 4, ... of them for those as well, for
+            as long as that helps, and keeps the fastest.
         micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to
             each micro-batch separately.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
@@ -82,15 +83,18 @@ def plan(
         model: how to build the step again, written into the plan.
         verify: compile the best plan for the cluster's devices, which need not be here, and keep
             searching until one fits. The plan then holds the compiled figures.
-        profiles: a profile database; what it holds of the cluster's devices corrects all prices. See `aliquot profile run`.
-        profiles_of_any: also take what was measured on other kinds of devices, or with other releases of JAX.
-        require_measured: refuse a plan of which less of the compute and communication was measured, 0 to 1.
-        require_grade: what `require_measured` counts: "measured", by all devices running together; "measured-compute", also
-            the computing that was measured on one device alone.
-        measure: measure on the devices of this process what the best plan needs and the database lacks, keep it there, and
-            plan again, until the best plan needs nothing more.
-        time_limit_s: seconds, tracing included, after which the best plan so far is the answer, with
-            its gap. How good that is depends on the machine; without a limit plans do not.
+        profiles: a profile database; what it holds of the cluster's devices corrects all prices.
+            See `aliquot profile run`.
+        profiles_of_any: also take what was measured on other kinds of devices, or with other
+            releases of JAX.
+        require_measured: refuse a plan of which less of the compute and communication was measured,
+            0 to 1.
+        require_grade: what `require_measured` counts: "measured", by all devices running together;
+            "measured-compute", also the computing that was measured on one device alone.
+        measure: measure on the devices of this process what the best plan needs and the database
+            lacks, keep it there, and plan again, until the best plan needs nothing more.
+        time_limit_s: seconds, tracing included, after which the best plan so far is the answer,
+            with its gap. How good that is depends on the machine; without a limit plans do not.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
@@ -142,12 +146,20 @@ def plan(
 
 
 def _plan_counts(
-    graph: Graph, num_micro_batches: int | Literal["auto"] | None, *, method: AbstractMethod | None, **options: Any
+    graph: Graph,
+    num_micro_batches: int | Literal["auto"] | None,
+    *,
+    method: AbstractMethod | None,
+    **options: Any,
 ) -> Plan:
     """See `plan`."""
     make = functools.partial(_plan_captured, graph, method=method, **options)
     if num_micro_batches == "auto":
-        return make() if method is None or isinstance(method, (Auto, PipeshardParallel)) else _fastest_count(make)
+        return (
+            make()
+            if method is None or isinstance(method, (Auto, PipeshardParallel))
+            else _fastest_count(make)
+        )
     return make(num_micro_batches=num_micro_batches)
 
 
@@ -262,14 +274,16 @@ def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
     for op in graph.ops:
         if op.name in ("shard_map", "xla_pmap"):
             raise CaptureError(
-                f"{graph.name} is written for several devices: it runs `{op.name.removeprefix('xla_')}` {source_line(op)}. A plan "
-                "is made from the step that one device would run on the whole batch, and decides itself what is split. Take "
-                "out pmap or shard_map, and the collectives inside, such as jax.lax.pmean."
+                f"{graph.name} is written for several devices: it runs"
+                f" `{op.name.removeprefix('xla_')}` {source_line(op)}. A plan is made from the step"
+                " that one device would run on the whole batch, and decides itself what is split."
+                " Take out pmap or shard_map, and the collectives inside, such as jax.lax.pmean."
             )
         if cluster.num_devices > 1 and is_ordered(op):
             raise CaptureError(
-                f"{graph.name} has an ordered effect, `{op.name}` {source_line(op)}, and JAX keeps effects in order on a single "
-                "device only. Leave out ordered=True, or return the value from the step and write it down outside."
+                f"{graph.name} has an ordered effect, `{op.name}` {source_line(op)}, and JAX keeps"
+                " effects in order on a single device only. Leave out ordered=True, or return the"
+                " value from the step and write it down outside."
             )
 
 
@@ -277,11 +291,14 @@ def _warn_of_inferred(graph: Graph) -> None:
     """Say once what was inferred for primitives that have no rule."""
     inferred = inferred_rules(graph)
     if inferred:
-        each = ", ".join(f"`{r.primitive}` {r.text if r.splits else 'runs whole'}" for r in inferred)
+        each = ", ".join(
+            f"`{r.primitive}` {r.text if r.splits else 'runs whole'}" for r in inferred
+        )
         warnings.warn(
-            f"Rules were inferred for primitives that have none declared: {each}. A letter is a dim that may be split, a point "
-            "one that stays whole. A rule of your own (aliquot.register_dim_rule) may allow more; "
-            'on_missing_rule="replicate" runs them whole.',
+            f"Rules were inferred for primitives that have none declared: {each}. A letter is a dim"
+            " that may be split, a point one that stays whole. A rule of your own"
+            ' (aliquot.register_dim_rule) may allow more; on_missing_rule="replicate" runs them'
+            " whole.",
             stacklevel=5,
         )
 
@@ -359,16 +376,21 @@ def estimate(
 
     Args:
         step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
-        profiles, profiles_of_any: as in `plan`. A plan that was made from measurements has its own prediction with the same.
+        profiles, profiles_of_any: as in `plan`. A plan that was made from measurements has its own
+            prediction with the same.
 
     Raises:
         PlanMismatchError: the plan was made for another step, or cannot be run.
     """
     measured = _read_profiles(plan, profiles, profiles_of_any)
-    return estimate_planned(apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured))
+    return estimate_planned(
+        apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured)
+    )
 
 
-def _read_profiles(plan: Plan, profiles: str | Path | None, of_any: bool) -> AbstractMeasured | None:
+def _read_profiles(
+    plan: Plan, profiles: str | Path | None, of_any: bool
+) -> AbstractMeasured | None:
     if profiles is None:
         return None
     from ._profiles import with_profiles
@@ -395,18 +417,18 @@ def explain(
 
     Raises:
         PlanMismatchError: the plan was made for another step.
-        InputError: the plan is a pipeline, of which each stage has splits of its own; or it was made from measurements, and
-            none are given.
+        InputError: the plan is a pipeline, of which each stage has splits of its own; or it was
+            made from measurements, and none are given.
     """
     if len(plan.stages) > 1:
         raise InputError(
-            f"The plan has {len(plan.stages)} stages, and other splits are looked for in plans of one program. `print(plan)` "
-            "shows what its stages cost."
+            f"The plan has {len(plan.stages)} stages, and other splits are looked for in plans of"
+            " one program. `print(plan)` shows what its stages cost."
         )
     if plan.provenance.profiles and profiles is None:
         raise InputError(
-            f"The plan was made from measurements ({plan.provenance.profiles}), and others would be priced without. Give the "
-            "same database: profiles=..., or --profiles FILE."
+            f"The plan was made from measurements ({plan.provenance.profiles}), and others would be"
+            " priced without. Give the same database: profiles=..., or --profiles FILE."
         )
     measured = _read_profiles(plan, profiles, profiles_of_any)
     planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured)

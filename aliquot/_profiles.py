@@ -22,7 +22,8 @@ def with_profiles(cluster: Cluster, profiles: str | Path, *, of_any: bool = Fals
     """A cluster with what a database holds of its devices. Touches no device.
 
     Raises:
-        InputError: there is no such database, or it holds nothing that was measured on such devices.
+        InputError: there is no such database, or it holds nothing that was measured on such
+            devices.
     """
     from .profiling import ProfileDatabase, read_measured
 
@@ -45,20 +46,27 @@ def plan_measured(
 ) -> Plan:
     """The plan that `find` makes with what a database holds; see `plan` for the arguments.
 
-    With `measure`, what the best plan needs and the database lacks is measured, and the step planned again: until the best
-    plan needs nothing more, ten times at most. What was not measured is corrected by the nearest that was.
+    With `measure`, what the best plan needs and the database lacks is measured, and the step
+    planned again: until the best plan needs nothing more, ten times at most. What was not measured
+    is corrected by the nearest that was.
 
     Raises:
-        InputError: less of the plan was measured than required; or its devices are not those of this process.
+        InputError: less of the plan was measured than required; or its devices are not those of
+            this process.
     """
     if require_grade not in (MEASURED, MEASURED_COMPUTE):
-        raise InputError(f"require_grade={require_grade!r}: {nearest(require_grade, (MEASURED, MEASURED_COMPUTE))}")
+        raise InputError(
+            f"require_grade={require_grade!r}:"
+            f" {nearest(require_grade, (MEASURED, MEASURED_COMPUTE))}"
+        )
     if measure:
         _measure_launch(cluster, profiles)
     for _ in range(_MOST_ROUNDS if measure else 1):
         measured = with_profiles(cluster, profiles, of_any=of_any)
         best = find(measured)
-        if not measure or not _measure_missing(best, graph, measured, profiles, on_missing_rule, progress):
+        if not measure or not _measure_missing(
+            best, graph, measured, profiles, on_missing_rule, progress
+        ):
             break
     _require(best, require_measured, require_grade, profiles)
     return best
@@ -75,8 +83,9 @@ def _require(plan: Plan, least: float, grade: str, profiles: str | Path) -> None
         also = f" and {alone:.0%} on one device alone (grade {MEASURED_COMPUTE}"
         also += ")" if counts_alone else f", which counts with --require-grade {MEASURED_COMPUTE})"
     raise InputError(
-        f"{measured:.0%} of the plan's compute and communication was measured{also}, and {least:.0%} is required. "
-        f"Measure what it needs: aliquot profile run MODEL --database {profiles}, or plan with measure=True (--measure)."
+        f"{measured:.0%} of the plan's compute and communication was measured{also}, and"
+        f" {least:.0%} is required. Measure what it needs: aliquot profile run MODEL --database"
+        f" {profiles}, or plan with measure=True (--measure)."
     )
 
 
@@ -87,18 +96,27 @@ def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
     _require_here(cluster)
     alone = (cluster.num_devices,)
     with ProfileDatabase(profiles) as database:
-        profile_operators([(LAUNCH, alone), (Operator("traffic", "float32", (1 << 20,)), alone)], database)
+        profile_operators(
+            [(LAUNCH, alone), (Operator("traffic", "float32", (1 << 20,)), alone)], database
+        )
 
 
 def _measure_missing(
-    plan: Plan, graph: Graph, cluster: Cluster, profiles: str | Path, on_missing_rule: str, progress: Progress | None
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    profiles: str | Path,
+    on_missing_rule: str,
+    progress: Progress | None,
 ) -> bool:
     """Measure what a plan needs and a database lacks; False if that is nothing."""
     from .profiling import ProfileDatabase, operators_of_plan, profile_operators
 
     planned = apply_plan(plan, graph, on_missing_rule, cluster.measured)
     with ProfileDatabase(profiles) as database:
-        run = profile_operators(operators_of_plan(planned), database, budget_s=math.inf, progress=progress)
+        run = profile_operators(
+            operators_of_plan(planned), database, budget_s=math.inf, progress=progress
+        )
     return run.num_measured > 0
 
 
@@ -107,22 +125,24 @@ def _require_here(cluster: Cluster) -> None:
     here = Cluster.detect()
     if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
         raise InputError(
-            f"To measure, the plan must be for the devices of this process: they are {here.name}, and the plan is for "
-            f"{cluster.name}. Use --cluster detect, or measure there and copy the database."
+            f"To measure, the plan must be for the devices of this process: they are {here.name},"
+            f" and the plan is for {cluster.name}. Use --cluster detect, or measure there and copy"
+            " the database."
         )
 
 
 def check_profiles(
     plan: Plan, profiles: str | Path, step: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Coverage of a plan's time by a database, as plain data: the share that was measured and its error, the step time
-    with and without it, and which operators are missing, most useful first.
+    """Coverage of a plan's time by a database, as plain data: the share that was measured and its
+    error, the step time with and without it, and which operators are missing, most useful first.
 
     Args:
         step, *args, **kwargs: what the plan was made for.
 
     Raises:
-        InputError: there is no such database, or it holds nothing that was measured on such devices.
+        InputError: there is no such database, or it holds nothing that was measured on such
+            devices.
         PlanMismatchError: the plan was made for another step.
     """
     from .profiling import ProfileDatabase, fitting_rows, is_measured, operators_of_plan

@@ -59,7 +59,11 @@ def compare(
         raise InputError("compare needs at least one cluster.")
     candidates = []
     for cluster in where:
-        named = methods if isinstance(methods, Mapping) else _methods(methods or usual_methods(cluster, where))
+        named = (
+            methods
+            if isinstance(methods, Mapping)
+            else _methods(methods or usual_methods(cluster, where))
+        )
         for name, method in named.items():
             if progress:
                 progress(f"{name} on {cluster.name}", 0, 0)
@@ -106,7 +110,9 @@ def _refused(name: str, cluster: Cluster, error: InfeasibleError | InputError) -
     return Candidate(
         method=name,
         cluster=cluster.name,
-        refusal=f"does not fit: needs {format_bytes(error.required_bytes)}{limit} on each device{most}",
+        refusal=(
+            f"does not fit: needs {format_bytes(error.required_bytes)}{limit} on each device{most}"
+        ),
         required_bytes=error.required_bytes,
         available_bytes=error.available_bytes,
         memory_bytes=parts,
@@ -168,7 +174,9 @@ def largest_batch(
             )
             trials[size] = BatchTrial(global_batch=size, plan=plan_found)
         except InfeasibleError as error:
-            trials[size] = BatchTrial(global_batch=size, plan=None, refusal=str(error).partition("\n")[0])
+            trials[size] = BatchTrial(
+                global_batch=size, plan=None, refusal=str(error).partition("\n")[0]
+            )
         return trials[size].plan is not None
 
     good, bad = 0, 0
@@ -186,7 +194,9 @@ def largest_batch(
             bad = max(middle, unit)
     found = tuple(trials[size] for size in sorted(trials))
     limited = bad == good + unit
-    return BatchSearch(model=name, cluster=cluster.name, trials=found, unit=unit, is_limited=limited)
+    return BatchSearch(
+        model=name, cluster=cluster.name, trials=found, unit=unit, is_limited=limited
+    )
 
 
 def size(
@@ -223,8 +233,8 @@ def size(
     """
     if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
         raise InputError(
-            f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most; got tokens={tokens}, "
-            f"by_s={by_s}, max_hosts={max_hosts}."
+            f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most;"
+            f" got tokens={tokens}, by_s={by_s}, max_hosts={max_hosts}."
         )
     options: list[ClusterOption] = []
     examples = 0
@@ -236,7 +246,9 @@ def size(
             cluster = wire(f"{count}x{each}x{device}", device, count, each)
             if progress:
                 progress(cluster.name, 0, 0)
-            plan_found, refusal = _any_plan(step, args, kwargs, cluster, method, memory_limit_bytes, model)
+            plan_found, refusal = _any_plan(
+                step, args, kwargs, cluster, method, memory_limit_bytes, model
+            )
             training_s = None
             if plan_found is not None:
                 examples = examples_per_step(plan_found)
@@ -259,7 +271,12 @@ def size(
             count *= 2
     name = model.name if model else getattr(step, "__name__", "step")
     return Sizing(
-        model=name, tokens=tokens, by_s=by_s, global_batch=examples, options=sorted_options(options), prices=prices
+        model=name,
+        tokens=tokens,
+        by_s=by_s,
+        global_batch=examples,
+        options=sorted_options(options),
+        prices=prices,
     )
 
 

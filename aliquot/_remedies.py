@@ -61,7 +61,9 @@ class Remedy:
             "change": self.change,
             "fits": self.plan is not None if self.is_known else None,
             "step_time_s": prediction.step_time_s if prediction else None,
-            "memory_bytes_per_device": prediction.peak_memory_bytes if prediction else self.required_bytes,
+            "memory_bytes_per_device": (
+                prediction.peak_memory_bytes if prediction else self.required_bytes
+            ),
         }
 
 
@@ -78,13 +80,15 @@ def find_remedies(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> tuple[Remedy, ...]:
-    """Try what may make a step fit: more micro-batches, another method, more hosts of the same kind.
+    """Try what may make a step fit: more micro-batches, another method, more hosts of the same
+    kind.
 
     Changes of one kind are tried from small to large until one fits. Plans are searched to a gap of
     2 %, so a plan made with the change may be a little faster.
 
     Args:
-        step, *args, **kwargs, cluster, method, num_micro_batches, memory_limit_bytes, model, progress:
+        step, *args, **kwargs, cluster, method, num_micro_batches, memory_limit_bytes, model,
+        progress:
             as for `aliquot.plan`, which found no plan.
         others: further changes, kind by kind.
         budget_s: seconds after which the answer is what is known by then.
@@ -120,7 +124,9 @@ def find_remedies(
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
 
 
-def _tried(kinds: Sequence[Sequence[Attempt]], until_s: float, progress: Progress | None) -> Iterator[Remedy]:
+def _tried(
+    kinds: Sequence[Sequence[Attempt]], until_s: float, progress: Progress | None
+) -> Iterator[Remedy]:
     for kind in kinds:
         for each in kind:
             left_s = until_s - time.perf_counter()
@@ -147,7 +153,9 @@ def coarser(method: Method | None) -> Method:
     """The method with a gap at which remedies are searched, where it has one."""
     method = method or Auto()
     if isinstance(method, (Auto, PipeshardParallel, WholeProgram, ShardParallel)):
-        return replace(method, intra=method.intra.coarser(relative_gap=_RELATIVE_GAP, node_limit=_NODE_LIMIT))
+        return replace(
+            method, intra=method.intra.coarser(relative_gap=_RELATIVE_GAP, node_limit=_NODE_LIMIT)
+        )
     return method
 
 
@@ -162,7 +170,9 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:
-    """Changes that fit with their step times, the fastest first, then those that were tried in vain."""
+    """Changes that fit with their step times, the fastest first, then those that were tried in
+    vain.
+    """
     fitting = [(each, each.plan.prediction) for each in remedies if each.plan is not None]
     fitting.sort(key=lambda pair: pair[1].step_time_s)
     width = max((len(each.change) for each in remedies), default=0)
@@ -175,7 +185,8 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     vain = [each for each in remedies if each.plan is None and each.is_known]
     lines += ["Tried, and does not fit:"] if vain else []
     lines += [
-        f"  {each.change:{width}}" + (f"  needs {format_bytes(each.required_bytes)}" if each.required_bytes else "")
+        f"  {each.change:{width}}"
+        + (f"  needs {format_bytes(each.required_bytes)}" if each.required_bytes else "")
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]

@@ -77,19 +77,25 @@ class TimeLimit:
             best = stopped.decision if isinstance(stopped, Interrupted) else None
         if best is None:
             raise TimeLimitError(
-                f"No plan was complete after {format_seconds(self.seconds)}, tracing the step included; whether one fits "
-                "is not known. Allow more time, or choose a method that searches less, such as --method zero3."
+                f"No plan was complete after {format_seconds(self.seconds)}, tracing the step"
+                " included; whether one fits is not known. Allow more time, or choose a method"
+                " that searches less, such as --method zero3."
             )
         if best.lower_bound_s is not None:
             return replace(best, status=_STATUS)
         least_s = least_compute_s(timed.problem(1))
-        return replace(best, status=_STATUS, lower_bound_s=least_s, gap=None, bound_holds_for=_COMPUTE_ALONE)
+        return replace(
+            best, status=_STATUS, lower_bound_s=least_s, gap=None, bound_holds_for=_COMPUTE_ALONE
+        )
 
 
 @contextlib.contextmanager
 def _alarm(limit: TimeLimit) -> Iterator[None]:
     """Raise `_OutOfTime` within the block when the time is over."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     armed = True

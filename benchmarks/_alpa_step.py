@@ -1,9 +1,11 @@
 """The training step that Alpa's benchmark of 2022 timed, on the zoo's parts.
 
-A GPT on the frame of a BERT: norms after the sums, no mask but padding, embeddings as products with one-hot rows, the
-softmax in float16. Parameters in float16, beside a float32 copy that AdamW updates with float32 moments; no loss scale.
+A GPT on the frame of a BERT: norms after the sums, no mask but padding, embeddings as products with
+one-hot rows, the softmax in float16. Parameters in float16, beside a float32 copy that AdamW
+updates with float32 moments; no loss scale.
 
-Reference: `benchmark/alpa/benchmark_2d_one_case_gpt_bert.py`, `alpa/model/bert_model.py` and `alpa/model/model_util.py` of
+Reference: `benchmark/alpa/benchmark_2d_one_case_gpt_bert.py`, `alpa/model/bert_model.py` and
+    `alpa/model/model_util.py` of
 the Alpa repository (Apache-2.0), as of 2022.
 """
 
@@ -33,9 +35,14 @@ class Attention(_gpt.Attention):
 
     def __call__(self, x: jax.Array, source: jax.Array | None = None) -> jax.Array:
         source = x if source is None else source
-        q, k, v = (split_heads(part, self.num_heads) for part in (self.q(x), self.k(source), self.v(source)))
+        q, k, v = (
+            split_heads(part, self.num_heads)
+            for part in (self.q(x), self.k(source), self.v(source))
+        )
         scores = jnp.einsum("bshe,bthe->bhst", q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k)
-        return self.out(merge_heads(jnp.einsum("bhst,bthe->bshe", jax.nn.softmax(scores, axis=-1), v)))
+        return self.out(
+            merge_heads(jnp.einsum("bhst,bthe->bshe", jax.nn.softmax(scores, axis=-1), v))
+        )
 
 
 class Block(_gpt.Block):
@@ -69,10 +76,14 @@ def alpa_step(
 
     Args:
         recompute: whether the inside of a block is worked out again in the backward pass.
-        groups: work out again so many equal groups of blocks instead, each as one, embeddings with the first and the loss
-            with the last: Alpa's `coarse_grained_remat`, whose layers are all of the forward pass.
+        groups: work out again so many equal groups of blocks instead, each as one, embeddings with
+            the first and the loss with the last: Alpa's `coarse_grained_remat`, whose layers are
+            all of the forward pass.
     """
-    sizes = {name: spec[name] for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")}
+    sizes = {
+        name: spec[name]
+        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")
+    }
     config = zoo.configure("gpt-2.6b", **sizes)
     assert isinstance(config, zoo.ModelConfig)
     ends_def, ends_shapes, _ = _module(lambda key: _make(Ends, config, HALF, key))
@@ -113,8 +124,15 @@ def alpa_step(
         params = jax.tree.map(lambda x: x.astype(jnp.float16), master)
         return {"params": params, "master": master, "opt_state": opt_state}, {"loss": value}
 
-    params = {**ends_shapes, "layers": [jax.tree.map(lambda x: x, block_shapes) for _ in range(config.num_layers)]}
+    params = {
+        **ends_shapes,
+        "layers": [jax.tree.map(lambda x: x, block_shapes) for _ in range(config.num_layers)],
+    }
     master = jax.tree.map(lambda x: abstract(x.shape, "float32"), params)
-    state = {"params": params, "master": master, "opt_state": jax.eval_shape(optimizer.init, master)}
+    state = {
+        "params": params,
+        "master": master,
+        "opt_state": jax.eval_shape(optimizer.init, master),
+    }
     tokens = abstract((spec["batch"], config.seq_len), "int32")
     return train_step, state, {"inputs": tokens, "targets": tokens}

@@ -1,6 +1,8 @@
-"""Alpa's benchmark suites for pipelines: models, the plans that it found, and its plans as stages of ours.
+"""Alpa's benchmark suites for pipelines: models, the plans that it found, and its plans as stages
+of ours.
 
-Reference: L. Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI
+Reference: L. Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed
+    Deep Learning", OSDI
 2022, and its artifact (Apache-2.0).
 """
 
@@ -62,7 +64,9 @@ class Case:
         return aq.Cluster.preset(f"{hosts}x{self.gpus // hosts}xV100-16GB")
 
     def boundaries(self, unit_names: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The units [first, last) of each stage: the suite's layers are equal groups of blocks, its cuts the nearest of ours."""
+        """The units [first, last) of each stage: the suite's layers are equal groups of blocks, its
+        cuts the nearest of ours.
+        """
         starts, blocks = _block_positions(unit_names)
         firsts, least = [0], 1
         groups = self.plan["forward_stage_layer_ids"]
@@ -78,17 +82,24 @@ def cases(suite: Mapping[str, Any], family: str) -> list[Case]:
     """All of one family, smallest first."""
     found = suite["pre_found_solutions"][family]
     return [
-        Case(family=family, gpus=int(gpus), spec=suite["model_specs"][family][plan["model"]], plan=plan)
+        Case(
+            family=family,
+            gpus=int(gpus),
+            spec=suite["model_specs"][family][plan["model"]],
+            plan=plan,
+        )
         for gpus, plans in found.items()
         for plan in plans
     ]
 
 
 def judge_theirs(case: Case, chain: Chain) -> tuple[ChainPlan | None, str]:
-    """Alpa's plan with our costs, whatever its memory, and what it was taken for; None if no option of ours can run it.
+    """Alpa's plan with our costs, whatever its memory, and what it was taken for; None if no option
+    of ours can run it.
 
-    A mesh without a forced batch is one free axis to Alpa, which may split the batch in one operator and parameters in the
-    next. Ours are told beforehand: all such stages together are taken for what is faster and fits, or is faster.
+    A mesh without a forced batch is one free axis to Alpa, which may split the batch in one
+    operator and parameters in the next. Ours are told beforehand: all such stages together are
+    taken for what is faster and fits, or is faster.
     """
     boundaries = case.boundaries(chain.unit_names)
     best: tuple[tuple[bool, float], ChainPlan, str] | None = None
@@ -96,7 +107,9 @@ def judge_theirs(case: Case, chain: Chain) -> tuple[ChainPlan | None, str]:
         options = [k for k in _options(chain, case, meshes) if k is not None]
         if len(options) < len(meshes):
             continue
-        planner = ManualStages(boundaries=boundaries, options=tuple(options), num_micro_batches=chain.num_micro_batches)
+        planner = ManualStages(
+            boundaries=boundaries, options=tuple(options), num_micro_batches=chain.num_micro_batches
+        )
         try:
             plan = planner.solve([replace(chain, memory_limit_bytes=UNLIMITED)])
         except aq.PlanMismatchError:
@@ -122,13 +135,17 @@ def _meshes(case: Case) -> Iterator[list[tuple[int, int]]]:
 
 
 def _options(chain: Chain, case: Case, meshes: Sequence[tuple[int, int]]) -> list[int | None]:
-    known = {(o.submesh, (o.dp, o.tp)): k for k, o in enumerate(chain.options) if o.recompute == "none"}
+    known = {
+        (o.submesh, (o.dp, o.tp)): k for k, o in enumerate(chain.options) if o.recompute == "none"
+    }
     submeshes = [tuple(shape) for shape in case.plan["submesh_physical_shapes"]]
     return [known.get(key) for key in zip(submeshes, meshes, strict=True)]
 
 
 def _block_positions(unit_names: Sequence[str]) -> tuple[list[float], int]:
-    """For each unit the block at whose beginning it begins, spread evenly where units share one; and how many blocks there are."""
+    """For each unit the block at whose beginning it begins, spread evenly where units share one;
+    and how many blocks there are.
+    """
     found = [_LAYER_RE.search(name) for name in unit_names]
     blocks = [int(match[1]) if match else None for match in found]
     count = max(block for block in blocks if block is not None) + 1

@@ -18,7 +18,9 @@ _QUICK = "gpt-2.6b"
 
 
 class Case(Protocol):
-    """A command and the seconds it may take (None: any): what tables call it, the model, the arguments of `aliquot`."""
+    """A command and the seconds it may take (None: any): what tables call it, the model, the
+    arguments of `aliquot`.
+    """
 
     @property
     def name(self) -> str: ...
@@ -35,7 +37,9 @@ def more_options(*, repetitions: int) -> Callable[[argparse.ArgumentParser], Non
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--repetitions", type=int, default=repetitions)
-        parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
+        parser.add_argument(
+            "--only", default="", help="only cases whose name contains this; writes no result file"
+        )
 
     return add
 
@@ -50,13 +54,15 @@ def time_commands(
     columns: Sequence[str] = (),
     from_step: bool = False,
 ) -> int:
-    """Run the commands in turn, as often as was asked for, and write or print the answer. Returns an exit code.
+    """Run the commands in turn, as often as was asked for, and write or print the answer. Returns
+    an exit code.
 
     Args:
         growth: tables of more commands without limits, each run once; left out with `--quick`.
         warm_up: run the first once before, untimed.
         columns: what else of the plans' answers tables show.
-        from_step: limits are for the time from the step to the plan, not for that of the whole command.
+        from_step: limits are for the time from the step to the plan, not for that of the whole
+            command.
     """
     cases = [c for c in every if chosen.only in c.name and (c.model == _QUICK or not chosen.quick)]
     for case in cases[: int(warm_up)]:
@@ -68,7 +74,9 @@ def time_commands(
     rows = [_row(case, runs[case.name], columns) for case in cases]
     report.tables = {"Commands": rows}
     for title, more in growth.items() if not chosen.quick else ():
-        report.tables[title] = [_row(c, [_timed(c)], columns) for c in more if chosen.only in c.name]
+        report.tables[title] = [
+            _row(c, [_timed(c)], columns) for c in more if chosen.only in c.name
+        ]
     limited = "from the step s" if from_step else "median s"
     report.summary = {row["case"]: f"{row[limited]} of {row['limit s']} s" for row in rows}
     return report.finish(chosen, met=all(row[limited] <= row["limit s"] for row in rows))
@@ -82,8 +90,11 @@ def _timed(case: Case) -> tuple[float, dict[str, Any]]:
 
 def _run(case: Case) -> tuple[float, dict[str, Any]]:
     command = [sys.executable, "-c", "from aliquot.cli import main; main()", *case.command]
-    # Installed packages are compiled; a checkout keeps what Python compiles, too, unless it is told not to.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # Installed packages are compiled; a checkout keeps what Python compiles, too, unless it is told
+    # not to.
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     environment["JAX_PLATFORMS"] = "cpu"
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -93,7 +104,9 @@ def _run(case: Case) -> tuple[float, dict[str, Any]]:
     return seconds, json.loads(done.stdout)
 
 
-def _row(case: Case, runs: Sequence[tuple[float, dict[str, Any]]], columns: Sequence[str]) -> dict[str, Any]:
+def _row(
+    case: Case, runs: Sequence[tuple[float, dict[str, Any]]], columns: Sequence[str]
+) -> dict[str, Any]:
     seconds = [s for s, _ in runs]
     _, plan = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
     return {

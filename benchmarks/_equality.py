@@ -1,4 +1,6 @@
-"""What the tables of equality share: cases are compared one by one, and each is written down as soon as it is known."""
+"""What the tables of equality share: cases are compared one by one, and each is written down as
+soon as it is known.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from _results import Journal, Report
 
 def more_options(parser: argparse.ArgumentParser) -> None:
     """Options of a table of equality, beside those of every benchmark."""
-    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
     parser.add_argument(
-        "--journal", type=Path, help="keep every row here at once; rows that it has are not worked out again"
+        "--only", default="", help="only cases whose name contains this; writes no result file"
+    )
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        help="keep every row here at once; rows that it has are not worked out again",
     )
 
 
@@ -29,12 +35,16 @@ def compare_all(
 
     Args:
         every: all cases; `covering` chooses some of them for a quick run.
-        compare: the row of a case: what it is, differences of `loss` and `leaf`, the `worst leaf`, whether it is `within`
-            the bar.
+        compare: the row of a case: what it is, differences of `loss` and `leaf`, the `worst leaf`,
+            whether it is `within` the bar.
     """
     journal = Journal(chosen.journal)
     cases = covering(every) if chosen.quick else every
-    return [journal.row(str(case), functools.partial(compare, case)) for case in cases if chosen.only in str(case)]
+    return [
+        journal.row(str(case), functools.partial(compare, case))
+        for case in cases
+        if chosen.only in str(case)
+    ]
 
 
 def finish(report: Report, chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
@@ -46,4 +56,6 @@ def finish(report: Report, chosen: argparse.Namespace, rows: list[dict[str, Any]
 
 def largest_differences(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Of a loss, and of a leaf."""
-    return max((row["loss"] for row in rows), default=0.0), max((row["leaf"] for row in rows), default=0.0)
+    return max((row["loss"] for row in rows), default=0.0), max(
+        (row["leaf"] for row in rows), default=0.0
+    )

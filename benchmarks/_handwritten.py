@@ -1,8 +1,10 @@
-"""Parallel training steps as an expert writes them in plain JAX: PartitionSpecs for the state, constraints on activations.
+"""Parallel training steps as an expert writes them in plain JAX: PartitionSpecs for the state,
+constraints on activations.
 
-The step is the zoo's, untouched. `jax.jit` gets the splits of state and batch; inside, the residual stream is constrained
-where a block begins and ends, and the logits where they are made, as published JAX training code does. Parameters are
-matched by the last words of their paths, and optimizer state follows its parameter.
+The step is the zoo's, untouched. `jax.jit` gets the splits of state and batch; inside, the residual
+stream is constrained where a block begins and ends, and the logits where they are made, as
+published JAX training code does. Parameters are matched by the last words of their paths, and
+optimizer state follows its parameter.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ class HandPlan:
         def train_step(s: Any, b: Any) -> Any:
             return work.train_step(s, b)
 
-        step = jax.jit(train_step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
+        step = jax.jit(
+            train_step,
+            in_shardings=(state, batch),
+            out_shardings=(state, metrics),
+            donate_argnums=0,
+        )
         with self._constraints(mesh):
             return step.lower(work.state, work.batch).compile(), state, batch
 
@@ -76,7 +83,9 @@ class HandPlan:
             def constrained(module: Any, x: Any) -> Any:
                 sharding = NamedSharding(mesh, self.residual)
                 inner = jax.lax.with_sharding_constraint(x, sharding) if x.ndim == 3 else x
-                return jax.lax.with_sharding_constraint(call(module, inner), NamedSharding(mesh, spec))
+                return jax.lax.with_sharding_constraint(
+                    call(module, inner), NamedSharding(mesh, spec)
+                )
 
             return constrained
 
@@ -87,7 +96,9 @@ class HandPlan:
                     (family.Ends, "embed_tokens", self.residual),
                     (family.Ends, "logits", self.logits),
                 ):
-                    stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name), spec)))
+                    stack.enter_context(
+                        mock.patch.object(owner, name, around(getattr(owner, name), spec))
+                    )
             yield
 
 
@@ -130,14 +141,28 @@ def _megatron_and_data(path: str, shape: tuple[int, ...], stacked: bool) -> P:
 
 
 def hand_plans() -> list[HandPlan]:
-    """Data parallel, ZeRO-3, Megatron's tensor parallelism, data by tensor parallelism on two meshes, and ZeRO-1 of two."""
+    """Data parallel, ZeRO-3, Megatron's tensor parallelism, data by tensor parallelism on two
+    meshes, and ZeRO-1 of two.
+    """
     by_batch: dict[str, Any] = {"residual": P("data", None, None), "logits": P("data", None, None)}
     by_both = {"residual": P("data", None, None), "logits": P("data", None, "tensor")}
     tensor: dict[str, Any] = {"split": _megatron, "optimizer_split": _megatron, **by_both}
     spread = {**tensor, "optimizer_split": _megatron_and_data, "classic": False}
     return [
-        HandPlan(name="data", mesh_shape=(8, 1), split=_replicated, optimizer_split=_replicated, **by_batch),
-        HandPlan(name="zero3", mesh_shape=(8, 1), split=_largest_dim, optimizer_split=_largest_dim, **by_batch),
+        HandPlan(
+            name="data",
+            mesh_shape=(8, 1),
+            split=_replicated,
+            optimizer_split=_replicated,
+            **by_batch,
+        ),
+        HandPlan(
+            name="zero3",
+            mesh_shape=(8, 1),
+            split=_largest_dim,
+            optimizer_split=_largest_dim,
+            **by_batch,
+        ),
         HandPlan(name="tensor", mesh_shape=(1, 8), **tensor),
         HandPlan(name="data 4 x tensor 2", mesh_shape=(4, 2), **tensor),
         HandPlan(name="data 2 x tensor 4", mesh_shape=(2, 4), **tensor),

@@ -1,4 +1,6 @@
-"""Collectives of a compiled program, read from its text: independent of the runtime's own reader, so that each checks the other."""
+"""Collectives of a compiled program, read from its text: independent of the runtime's own reader,
+so that each checks the other.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-_CALLED = re.compile(r"(body|condition|to_apply|calls|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+_CALLED = re.compile(
+    r"(body|condition|to_apply|calls|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -18,7 +22,9 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One array of one collective: bytes that it leaves on each device each time, and how often a step runs it."""
+    """One array of one collective: bytes that it leaves on each device each time, and how often a
+    step runs it.
+    """
 
     kind: str
     num_bytes: int
@@ -28,7 +34,9 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """All collectives of an HLO module. One that carries several arrays gives one entry for each."""
+    """All collectives of an HLO module. One that carries several arrays gives one entry for
+    each.
+    """
     bodies = _computations(text)
     runs = _runs(bodies)
     found = []
@@ -38,12 +46,15 @@ def collectives(text: str) -> list[Collective]:
             if not match or not runs[name]:
                 continue
             op_name = _OP_NAME.search(line)
-            arrays = [(dtype, _num_bytes(dtype, dims)) for dtype, dims in _ARRAY.findall(match.group(1))]
+            arrays = [
+                (dtype, _num_bytes(dtype, dims)) for dtype, dims in _ARRAY.findall(match.group(1))
+            ]
             if match.group(3):
                 # The asynchronous form lists operands and results.
                 arrays = arrays[len(arrays) // 2 :]
             if match.group(2) == "all-to-all" and match.group(1).startswith("("):
-                # In tuple form each entry is what came from one device: together they are the array.
+                # In tuple form each entry is what came from one device: together they are the
+                # array.
                 arrays = [(arrays[0][0], sum(n for _, n in arrays))]
             for dtype, num_bytes in arrays:
                 found.append(
@@ -67,7 +78,9 @@ def bytes_by_kind(found: list[Collective]) -> Counter[str]:
 
 
 def sent_bytes(kind: str, left_bytes: float, n: int) -> float:
-    """What each of `n` devices sends around a ring in a collective that leaves so many bytes on it."""
+    """What each of `n` devices sends around a ring in a collective that leaves so many bytes on
+    it.
+    """
     match kind:
         case "all-reduce":
             return 2 * (n - 1) / n * left_bytes
@@ -101,7 +114,9 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _runs(bodies: dict[str, list[str]]) -> Counter[str]:
-    """How often a step runs each computation: loops count as many times as the compiler says they turn."""
+    """How often a step runs each computation: loops count as many times as the compiler says they
+    turn.
+    """
     calls: dict[str, list[tuple[str, int]]] = {name: [] for name in bodies}
     for name, lines in bodies.items():
         for line in lines:
@@ -109,7 +124,9 @@ def _runs(bodies: dict[str, list[str]]) -> Counter[str]:
             for role, several, one in _CALLED.findall(line):
                 for callee in (several or one).replace("%", "").split(","):
                     if callee.strip() in bodies:
-                        calls[name].append((callee.strip(), int(trips.group(1)) if trips and role == "body" else 1))
+                        calls[name].append(
+                            (callee.strip(), int(trips.group(1)) if trips and role == "body" else 1)
+                        )
     runs: Counter[str] = Counter()
 
     def visit(name: str, times: int) -> None:

@@ -1,7 +1,8 @@
 """What all benchmark scripts share: their options, eight virtual devices, and dated result files.
 
-A script's answer goes into `results/<question>_<hardware>_<yyyy-mm>.json` with the machine, the versions and the command,
-and into a `.md` of the same name for readers. A quick run prints and writes nothing.
+A script's answer goes into `results/<question>_<hardware>_<yyyy-mm>.json` with the machine, the
+versions and the command, and into a `.md` of the same name for readers. A quick run prints and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("aliquot", "jax", "jaxlib", "flax", "optax", "highspy", "numpy")
 _DEVICE_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    # Eight devices share few cores: kernels with threads of their own would only get in each other's way.
+    # Eight devices share few cores: kernels with threads of their own would only get in each
+    # other's way.
     "--xla_cpu_multi_thread_eigen": "false",
 }
-# Where programs are looked at or run a few times: what XLA makes of them is the same, and compiled in half of the time.
+# Where programs are looked at or run a few times: what XLA makes of them is the same, and compiled
+# in half of the time.
 _PLAIN_CODE_FLAGS = {
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
@@ -49,12 +52,20 @@ def use_eight_devices(*, fast_code: bool = True) -> None:
 
 
 def options(
-    description: str | None, *more: Callable[[argparse.ArgumentParser], object], arguments: Sequence[str] | None = None
+    description: str | None,
+    *more: Callable[[argparse.ArgumentParser], object],
+    arguments: Sequence[str] | None = None,
 ) -> argparse.Namespace:
     """Command-line options: `--quick`, `--hardware`, and what `more` adds to the parser."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small subset; prints, and writes no result file")
-    parser.add_argument("--hardware", default=f"cpu-{os.cpu_count()}core", help="how result files name this machine")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small subset; prints, and writes no result file"
+    )
+    parser.add_argument(
+        "--hardware", default=f"cpu-{os.cpu_count()}core", help="how result files name this machine"
+    )
     for add in more:
         add(parser)
     return parser.parse_args(arguments)
@@ -82,7 +93,9 @@ class Report:
     started_s: float = field(default_factory=time.perf_counter)
 
     def finish(self, chosen: argparse.Namespace, *, met: bool | None) -> int:
-        """Print the answer and, unless the run was quick, write it. Returns an exit code: 1 if the bar was missed."""
+        """Print the answer and, unless the run was quick, write it. Returns an exit code: 1 if the
+        bar was missed.
+        """
         facts: dict[str, Any] = {
             "question": self.question,
             "bar": self.bar,
@@ -91,7 +104,9 @@ class Report:
             "hardware": f"{cpu_name()}, {os.cpu_count()} cores, {memory_gib():.0f} GiB",
             "load_average": [round(x, 2) for x in os.getloadavg()],
             "versions": versions(),
-            "command": shlex.join(["python", f"benchmarks/{self.name}.py", *map(_relative, sys.argv[1:])]),
+            "command": shlex.join(
+                ["python", f"benchmarks/{self.name}.py", *map(_relative, sys.argv[1:])]
+            ),
             "seconds": round(time.perf_counter() - self.started_s, 1),
             "method": self.method,
             "summary": self.summary,
@@ -113,8 +128,8 @@ class Report:
         parts += [f"## {title}\n\n{table(rows)}" for title, rows in self.tables.items() if rows]
         listed = ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
         parts.append(
-            f"{facts['hardware']}; load {facts['load_average']}; {listed}; `{facts['command']}`, {facts['seconds']} s, "
-            f"{facts['date']}"
+            f"{facts['hardware']}; load {facts['load_average']}; {listed}; `{facts['command']}`,"
+            f" {facts['seconds']} s, {facts['date']}"
         )
         return "\n\n".join(parts) + "\n"
 
@@ -148,7 +163,9 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path and path.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {line["key"]: line["row"] for line in map(json.loads, lines)}
+        self.rows: dict[str, dict[str, Any]] = {
+            line["key"]: line["row"] for line in map(json.loads, lines)
+        }
 
     def row(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A row that is known, or is made now."""
@@ -165,7 +182,10 @@ class Journal:
 
 def versions() -> dict[str, str]:
     """Of Python and the packages that matter."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
 
 
 def cpu_name() -> str:
@@ -174,7 +194,10 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def memory_gib() -> float:

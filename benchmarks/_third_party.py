@@ -1,4 +1,6 @@
-"""Training steps of other packages as people write them: a table by name, and what the families of steps share."""
+"""Training steps of other packages as people write them: a table by name, and what the families of
+steps share.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class ThirdPartyStep:
 
     Attributes:
         layers: whether it has layers that a pipeline may be cut between.
-        mixes: why examples depend on one another, so that micro-batches cannot give the same numbers; empty if they do not.
+        mixes: why examples depend on one another, so that micro-batches cannot give the same
+            numbers; empty if they do not.
         tolerance: the largest difference of a leaf, relative to its largest magnitude.
     """
 
@@ -49,7 +52,9 @@ class Entry:
 STEPS: dict[str, Entry] = {}
 
 
-def third_party(*modules: str) -> Callable[[Callable[[], ThirdPartyStep]], Callable[[], ThirdPartyStep]]:
+def third_party(
+    *modules: str,
+) -> Callable[[Callable[[], ThirdPartyStep]], Callable[[], ThirdPartyStep]]:
     """Put a step into the table under the name of the function that makes it."""
 
     def add(make: Callable[[], ThirdPartyStep]) -> Callable[[], ThirdPartyStep]:

@@ -47,7 +47,9 @@ def _filtered_step(model: Any, loss_of: Any, make_batch: Any, **more: Any) -> Th
 
 @third_party("equinox")
 def equinox_bert() -> ThirdPartyStep:
-    """After Equinox's BERT example: one example at a time under `vmap`, with padding masks and a pooled first token."""
+    """After Equinox's BERT example: one example at a time under `vmap`, with padding masks and a
+    pooled first token.
+    """
     import equinox as eqx
 
     class Layer(eqx.Module):
@@ -92,7 +94,11 @@ def equinox_bert() -> ThirdPartyStep:
     def make_batch(seed: int) -> Any:
         mask = (normal(seed, ROWS, _LENGTH) > -1).astype("int32")
         mask[:, 0] = 1
-        return {"tokens": integers(seed, _VOCABULARY, ROWS, _LENGTH), "mask": mask, "label": integers(seed, 2, ROWS)}
+        return {
+            "tokens": integers(seed, _VOCABULARY, ROWS, _LENGTH),
+            "mask": mask,
+            "label": integers(seed, 2, ROWS),
+        }
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return cross_entropy(jax.vmap(model)(batch["tokens"], batch["mask"]), batch["label"])
@@ -102,7 +108,9 @@ def equinox_bert() -> ThirdPartyStep:
 
 @third_party("equinox")
 def equinox_diffusion() -> ThirdPartyStep:
-    """After Equinox's score-based diffusion: an MLP-Mixer over patches, times and noise drawn for each example."""
+    """After Equinox's score-based diffusion: an MLP-Mixer over patches, times and noise drawn for
+    each example.
+    """
     import equinox as eqx
 
     class Mixer(eqx.Module):
@@ -137,11 +145,15 @@ def equinox_diffusion() -> ThirdPartyStep:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         rows = batch["y"].shape[0]
         first, second = jax.random.split(key)
-        times = jax.random.uniform(first, (rows,), minval=0, maxval=10 / rows) + (10 / rows) * jnp.arange(rows)
+        times = jax.random.uniform(first, (rows,), minval=0, maxval=10 / rows) + (
+            10 / rows
+        ) * jnp.arange(rows)
         noise = jax.random.normal(second, batch["y"].shape)
         return jnp.mean(jax.vmap(single, in_axes=(None, 0, 0, 0))(model, batch["y"], times, noise))
 
-    return _filtered_step(Mixer(jax.random.key(0)), loss, lambda seed: {"y": normal(seed, ROWS, 1, 8, 8)})
+    return _filtered_step(
+        Mixer(jax.random.key(0)), loss, lambda seed: {"y": normal(seed, ROWS, 1, 8, 8)}
+    )
 
 
 @third_party("equinox")
@@ -170,7 +182,7 @@ def equinox_rnn() -> ThirdPartyStep:
     return _filtered_step(Net(jax.random.key(0)), loss, make_batch)
 
 
-# ---- Diffrax and Optimistix ------------------------------------------------------------------------------------------
+# ---- Diffrax and Optimistix ----------------------------------------------------------------------
 
 
 def _field() -> Any:
@@ -212,7 +224,9 @@ def diffrax_neural_ode() -> ThirdPartyStep:
     """Steps of adaptive size, gradients through checkpoints."""
     import diffrax
 
-    return _neural_ode(diffrax.RecursiveCheckpointAdjoint(), diffrax.PIDController(rtol=1e-3, atol=1e-6))
+    return _neural_ode(
+        diffrax.RecursiveCheckpointAdjoint(), diffrax.PIDController(rtol=1e-3, atol=1e-6)
+    )
 
 
 @third_party("equinox", "diffrax")
@@ -255,7 +269,9 @@ def optimistix_fixed_point() -> ThirdPartyStep:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def solve(x: Any) -> Any:
             solver = optx.FixedPointIteration(rtol=1e-10, atol=1e-10)
-            return optx.fixed_point(lambda y, x: 0.3 * jnp.tanh(model(y)) + x, solver, x, args=x, max_steps=100).value
+            return optx.fixed_point(
+                lambda y, x: 0.3 * jnp.tanh(model(y)) + x, solver, x, args=x, max_steps=100
+            ).value
 
         return jnp.mean((jax.vmap(solve)(batch["start"]) - batch["path"][:, 0]) ** 2)
 
@@ -275,7 +291,9 @@ def optimistix_least_squares() -> ThirdPartyStep:
                 return y[0] * jnp.exp(-times * jax.nn.softplus(y[1])) - path[:, 0]
 
             solver = optx.LevenbergMarquardt(rtol=1e-8, atol=1e-8)
-            return optx.least_squares(residual, solver, model(start), max_steps=64, throw=False).value
+            return optx.least_squares(
+                residual, solver, model(start), max_steps=64, throw=False
+            ).value
 
         return jnp.mean(jax.vmap(fit)(batch["start"], batch["path"]) ** 2)
 
@@ -283,12 +301,14 @@ def optimistix_least_squares() -> ThirdPartyStep:
     return _filtered_step(_field(), loss, _trajectories, tolerance=1e-6)
 
 
-# ---- Keras and e3nn --------------------------------------------------------------------------------------------------
+# ---- Keras and e3nn ------------------------------------------------------------------------------
 
 
 @third_party("keras")
 def keras_classifier() -> ThirdPartyStep:
-    """`stateless_call` and `stateless_apply`, as in Keras' guide to custom training loops in JAX."""
+    """`stateless_call` and `stateless_apply`, as in Keras' guide to custom training loops in
+    JAX.
+    """
     import keras
 
     if keras.backend.backend() != "jax":
@@ -316,14 +336,20 @@ def keras_classifier() -> ThirdPartyStep:
     def train_step(state: Any, batch: Any) -> Any:
         trainable, fixed, opt = state
         x, y = batch
-        (loss, fixed), grads = jax.value_and_grad(compute_loss, has_aux=True)(trainable, fixed, x, y)
+        (loss, fixed), grads = jax.value_and_grad(compute_loss, has_aux=True)(
+            trainable, fixed, x, y
+        )
         trainable, opt = tx.stateless_apply(opt, grads, trainable)
         return (trainable, fixed, opt), {"loss": loss}
 
     def values(variables: Any) -> list[Any]:
         return [v.value for v in variables]
 
-    state = (values(model.trainable_variables), values(model.non_trainable_variables), values(tx.variables))
+    state = (
+        values(model.trainable_variables),
+        values(model.non_trainable_variables),
+        values(tx.variables),
+    )
     made = batches(lambda seed: (normal(seed, ROWS, 8, 8, 1), integers(seed, 10, ROWS)))
     # The loss is computed in single precision.
     return ThirdPartyStep(fn=train_step, state=state, batches=made)
@@ -365,4 +391,6 @@ def e3nn_points() -> ThirdPartyStep:
         updates, opt = tx.update(grads, opt)
         return (optax.apply_updates(params, updates), opt), {"loss": loss}
 
-    return ThirdPartyStep(fn=train_step, state=(params, tx.init(params)), batches=batches(make_batch))
+    return ThirdPartyStep(
+        fn=train_step, state=(params, tx.init(params)), batches=batches(make_batch)
+    )

@@ -34,10 +34,12 @@ def _images(seed: int) -> dict[str, Any]:
     return {"image": normal(seed, ROWS, 8, 8, 1), "label": integers(seed, 10, ROWS)}
 
 
-# ---- Haiku -----------------------------------------------------------------------------------------------------------
+# ---- Haiku ---------------------------------------------------------------------------------------
 
 
-def _haiku_step(net: Any, example: Any, loss_of: Any, make_batch: Any, **more: Any) -> ThirdPartyStep:
+def _haiku_step(
+    net: Any, example: Any, loss_of: Any, make_batch: Any, **more: Any
+) -> ThirdPartyStep:
     """A transformed function with dropout keys, in the form of Haiku's examples."""
     params = doubled(net.init(jax.random.key(0), example))
     tx = optimizer()
@@ -45,9 +47,13 @@ def _haiku_step(net: Any, example: Any, loss_of: Any, make_batch: Any, **more: A
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: Any, batch: Any) -> Any:
         rng, use = jax.random.split(state["rng"])
-        loss, grads = jax.value_and_grad(lambda p: loss_of(net.apply(p, use, batch), batch))(state["params"])
+        loss, grads = jax.value_and_grad(lambda p: loss_of(net.apply(p, use, batch), batch))(
+            state["params"]
+        )
         updates, opt = tx.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "rng": rng}, {"loss": loss}
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "rng": rng}, {
+            "loss": loss
+        }
 
     state = {"params": params, "opt": tx.init(params), "rng": jax.random.PRNGKey(1)}
     return ThirdPartyStep(fn=update, state=state, batches=batches(make_batch), **more)
@@ -58,7 +64,9 @@ def haiku_mnist() -> ThirdPartyStep:
     import haiku as hk
 
     def forward(batch: Any) -> Any:
-        return hk.Sequential([hk.Flatten(), hk.Linear(24), jax.nn.relu, hk.Linear(10)])(batch["image"])
+        return hk.Sequential([hk.Flatten(), hk.Linear(24), jax.nn.relu, hk.Linear(10)])(
+            batch["image"]
+        )
 
     net = hk.transform(forward)
     return _haiku_step(net, _images(0), lambda y, batch: cross_entropy(y, batch["label"]), _images)
@@ -73,10 +81,14 @@ def haiku_transformer() -> ThirdPartyStep:
 
     def forward(batch: Any) -> Any:
         x = hk.Embed(_VOCABULARY, _WIDTH)(batch["inputs"])
-        x = x + hk.get_parameter("positions", [_LENGTH, _WIDTH], init=hk.initializers.TruncatedNormal(0.02))
+        x = x + hk.get_parameter(
+            "positions", [_LENGTH, _WIDTH], init=hk.initializers.TruncatedNormal(0.02)
+        )
         mask = jnp.tril(jnp.ones((1, 1, _LENGTH, _LENGTH)))
         for _ in range(2):
-            attention = hk.MultiHeadAttention(_HEADS, _WIDTH // _HEADS, w_init=hk.initializers.VarianceScaling(1.0))
+            attention = hk.MultiHeadAttention(
+                _HEADS, _WIDTH // _HEADS, w_init=hk.initializers.VarianceScaling(1.0)
+            )
             h = norm(x)
             x = x + attention(h, h, h, mask=mask)
             h = hk.Linear(4 * _WIDTH)(norm(x))
@@ -84,7 +96,9 @@ def haiku_transformer() -> ThirdPartyStep:
         return hk.Linear(_VOCABULARY)(norm(x))
 
     net = hk.transform(forward)
-    return _haiku_step(net, _tokens(0), lambda y, batch: cross_entropy(y, batch["targets"]), _tokens, layers=True)
+    return _haiku_step(
+        net, _tokens(0), lambda y, batch: cross_entropy(y, batch["targets"]), _tokens, layers=True
+    )
 
 
 @third_party("haiku")
@@ -98,7 +112,9 @@ def haiku_lstm() -> ThirdPartyStep:
         return hk.Linear(_VOCABULARY)(y).swapaxes(0, 1)
 
     net = hk.transform(forward)
-    return _haiku_step(net, _tokens(0), lambda y, batch: cross_entropy(y, batch["targets"]), _tokens)
+    return _haiku_step(
+        net, _tokens(0), lambda y, batch: cross_entropy(y, batch["targets"]), _tokens
+    )
 
 
 @third_party("haiku")
@@ -108,7 +124,10 @@ def haiku_resnet() -> ThirdPartyStep:
 
     def forward(batch: Any, is_training: bool) -> Any:
         net = hk.nets.ResNet(
-            blocks_per_group=(1, 1, 1, 1), num_classes=10, channels_per_group=(8, 8, 16, 16), bottleneck=False
+            blocks_per_group=(1, 1, 1, 1),
+            num_classes=10,
+            channels_per_group=(8, 8, 16, 16),
+            bottleneck=False,
         )
         return net(batch["image"], is_training=is_training)
 
@@ -136,10 +155,12 @@ def haiku_resnet() -> ThirdPartyStep:
     )
 
 
-# ---- Flax ------------------------------------------------------------------------------------------------------------
+# ---- Flax ----------------------------------------------------------------------------------------
 
 
-def _train_state_step(net: Any, example: Any, loss_of: Any, make_batch: Any, **more: Any) -> ThirdPartyStep:
+def _train_state_step(
+    net: Any, example: Any, loss_of: Any, make_batch: Any, **more: Any
+) -> ThirdPartyStep:
     """A `TrainState` and `apply_gradients`, in the form of Flax's examples."""
     from flax.training.train_state import TrainState
 
@@ -168,7 +189,9 @@ def flax_mnist() -> ThirdPartyStep:
             x = nn.avg_pool(nn.relu(nn.Conv(16, (3, 3))(x)), (2, 2), strides=(2, 2))
             return nn.Dense(10)(nn.relu(nn.Dense(24)(x.reshape(x.shape[0], -1))))
 
-    return _train_state_step(Net(), _images(0), lambda y, batch: cross_entropy(y, batch["label"]), _images)
+    return _train_state_step(
+        Net(), _images(0), lambda y, batch: cross_entropy(y, batch["label"]), _images
+    )
 
 
 @third_party("flax")
@@ -187,15 +210,22 @@ def flax_language_model() -> ThirdPartyStep:
         @nn.compact
         def __call__(self, batch: Any) -> Any:
             embed = nn.Embed(_VOCABULARY, _WIDTH)
-            x = embed(batch["inputs"]) + self.param("positions", nn.initializers.normal(0.02), (_LENGTH, _WIDTH))
+            x = embed(batch["inputs"]) + self.param(
+                "positions", nn.initializers.normal(0.02), (_LENGTH, _WIDTH)
+            )
             blocks = nn.scan(
-                nn.remat(Block, prevent_cse=False), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+                nn.remat(Block, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
             )
             x, _ = blocks()(x, None)
             return embed.attend(nn.LayerNorm()(x))
 
     net = Net()
-    return _train_state_step(net, _tokens(0), lambda y, b: cross_entropy(y, b["targets"]), _tokens, layers=True)
+    return _train_state_step(
+        net, _tokens(0), lambda y, b: cross_entropy(y, b["targets"]), _tokens, layers=True
+    )
 
 
 @third_party("flax")
@@ -211,7 +241,9 @@ def flax_sequence_to_sequence() -> ThirdPartyStep:
             outputs = nn.RNN(decoder)(embed(batch["targets"]), initial_carry=carry)
             return nn.Dense(_VOCABULARY)(outputs)
 
-    return _train_state_step(Net(), _tokens(0), lambda y, b: cross_entropy(y, b["targets"]), _tokens)
+    return _train_state_step(
+        Net(), _tokens(0), lambda y, b: cross_entropy(y, b["targets"]), _tokens
+    )
 
 
 @third_party("flax")
@@ -230,7 +262,9 @@ def flax_vae() -> ThirdPartyStep:
     def loss(found: Any, batch: Any) -> Any:
         logits, mean, log_variance = found
         reconstruction = optax.sigmoid_binary_cross_entropy(logits, batch["x"]).sum(-1).mean()
-        divergence = -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance), axis=-1).mean()
+        divergence = (
+            -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance), axis=-1).mean()
+        )
         return reconstruction + divergence
 
     def make_batch(seed: int) -> Any:
@@ -241,7 +275,9 @@ def flax_vae() -> ThirdPartyStep:
 
 @third_party("flax")
 def flax_resnet() -> ThirdPartyStep:
-    """BatchNorm's statistics beside the parameters in a `TrainState` of its own, as in Flax's ImageNet example."""
+    """BatchNorm's statistics beside the parameters in a `TrainState` of its own, as in Flax's
+    ImageNet example.
+    """
     from flax import linen as nn
     from flax.training import train_state
 
@@ -259,13 +295,18 @@ def flax_resnet() -> ThirdPartyStep:
     net = Net()
     variables = doubled(net.init(jax.random.key(0), _images(0)["image"], train=True))
     state = TrainState.create(
-        apply_fn=net.apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=optax.sgd(0.1, 0.9)
+        apply_fn=net.apply,
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=optax.sgd(0.1, 0.9),
     )
 
     def train_step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, new = state.apply_fn(variables, batch["image"], train=True, mutable=["batch_stats"])
+            logits, new = state.apply_fn(
+                variables, batch["image"], train=True, mutable=["batch_stats"]
+            )
             return cross_entropy(logits, batch["label"]), (new, logits)
 
         (loss, (new, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -273,7 +314,9 @@ def flax_resnet() -> ThirdPartyStep:
         state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
         return state, {"loss": loss, "accuracy": accuracy}
 
-    return ThirdPartyStep(fn=train_step, state=state, batches=batches(_images), mixes="BatchNorm", tolerance=1e-7)
+    return ThirdPartyStep(
+        fn=train_step, state=state, batches=batches(_images), mixes="BatchNorm", tolerance=1e-7
+    )
 
 
 @third_party("flax")
@@ -286,9 +329,17 @@ def nnx_transformer() -> ThirdPartyStep:
 
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
-            self.first, self.second = nnx.LayerNorm(_WIDTH, **double(rngs)), nnx.LayerNorm(_WIDTH, **double(rngs))
-            self.attention = nnx.MultiHeadAttention(_HEADS, _WIDTH, decode=False, use_bias=False, **double(rngs))
-            self.up, self.down = nnx.Linear(_WIDTH, 32, **double(rngs)), nnx.Linear(32, _WIDTH, **double(rngs))
+            self.first, self.second = (
+                nnx.LayerNorm(_WIDTH, **double(rngs)),
+                nnx.LayerNorm(_WIDTH, **double(rngs)),
+            )
+            self.attention = nnx.MultiHeadAttention(
+                _HEADS, _WIDTH, decode=False, use_bias=False, **double(rngs)
+            )
+            self.up, self.down = (
+                nnx.Linear(_WIDTH, 32, **double(rngs)),
+                nnx.Linear(32, _WIDTH, **double(rngs)),
+            )
 
         def __call__(self, x: Any) -> Any:
             x = x + self.attention(self.first(x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2])))
@@ -321,9 +372,14 @@ def nnx_transformer() -> ThirdPartyStep:
         updates, opt = tx.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), {"loss": loss}
 
-    # NNX takes the softmax in single precision. A bias of the keys, which it does not see, would be rounding alone.
+    # NNX takes the softmax in single precision. A bias of the keys, which it does not see, would be
+    # rounding alone.
     return ThirdPartyStep(
-        fn=train_step, state=(params, tx.init(params)), batches=batches(_tokens), layers=True, tolerance=1e-6
+        fn=train_step,
+        state=(params, tx.init(params)),
+        batches=batches(_tokens),
+        layers=True,
+        tolerance=1e-6,
     )
 
 
@@ -341,14 +397,18 @@ def qwix_lora() -> ThirdPartyStep:
             return self.down(nnx.gelu(self.up(x)))
 
     provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=2.0)
-    net = qwix.apply_lora_to_model(Net(nnx.Rngs(0)), provider, normal(0, ROWS, _WIDTH), rngs=nnx.Rngs(1))
+    net = qwix.apply_lora_to_model(
+        Net(nnx.Rngs(0)), provider, normal(0, ROWS, _WIDTH), rngs=nnx.Rngs(1)
+    )
     parts: Any = nnx.split(net, nnx.LoRAParam, ...)
     graph, adapters, frozen = parts
     adapters, frozen, tx = doubled(adapters), doubled(frozen), optimizer()
 
     def train_step(state: Any, batch: Any) -> Any:
         def loss_fn(adapters: Any) -> Any:
-            return cross_entropy(nnx.merge(graph, adapters, state["frozen"])(batch["x"]), batch["y"])
+            return cross_entropy(
+                nnx.merge(graph, adapters, state["frozen"])(batch["x"]), batch["y"]
+            )
 
         loss, grads = jax.value_and_grad(loss_fn)(state["adapters"])
         updates, opt = tx.update(grads, state["opt"])

@@ -1,4 +1,6 @@
-"""Steps of NumPyro, Distrax and optax: variational inference, reinforcement learning, optimizers with more state."""
+"""Steps of NumPyro, Distrax and optax: variational inference, reinforcement learning, optimizers
+with more state.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def _regression(seed: int) -> dict[str, Any]:
     return {"x": normal(seed, ROWS, 5), "y": normal(seed + 5, ROWS)}
 
 
-# ---- NumPyro ---------------------------------------------------------------------------------------------------------
+# ---- NumPyro -------------------------------------------------------------------------------------
 
 
 def _svi_step(model: Any, guide: Any) -> ThirdPartyStep:
@@ -76,12 +78,14 @@ def numpyro_bayesian_network() -> ThirdPartyStep:
     return _svi_step(model, AutoMultivariateNormal(model))
 
 
-# ---- Distrax ---------------------------------------------------------------------------------------------------------
+# ---- Distrax -------------------------------------------------------------------------------------
 
 
 @third_party("distrax")
 def distrax_ppo() -> ThirdPartyStep:
-    """Proximal policy optimization: clipped ratios, clipped values, entropy; advantages come with the batch."""
+    """Proximal policy optimization: clipped ratios, clipped values, entropy; advantages come with
+    the batch.
+    """
     import distrax
 
     params = {"policy": plain_layers([4, 16, 3]), "value": plain_layers([4, 16, 1])}
@@ -114,10 +118,12 @@ def distrax_ppo() -> ThirdPartyStep:
             "return": normal(seed + 4, ROWS),
         }
 
-    return ThirdPartyStep(fn=train_step, state=(params, tx.init(params)), batches=batches(make_batch))
+    return ThirdPartyStep(
+        fn=train_step, state=(params, tx.init(params)), batches=batches(make_batch)
+    )
 
 
-# ---- optax -----------------------------------------------------------------------------------------------------------
+# ---- optax ---------------------------------------------------------------------------------------
 
 
 def _optax_step(tx: Any, **more: Any) -> ThirdPartyStep:
@@ -128,12 +134,16 @@ def _optax_step(tx: Any, **more: Any) -> ThirdPartyStep:
             return jnp.mean((perceptron(params, batch["x"])[:, 0] - batch["y"]) ** 2)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt = tx.update(grads, opt, params, **{k: v(loss, loss_fn, grads) for k, v in extra.items()})
+        updates, opt = tx.update(
+            grads, opt, params, **{k: v(loss, loss_fn, grads) for k, v in extra.items()}
+        )
         return (optax.apply_updates(params, updates), opt), {"loss": loss}
 
     extra: dict[str, Callable[..., Any]] = more.pop("extra", {})
     params = plain_layers([5, 16, 16, 1])
-    return ThirdPartyStep(fn=train_step, state=(params, tx.init(params)), batches=batches(_regression), **more)
+    return ThirdPartyStep(
+        fn=train_step, state=(params, tx.init(params)), batches=batches(_regression), **more
+    )
 
 
 _CONTRIB: dict[str, Callable[[Any], ThirdPartyStep]] = {
@@ -141,13 +151,16 @@ _CONTRIB: dict[str, Callable[[Any], ThirdPartyStep]] = {
     "schedule_free": lambda c: _optax_step(c.schedule_free_adamw(1e-2, eps=1e-3)),
     "prodigy": lambda c: _optax_step(c.prodigy(1.0, eps=1e-3)),
     "dadapt_adamw": lambda c: _optax_step(c.dadapt_adamw(1.0, eps=1e-3)),
-    "sam": lambda c: _optax_step(c.sam(optax.sgd(0.1), optax.chain(c.normalize(), optax.sgd(0.05)), sync_period=2)),
+    "sam": lambda c: _optax_step(
+        c.sam(optax.sgd(0.1), optax.chain(c.normalize(), optax.sgd(0.05)), sync_period=2)
+    ),
     "mechanic": lambda c: _optax_step(c.mechanize(optax.sgd(0.1))),
     "ademamix": lambda c: _optax_step(c.ademamix(1e-2, eps=1e-3)),
     "dog": lambda c: _optax_step(c.dog(1.0)),
     "momo": lambda c: _optax_step(c.momo(), extra={"value": lambda loss, fn, grads: loss}),
     "reduce_on_plateau": lambda c: _optax_step(
-        optax.chain(optax.sgd(0.1), c.reduce_on_plateau(patience=1)), extra={"value": lambda loss, fn, grads: loss}
+        optax.chain(optax.sgd(0.1), c.reduce_on_plateau(patience=1)),
+        extra={"value": lambda loss, fn, grads: loss},
     ),
     "galore": lambda c: _optax_step(c.galore(1e-2, rank=2), tolerance=1e-6),
 }
@@ -176,7 +189,9 @@ def optax_accumulated() -> ThirdPartyStep:
 @third_party("optax")
 def optax_line_search() -> ThirdPartyStep:
     """A line search calls the loss until it has fallen enough."""
-    tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5))
+    tx = optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
+    )
     extra = {
         "value": lambda loss, fn, grads: loss,
         "grad": lambda loss, fn, grads: grads,
@@ -198,12 +213,16 @@ def optax_private() -> ThirdPartyStep:
         def loss_fn(params: Any, x: Any, y: Any) -> Any:
             return (perceptron(params, x)[0] - y) ** 2
 
-        losses, grads = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0, 0))(params, batch["x"], batch["y"])
+        losses, grads = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0, 0))(
+            params, batch["x"], batch["y"]
+        )
         updates, opt = tx.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), {"loss": losses.mean()}
 
     params = plain_layers([5, 16, 1])
-    return ThirdPartyStep(fn=train_step, state=(params, tx.init(params)), batches=batches(_regression))
+    return ThirdPartyStep(
+        fn=train_step, state=(params, tx.init(params)), batches=batches(_regression)
+    )
 
 
 @third_party("optax")
@@ -222,4 +241,6 @@ def optax_lookahead() -> ThirdPartyStep:
         return (optax.apply_updates(params, updates), opt), {"loss": loss}
 
     params = optax.LookaheadParams.init_synced(doubled(plain_layers([5, 16, 1])))
-    return ThirdPartyStep(fn=train_step, state=(params, tx.init(params)), batches=batches(_regression))
+    return ThirdPartyStep(
+        fn=train_step, state=(params, tx.init(params)), batches=batches(_regression)
+    )

@@ -1,7 +1,8 @@
 """Does the search over measured databases beat Aceso's own, and how far from the optimum can it be?
 
-DATA holds Aceso's databases (`aceso-profiles/`), configurations that its search found (`aceso-configs/`), and their figures. Each
-case is the command `aliquot aceso search` as a user runs it, and the bottleneck planner alone.
+DATA holds Aceso's databases (`aceso-profiles/`), configurations that its search found
+(`aceso-configs/`), and their figures. Each case is the command `aliquot aceso search` as a user
+runs it, and the bottleneck planner alone.
 
     python benchmarks/aceso_search.py DATA [--quick] [--hardware NAME]
 """
@@ -16,8 +17,9 @@ from typing import Any
 
 from _results import Report, options
 
-# Case: database, nodes, GPUs of a node, memory limit in MiB, micro-batches, best of Aceso's search in milliseconds. The last is
-# the smaller of a run of all numbers of stages at once and of the best number of stages alone.
+# Case: database, nodes, GPUs of a node, memory limit in MiB, micro-batches, best of Aceso's search
+# in milliseconds. The last is the smaller of a run of all numbers of stages at once and of the best
+# number of stages alone.
 _CASES: dict[str, tuple[str, int, int, int, str, float]] = {
     "gpt_1_3B_4_small": ("miniset", 1, 4, 12000, "1,2,4,8", 58760.92),
     "t5_770M_4_small": ("miniset", 1, 4, 12000, "1,2,4,8", 33659.50),
@@ -28,8 +30,18 @@ _CASES: dict[str, tuple[str, int, int, int, str, float]] = {
     "resnet_2B_4": ("eurosys", 1, 4, 28000, "16,32,48,64", 49324.11),
     "t5_3B_4": ("eurosys", 1, 4, 28000, "1,2,4,8", 161919.14),
 }
-# By number of layers: samples/s that Aceso published for its `scale-layer` on 8 GPUs, and the time allowed for each search.
-_LAYERS = {8: 227.08, 16: 143.51, 32: 80.76, 64: 41.37, 128: 20.15, 256: 9.64, 512: 4.57, 1024: 2.23}
+# By number of layers: samples/s that Aceso published for its `scale-layer` on 8 GPUs, and the time
+# allowed for each search.
+_LAYERS = {
+    8: 227.08,
+    16: 143.51,
+    32: 80.76,
+    64: 41.37,
+    128: 20.15,
+    256: 9.64,
+    512: 4.57,
+    1024: 2.23,
+}
 _LAYERS_BAR_S = 5.0
 _WALL_BAR_S = {4: 3.0, 8: 3.0, 16: 8.0}
 _GAP_BAR, _MEMORY_BAR_MB, _BOTTLENECK_BAR = 0.02, 1024, 0.03
@@ -37,17 +49,23 @@ _GAP_BAR, _MEMORY_BAR_MB, _BOTTLENECK_BAR = 0.02, 1024, 0.03
 
 def main() -> int:
     """Run, and write what came out; 1 if a bar is missed."""
-    chosen = options(__doc__, lambda parser: parser.add_argument("data", type=Path, help="the folder DATA"))
+    chosen = options(
+        __doc__, lambda parser: parser.add_argument("data", type=Path, help="the folder DATA")
+    )
     report = Report(
         name="aceso_search",
-        question="Does the search over measured databases beat Aceso's own, and how far from the optimum can it be?",
+        question=(
+            "Does the search over measured databases beat Aceso's own, and how far from the optimum"
+            " can it be?"
+        ),
         bar=(
-            "never above Aceso's; certified gap at most 2 %; 3 s for 4 and 8 GPUs, 8 s for 16; 1 GiB; the bottleneck planner "
-            "alone within 3 %; 8 to 1024 layers in 5 s each, at least as fast as Aceso's"
+            "never above Aceso's; certified gap at most 2 %; 3 s for 4 and 8 GPUs, 8 s for 16; 1"
+            " GiB; the bottleneck planner alone within 3 %; 8 to 1024 layers in 5 s each, at least"
+            " as fast as Aceso's"
         ),
         method=(
-            "Aceso's search ran for up to 200 s for each number of stages on a machine with 2 cores. Ours is the command, "
-            "interpreter and reading included."
+            "Aceso's search ran for up to 200 s for each number of stages on a machine with 2"
+            " cores. Ours is the command, interpreter and reading included."
         ),
     )
     cases = dict(list(_CASES.items())[:2]) if chosen.quick else _CASES
@@ -55,8 +73,20 @@ def main() -> int:
     for name, (folder, nodes, per_node, limit, micro_batches, theirs) in cases.items():
         known = json.loads((chosen.data / "aceso-configs" / f"{name}.json").read_text())
         command = ["--database", str(chosen.data / "aceso-profiles" / f"profiled-time-{folder}")]
-        command += ["--model", known["model_name"], "--size", known["model_size"], "--nodes", str(nodes)]
-        command += ["--gpus-per-node", str(per_node), "--global-batch", str(known["global_batch_size"])]
+        command += [
+            "--model",
+            known["model_name"],
+            "--size",
+            known["model_size"],
+            "--nodes",
+            str(nodes),
+        ]
+        command += [
+            "--gpus-per-node",
+            str(per_node),
+            "--global-batch",
+            str(known["global_batch_size"]),
+        ]
         command += ["--memory-limit-mb", str(limit), "--micro-batch-sizes", micro_batches]
         answer, wall_s = _run(command)
         relief, _ = _run([*command, "--planner", "bottleneck"])
@@ -92,18 +122,39 @@ def main() -> int:
         "slowest command for layers, s": max(row["command s"] for row in layers),
         "peak memory of a process, MiB": peak_mb,
     }
-    met = all(row["difference"] <= 0 and row["gap"] <= _GAP_BAR and row["command s"] <= row["bar s"] for row in rows)
-    met = met and peak_mb <= _MEMORY_BAR_MB and all(row["bottleneck alone"] <= _BOTTLENECK_BAR for row in rows)
-    met = met and all(row["difference"] >= 0 and row["command s"] <= _LAYERS_BAR_S for row in layers)
+    met = all(
+        row["difference"] <= 0 and row["gap"] <= _GAP_BAR and row["command s"] <= row["bar s"]
+        for row in rows
+    )
+    met = (
+        met
+        and peak_mb <= _MEMORY_BAR_MB
+        and all(row["bottleneck alone"] <= _BOTTLENECK_BAR for row in rows)
+    )
+    met = met and all(
+        row["difference"] >= 0 and row["command s"] <= _LAYERS_BAR_S for row in layers
+    )
     return report.finish(chosen, met=met)
 
 
 def _scaled(data: Path, published: dict[int, float]) -> list[dict[str, Any]]:
     rows = []
     for layers, theirs in published.items():
-        command = ["--database", str(data / "aceso-profiles" / "profiled-time-eurosys"), "--model", "gpt"]
+        command = [
+            "--database",
+            str(data / "aceso-profiles" / "profiled-time-eurosys"),
+            "--model",
+            "gpt",
+        ]
         command += ["--size", "scale-layer", "--num-layers", str(layers), "--gpus-per-node", "8"]
-        command += ["--global-batch", "1024", "--memory-limit-mb", "28000", "--micro-batch-sizes", "1,2,4,8"]
+        command += [
+            "--global-batch",
+            "1024",
+            "--memory-limit-mb",
+            "28000",
+            "--micro-batch-sizes",
+            "1,2,4,8",
+        ]
         answer, wall_s = _run(command)
         ours = 1024 / (answer["iteration_time_ms"] / 1000)
         rows.append(

@@ -1,7 +1,8 @@
 """Are plans as good as those of another revision, and are they found as fast?
 
-The commands of `search_time.py` and `pipeline_search_time.py`, and a table of methods by models and clusters, are run by turns
-with this checkout and with another revision, each command in a process of its own.
+The commands of `search_time.py` and `pipeline_search_time.py`, and a table of methods by models and
+clusters, are run by turns with this checkout and with another revision, each command in a process
+of its own.
 
     python benchmarks/against_revision.py REVISION [--quick] [--repetitions 5] [--only TEXT]
 """
@@ -60,12 +61,16 @@ class PlanCase:
 
 
 def _plan_cases() -> Iterator[PlanCase]:
-    for (model, batch), cluster, method, scan in itertools.product(_MODELS, _CLUSTERS, _METHODS, (False, True)):
+    for (model, batch), cluster, method, scan in itertools.product(
+        _MODELS, _CLUSTERS, _METHODS, (False, True)
+    ):
         # Convolutions are written out; batch statistics cannot be cut into micro-batches.
         if model.startswith("wide-resnet") and (scan or "--micro-batches" in method):
             continue
         shape = ["plan", model, "--cluster", cluster, "--global-batch", str(batch)]
-        yield PlanCase(model=model, command=[*shape, *method, *(["--scan"] if scan else []), "--json"])
+        yield PlanCase(
+            model=model, command=[*shape, *method, *(["--scan"] if scan else []), "--json"]
+        )
 
 
 def main() -> int:
@@ -74,11 +79,14 @@ def main() -> int:
     report = Report(
         name="against_revision",
         question=f"Plans and search times beside those of revision {chosen.revision}",
-        bar=f"search time at most {_MOST_RATIO:g} of the other's; step times within {_GAP:g} or better",
+        bar=(
+            f"search time at most {_MOST_RATIO:g} of the other's; step times within {_GAP:g} or"
+            " better"
+        ),
         method=(
-            "Wall time of whole processes, this checkout and the other revision by turns. After one run of each to warm "
-            f"the disk, commands of search times run {chosen.repetitions} times each, and the ratio is that of the least "
-            "seconds; plans of the table run once."
+            "Wall time of whole processes, this checkout and the other revision by turns. After"
+            f" one run of each to warm the disk, commands of search times run {chosen.repetitions}"
+            " times each, and the ratio is that of the least seconds; plans of the table run once."
         ),
     )
     every: tuple[Case, ...] = (*search_time.CASES, *pipeline_search_time.CASES)
@@ -90,7 +98,9 @@ def main() -> int:
         folders = {"here": _HERE, "other": other}
         for folder in folders.values():
             _run(search_time.CASES[0], folder)
-        rows = [_timed_row(case, folders, 1 if chosen.quick else chosen.repetitions) for case in wanted]
+        rows = [
+            _timed_row(case, folders, 1 if chosen.quick else chosen.repetitions) for case in wanted
+        ]
         plan_rows = [_plan_row(case, folders) for case in plans]
     report.tables = {"Search times": rows, "Plans": plan_rows}
     slower = [row["case"] for row in rows if row["ratio"] > _MOST_RATIO]
@@ -100,7 +110,9 @@ def main() -> int:
         "median ratio": median(row["ratio"] for row in rows) if rows else None,
         "above the bar": slower,
         "plans compared": len(rows) + len(plan_rows),
-        "equal within the gap": sum(abs(row["step time ratio"] - 1) <= _GAP for row in (*rows, *plan_rows)),
+        "equal within the gap": sum(
+            abs(row["step time ratio"] - 1) <= _GAP for row in (*rows, *plan_rows)
+        ),
         "worse": worse,
     }
     return report.finish(chosen, met=not slower and not worse)
@@ -115,17 +127,23 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _checkout(revision: str) -> Iterator[Path]:
     """A folder with the files of a revision."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", revision], cwd=_HERE, capture_output=True, check=True)
+        archive = subprocess.run(
+            ["git", "archive", revision], cwd=_HERE, capture_output=True, check=True
+        )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         yield Path(folder)
 
 
 def _run(case: Case, folder: Path) -> tuple[float, dict[str, Any]]:
     command = [sys.executable, "-c", "from aliquot.cli import main; main()", *case.command]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
     started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=folder, check=False
+    )
     seconds = time.perf_counter() - started
     if done.returncode == 1:
         # No plan fits.
@@ -160,7 +178,11 @@ def _plan_row(case: Case, folders: dict[str, Path]) -> dict[str, Any]:
 
 def _step_times(plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
     here, other = plans["here"]["step_time_s"], plans["other"]["step_time_s"]
-    return {"step s": here, "other step s": other, "step time ratio": 1.0 if here == other else here / other}
+    return {
+        "step s": here,
+        "other step s": other,
+        "step time ratio": 1.0 if here == other else here / other,
+    }
 
 
 if __name__ == "__main__":

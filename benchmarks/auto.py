@@ -47,7 +47,10 @@ class Case:
         """What tables call it."""
         more = " ".join(word for word in self.more if word != "--scan").replace("--set ", "")
         scanned = ", scanned" if "--scan" in self.more else ""
-        return f"{self.model}{f' {more}' if more else ''} on {self.cluster}, batch {self.global_batch}{scanned}"
+        return (
+            f"{self.model}{f' {more}' if more else ''} on {self.cluster}, batch"
+            f" {self.global_batch}{scanned}"
+        )
 
     def command(self, method: str) -> list[str]:
         """The arguments of `aliquot` for a method; for auto its default."""
@@ -60,7 +63,12 @@ CASES = (
     Case(model="gpt-175b", cluster="64x8xH100", global_batch=1536),
     Case(model="moe-70b", cluster="8x8xH100", global_batch=256),
     Case(model="wide-resnet-13b", cluster="4x8xV100-16GB", global_batch=1536, more=()),
-    Case(model="gpt-125m", cluster="8xV100-32GB", global_batch=64, more=("--scan", "--set", "num_layers=1024")),
+    Case(
+        model="gpt-125m",
+        cluster="8xV100-32GB",
+        global_batch=64,
+        more=("--scan", "--set", "num_layers=1024"),
+    ),
     Case(model="gpt-175b", cluster="2048x8xH100", global_batch=16384, limit_s=20.0),
 )
 QUICK = Case(model="gpt-2.6b", cluster="8xV100-16GB", global_batch=256)
@@ -73,7 +81,9 @@ def answered(case: Case, method: str) -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=_STOP_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False, timeout=_STOP_S
+        )
         plan = json.loads(done.stdout) if done.stdout else {}
     except subprocess.TimeoutExpired:
         plan = {"reason": f"no answer after {_STOP_S} s"}
@@ -82,7 +92,10 @@ def answered(case: Case, method: str) -> dict[str, Any]:
         "wall_s": time.perf_counter() - started,
         "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "load": os.getloadavg()[0],
-        **{key: plan.get(key) for key in ("step_time_s", "gap", "num_stages", "num_micro_batches", "schedule")},
+        **{
+            key: plan.get(key)
+            for key in ("step_time_s", "gap", "num_stages", "num_micro_batches", "schedule")
+        },
         "reason": str(plan.get("reason", "")).partition("\n")[0],
     }
 
@@ -94,9 +107,13 @@ def row_of(case: Case, journal: Journal, others: tuple[str, ...]) -> dict[str, A
         for method in ("auto", *others)
     }
     own = rows["auto"]
-    seconds = {method: rows[method]["step_time_s"] for method in others if rows[method]["step_time_s"]}
+    seconds = {
+        method: rows[method]["step_time_s"] for method in others if rows[method]["step_time_s"]
+    }
     best = min(seconds, key=lambda method: seconds[method], default="")
-    never_above = not best or bool(own["step_time_s"] and own["step_time_s"] <= seconds[best] * (1 + _GAP))
+    never_above = not best or bool(
+        own["step_time_s"] and own["step_time_s"] <= seconds[best] * (1 + _GAP)
+    )
     return {
         "case": case.name,
         "wall s": own["wall_s"],
@@ -118,8 +135,12 @@ def main() -> int:
     """Run the commands, and write or print the answer."""
 
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
-        parser.add_argument("--journal", type=Path, help="answers that are known; a later run goes on there")
+        parser.add_argument(
+            "--only", default="", help="only cases whose name contains this; writes no result file"
+        )
+        parser.add_argument(
+            "--journal", type=Path, help="answers that are known; a later run goes on there"
+        )
 
     chosen = options(__doc__, more)
     report = Report(
@@ -127,8 +148,9 @@ def main() -> int:
         question="Method auto with everything left to it",
         bar="every command within its limit, and no other method faster by more than 0.2 %",
         method=(
-            "Each command runs once, as a process of its own, from its start to its end, without remedies. Processor time is "
-            f"that of the command and its helper process. Other methods: {', '.join(_OTHERS)}."
+            "Each command runs once, as a process of its own, from its start to its end, without"
+            " remedies. Processor time is that of the command and its helper process. Other"
+            f" methods: {', '.join(_OTHERS)}."
         ),
     )
     journal = Journal(chosen.journal)
@@ -137,7 +159,9 @@ def main() -> int:
     report.tables = {"Commands": rows}
     report.summary = {
         "commands within their limit": f"{sum(row['in time'] for row in rows)} of {len(rows)}",
-        "never above the best other method": f"{sum(row['never above'] for row in rows)} of {len(rows)}",
+        "never above the best other method": (
+            f"{sum(row['never above'] for row in rows)} of {len(rows)}"
+        ),
     }
     return report.finish(chosen, met=all(row["in time"] and row["never above"] for row in rows))
 

@@ -1,7 +1,8 @@
 """How much is lost by one decision for each ParallelBlock, and how many are there?
 
-Every model of the zoo is planned by `ShardParallel` with the integer program and with `Blocks`; both are judged by the same cost
-model. Beside them stand the blocks of a layer and the programs that profiling them would take.
+Every model of the zoo is planned by `ShardParallel` with the integer program and with `Blocks`;
+both are judged by the same cost model. Beside them stand the blocks of a layer and the programs
+that profiling them would take.
 
     python benchmarks/blocks_against_ilp.py [--quick] [--only TEXT] [--journal FILE]
 """
@@ -37,14 +38,18 @@ def main() -> int:
         question="How much is lost by one decision for each ParallelBlock, and how many are there?",
         bar=f"step time within {_BAR:.0%} of the integer program's for every model of the zoo",
         method=(
-            "`ShardParallel` over all logical meshes of up to two axes, with 4 micro-batches, transformers scanned over their layers. "
-            "Seconds are wall time in one process. Layer programs: combinations of options of a layer's blocks as in the paper, on "
-            "one axis of 8 devices, counted for the model with 4 layers written out."
+            "`ShardParallel` over all logical meshes of up to two axes, with 4 micro-batches,"
+            " transformers scanned over their layers. Seconds are wall time in one process. Layer"
+            " programs: combinations of options of a layer's blocks as in the paper, on one axis of"
+            " 8 devices, counted for the model with 4 layers written out."
         ),
     )
     journal = Journal(chosen.journal)
     names = [name for name in MODELS if (chosen.only or "") in name]
-    rows = [journal.row(name, functools.partial(_row, name)) for name in (names[::6] if chosen.quick else names)]
+    rows = [
+        journal.row(name, functools.partial(_row, name))
+        for name in (names[::6] if chosen.quick else names)
+    ]
     report.tables["Models"] = rows
     losses = [row["blocks / ilp"] - 1 for row in rows if row["blocks / ilp"]]
     worst = max(losses)
@@ -69,7 +74,9 @@ def _row(name: str) -> dict[str, Any]:
     cluster_name, batch = _CLUSTERS[workload.num_parameters >= _LARGE]
     workload = build(name, batch, scan=is_text)
     graph = capture(workload.train_step, workload.state, workload.batch)
-    task = Task(graph=graph, cluster=Cluster.preset(cluster_name), num_micro_batches=4 if is_text else 1)
+    task = Task(
+        graph=graph, cluster=Cluster.preset(cluster_name), num_micro_batches=4 if is_text else 1
+    )
     row: dict[str, Any] = {"model": name, "cluster": cluster_name, "global batch": batch}
     times = {}
     for label, method in (("ilp", ShardParallel()), ("blocks", ShardParallel(intra=Blocks()))):
@@ -84,7 +91,9 @@ def _row(name: str) -> dict[str, Any]:
             f"{label} search s": time.perf_counter() - start,
             f"{label} status": status,
         }
-    row["blocks / ilp"] = times["blocks"] / times["ilp"] if times["ilp"] and times["blocks"] else 0.0
+    row["blocks / ilp"] = (
+        times["blocks"] / times["ilp"] if times["ilp"] and times["blocks"] else 0.0
+    )
     row["layer programs"] = _layer_programs(name) if is_text else ""
     say(str(row))
     return row
@@ -92,7 +101,9 @@ def _row(name: str) -> dict[str, Any]:
 
 def _layer_programs(name: str) -> list[int]:
     workload = build(name, 8, overrides={"num_layers": 4})
-    problem = make_problem(capture(workload.train_step, workload.state, workload.batch), Cluster.preset("8xH100"))
+    problem = make_problem(
+        capture(workload.train_step, workload.state, workload.batch), Cluster.preset("8xH100")
+    )
     step = segment_step(problem, (8,))
     programs = []
     for kind in step.kinds[1:]:

@@ -1,8 +1,10 @@
-"""What this machine's cores do when eight virtual devices share them: the figures behind detected CPU clusters.
+"""What this machine's cores do when eight virtual devices share them: the figures behind detected
+CPU clusters.
 
-Every program runs on all eight devices at once, as a step does. Products and elementwise code are timed over several
-repetitions inside one program. Each kind of collective is timed at several sizes, along whole and half meshes, and its time
-fitted as `fixed + seconds per byte`, where the bytes are those that the package's formula counts.
+Every program runs on all eight devices at once, as a step does. Products and elementwise code are
+timed over several repetitions inside one program. Each kind of collective is timed at several
+sizes, along whole and half meshes, and its time fitted as `fixed + seconds per byte`, where the
+bytes are those that the package's formula counts.
 
     python benchmarks/calibrate_cpu.py [--quick]
 """
@@ -42,8 +44,8 @@ def main() -> int:
         question="Speeds of eight virtual devices that share a CPU",
         bar="none: these are the constants of detected CPU clusters",
         method=(
-            f"Lower quartile of {repeats} runs after two for warm-up, each of {CHAIN} dependent repetitions in one program on all "
-            "eight devices; totals over the devices."
+            f"Lower quartile of {repeats} runs after two for warm-up, each of {CHAIN} dependent"
+            " repetitions in one program on all eight devices; totals over the devices."
         ),
     )
     report.tables["Products, float32"] = [_product(shape, repeats) for shape in PRODUCTS]
@@ -55,8 +57,12 @@ def main() -> int:
     report.tables["Fits"] = [_fit(kind, n, rows) for kind in _KINDS for n in (8, 4, 2)]
     report.summary = {
         "cores": len(os.sched_getaffinity(0)),
-        "products GFLOP/s, all devices": [row["GFLOP/s"] for row in report.tables["Products, float32"]],
-        "elementwise GB/s, all devices": [row["GB/s"] for row in report.tables["Elementwise, float32"]],
+        "products GFLOP/s, all devices": [
+            row["GFLOP/s"] for row in report.tables["Products, float32"]
+        ],
+        "elementwise GB/s, all devices": [
+            row["GB/s"] for row in report.tables["Elementwise, float32"]
+        ],
     }
     return report.finish(chosen, met=None)
 
@@ -71,7 +77,9 @@ def _seconds(run: Callable[..., Any], array: Any, repeats: int) -> float:
     return float(np.quantile(times, 0.25)) / CHAIN
 
 
-def _everywhere(body: Callable[[Any], Any], mesh: Mesh, shape: tuple[int, ...]) -> tuple[Callable[..., Any], Any]:
+def _everywhere(
+    body: Callable[[Any], Any], mesh: Mesh, shape: tuple[int, ...]
+) -> tuple[Callable[..., Any], Any]:
     """A program that applies `body` repeatedly to each device's own array, with that array."""
     lead = P(tuple(mesh.axis_names))
 
@@ -91,7 +99,10 @@ def _mesh(group: int) -> Mesh:
 
 def _product(shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
     rows, inner, columns = shape
-    weights = jnp.full((inner, columns), 1e-3, jnp.float32), jnp.full((columns, inner), 1e-3, jnp.float32)
+    weights = (
+        jnp.full((inner, columns), 1e-3, jnp.float32),
+        jnp.full((columns, inner), 1e-3, jnp.float32),
+    )
 
     def there_and_back(x: Any) -> Any:
         return (x @ weights[0]) @ weights[1]
@@ -105,7 +116,11 @@ def _product(shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
 def _elementwise(kib: int, repeats: int) -> dict[str, Any]:
     run, array = _everywhere(lambda x: x * 1.5 + 0.25, _mesh(8), (kib * 256,))
     seconds = _seconds(run, array, repeats)
-    return {"KiB on each": kib, "us": seconds * 1e6, "GB/s": 2 * DEVICES * kib * 1024 / seconds / 1e9}
+    return {
+        "KiB on each": kib,
+        "us": seconds * 1e6,
+        "GB/s": 2 * DEVICES * kib * 1024 / seconds / 1e9,
+    }
 
 
 def _all_to_all(x: Any) -> Any:
@@ -132,7 +147,9 @@ def _collective(kind: str, group: int, kib: int, repeats: int) -> dict[str, Any]
 
 
 def _amid_work(kind: str, group: int, repeats: int) -> dict[str, Any]:
-    """A small collective between products, where devices do not arrive at the same time, less the products alone."""
+    """A small collective between products, where devices do not arrive at the same time, less the
+    products alone.
+    """
     weights = jnp.full((256, 256), 1e-3, jnp.float32)
 
     def alone(x: Any) -> Any:
@@ -146,7 +163,13 @@ def _amid_work(kind: str, group: int, repeats: int) -> dict[str, Any]:
     for body in (among, alone):
         run, array = _everywhere(body, _mesh(group), (128, 256))
         times.append(_seconds(run, array, 4 * repeats))
-    return {"kind": kind, "group": group, "KiB": 8, "us": (times[0] - times[1]) * 1e6, "products us": times[1] * 1e6}
+    return {
+        "kind": kind,
+        "group": group,
+        "KiB": 8,
+        "us": (times[0] - times[1]) * 1e6,
+        "products us": times[1] * 1e6,
+    }
 
 
 def _factor(kind: str, n: int) -> float:
@@ -168,7 +191,12 @@ def _fit(kind: str, group: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     # Relative errors count, or the largest size alone would decide.
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     (fixed, per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)
-    return {"kind": kind, "group": group, "fixed us": fixed * 1e6, "GB/s on each device": 1e-9 / per_byte}
+    return {
+        "kind": kind,
+        "group": group,
+        "fixed us": fixed * 1e6,
+        "GB/s on each device": 1e-9 / per_byte,
+    }
 
 
 if __name__ == "__main__":

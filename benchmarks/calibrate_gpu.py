@@ -1,8 +1,10 @@
-"""What V100s reach in products, elementwise code and collectives, fitted to published measurements of single operators.
+"""What V100s reach in products, elementwise code and collectives, fitted to published measurements
+of single operators.
 
-The measurements are those of the Aceso artifact (EuroSys 2024, MIT): operators of GPTs from 350 million to 13 billion
-parameters in float16, 1 to 8 samples of 2048 tokens, on 1 to 8 V100s of one host. Operators below 100 us are left out, as
-there the framework that measured them shows; the others count by the time they take. Whole training steps take no part.
+The measurements are those of the Aceso artifact (EuroSys 2024, MIT): operators of GPTs from 350
+million to 13 billion parameters in float16, 1 to 8 samples of 2048 tokens, on 1 to 8 V100s of one
+host. Operators below 100 us are left out, as there the framework that measured them shows; the
+others count by the time they take. Whole training steps take no part.
 
     python benchmarks/calibrate_gpu.py FOLDER [--quick]
 
@@ -29,17 +31,26 @@ from aliquot.cluster._presets import wire
 
 DEVICE = DEVICES["V100-32GB"]
 SEQUENCE, LEAST_S, LEAST_BYTES = 2048, 100e-6, 64 * 2**20
-MODELS = {"350M": (1024, 16), "1_3B": (2048, 32), "2_6B": (2560, 32), "6_7B": (4096, 32), "13B": (5120, 40)}
+MODELS = {
+    "350M": (1024, 16),
+    "1_3B": (2048, 32),
+    "2_6B": (2560, 32),
+    "6_7B": (4096, 32),
+    "13B": (5120, 40),
+}
 PROCESSORS = 80  # streaming multiprocessors: NVIDIA V100 data sheet
 TILES = (64, 128, 192, 256)
-# In these files two GPUs share two links (42 GB/s from one to the other, `p2p_intra_node.csv`); four and eight form the
-# rings of a hybrid cube mesh. Two devices of our preset have one link, so this pair counts double.
+# In these files two GPUs share two links (42 GB/s from one to the other, `p2p_intra_node.csv`);
+# four and eight form the rings of a hybrid cube mesh. Two devices of our preset have one link, so
+# this pair counts double.
 DOUBLE_PAIR = {2: 2.0, 4: 1.0, 8: 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Products `(batch, rows, columns, depth)` that were timed together. `transposed` is the slowest memory layout."""
+    """Products `(batch, rows, columns, depth)` that were timed together. `transposed` is the
+    slowest memory layout.
+    """
 
     operator: str
     products: tuple[tuple[int, int, int, int], ...]
@@ -62,10 +73,13 @@ def main() -> int:
     errors = np.abs(np.expm1(_residuals(fits[tile].x, timed, tile)))
     efficiency, depth, traffic, _, slower = fits[tile].x
     bandwidth = np.median([_gelu_bytes_per_s(chosen.folder)])
-    shares = {kind: _collective_shares(chosen.folder, kind) for kind in ("all-reduce", "all-to-all")}
+    shares = {
+        kind: _collective_shares(chosen.folder, kind) for kind in ("all-reduce", "all-to-all")
+    }
     by_size = [[n, round(share, 3)] for n, share in shares["all-reduce"].items()]
-    # With recomputation a weight is multiplied four times: forward twice, and for the gradients of both operands. Each of
-    # the three has a memory layout of its own, and in row-major programs the slowest is one of the gradients.
+    # With recomputation a weight is multiplied four times: forward twice, and for the gradients of
+    # both operands. Each of the three has a memory layout of its own, and in row-major programs the
+    # slowest is one of the gradients.
     figures: dict[str, tuple[Any, str]] = {
         "matmul_efficiency": (
             4 * efficiency / (3 + slower),
@@ -74,7 +88,10 @@ def main() -> int:
         "product_tile": (tile, f"the best fit of {', '.join(map(str, TILES))}"),
         "product_processors": (PROCESSORS, "streaming multiprocessors, NVIDIA V100 data sheet"),
         "product_depth": (depth, "fitted with matmul_efficiency"),
-        "product_traffic": (traffic * DEVICE.memory_bandwidth_bytes_per_s / bandwidth, "fitted with matmul_efficiency"),
+        "product_traffic": (
+            traffic * DEVICE.memory_bandwidth_bytes_per_s / bandwidth,
+            "fitted with matmul_efficiency",
+        ),
         "bandwidth_efficiency": (
             bandwidth / DEVICE.memory_bandwidth_bytes_per_s,
             "a bias and a GELU in one kernel, reading and writing at least 64 MiB, median",
@@ -83,7 +100,10 @@ def main() -> int:
             float(np.median(list(shares["all-reduce"].values()))),
             "as collective_shares, median; NCCL itself counts 20 of 25 GB/s per link",
         ),
-        "collective_shares": (by_size, "slope of time over bytes in all-reduces among 2, 4 and 8 GPUs"),
+        "collective_shares": (
+            by_size,
+            "slope of time over bytes in all-reduces among 2, 4 and 8 GPUs",
+        ),
         "all_to_all_efficiency": (
             float(np.median(list(shares["all-to-all"].values()))),
             "slope of time over bytes in all-to-alls among 2, 4 and 8 GPUs, median",
@@ -91,11 +111,15 @@ def main() -> int:
     }
     report.summary = {name: _rounded(value) for name, (value, _) in figures.items()} | {
         "products": len(timed),
-        "error of products, median and 90 %": (float(np.median(errors)), float(np.quantile(errors, 0.9))),
+        "error of products, median and 90 %": (
+            float(np.median(errors)),
+            float(np.quantile(errors, 0.9)),
+        ),
         "slowest layout over the others": float(slower),
     }
     report.tables["Collectives, share of the rings' nominal bandwidth by group size"] = [
-        {"kind": kind, **{str(n): share for n, share in by_size.items()}} for kind, by_size in shares.items()
+        {"kind": kind, **{str(n): share for n, share in by_size.items()}}
+        for kind, by_size in shares.items()
     ]
     report.tables["Products, predicted over measured"] = _by_operator(timed, fits[tile].x, tile)
     if not chosen.quick:
@@ -119,12 +143,21 @@ def _products(folder: Path) -> Iterator[Timed]:
             shapes["enc-MLP-GEMM-2"] = (1, tokens, hidden, 4 * hidden)
         for name, (b, m, n, k) in shapes.items():
             weight = b == 1
-            forward, backward = (float(rows[name][f"{way}-compute"]) * 1e-6 for way in ("forward", "backward"))
+            forward, backward = (
+                float(rows[name][f"{way}-compute"]) * 1e-6 for way in ("forward", "backward")
+            )
             if forward >= LEAST_S:
-                yield Timed(operator=f"{name}, forward", products=((b, m, n, k),), seconds=forward, transposed=weight)
+                yield Timed(
+                    operator=f"{name}, forward",
+                    products=((b, m, n, k),),
+                    seconds=forward,
+                    transposed=weight,
+                )
             if backward >= 2 * LEAST_S and (not weight or ways == 1):
                 both = ((b, m, k, n), (b, k, n, m))
-                yield Timed(operator=f"{name}, backward", products=both, seconds=backward, transposed=False)
+                yield Timed(
+                    operator=f"{name}, backward", products=both, seconds=backward, transposed=False
+                )
 
 
 def _operator_files(folder: Path) -> Iterator[tuple[str, int, int, dict[str, dict[str, str]]]]:
@@ -147,7 +180,10 @@ def _seconds(product: tuple[int, int, int, int], values: Any, tile: int, slower:
 
 
 def _residuals(values: Any, timed: list[Timed], tile: int) -> Any:
-    found = [sum(_seconds(p, values[:4], tile, values[4] if t.transposed else 1.0) for p in t.products) for t in timed]
+    found = [
+        sum(_seconds(p, values[:4], tile, values[4] if t.transposed else 1.0) for p in t.products)
+        for t in timed
+    ]
     return np.log(np.array(found) / [t.seconds for t in timed])
 
 
@@ -194,7 +230,11 @@ def _collective_shares(folder: Path, kind: str) -> dict[int, float]:
     shares = {}
     for n, double in DOUBLE_PAIR.items():
         link = LogicalMesh(shape=(8 // n, n), cluster=wire("host", DEVICE.name, 1, 8)).link(("y",))
-        nominal = link.bandwidth_bytes_per_s if kind == "all-reduce" else link.all_to_all_bandwidth_bytes_per_s
+        nominal = (
+            link.bandwidth_bytes_per_s
+            if kind == "all-reduce"
+            else link.all_to_all_bandwidth_bytes_per_s
+        )
         sent = (2 if kind == "all-reduce" else 1) * (n - 1) / n
         timed = []
         for path in sorted(folder.glob(f"prim_gpt_*_{kind.replace('-', '_')}_{n}gpus.csv")):
@@ -215,9 +255,17 @@ def _rounded(value: Any) -> Any:
 
 
 def _toml(figures: dict[str, tuple[Any, str]]) -> str:
-    origin = "Aceso artifact (EuroSys 2024), operators and collectives of GPTs in float16 on V100-32GB"
+    origin = (
+        "Aceso artifact (EuroSys 2024), operators and collectives of GPTs in float16 on V100-32GB"
+    )
     lines = [f"# Written by benchmarks/calibrate_gpu.py from the measurements of the {origin}."]
-    Products(**{name.removeprefix("product_"): v for name, (v, _) in figures.items() if name.startswith("product_")})
+    Products(
+        **{
+            name.removeprefix("product_"): v
+            for name, (v, _) in figures.items()
+            if name.startswith("product_")
+        }
+    )
     for name, (value, how) in figures.items():
         shown = _rounded(value)
         origin_of = how if "data sheet" in how else f"{how}; {origin}"

@@ -1,10 +1,12 @@
-"""What whole steps cost on eight virtual devices that share a CPU, fitted to what the judge counts in them.
+"""What whole steps cost on eight virtual devices that share a CPU, fitted to what the judge counts
+in them.
 
-Operators timed alone find their arrays in caches and their peers waiting at every collective; in a step they do not. So
-whole steps of a GPT and a Llama are timed under many plans, and their times fitted, without negative terms and in relative
-errors, as seconds per FLOP of products, per byte of memory traffic, per byte that rings pass on in each kind of collective,
-per byte of all-to-alls and per collective. A product counts by its FLOP or by its bytes, whichever the judge finds longer.
-The fits on one family are also judged on the other.
+Operators timed alone find their arrays in caches and their peers waiting at every collective; in a
+step they do not. So whole steps of a GPT and a Llama are timed under many plans, and their times
+fitted, without negative terms and in relative errors, as seconds per FLOP of products, per byte of
+memory traffic, per byte that rings pass on in each kind of collective, per byte of all-to-alls and
+per collective. A product counts by its FLOP or by its bytes, whichever the judge finds longer. The
+fits on one family are also judged on the other.
 
     python benchmarks/calibrate_steps.py [--quick] [--rounds 8]
 """
@@ -50,9 +52,18 @@ from aliquot.planners import (  # noqa: E402
 
 # Other sizes than those of any comparison.
 SIZES: dict[str, tuple[int, dict[str, int]]] = {
-    "many tokens": (32, {"hidden_size": 192, "num_heads": 8, "ffn_size": 768, "vocab_size": 512, "seq_len": 64}),
-    "even": (8, {"hidden_size": 384, "num_heads": 8, "ffn_size": 1536, "vocab_size": 1536, "seq_len": 64}),
-    "wide": (8, {"hidden_size": 640, "num_heads": 8, "ffn_size": 2560, "vocab_size": 1024, "seq_len": 16}),
+    "many tokens": (
+        32,
+        {"hidden_size": 192, "num_heads": 8, "ffn_size": 768, "vocab_size": 512, "seq_len": 64},
+    ),
+    "even": (
+        8,
+        {"hidden_size": 384, "num_heads": 8, "ffn_size": 1536, "vocab_size": 1536, "seq_len": 64},
+    ),
+    "wide": (
+        8,
+        {"hidden_size": 640, "num_heads": 8, "ffn_size": 2560, "vocab_size": 1024, "seq_len": 16},
+    ),
 }
 TERMS = (
     "FLOP of products",
@@ -88,11 +99,14 @@ def main() -> int:
         question="Speeds of eight virtual devices that share a CPU, in whole steps",
         bar="none: these are the constants of detected CPU clusters",
         method=(
-            f"Two layers, {sizes} (sequences, sizes), float32, blocks recomputed, AdamW; median of {chosen.rounds} interleaved samples "
-            f"of {STEPS} steps. Counts are those of the judge on each device; rings count an all-reduce twice."
+            f"Two layers, {sizes} (sequences, sizes), float32, blocks recomputed, AdamW; median of"
+            f" {chosen.rounds} interleaved samples of {STEPS} steps. Counts are those of the judge"
+            " on each device; rings count an all-reduce twice."
         ),
     )
-    rows = [row for family in ("gpt", "llama") for size in sizes for row in _timed(family, size, chosen)]
+    rows = [
+        row for family in ("gpt", "llama") for size in sizes for row in _timed(family, size, chosen)
+    ]
     both = _fit(rows)
     report.tables["Fits, seconds per thousand million"] = [
         {
@@ -115,9 +129,13 @@ def main() -> int:
         for r in rows
     ]
     report.summary = {
-        "per device": {t: f"{1e-9 / s:.3g} G/s" if s else "free" for t, s in zip(TERMS, both, strict=True)},
+        "per device": {
+            t: f"{1e-9 / s:.3g} G/s" if s else "free" for t, s in zip(TERMS, both, strict=True)
+        },
         "median error of the fit": _error(rows, both),
-        "median error of today's constants": float(np.median([abs(r.predicted_s / r.measured_s - 1) for r in rows])),
+        "median error of today's constants": float(
+            np.median([abs(r.predicted_s / r.measured_s - 1) for r in rows])
+        ),
     }
     return report.finish(chosen, met=None)
 
@@ -125,12 +143,16 @@ def main() -> int:
 def _timed(family: str, size: str, chosen: Any) -> list[Timed]:
     """Every method's plan for one model, compiled and timed in turns."""
     global_batch, sizes = SIZES[size]
-    work = zoo.build(zoo.configure(BASE[family], num_layers=2, **sizes), global_batch, dtype="float32")
+    work = zoo.build(
+        zoo.configure(BASE[family], num_layers=2, **sizes), global_batch, dtype="float32"
+    )
     assert isinstance(work.config, zoo.ModelConfig)
     cluster = aq.Cluster.detect()
     graph = aq.capture(work.train_step, work.state, work.batch)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, work.config.vocab_size, (global_batch, work.config.seq_len + 1)).astype(np.int32)
+    tokens = rng.integers(
+        0, work.config.vocab_size, (global_batch, work.config.seq_len + 1)
+    ).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     steps, states, rows = [], [], []
     for name, method in _methods(work).items():
@@ -138,7 +160,9 @@ def _timed(family: str, size: str, chosen: Any) -> list[Timed]:
         step = aq.parallelize(work.train_step, plan)
         steps.append(step)
         states.append(step.init(work.init, jax.random.key(0)))
-        rows.append((name, _counts(plan, make_problem(graph, cluster)), plan.prediction.step_time_s))
+        rows.append(
+            (name, _counts(plan, make_problem(graph, cluster)), plan.prediction.step_time_s)
+        )
     seconds: list[list[float]] = [[] for _ in steps]
     for round_ in range(chosen.rounds + 1):
         for k in rng.permutation(len(steps)):
@@ -150,21 +174,36 @@ def _timed(family: str, size: str, chosen: Any) -> list[Timed]:
                 seconds[k].append((time.perf_counter() - start) / STEPS)
     say(
         f"{family}, {size}: "
-        + ", ".join(f"{r[0]} {np.median(s) * 1e3:.0f} ms" for r, s in zip(rows, seconds, strict=True))
+        + ", ".join(
+            f"{r[0]} {np.median(s) * 1e3:.0f} ms" for r, s in zip(rows, seconds, strict=True)
+        )
     )
     return [
-        Timed(family=family, size=size, method=name, counts=counts, predicted_s=p, measured_s=float(np.median(s)))
+        Timed(
+            family=family,
+            size=size,
+            method=name,
+            counts=counts,
+            predicted_s=p,
+            measured_s=float(np.median(s)),
+        )
         for (name, counts, p), s in zip(rows, seconds, strict=True)
     ]
 
 
 def _methods(work: Any) -> dict[str, AbstractMethod]:
-    found: dict[str, AbstractMethod] = {"dp": DataParallel(), "zero2": Zero2Parallel(), "zero3": Zero3Parallel()}
+    found: dict[str, AbstractMethod] = {
+        "dp": DataParallel(),
+        "zero2": Zero2Parallel(),
+        "zero3": Zero3Parallel(),
+    }
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(work.state)[0]]
     layers = {str(getattr(path[-2], "key", "")) for path in paths if len(path) > 1} | {"embed"}
     for shape in ((8,), (4, 2), (2, 4)):
         specs = megatron(shape, scan=False).specs
-        kept = {p: s for p, s in specs.items() if p.startswith("batch") or p.split(".")[-2] in layers}
+        kept = {
+            p: s for p, s in specs.items() if p.startswith("batch") or p.split(".")[-2] in layers
+        }
         name = "x".join(map(str, shape))
         found[f"megatron {name}"] = ManualParallel(specs=kept, mesh_shape=shape)
         # The same without ZeRO-1, to which the method above is free.
@@ -188,7 +227,11 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
         choice = table.choices[pick : pick + 1]
         for work in node_work:
             updates = work.phase is Phase.UPDATE
-            own_flops = work.flops / float(shards(choice, work.split_by, mesh.shape)[0]) if work.flops else 0.0
+            own_flops = (
+                work.flops / float(shards(choice, work.split_by, mesh.shape)[0])
+                if work.flops
+                else 0.0
+            )
             own_bytes = sum(b / float(shards(choice, by, mesh.shape)[0]) for b, by in work.arrays)
             if work.flops and own_flops / target.product_flops_per_s(
                 device, work.dtype
@@ -201,7 +244,9 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
         n = int(np.prod([axis_sizes[a] for a in use.axes]))
         collectives += use.count
         # What the judge adds to a collective's own time is copies around it.
-        latency_s, per_byte_s = collective_line(use.kind, [stage.axis_names.index(a) for a in use.axes], mesh, target)
+        latency_s, per_byte_s = collective_line(
+            use.kind, [stage.axis_names.index(a) for a in use.axes], mesh, target
+        )
         whole = use.num_bytes * (n if use.kind == "reduce-scatter" else 1)
         entering = whole / n if use.kind == "all-gather" else whole
         copies_s = max(0.0, use.seconds - use.count * latency_s - entering * per_byte_s)
@@ -232,7 +277,14 @@ def _fits(rows: list[Timed], both: Any) -> list[tuple[str, Any, float, Any]]:
     fits = {family: _fit(half) for family, half in halves.items()}
     found: list[tuple[str, Any, float, Any]] = [("both", both, _error(rows, both), "")]
     for family, other in (("gpt", "llama"), ("llama", "gpt")):
-        found.append((family, fits[family], _error(halves[family], fits[family]), _error(halves[other], fits[family])))
+        found.append(
+            (
+                family,
+                fits[family],
+                _error(halves[family], fits[family]),
+                _error(halves[other], fits[family]),
+            )
+        )
     return found
 
 

@@ -1,10 +1,12 @@
-"""Are predicted collectives those of the compiled program?
+r"""Are predicted collectives those of the compiled program?
 
-Plans a small GPT and Llama, written out and as a loop over layers, by every method on meshes of eight virtual CPU devices
-in float32, compiles each plan, and compares the bytes that collectives leave on each device, in all and by kind. Collectives
-that no prediction explains are listed with the operator that the compiler names.
+Plans a small GPT and Llama, written out and as a loop over layers, by every method on meshes of
+eight virtual CPU devices in float32, compiles each plan, and compares the bytes that collectives
+leave on each device, in all and by kind. Collectives that no prediction explains are listed with
+the operator that the compiler names.
 
-    python benchmarks/collectives.py [--quick] [--models gpt,llama] [--sizes "many tokens,wide"] [--meshes 8,4x2,2x4,2x2x2]
+    python benchmarks/collectives.py [--quick] [--models gpt,llama] [--sizes "many tokens,wide"] \
+        [--meshes 8,4x2,2x4,2x2x2]
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ def main() -> int:
         question="Predicted against compiled collectives",
         bar="median relative error of bytes at most 5 % over models, methods and meshes",
         method=(
-            "Bytes that the collectives of one step leave on each device, in MiB: predicted by the plan, and counted in the "
-            "compiled program (loops by their trips). Compiling is deterministic: one run each. A collective is unplanned "
-            "if no predicted one of its kind and size is left for it and its kind moves more than predicted."
+            "Bytes that the collectives of one step leave on each device, in MiB: predicted by the"
+            " plan, and counted in the compiled program (loops by their trips). Compiling is"
+            " deterministic: one run each. A collective is unplanned if no predicted one of its"
+            " kind and size is left for it and its kind moves more than predicted."
         ),
     )
     meshes = [tuple(map(int, m.split("x"))) for m in chosen.meshes.split(",")]
@@ -42,14 +45,24 @@ def main() -> int:
             for scan in (False, True):
                 work = small(family, size=size, scan=scan)
                 for name, method in methods(family, scan=scan, meshes=meshes):
-                    if chosen.only not in name or chosen.quick and name not in ("dp", "zero3", "shard 4x2"):
+                    if (
+                        chosen.only not in name
+                        or chosen.quick
+                        and name not in ("dp", "zero3", "shard 4x2")
+                    ):
                         continue
-                    title = {"model": family, "form": "scan" if scan else "unrolled", "size": size, "method": name}
+                    title = {
+                        "model": family,
+                        "form": "scan" if scan else "unrolled",
+                        "size": size,
+                        "method": name,
+                    }
                     row, extra = _compare(work, method, title)
                     rows.append(row)
                     unplanned += extra
                     say(
-                        f"{family} {title['form']} {size} {name}: {row['predicted']:.2f} {row['compiled']:.2f} {row['error']:.1%}"
+                        f"{family} {title['form']} {size} {name}: {row['predicted']:.2f}"
+                        f" {row['compiled']:.2f} {row['error']:.1%}"
                     )
     report.summary = _summary(rows)
     report.tables = {"Plans": [_shown(r) for r in rows], "Unplanned collectives": unplanned}
@@ -58,12 +71,16 @@ def main() -> int:
 
 def _more(parser: Any) -> None:
     parser.add_argument("--models", default="gpt,llama")
-    parser.add_argument("--only", default="", help="only methods whose name contains this; writes no result file")
+    parser.add_argument(
+        "--only", default="", help="only methods whose name contains this; writes no result file"
+    )
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--meshes", default="8,4x2,2x4,2x2x2")
 
 
-def _compare(work: Any, method: Any, title: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _compare(
+    work: Any, method: Any, title: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     plan = plan_of(work, method)
     step = step_of(work, plan)
     found = collectives(step.as_text())
@@ -78,7 +95,9 @@ def _compare(work: Any, method: Any, title: dict[str, Any]) -> tuple[dict[str, A
         "predicted": sum(predicted.values()) / mib,
         "compiled": sum(compiled.values()) / mib,
         "error": _error(sum(predicted.values()), sum(compiled.values())),
-        "by kind": {k: (predicted[k] / mib, compiled[k] / mib) for k in KINDS if predicted[k] or compiled[k]},
+        "by kind": {
+            k: (predicted[k] / mib, compiled[k] / mib) for k in KINDS if predicted[k] or compiled[k]
+        },
         "runtime's count": sum(c.num_bytes for c in step.stats().collectives) / mib,
     }
     # Predictions of one operator are added up, so sizes alone say nothing where the sum is right.

@@ -1,8 +1,9 @@
-"""Are the collectives that a plan expects those that the compiler leaves, for GPUs that are not there?
+"""Are the collectives that a plan expects those that the compiler leaves, for GPUs that are not
+there?
 
-Reads the plans and the compiled programs that `memory_deviceless.py --plans FOLDER --dumps FOLDER` kept, so that one
-compilation answers both questions. Bytes are compared for each kind along each set of mesh axes; what no predicted
-collective explains is listed with the operator that causes it.
+Reads the plans and the compiled programs that `memory_deviceless.py --plans FOLDER --dumps FOLDER`
+kept, so that one compilation answers both questions. Bytes are compared for each kind along each
+set of mesh axes; what no predicted collective explains is listed with the operator that causes it.
 
     python benchmarks/collectives_deviceless.py PLANS DUMPS [--quick]
 """
@@ -27,10 +28,14 @@ def main() -> int:
     report = Report(
         name="collectives_deviceless",
         question="Predicted against compiled collectives on GPUs",
-        bar="bytes per kind and axes: median error at most 3 %; unintended collectives at most 1 % of the bytes moved",
+        bar=(
+            "bytes per kind and axes: median error at most 3 %; unintended collectives at most 1 %"
+            " of the bytes moved"
+        ),
         method=(
-            "Programs as compiled for 8 GPUs, loops counted by their trips; bytes are those of results on each device. A row is "
-            "one kind along one set of axes of one plan, where either side moves at least 1 % of the plan's bytes."
+            "Programs as compiled for 8 GPUs, loops counted by their trips; bytes are those of"
+            " results on each device. A row is one kind along one set of axes of one plan, where"
+            " either side moves at least 1 % of the plan's bytes."
         ),
     )
     cases = sorted(Path(chosen.dumps).glob("*/case.json"))
@@ -56,7 +61,10 @@ def main() -> int:
         sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
         strangers = unintended_collectives(predicted, compiled, paths, sizes)
         shares.append(sum(u.num_bytes for u in strangers) / total)
-        unplanned += [{"plan": name, "share of its bytes": u.num_bytes / total, "what": str(u)} for u in strangers]
+        unplanned += [
+            {"plan": name, "share of its bytes": u.num_bytes / total, "what": str(u)}
+            for u in strangers
+        ]
         say(f"{name}: {shares[-1]:.2%} unintended")
     errors = [abs(row["error"]) for row in rows]
     report.summary = {
@@ -79,7 +87,17 @@ def main() -> int:
     return report.finish(chosen, met=met)
 
 
-_FACTORS = ("family", "scan", "method", "mesh", "recompute", "micro_batches", "dtype", "size", "gpu")
+_FACTORS = (
+    "family",
+    "scan",
+    "method",
+    "mesh",
+    "recompute",
+    "micro_batches",
+    "dtype",
+    "size",
+    "gpu",
+)
 
 
 def _more(parser: Any) -> None:

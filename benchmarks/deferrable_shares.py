@@ -1,4 +1,5 @@
-"""Is the part of the backward pass that zero-bubble schedules put off priced as it is run, and what does it gain?
+"""Is the part of the backward pass that zero-bubble schedules put off priced as it is run, and what
+does it gain?
 
 For stages of GPT-350M with 8 layers the share of products in backward passes that planners price
 as deferrable, beside the share that the runtime's programs for weight gradients run. Then GPT-2.6B
@@ -20,7 +21,15 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.core import InfeasibleError
 from aliquot.graph import Graph, Phase, capture, items_of, split_scans
-from aliquot.sharding import Layout, Part, cut_graph, layer_step, plan_micro_batches, split_stages, stage_step
+from aliquot.sharding import (
+    Layout,
+    Part,
+    cut_graph,
+    layer_step,
+    plan_micro_batches,
+    split_stages,
+    stage_step,
+)
 
 TOLERANCE = 0.01
 LAYERS = 8
@@ -42,7 +51,9 @@ def product_flops(graph: Graph, ops: Iterable[int]) -> float:
 
 def shares(scan: bool, recompute: str, stages: int) -> list[dict[str, Any]]:
     """Deferrable shares of the products of each stage's backward pass, priced and run."""
-    work = zoo.build(zoo.configure("gpt-350m", num_layers=LAYERS), 8, scan=scan, recompute=recompute)
+    work = zoo.build(
+        zoo.configure("gpt-350m", num_layers=LAYERS), 8, scan=scan, recompute=recompute
+    )
     graph = capture(work.train_step, work.state, work.batch)
     if scan:
         graph = split_scans(graph, range(LAYERS + 1)).graph
@@ -56,7 +67,9 @@ def shares(scan: bool, recompute: str, stages: int) -> list[dict[str, Any]]:
         backward = [op.index for op in extract.graph.ops if op.phase is Phase.BACKWARD]
         deferrable = [op.index for op in extract.graph.ops if op.deferrable]
         run = {
-            program.part: product_flops(program.graph, {o for item in items_of(program.graph) for o in item.ops})
+            program.part: product_flops(
+                program.graph, {o for item in items_of(program.graph) for o in item.ops}
+            )
             for program in programs
             if program.stage == k
         }
@@ -66,7 +79,10 @@ def shares(scan: bool, recompute: str, stages: int) -> list[dict[str, Any]]:
                 "layers": "scanned" if scan else "written out",
                 "recompute": recompute,
                 "stage": f"{k + 1} of {stages}",
-                "priced": product_flops(extract.graph, deferrable) / product_flops(extract.graph, backward),
+                "priced": (
+                    product_flops(extract.graph, deferrable)
+                    / product_flops(extract.graph, backward)
+                ),
                 "run": weight / (weight + run.get(Part.BACKWARD_INPUT, 0.0)),
             }
         )
@@ -78,7 +94,9 @@ def gains(scan: bool, recompute: str) -> dict[str, Any]:
     work = zoo.build("gpt-2.6b", SEQUENCES, dtype="float16", scan=scan, recompute=recompute)
     seconds: dict[str, float] = {}
     for schedule in ("zero-bubble", "1f1b"):
-        method = aq.PipeshardParallel(num_stages=STAGES, num_micro_batches=MICRO_BATCHES, schedule=schedule)
+        method = aq.PipeshardParallel(
+            num_stages=STAGES, num_micro_batches=MICRO_BATCHES, schedule=schedule
+        )
         cluster = aq.Cluster.preset(CLUSTER)
         try:
             plan = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
@@ -91,7 +109,9 @@ def gains(scan: bool, recompute: str) -> dict[str, Any]:
         "layers": "scanned" if scan else "written out",
         "recompute": recompute,
         **{f"{name} s": value for name, value in seconds.items()},
-        "zero-bubble / 1f1b": seconds["zero-bubble"] / seconds["1f1b"] if seconds["1f1b"] < math.inf else None,
+        "zero-bubble / 1f1b": (
+            seconds["zero-bubble"] / seconds["1f1b"] if seconds["1f1b"] < math.inf else None
+        ),
     }
 
 
@@ -100,16 +120,24 @@ def main() -> int:
     chosen = options(__doc__)
     report = Report(
         name="deferrable_shares",
-        question="Is what zero-bubble schedules put off priced as it is run, and what does it gain?",
+        question=(
+            "Is what zero-bubble schedules put off priced as it is run, and what does it gain?"
+        ),
         bar=f"shares priced and run within {TOLERANCE} of each other, in every stage",
         method=(
-            f"Shares: of the operations of products in a stage's backward pass, GPT-350M with {LAYERS} layers. Gains: "
-            f"predicted step times of GPT-2.6B in float16 with {SEQUENCES} sequences in {MICRO_BATCHES} micro-batches and "
-            f"{STAGES} stages on {CLUSTER}, inf where no plan fits; nothing is run."
+            "Shares: of the operations of products in a stage's backward pass, GPT-350M with"
+            f" {LAYERS} layers. Gains: predicted step times of GPT-2.6B in float16 with {SEQUENCES}"
+            f" sequences in {MICRO_BATCHES} micro-batches and {STAGES} stages on {CLUSTER}, inf"
+            " where no plan fits; nothing is run."
         ),
     )
     kinds = list(itertools.product((False, True), ("none", "block")))
-    rows = [row for scan, recompute in kinds for stages in (2, 4) for row in shares(scan, recompute, stages)]
+    rows = [
+        row
+        for scan, recompute in kinds
+        for stages in (2, 4)
+        for row in shares(scan, recompute, stages)
+    ]
     worst = max(abs(row["priced"] - row["run"]) for row in rows)
     report.tables["Shares of backward passes that are put off"] = rows
     if not chosen.quick:

@@ -1,9 +1,10 @@
 """Is the integer program's plan the best of all combinations of choices?
 
-Plans random small training steps (chains of matrix products, batched products, lookups, reductions, reshapes and
-residuals with shared weights; forward alone, SGD, momentum) on random clusters and meshes of 2, 4 and 2x2 devices, with
-nothing folded, without a memory limit and with several; and tries all combinations of all choices for each. Writes the
-counts and the largest relative difference of step times into `results/`.
+Plans random small training steps (chains of matrix products, batched products, lookups, reductions,
+reshapes and residuals with shared weights; forward alone, SGD, momentum) on random clusters and
+meshes of 2, 4 and 2x2 devices, with nothing folded, without a memory limit and with several; and
+tries all combinations of all choices for each. Writes the counts and the largest relative
+difference of step times into `results/`.
 
     python benchmarks/ilp_brute_force.py [--problems 240] [--hardware NAME]
 """
@@ -29,11 +30,17 @@ _TOLERANCE = 1e-9
 
 
 def main() -> int:
-    """Run, write the result files, and say what they say; 1 if any plan misses the best combination."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run, write the result files, and say what they say; 1 if any plan misses the best
+    combination.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", type=int, default=240, help="how many problems to compare")
     parser.add_argument(
-        "--hardware", default=f"cpu-{os.cpu_count()}core", help="how the result file names this machine"
+        "--hardware",
+        default=f"cpu-{os.cpu_count()}core",
+        help="how the result file names this machine",
     )
     options = parser.parse_args()
     started = time.perf_counter()
@@ -43,7 +50,12 @@ def main() -> int:
         comparison = compare(seed, most=1_000_000)
         if comparison is not None:
             found.append(comparison)
-            print(f"\r{len(found)} of {options.problems} problems", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{len(found)} of {options.problems} problems",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         seed += 1
     print(file=sys.stderr)
     differences = [d for c in found for d in c.differences]
@@ -53,7 +65,10 @@ def main() -> int:
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("aliquot", "jax", "highspy", "numpy")},
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("aliquot", "jax", "highspy", "numpy")
+            },
         },
         "command": shlex.join(["python", "benchmarks/ilp_brute_force.py", *sys.argv[1:]]),
         "seconds": round(time.perf_counter() - started, 1),
@@ -77,7 +92,9 @@ def main() -> int:
         "by_step": Counter(c.text.split(":")[0] for c in found),
     }
     _write(result, options.hardware)
-    return int(result["unequal"] > 0 or result["infeasible_limits"] != result["infeasible_limits_refused"])
+    return int(
+        result["unequal"] > 0 or result["infeasible_limits"] != result["infeasible_limits_refused"]
+    )
 
 
 def _write(result: dict, hardware: str) -> None:

@@ -1,8 +1,9 @@
 """Are StageDP's stages the best of all ways to cut a chain, and how long does it look for them?
 
-Cuts random small chains (1 to 4 devices in 1 to 3 hosts, up to 7 units and 4 options, some of which cannot run some units;
-1 to 16 micro-batches; transfers that overlap or not) under each schedule, without a memory limit, with two that exclude
-some cuts and with one that excludes all, and prices all cuts one by one. Then times chains of realistic sizes.
+Cuts random small chains (1 to 4 devices in 1 to 3 hosts, up to 7 units and 4 options, some of which
+cannot run some units; 1 to 16 micro-batches; transfers that overlap or not) under each schedule,
+without a memory limit, with two that exclude some cuts and with one that excludes all, and prices
+all cuts one by one. Then times chains of realistic sizes.
 
     python benchmarks/inter_brute_force.py [--chains 250] [--quick] [--hardware NAME]
 """
@@ -33,23 +34,31 @@ _REPETITIONS = 3
 def main() -> int:
     """Run, and write what came out; 1 if any answer misses the best cut."""
     chosen = options(
-        __doc__, lambda parser: parser.add_argument("--chains", type=int, default=250, help="for each schedule")
+        __doc__,
+        lambda parser: parser.add_argument(
+            "--chains", type=int, default=250, help="for each schedule"
+        ),
     )
     count = 10 if chosen.quick else chosen.chains
     report = Report(
         name="inter_brute_force",
         question="Are StageDP's stages the best of all ways to cut a chain?",
-        bar=f"relative difference of step times (closed form) at most {_TOLERANCE:g} everywhere, no bound above the best",
+        bar=(
+            f"relative difference of step times (closed form) at most {_TOLERANCE:g} everywhere, no"
+            " bound above the best"
+        ),
         method=(
-            f"{count} random chains for each schedule, up to four memory limits each, every cut priced by itself from the "
-            "definitions. Search times are processor seconds, the least of "
-            f"{_REPETITIONS} runs with default settings, simulations included."
+            f"{count} random chains for each schedule, up to four memory limits each, every cut"
+            " priced by itself from the definitions. Search times are processor seconds, the least"
+            f" of {_REPETITIONS} runs with default settings, simulations included."
         ),
     )
     wrong, worst = 0, 0.0
     for k, schedule in enumerate(training_schedules()):
         say(f"{schedule}: {count} chains")
-        found = [c for seed in range(10_000 * k, 10_000 * k + count) for c in compare(seed, schedule)]
+        found = [
+            c for seed in range(10_000 * k, 10_000 * k + count) for c in compare(seed, schedule)
+        ]
         wrong += sum(c.difference > _TOLERANCE or c.bound_exceeds for c in found)
         worst = max(worst, *(c.difference for c in found))
         report.tables.setdefault("Comparisons", []).append(
@@ -97,7 +106,12 @@ def _tight(chain: Chain) -> Chain:
 
 
 def _realistic(
-    num_units: int, num_hosts: int, devices_per_host: int, submeshes: list[tuple[int, int]], *, equal: bool
+    num_units: int,
+    num_hosts: int,
+    devices_per_host: int,
+    submeshes: list[tuple[int, int]],
+    *,
+    equal: bool,
 ) -> Chain:
     """Units of similar weight, four options on each submesh, half of which recompute."""
     rng = np.random.default_rng(0)
@@ -111,7 +125,12 @@ def _realistic(
     rows = 1 if equal else num_units
     shape = (num_units, len(choices))
     work = np.broadcast_to(rng.uniform(0.6, 1.4, (rows, 1)), shape)
-    forward = work * np.broadcast_to(rng.uniform(0.9, 1.2, (rows, len(choices))), shape) / devices**0.93 * 1e-2
+    forward = (
+        work
+        * np.broadcast_to(rng.uniform(0.9, 1.2, (rows, len(choices))), shape)
+        / devices**0.93
+        * 1e-2
+    )
     state = work * 4e9 / devices ** rng.uniform(0.5, 1, len(choices))
     return Chain(
         unit_names=tuple(f"layers[{k}]" for k in range(num_units)),

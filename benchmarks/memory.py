@@ -1,10 +1,11 @@
-"""Is predicted memory what the compiler takes?
+r"""Is predicted memory what the compiler takes?
 
-Plans a small GPT and Llama by every method, compiles each plan for eight virtual CPU devices, and compares what the plan says
-each device holds with the compiler's own account: state and batch with the sizes of the program's arguments, the rest with
-its temporaries.
+Plans a small GPT and Llama by every method, compiles each plan for eight virtual CPU devices, and
+compares what the plan says each device holds with the compiler's own account: state and batch with
+the sizes of the program's arguments, the rest with its temporaries.
 
-    python benchmarks/memory.py [--quick] [--models gpt,llama] [--sizes "many tokens,wide"] [--meshes 8,4x2,2x4]
+    python benchmarks/memory.py [--quick] [--models gpt,llama] [--sizes "many tokens,wide"] \
+        [--meshes 8,4x2,2x4]
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def main() -> int:
         question="Predicted against compiled memory",
         bar="state and batch bytes exact",
         method=(
-            "Bytes on each device. Arguments: state and batch, predicted by the plan and as the compiled program declares "
-            "them. Reused: what of them its outputs overwrite in place. Temporaries, in MiB: what the plan predicts at the "
-            "worst moment besides arguments, and the compiler's pool; without a bar, as the CPU's compiler drops the "
-            "barriers of recomputation. Compiling is deterministic: one run each."
+            "Bytes on each device. Arguments: state and batch, predicted by the plan and as the"
+            " compiled program declares them. Reused: what of them its outputs overwrite in place."
+            " Temporaries, in MiB: what the plan predicts at the worst moment besides arguments,"
+            " and the compiler's pool; without a bar, as the CPU's compiler drops the barriers of"
+            " recomputation. Compiling is deterministic: one run each."
         ),
     )
     meshes = [tuple(map(int, m.split("x"))) for m in chosen.meshes.split(",")]
@@ -42,9 +44,20 @@ def main() -> int:
             for scan in (False, True):
                 work = small(family, size=size, scan=scan)
                 for name, method in methods(family, scan=scan, meshes=meshes):
-                    if chosen.only not in name or chosen.quick and name not in ("dp", "zero3", "shard 4x2"):
+                    if (
+                        chosen.only not in name
+                        or chosen.quick
+                        and name not in ("dp", "zero3", "shard 4x2")
+                    ):
                         continue
-                    rows.append({"model": family, "form": "scan" if scan else "unrolled", "size": size, "method": name})
+                    rows.append(
+                        {
+                            "model": family,
+                            "form": "scan" if scan else "unrolled",
+                            "size": size,
+                            "method": name,
+                        }
+                    )
                     rows[-1] |= _compare(work, method)
                     say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
     differing = [r for r in rows if r["predicted arguments"] != r["compiled arguments"]]
@@ -52,7 +65,11 @@ def main() -> int:
     report.summary = {
         "plans": len(rows),
         "plans whose state and batch differ": len(differing),
-        "predicted over compiled temporaries, least, median, most": (ratios[0], ratios[len(ratios) // 2], ratios[-1]),
+        "predicted over compiled temporaries, least, median, most": (
+            ratios[0],
+            ratios[len(ratios) // 2],
+            ratios[-1],
+        ),
     }
     report.tables = {"Plans": rows}
     return report.finish(chosen, met=not differing)
@@ -60,7 +77,9 @@ def main() -> int:
 
 def _more(parser: Any) -> None:
     parser.add_argument("--models", default="gpt,llama")
-    parser.add_argument("--only", default="", help="only methods whose name contains this; writes no result file")
+    parser.add_argument(
+        "--only", default="", help="only methods whose name contains this; writes no result file"
+    )
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--meshes", default="8,4x2,2x4")
 

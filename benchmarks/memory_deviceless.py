@@ -1,14 +1,18 @@
-"""Is predicted peak memory what the compiler takes for GPUs, or TPUs, that are not there?
+r"""Is predicted peak memory what the compiler takes for GPUs, or TPUs, that are not there?
 
-Draws combinations of model, form, method, mesh, recomputation, micro-batches, number type, size and device so that every
-pair of choices occurs, plans each for eight devices, compiles the plan for that device without having one, and compares the
-peaks. A process of its own compiles each plan. What is fitted in `aliquot/cluster/_target.py` was fitted on the first half
-of the plans for GPUs alone. For TPUs nothing is fitted, but two draws of three were in sight while the model found its form.
+Draws combinations of model, form, method, mesh, recomputation, micro-batches, number type, size and
+device so that every pair of choices occurs, plans each for eight devices, compiles the plan for
+that device without having one, and compares the peaks. A process of its own compiles each plan.
+What is fitted in `aliquot/cluster/_target.py` was fitted on the first half of the plans for GPUs
+alone. For TPUs nothing is fitted, but two draws of three were in sight while the model found its
+form.
 
-Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`, or of `libtpu`, on `PYTHONPATH`.
+Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`, or of
+`libtpu`, on `PYTHONPATH`.
 
-    python benchmarks/memory_deviceless.py [--quick] [--count 80] [--journal compiled.jsonl] [--dumps FOLDER]
-    python benchmarks/memory_deviceless.py --tpus --count 12      (24 that were in sight, and 12 others)
+    python benchmarks/memory_deviceless.py [--quick] [--count 80] [--journal compiled.jsonl] \
+        [--dumps FOLDER]
+    python benchmarks/memory_deviceless.py --tpus --count 12  (24 that were in sight, and 12 others)
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 TPUS = ("v5e", "v5p")
 CLUSTERS = {"v5e": "v5e-8", "v5p": "v5p-16"}
 """What eight devices are called, where that is more than their number."""
-# Layers, width, heads, and the sequences and tokens of a batch: a batch of 4 micro-batches still splits over 8 GPUs.
+# Layers, width, heads, and the sequences and tokens of a batch: a batch of 4 micro-batches still
+# splits over 8 GPUs.
 SIZES = {
     "125m": (12, 768, 12, 32, 1024),
     "350m": (24, 1024, 16, 32, 512),
@@ -72,19 +77,23 @@ def main() -> int:
         name="memory_deviceless",
         question=f"Predicted against compiled peak memory on {'TPUs' if chosen.tpus else 'GPUs'}",
         bar=(
-            f"reported half: median error at most {_percent(limits[0])}, worst at most {_percent(limits[1])}, for each device"
+            f"reported half: median error at most {_percent(limits[0])}, worst at most"
+            f" {_percent(limits[1])}, for each device"
         ),
         method=(
-            "Peak bytes on each of 8 devices: the plan's prediction, and the compiler's report of the buffers it assigned "
-            "(arguments, temporaries, outputs that reuse nothing). Plans are made without a memory limit, so that they do not "
-            "depend on what is compared. Combinations are drawn with a seed so that every pair of choices that fits occurs, while "
-            "their number allows; "
+            "Peak bytes on each of 8 devices: the plan's prediction, and the compiler's report of"
+            " the buffers it assigned (arguments, temporaries, outputs that reuse nothing). Plans"
+            " are made without a memory limit, so that they do not depend on what is compared."
+            " Combinations are drawn with a seed so that every pair of choices that fits occurs,"
+            " while their number allows; "
             + (
-                "of three draws, two were in sight while the model found its form, and the last is reported; no figure was "
-                "fitted. One run each."
+                "of three draws, two were in sight while the model found its form, and the last is"
+                " reported; no figure was fitted. One run each."
                 if chosen.tpus
-                else "odd ones served to fit, even ones are reported; both were in sight while the model found its form. One "
-                "run each."
+                else (
+                    "odd ones served to fit, even ones are reported; both were in sight while the"
+                    " model found its form. One run each."
+                )
             )
         ),
     )
@@ -94,8 +103,13 @@ def main() -> int:
     cases = draw(chosen.count, FACTORS | {"gpu": devices})
     chosen_cases = list(zip(itertools.cycle(halves), cases, strict=False))[:most]
     if chosen.tpus:
-        draws = [cases, *(draw(chosen.count, FACTORS | {"gpu": devices}, seed=seed) for seed in (1, 2))]
-        chosen_cases = [(halves[index == 2], case) for index, some in enumerate(draws) for case in some[:most]]
+        draws = [
+            cases,
+            *(draw(chosen.count, FACTORS | {"gpu": devices}, seed=seed) for seed in (1, 2)),
+        ]
+        chosen_cases = [
+            (halves[index == 2], case) for index, some in enumerate(draws) for case in some[:most]
+        ]
     for half, case in chosen_cases:
         if chosen.known:
             rows.append({"half": half, **case, **_known(case, chosen.plans, journal)})
@@ -105,9 +119,15 @@ def main() -> int:
             say(" ".join(f"{k}={v}" for k, v in rows[-1].items()))
     met = []
     for gpu, half in itertools.product(devices, halves):
-        errors = sorted(abs(r["error"]) for r in rows if (r["gpu"], r["half"]) == (gpu, half) and "error" in r)
+        errors = sorted(
+            abs(r["error"]) for r in rows if (r["gpu"], r["half"]) == (gpu, half) and "error" in r
+        )
         if errors:
-            summary = {"plans": len(errors), "median": statistics.median(errors), "worst": errors[-1]}
+            summary = {
+                "plans": len(errors),
+                "median": statistics.median(errors),
+                "worst": errors[-1],
+            }
             report.summary[f"{gpu}, {half}"] = summary
             if half == "reported":
                 met.append(summary["median"] <= limits[0] and summary["worst"] <= limits[1])
@@ -120,13 +140,22 @@ def _more(parser: Any) -> None:
     parser.add_argument("--count", type=int, default=80, help="combinations to draw")
     parser.add_argument("--tpus", action="store_true", help="for TPUs instead of GPUs")
     parser.add_argument(
-        "--journal", default="", help="keep what was compiled here; the same plan is not compiled again"
+        "--journal",
+        default="",
+        help="keep what was compiled here; the same plan is not compiled again",
     )
     parser.add_argument("--dumps", default="", help="keep the compiler's reports here")
-    parser.add_argument("--plans", default="", help="keep plans here; what is planned here is not planned again")
-    parser.add_argument("--known", action="store_true", help="compile nothing that the journal does not hold")
     parser.add_argument(
-        "--half", default="", choices=("", "fitted", "seen", "reported"), help="only these combinations"
+        "--plans", default="", help="keep plans here; what is planned here is not planned again"
+    )
+    parser.add_argument(
+        "--known", action="store_true", help="compile nothing that the journal does not hold"
+    )
+    parser.add_argument(
+        "--half",
+        default="",
+        choices=("", "fitted", "seen", "reported"),
+        help="only these combinations",
     )
     parser.add_argument("--only", default="", help="any text: write no result file")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one combination")
@@ -138,9 +167,13 @@ def _percent(share: float) -> str:
 
 
 def draw(count: int, factors: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
-    """Combinations such that any two choices that fit stand in one of them, while `count` allows; in random order."""
+    """Combinations such that any two choices that fit stand in one of them, while `count` allows;
+    in random order.
+    """
     rng = random.Random(seed)
-    possible = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    possible = [
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
     possible = [case for case in possible if _state_fits(case)]
     missing = set().union(*map(_pairs, possible))
     found: list[dict[str, Any]] = []
@@ -159,7 +192,9 @@ def _pairs(case: dict[str, Any]) -> set[Any]:
 
 
 def _state_fits(case: dict[str, Any]) -> bool:
-    """Whether parameters, moments and gradients leave room: compilers change programs that exceed the memory."""
+    """Whether parameters, moments and gradients leave room: compilers change programs that exceed
+    the memory.
+    """
     layers, width, *_ = SIZES[case["size"]]
     parameters = 12 * layers * width**2 + 51200 * width
     bytes_each = {"dp": 16.0, "zero2": 4 + 8 / 8 + 4}.get(case["method"], 4.0)
@@ -169,18 +204,30 @@ def _state_fits(case: dict[str, Any]) -> bool:
 def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
     """Figures of one combination, from a process of its own.
 
-    It is ended once the compiler has reported its buffers: to make code of the program would take as long again.
+    It is ended once the compiler has reported its buffers: to make code of the program would take
+    as long again.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
         if not chosen.tpus:
             flags += " --xla_gpu_autotune_level=0"
-        command = [sys.executable, __file__, "--case", json.dumps(case), "--journal", chosen.journal]
+        command = [
+            sys.executable,
+            __file__,
+            "--case",
+            json.dumps(case),
+            "--journal",
+            chosen.journal,
+        ]
         command += ["--plans", getattr(chosen, "plans", "")]
         out = Path(folder) / "out"
         with out.open("w") as file, Path(folder, "err").open("w") as errors:
             child = subprocess.Popen(
-                command, stdout=file, stderr=errors, env=os.environ | {"ALIQUOT_DUMP": flags}, start_new_session=True
+                command,
+                stdout=file,
+                stderr=errors,
+                env=os.environ | {"ALIQUOT_DUMP": flags},
+                start_new_session=True,
             )
             started_s = time.perf_counter()
             report = None
@@ -199,7 +246,11 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
         if not found.pop("known"):
             if report is None:
                 late = time.perf_counter() - started_s > chosen.timeout
-                return {"outcome": f"not compiled in {chosen.timeout:.0f} s" if late else _last_error(folder)}
+                return {
+                    "outcome": (
+                        f"not compiled in {chosen.timeout:.0f} s" if late else _last_error(folder)
+                    )
+                }
             found["compiled MiB"] = report
             entry = {"case": case, "key": found["key"], "compiled MiB": report}
             entry["seconds"] = round(time.perf_counter() - started_s, 1)
@@ -210,7 +261,9 @@ def _in_process(case: dict[str, Any], chosen: Any) -> dict[str, Any]:
                 kept = Path(chosen.dumps) / found["key"]
                 kept.mkdir(parents=True, exist_ok=True)
                 for path in Path(folder).glob("*after_optimizations*.txt"):
-                    shutil.copy(path, kept / path.name.split("after_optimizations")[-1].lstrip("-."))
+                    shutil.copy(
+                        path, kept / path.name.split("after_optimizations")[-1].lstrip("-.")
+                    )
                 (kept / "case.json").write_text(json.dumps(found | case))
     return _compared(found)
 
@@ -246,8 +299,8 @@ def _compared(found: dict[str, Any]) -> dict[str, Any]:
 def _usage_report(folder: Path) -> float | None:
     """The peak that the compiler reports, in MiB, once it has gone on from there.
 
-    For TPUs it is what the compiler itself holds against a chip's memory, to the digits that it shows where it refuses a
-    program. The temporaries of `memory_analysis` are more than that.
+    For TPUs it is what the compiler itself holds against a chip's memory, to the digits that it
+    shows where it refuses a program. The temporaries of `memory_analysis` are more than that.
     """
     for path in folder.glob("*.cl_*.after_optimizations-memory-usage-report.txt"):
         if Path(str(path).replace("-memory-usage-report", "_after_buffer_assignment")).exists():
@@ -279,7 +332,9 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
     target = resolve_target(case["gpu"], Cluster.preset(_cluster(case)))
     needed = require_compiler(target)
     os.environ.update(needed)
-    os.environ["XLA_FLAGS"] = f"{needed.get('XLA_FLAGS', '')} {os.environ.get('ALIQUOT_DUMP', '')}".strip()
+    os.environ["XLA_FLAGS"] = (
+        f"{needed.get('XLA_FLAGS', '')} {os.environ.get('ALIQUOT_DUMP', '')}".strip()
+    )
     found, work, plan = predicted_now(case, plans)
     found["known"] = found["key"] in known
     if found["known"]:
@@ -301,7 +356,11 @@ def predicted_now(case: dict[str, Any], plans: str) -> tuple[dict[str, Any], Any
     work = _workload(case)
     plan = _planned(aq, case, work, plans)
     stage = plan.stages[0]
-    splits = [stage.mesh_shape, stage.data_axes, [[o.node, sorted(o.splits.items())] for o in stage.interior]]
+    splits = [
+        stage.mesh_shape,
+        stage.data_axes,
+        [[o.node, sorted(o.splits.items())] for o in stage.interior],
+    ]
     text = json.dumps(case, sort_keys=True) + json.dumps(splits)
     found = {
         "key": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -339,8 +398,12 @@ def _planned(aq: Any, case: dict[str, Any], work: Any, folder: str) -> Any:
     graph = aq.capture(work.train_step, work.state, work.batch)
     if case["micro_batches"] > 1:
         graph = plan_micro_batches(graph, case["micro_batches"]).part
-    problem = make_problem(graph, cluster, num_micro_batches=case["micro_batches"], memory_limit_bytes=_NO_LIMIT)
-    return msgspec.structs.replace(plan, prediction=estimate(PlannedStep.of_program(plan, graph, problem)))
+    problem = make_problem(
+        graph, cluster, num_micro_batches=case["micro_batches"], memory_limit_bytes=_NO_LIMIT
+    )
+    return msgspec.structs.replace(
+        plan, prediction=estimate(PlannedStep.of_program(plan, graph, problem))
+    )
 
 
 def _compile(work: Any, plan: Any, target: Any) -> None:
@@ -351,11 +414,16 @@ def _compile(work: Any, plan: Any, target: Any) -> None:
     topology = target.topology(8, 8 if target.kind == "gpu" else 4)
     if target.kind == "gpu":
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name="eight", topology=topology, target_config=target.description
+            platform="cuda",
+            topology_name="eight",
+            topology=topology,
+            target_config=target.description,
         )
     else:
         described = topologies.get_topology_desc(topology, "tpu")
-    aq.parallelize(work.train_step, plan, devices=described.devices).prepare(work.state, work.batch).lower().compile()
+    aq.parallelize(work.train_step, plan, devices=described.devices).prepare(
+        work.state, work.batch
+    ).lower().compile()
 
 
 def _workload(case: dict[str, Any]) -> Any:
@@ -363,8 +431,12 @@ def _workload(case: dict[str, Any]) -> Any:
 
     layers, width, heads, sequences, tokens = SIZES[case["size"]]
     base = {"gpt": "gpt-1.3b", "llama": "llama-7b"}[case["family"]]
-    config = zoo.configure(base, num_layers=layers, hidden_size=width, num_heads=heads, seq_len=tokens)
-    return zoo.build(config, sequences, dtype=case["dtype"], recompute=case["recompute"], scan=case["scan"])
+    config = zoo.configure(
+        base, num_layers=layers, hidden_size=width, num_heads=heads, seq_len=tokens
+    )
+    return zoo.build(
+        config, sequences, dtype=case["dtype"], recompute=case["recompute"], scan=case["scan"]
+    )
 
 
 def _method(case: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """How much time a pipeline takes beside its stages' programs, in one process.
 
-On a machine whose virtual devices share the cores, stages cannot overlap: a step should take as long as all its programs
-one after another. Both are measured in turn. The loop's own time is that of a step whose programs and transfers are replaced
-by functions that do nothing.
+On a machine whose virtual devices share the cores, stages cannot overlap: a step should take as
+long as all its programs one after another. Both are measured in turn. The loop's own time is that
+of a step whose programs and transfers are replaced by functions that do nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ CASES = [("1f1b", 2, 4), ("1f1b", 4, 8), ("zero-bubble", 2, 4), ("gpipe", 2, 4)]
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 512, "seq_len": 128}
 
 
-def build(schedule: str, num_stages: int, num_micro_batches: int, sizes: dict) -> tuple[Step, object, dict]:
+def build(
+    schedule: str, num_stages: int, num_micro_batches: int, sizes: dict
+) -> tuple[Step, object, dict]:
     """A GPT as a pipeline with one device for each stage, its state and a batch."""
-    work = zoo.build(zoo.configure("gpt-125m", **sizes), 4 * num_micro_batches, dtype="float32", recompute="none")
+    work = zoo.build(
+        zoo.configure("gpt-125m", **sizes), 4 * num_micro_batches, dtype="float32", recompute="none"
+    )
     graph = capture(work.train_step, work.state, work.batch)
     layers = cut_layers(graph)
-    staging = stage_layers(graph, layers, [round(k * len(layers) / num_stages) for k in range(num_stages)])
+    staging = stage_layers(
+        graph, layers, [round(k * len(layers) / num_stages) for k in range(num_stages)]
+    )
     pins = Pins(
         by_class={},
         op_class=[-1] * len(graph.ops),
@@ -56,15 +62,24 @@ def build(schedule: str, num_stages: int, num_micro_batches: int, sizes: dict) -
     ]
     tasks = make_schedule(schedule, num_stages, num_micro_batches, num_stages)
     splits = schedule_kind(schedule).splits_backward
-    cut = cut_pipeline(graph, staging, [1] * num_stages, num_micro_batches=num_micro_batches, split_backward=splits)
-    step = Step(graph.calling.fn, runner=PipelineRunner(graph, build_pipeline(graph, cut, setups, tasks)))
+    cut = cut_pipeline(
+        graph, staging, [1] * num_stages, num_micro_batches=num_micro_batches, split_backward=splits
+    )
+    step = Step(
+        graph.calling.fn, runner=PipelineRunner(graph, build_pipeline(graph, cut, setups, tasks))
+    )
     random = np.random.default_rng(0)
-    batch = {k: random.integers(0, sizes["vocab_size"], x.shape).astype(x.dtype) for k, x in work.batch.items()}
+    batch = {
+        k: random.integers(0, sizes["vocab_size"], x.shape).astype(x.dtype)
+        for k, x in work.batch.items()
+    }
     return step, step.init(work.init, jax.random.key(0)), batch
 
 
 def measure(step: Step, state: object, batch: dict, pairs: int) -> dict:
-    """Seconds of steps, and of their programs one after another, in turn; and what the loop takes by itself."""
+    """Seconds of steps, and of their programs one after another, in turn; and what the loop takes
+    by itself.
+    """
     pipeline = step.runner.pipeline  # type: ignore[attr-defined]
     state, _ = jax.block_until_ready(step(state, batch))
     issuer = pipeline._issuer
@@ -118,20 +133,34 @@ def main() -> int:
     for schedule, num_stages, num_micro_batches in CASES[:1] if chosen.quick else CASES:
         case = {"schedule": schedule, "stages": num_stages, "micro-batches": num_micro_batches}
         _results.say(str(case))
-        rows.append(case | measure(*build(schedule, num_stages, num_micro_batches, sizes), 3 if chosen.quick else 30))
+        rows.append(
+            case
+            | measure(
+                *build(schedule, num_stages, num_micro_batches, sizes), 3 if chosen.quick else 30
+            )
+        )
     report = _results.Report(
         name="pipeline_overhead",
         question="What does a pipeline take beside its programs?",
-        bar=f"a step <= {BAR_RATIO} x its programs' own times, our own Python <= {BAR_OWN_US} us per instruction",
-        method="Medians of 30 pairs in turn after one step. Programs: each waited for before and after, transfers left "
-        "out. Own Python: the loop over instructions with calls that return at once.",
+        bar=(
+            f"a step <= {BAR_RATIO} x its programs' own times, our own Python <= {BAR_OWN_US} us"
+            " per instruction"
+        ),
+        method=(
+            "Medians of 30 pairs in turn after one step. Programs: each waited for before and"
+            " after, transfers left out. Own Python: the loop over instructions with calls that"
+            " return at once."
+        ),
         summary={
             "largest ratio": max(row["ratio"] for row in rows),
             "most us per instruction": max(row["own us per instruction"] for row in rows),
         },
         tables={"pipelines": rows},
     )
-    met = report.summary["largest ratio"] <= BAR_RATIO and report.summary["most us per instruction"] <= BAR_OWN_US
+    met = (
+        report.summary["largest ratio"] <= BAR_RATIO
+        and report.summary["most us per instruction"] <= BAR_OWN_US
+    )
     return report.finish(chosen, met=None if chosen.quick else met)
 
 

@@ -1,9 +1,11 @@
-"""Do pipelines in many processes train as in one, for hundreds of steps?
+r"""Do pipelines in many processes train as in one, for hundreds of steps?
 
-gpt-10m with a layer for each stage, in 2 processes of 2 and 4 CPU devices and in 4 processes of 2, sequences of 16, 64 and 128,
-three schedules, alone on the machine and beside other programs that keep all cores busy.
+gpt-10m with a layer for each stage, in 2 processes of 2 and 4 CPU devices and in 4 processes of 2,
+sequences of 16, 64 and 128, three schedules, alone on the machine and beside other programs that
+keep all cores busy.
 
-    python benchmarks/pipeline_processes.py [--quick] [--only TEXT] [--journal FILE] [--steps N] [--finished]
+    python benchmarks/pipeline_processes.py [--quick] [--only TEXT] [--journal FILE] [--steps N] \
+        [--finished]
 """
 
 from __future__ import annotations
@@ -42,18 +44,24 @@ def main() -> int:
     report = Report(
         name="pipeline_processes",
         question="Pipelines in many processes",
-        bar=f"all end with 0, and the losses of all {chosen.steps} steps equal those of one process to {BAR:g}",
+        bar=(
+            f"all end with 0, and the losses of all {chosen.steps} steps equal those of one process"
+            f" to {BAR:g}"
+        ),
         method=(
-            "Each case once: the same plan in one process with all devices, then in many. One layer for each stage, batch of 8 in "
-            "2 micro-batches (of 16 in 4 with four stages), AdamW, float32. Seconds per step are those after the first, read with "
-            "its loss each time. Beside other programs: as many endless loops as cores, during the run in many processes. "
-            "The column `load` is the machine's load average before the case: where it is high, others used the machine as well, "
-            "beside `-` too."
+            "Each case once: the same plan in one process with all devices, then in many. One layer"
+            " for each stage, batch of 8 in 2 micro-batches (of 16 in 4 with four stages), AdamW,"
+            " float32. Seconds per step are those after the first, read with its loss each time."
+            " Beside other programs: as many endless loops as cores, during the run in many"
+            " processes. The column `load` is the machine's load average before the case: where it"
+            " is high, others used the machine as well, beside `-` too."
         ),
     )
     every = [
         {"processes": n, "devices": each, "seq_len": length, "schedule": schedule, "busy": busy}
-        for length, schedule, (n, each), busy in itertools.product(LENGTHS, SCHEDULES, SIZES, (False, True))
+        for length, schedule, (n, each), busy in itertools.product(
+            LENGTHS, SCHEDULES, SIZES, (False, True)
+        )
     ]
     cases = [case for case in every if chosen.only in _name(case)][:: 9 if chosen.quick else 1]
     journal = Journal(chosen.journal)
@@ -65,18 +73,28 @@ def main() -> int:
         "cases": len(rows) if len(rows) == len(every) else f"{len(rows)} of {len(every)}",
         "that ended well": sum(row["ended"] for row in rows),
         "largest difference of a loss": max(row["loss"] for row in rows),
-        "median time of a step, of that in one process": sorted(row["ratio"] for row in rows)[len(rows) // 2],
+        "median time of a step, of that in one process": sorted(row["ratio"] for row in rows)[
+            len(rows) // 2
+        ],
     }
     met = all(row["ended"] and row["loss"] <= BAR for row in rows)
     # Cases that have not run say nothing against the bar, and nothing for it.
-    return report.finish(chosen, met=None if met and chosen.finished and len(rows) < len(every) else met)
+    return report.finish(
+        chosen, met=None if met and chosen.finished and len(rows) < len(every) else met
+    )
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
-    parser.add_argument("--journal", type=Path, help="a file that keeps finished cases, to go on from")
-    parser.add_argument("--finished", action="store_true", help="run nothing: only what the journal holds")
+    parser.add_argument(
+        "--only", default="", help="only cases whose name contains this; writes no result file"
+    )
+    parser.add_argument(
+        "--journal", type=Path, help="a file that keeps finished cases, to go on from"
+    )
+    parser.add_argument(
+        "--finished", action="store_true", help="run nothing: only what the journal holds"
+    )
 
 
 def _name(case: dict[str, Any]) -> str:
@@ -134,7 +152,8 @@ def _in_one_process(told: str) -> dict[str, Any]:
 def _other_programs(wanted: bool) -> Iterator[None]:
     """Endless loops on all cores."""
     loops = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) * wanted)
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range((os.cpu_count() or 1) * wanted)
     ]
     try:
         yield

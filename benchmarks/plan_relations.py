@@ -1,4 +1,4 @@
-"""Do plans keep the relations that must hold between them?
+r"""Do plans keep the relations that must hold between them?
 
 Plans small steps (residual networks and models of the zoo, written out and scanned) on seeded
 clusters and batches by every method, and compares them: a freer search is never slower, nor is a
@@ -7,7 +7,8 @@ as long; bounds lie below step times; parts add up; a plan file that is read and
 text; parameters in another order give the same plan; a pipeline of one stage is one program; and
 what plans and errors advise is so when it is tried.
 
-    python benchmarks/plan_relations.py [--quick] [--seed 0] [--scenarios 25] [--zoo 8] [--journal FILE]
+    python benchmarks/plan_relations.py [--quick] [--seed 0] [--scenarios 25] [--zoo 8] \
+        [--journal FILE]
 """
 
 from __future__ import annotations
@@ -48,8 +49,23 @@ METHODS: dict[str, AbstractMethod] = {
     "pipeshard, 1 stage": aq.PipeshardParallel(num_stages=1),
 }
 FREE = ("auto", "pipeshard", "pipeshard, 2 stages", "pipeshard, 1f1b")
-CLUSTERS = ("4xV100-16GB", "8xH100", "7xA100-40GB", "2x4xA100-40GB", "2x8xH100", "4x8xA100-80GB", "2x8xV100-16GB")
-SIZES = {"hidden_size": 256, "num_heads": 8, "ffn_size": 1024, "vocab_size": 2048, "seq_len": 128, "num_layers": 2}
+CLUSTERS = (
+    "4xV100-16GB",
+    "8xH100",
+    "7xA100-40GB",
+    "2x4xA100-40GB",
+    "2x8xH100",
+    "4x8xA100-80GB",
+    "2x8xV100-16GB",
+)
+SIZES = {
+    "hidden_size": 256,
+    "num_heads": 8,
+    "ffn_size": 1024,
+    "vocab_size": 2048,
+    "seq_len": 128,
+    "num_layers": 2,
+}
 ZOO: dict[str, dict[str, int]] = {"gpt-125m": SIZES, "llama-7b": SIZES, "wide-resnet-250m": {}}
 
 
@@ -79,7 +95,11 @@ class Case:
     @property
     def key(self) -> str:
         """What the journal calls it."""
-        flags = [name for name in ("scanned", "faster_links", "more_hosts", "permuted") if getattr(self, name)]
+        flags = [
+            name
+            for name in ("scanned", "faster_links", "more_hosts", "permuted")
+            if getattr(self, name)
+        ]
         flags += [f"{self.memory_share:g} of the memory"] if self.memory_share else []
         counts = "free" if self.count is None else str(self.count)
         size = f"{self.model or f'{self.depth}x{self.width}'} batch {self.batch} on {self.cluster}"
@@ -89,7 +109,9 @@ class Case:
 def step_of(case: Case) -> tuple[Any, Any, Any]:
     """The step of a case, and shapes of its arguments."""
     if case.model:
-        work = zoo.build(case.model, case.batch, overrides=ZOO[case.model], dtype="bf16", scan=case.scanned)
+        work = zoo.build(
+            case.model, case.batch, overrides=ZOO[case.model], dtype="bf16", scan=case.scanned
+        )
         return work.train_step, work.state, work.batch
     return residual_step(case)
 
@@ -113,13 +135,23 @@ def residual_step(case: Case) -> tuple[Any, Any, Any]:
 
         value, grads = jax.value_and_grad(loss)(state["params"])
         mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
-        return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, value
+        return {
+            "params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu),
+            "mu": mu,
+        }, value
 
     lead = (case.depth,) if case.scanned else ()
     shapes = ((case.width, 4 * case.width), (4 * case.width, case.width))
-    weights = {n: jax.ShapeDtypeStruct((*lead, *s), jnp.float32) for n, s in zip(names, shapes, strict=True)}
+    weights = {
+        n: jax.ShapeDtypeStruct((*lead, *s), jnp.float32)
+        for n, s in zip(names, shapes, strict=True)
+    }
     params: Any = weights if case.scanned else [weights] * case.depth
-    return train_step, {"params": params, "mu": params}, jax.ShapeDtypeStruct((case.batch, case.width), jnp.float32)
+    return (
+        train_step,
+        {"params": params, "mu": params},
+        jax.ShapeDtypeStruct((case.batch, case.width), jnp.float32),
+    )
 
 
 def cluster_of(case: Case) -> aq.Cluster:
@@ -127,8 +159,13 @@ def cluster_of(case: Case) -> aq.Cluster:
     cluster = aq.Cluster.preset(case.cluster)
     if case.faster_links:
         links = {k: getattr(cluster, k) for k in ("intra", "inter")}
-        double = {k: replace(v, bandwidth_bytes_per_s=2 * v.bandwidth_bytes_per_s) for k, v in links.items()}
-        cluster = replace(cluster, **double, wires=tuple(tuple(2 * w for w in row) for row in cluster.wires))
+        double = {
+            k: replace(v, bandwidth_bytes_per_s=2 * v.bandwidth_bytes_per_s)
+            for k, v in links.items()
+        }
+        cluster = replace(
+            cluster, **double, wires=tuple(tuple(2 * w for w in row) for row in cluster.wires)
+        )
     return replace(cluster, num_hosts=2 * cluster.num_hosts) if case.more_hosts else cluster
 
 
@@ -136,11 +173,19 @@ def planned(case: Case) -> dict[str, Any]:
     """The figures of a plan that relations are about."""
     cluster = cluster_of(case)
     limit = case.memory_share and case.memory_share * cluster.device.memory_bytes
-    asked: dict[str, Any] = {"cluster": cluster, "num_micro_batches": case.count, "memory_limit_bytes": limit}
+    asked: dict[str, Any] = {
+        "cluster": cluster,
+        "num_micro_batches": case.count,
+        "memory_limit_bytes": limit,
+    }
     try:
         plan = aq.plan(*step_of(case), method=METHODS[case.method], **asked)
     except InfeasibleError as error:
-        return {"refused": "InfeasibleError", "advice_holds": advice_holds(case, asked), "says": str(error)}
+        return {
+            "refused": "InfeasibleError",
+            "advice_holds": advice_holds(case, asked),
+            "says": str(error),
+        }
     except (InputError, CaptureError) as error:
         return {"refused": type(error).__name__}
     p, text = plan.prediction, plan.to_json()
@@ -149,8 +194,10 @@ def planned(case: Case) -> dict[str, Any]:
         "step_s": p.step_time_s,
         "bound_s": plan.provenance.lower_bound_s,
         "closed_form": plan.provenance.bound_holds_for.startswith("closed forms"),
-        "parts_add_up": math.isclose(parts_s, p.step_time_s, rel_tol=1e-6)
-        and math.isclose(sum(p.memory_bytes.values()), p.peak_memory_bytes, rel_tol=1e-6),
+        "parts_add_up": (
+            math.isclose(parts_s, p.step_time_s, rel_tol=1e-6)
+            and math.isclose(sum(p.memory_bytes.values()), p.peak_memory_bytes, rel_tol=1e-6)
+        ),
         "fits": p.peak_memory_bytes <= p.memory_limit_bytes * (1 + ROUNDING),
         "stable": Plan.from_json(text).to_json() == text,
         "advice_holds": advice_holds_of(plan),
@@ -199,10 +246,25 @@ def scenarios(seed: int, count: int, of_zoo: int) -> Iterator[list[Case]]:
 
 def cases_of(base: Case) -> list[Case]:
     """The cases of a scenario."""
-    cases = [base, *(replace(base, method=name) for name in METHODS if name not in ("auto", "pipeshard, 1 stage"))]
-    cases += [replace(base, method=name, count=2) for name in (*FREE, "program", "pipeshard, 1 stage")]
-    cases += [replace(base, method=name, count=1) for name in ("auto", "program", "pipeshard, 1 stage")]
-    cases += [replace(base, faster_links=True), replace(base, more_hosts=True), replace(base, batch=2 * base.batch)]
+    cases = [
+        base,
+        *(
+            replace(base, method=name)
+            for name in METHODS
+            if name not in ("auto", "pipeshard, 1 stage")
+        ),
+    ]
+    cases += [
+        replace(base, method=name, count=2) for name in (*FREE, "program", "pipeshard, 1 stage")
+    ]
+    cases += [
+        replace(base, method=name, count=1) for name in ("auto", "program", "pipeshard, 1 stage")
+    ]
+    cases += [
+        replace(base, faster_links=True),
+        replace(base, more_hosts=True),
+        replace(base, batch=2 * base.batch),
+    ]
     cases += [replace(base, memory_share=0.4), replace(base, memory_share=1e-3)]
     return cases if base.model else [*cases, replace(base, permuted=True)]
 
@@ -218,21 +280,36 @@ def broken(cases: list[Case], rows: dict[Case, dict[str, Any]]) -> Iterator[Find
     def no_slower(name: str, free: Case, fixed: Case) -> Iterator[Finding]:
         a, b = rows[free].get("step_s"), rows[fixed].get("step_s")
         if b is not None:
-            yield name, free, f"{a} s against {b} s ({fixed.key})", a is not None and a <= b * (1 + GAP)
+            yield (
+                name,
+                free,
+                f"{a} s against {b} s ({fixed.key})",
+                a is not None and a <= b * (1 + GAP),
+            )
 
     for case in cases:
-        if case.memory_share is None and not (case.faster_links or case.more_hosts) and case.batch == base.batch:
+        if (
+            case.memory_share is None
+            and not (case.faster_links or case.more_hosts)
+            and case.batch == base.batch
+        ):
             yield from no_slower(f"auto is no slower than {case.method}", base, case)
     for name in ("pipeshard, 2 stages", "pipeshard, 1f1b", "auto", "program"):
-        yield from no_slower(f"pipeshard is no slower than {name}", of(method="pipeshard"), of(method=name))
+        yield from no_slower(
+            f"pipeshard is no slower than {name}", of(method="pipeshard"), of(method=name)
+        )
     for name in FREE:
         both = of(method=name), of(method=name, count=2)
-        yield from no_slower(f"{name} is no slower than with a fixed number of micro-batches", *both)
+        yield from no_slower(
+            f"{name} is no slower than with a fixed number of micro-batches", *both
+        )
     for count in (1, 2):
         both = of(method="program", count=count), of(method="pipeshard, 1 stage", count=count)
         yield from no_slower("one program is no slower than one stage", *both)
         yield from no_slower("one stage is no slower than one program", *both[::-1])
-        yield from no_slower("auto is no slower than one program at its number", of(count=count), both[0])
+        yield from no_slower(
+            "auto is no slower than one program at its number", of(count=count), both[0]
+        )
     for share in (0.4, 1e-3):
         yield from no_slower("more memory is no slower", base, of(memory_share=share))
     yield from no_slower("faster links are no slower", of(faster_links=True), base)
@@ -247,7 +324,12 @@ def broken(cases: list[Case], rows: dict[Case, dict[str, Any]]) -> Iterator[Find
         other = rows[of(permuted=True)]
         shown = f"{one_s} s, {other.get('step_s')} s; {rows[base]['meshes']}, {other.get('meshes')}"
         same = all(other.get(k) == rows[base][k] for k in ("stages", "micro_batches", "meshes"))
-        yield "other names, same plan", base, shown, same and abs(other["step_s"] - one_s) <= GAP * one_s
+        yield (
+            "other names, same plan",
+            base,
+            shown,
+            same and abs(other["step_s"] - one_s) <= GAP * one_s,
+        )
     yield from of_each(cases, rows)
 
 
@@ -273,7 +355,11 @@ def main() -> int:
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--scenarios", type=int, default=25, help="of residual networks")
         parser.add_argument("--zoo", type=int, default=8, help="scenarios of models of the zoo")
-        parser.add_argument("--journal", type=Path, help="plans that are done, one a line; a later run goes on there")
+        parser.add_argument(
+            "--journal",
+            type=Path,
+            help="plans that are done, one a line; a later run goes on there",
+        )
 
     chosen = options(__doc__, more)
     report = Report(
@@ -281,10 +367,11 @@ def main() -> int:
         question="Relations between plans",
         bar="at least 400 plans, 0 violations",
         method=(
-            "Residual networks of two products a layer with momentum and small models of the zoo, written out and scanned, "
-            f"by seed {chosen.seed}; every method with free and given numbers of micro-batches, then less memory, faster "
-            f"links, more hosts, twice the batch and other names. A freer search may be {GAP:.1%} slower. Bounds of closed "
-            "forms are not compared with simulated step times."
+            "Residual networks of two products a layer with momentum and small models of the zoo,"
+            f" written out and scanned, by seed {chosen.seed}; every method with free and given"
+            " numbers of micro-batches, then less memory, faster links, more hosts, twice the"
+            f" batch and other names. A freer search may be {GAP:.1%} slower. Bounds of closed"
+            " forms are not compared with simulated step times."
         ),
     )
     journal = Journal(chosen.journal)
@@ -292,7 +379,9 @@ def main() -> int:
     failed: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     plans, pipelines, refused = set(), 0, 0
-    for cases in scenarios(chosen.seed, *((2, 1) if chosen.quick else (chosen.scenarios, chosen.zoo))):
+    for cases in scenarios(
+        chosen.seed, *((2, 1) if chosen.quick else (chosen.scenarios, chosen.zoo))
+    ):
         rows = {case: journal.row(case.key, functools.partial(planned, case)) for case in cases}
         for case, row in rows.items():
             if case.key not in plans:
@@ -312,7 +401,9 @@ def main() -> int:
         "violations": len(violations),
     }
     report.tables = {
-        "Relations": [{"relation": n, "checked": k, "violated": failed[n]} for n, k in checked.items()],
+        "Relations": [
+            {"relation": n, "checked": k, "violated": failed[n]} for n, k in checked.items()
+        ],
         "Violations": violations,
     }
     return report.finish(chosen, met=len(plans) >= 400 and not violations)

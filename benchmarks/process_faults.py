@@ -1,8 +1,9 @@
 """How do many processes end when something happens to one of them?
 
-Exceptions, exits, early returns, signals, stops, Ctrl-C, other plans, models, shapes, versions and numbers, processes that do not
-come or die while the processes meet, and second runs on the same port, in pipelines and in single programs, each on one process of
-two or three. The test `tests/runtime/test_process_faults.py` has the same table.
+Exceptions, exits, early returns, signals, stops, Ctrl-C, other plans, models, shapes, versions and
+numbers, processes that do not come or die while the processes meet, and second runs on the same
+port, in pipelines and in single programs, each on one process of two or three. The test
+`tests/runtime/test_process_faults.py` has the same table.
 
     python benchmarks/process_faults.py [--quick] [--only TEXT] [--journal FILE]
 """
@@ -27,12 +28,16 @@ def main() -> int:
     report = Report(
         name="process_faults",
         question="Faults in runs of many processes",
-        bar=f"no process hangs; each has the exit code that it should have, at most {BAR_S} s after the fault",
+        bar=(
+            f"no process hangs; each has the exit code that it should have, at most {BAR_S} s after"
+            " the fault"
+        ),
         method=(
-            "Each case once, on CPU devices of processes on one machine, which train until the fault comes. Seconds are from the "
-            "fault to the end of the last process that has to end, without the time that was given for others to come; where "
-            "processes differ, from the last one's arrival. `-` is a process that does not end by itself: it is stopped, sleeps, "
-            "or belongs to the run that goes on."
+            "Each case once, on CPU devices of processes on one machine, which train until the"
+            " fault comes. Seconds are from the fault to the end of the last process that has to"
+            " end, without the time that was given for others to come; where processes differ, from"
+            " the last one's arrival. `-` is a process that does not end by itself: it is stopped,"
+            " sleeps, or belongs to the run that goes on."
         ),
     )
     cases = [case for case in CASES if chosen.only in name_of(case)][:: 8 if chosen.quick else 1]
@@ -49,8 +54,12 @@ def main() -> int:
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no result file")
-    parser.add_argument("--journal", type=Path, help="a file that keeps finished cases, to go on from")
+    parser.add_argument(
+        "--only", default="", help="only cases whose name contains this; writes no result file"
+    )
+    parser.add_argument(
+        "--journal", type=Path, help="a file that keeps finished cases, to go on from"
+    )
 
 
 def _row(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Does a profile run that is killed at any moment keep what it measured, and go on?
 
-`aliquot blocks profile` is killed with SIGKILL at random moments and started again, until all programs are measured or 50 runs
-have been killed. After each, the database must open and hold every measurement that was there before.
+`aliquot blocks profile` is killed with SIGKILL at random moments and started again, until all
+programs are measured or 50 runs have been killed. After each, the database must open and hold every
+measurement that was there before.
 
     python benchmarks/profile_kills.py [--quick]
 """
@@ -24,8 +25,9 @@ from _results import Report, options, say
 from aliquot.profiling import ProfileDatabase
 
 _COMMAND = (
-    "-m aliquot blocks profile gpt-10m --global-batch 8 --set num_layers=2 --set hidden_size=32 --set num_heads=4 --seq-len 16 "
-    "--dtype float32 --recompute none --devices 4 --repeats 1 --database"
+    "-m aliquot blocks profile gpt-10m --global-batch 8 --set num_layers=2 --set hidden_size=32"
+    " --set num_heads=4 --seq-len 16 --dtype float32 --recompute none --devices 4 --repeats 1"
+    " --database"
 )
 
 
@@ -34,9 +36,14 @@ def main() -> int:
     chosen = options(__doc__)
     report = Report(
         name="profile_kills",
-        question="Does a profile run that is killed at any moment keep what it measured, and go on?",
+        question=(
+            "Does a profile run that is killed at any moment keep what it measured, and go on?"
+        ),
         bar="the database opens, holds every finished measurement, and the run resumes",
-        method="SIGKILL after a random time of 2 to 10 s; the moments are seeded. At last a run ends by itself.",
+        method=(
+            "SIGKILL after a random time of 2 to 10 s; the moments are seeded. At last a run ends"
+            " by itself."
+        ),
     )
     moments, rows, num_kills = random.Random(0), [], 3 if chosen.quick else 50
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +54,9 @@ def main() -> int:
             rows.append({"kill": kill, "after s": after_s, **_killed(path, after_s, held)})
             say(str(rows[-1]))
         command = [sys.executable, *_COMMAND.split(), str(path), "--json"]
-        done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        done = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
     lost = sum(row["lost"] for row in rows)
     report.tables["Kills"] = rows
     report.summary = {

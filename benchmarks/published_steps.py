@@ -1,13 +1,14 @@
 """Are predicted step times those that others measured on GPUs?
 
-Plans the 8-layer GPTs that Alpa's benchmark timed in 2022 on 1 to 8 V100s of a p3.16xlarge, with the model, mesh and method of
-each row, and compares step times, memory and ranking with what was measured. The constants are those of
-`aliquot/cluster/calibration/v100.toml`, which come from single operators of other models: no row of this file was fitted.
+Plans the 8-layer GPTs that Alpa's benchmark timed in 2022 on 1 to 8 V100s of a p3.16xlarge, with
+the model, mesh and method of each row, and compares step times, memory and ranking with what was
+measured. The constants are those of `aliquot/cluster/calibration/v100.toml`, which come from single
+operators of other models: no row of this file was fitted.
 
     python benchmarks/published_steps.py FOLDER [--quick]
 
-FOLDER holds `published-steps.json`. What differs between the compiler that ran these rows and today's stands in `COMPILER_OF_2022`
-and `Alpa`, and nowhere else.
+FOLDER holds `published-steps.json`. What differs between the compiler that ran these rows and
+today's stands in `COMPILER_OF_2022` and `Alpa`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from aliquot.planners._race import Entry, race
 from aliquot.planners.intra import ILP, Space, fixed
 from aliquot.sharding import PARTIAL
 
-# XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches asynchronous all-reduces
-# off besides (`alpa/global_env.py`).
+# XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches
+# asynchronous all-reduces off besides (`alpa/global_env.py`).
 TODAYS_COMPILER = TARGETS["gpu"]
 COMPILER_OF_2022 = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0)
 UNLIMITED = 1e15
@@ -48,11 +49,12 @@ UNLIMITED = 1e15
 class Alpa(AbstractMethod):
     """What Alpa lets its solver choose on a mesh of two axes.
 
-    The first axis splits the batch and, with `zero_stage` 2 and 3, what the update holds; parameters are whole along it below
-    stage 3. The second splits parameters, and of activations neither batch nor sequence, which Alpa holds as one dim.
-    A product whose sum is split is all-reduced at once; only gradients are reduce-scattered (`GenerateReduceScatter`). Each
-    product gathers a split parameter for itself, as its transpose and its recomputation are other values: as measured, stage 3
-    takes just two gathers longer than stage 2 at 2 and at 4 GPUs.
+    The first axis splits the batch and, with `zero_stage` 2 and 3, what the update holds;
+    parameters are whole along it below stage 3. The second splits parameters, and of activations
+    neither batch nor sequence, which Alpa holds as one dim. A product whose sum is split is
+    all-reduced at once; only gradients are reduce-scattered (`GenerateReduceScatter`). Each product
+    gathers a split parameter for itself, as its transpose and its recomputation are other values:
+    as measured, stage 3 takes just two gathers longer than stage 2 at 2 and at 4 GPUs.
     """
 
     mesh: tuple[int, int]
@@ -63,7 +65,11 @@ class Alpa(AbstractMethod):
         shape = tuple(n for n in self.mesh if n > 1) or (1,)
         kinds = fixed.kinds_of(problem)
         edges = tuple(
-            dataclasses.replace(e, share=len(problem.nodes.edges) + e.index) if e.source in kinds.parameters else e
+            (
+                dataclasses.replace(e, share=len(problem.nodes.edges) + e.index)
+                if e.source in kinds.parameters
+                else e
+            )
             for e in problem.nodes.edges
         )
         nodes = dataclasses.replace(problem.nodes, edges=edges)
@@ -117,7 +123,8 @@ def _prefer(mask: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> None:
 def _reduced_at_once(table: Any) -> Any:
     """No conversion of a sum that is still partial into splits."""
     refused = [
-        [any(p <= PARTIAL and q >= 0 for p, q in zip(a, b, strict=True)) for b in table.targets] for a in table.sources
+        [any(p <= PARTIAL and q >= 0 for p, q in zip(a, b, strict=True)) for b in table.targets]
+        for a in table.sources
     ]
     return dataclasses.replace(table, seconds=np.where(np.array(refused), np.inf, table.seconds))
 
@@ -135,8 +142,12 @@ def _token_factors(problem: Problem) -> list[set[int]]:
     ways: dict[int, list[Any]] = {}
     for e in nodes.edges:
         if e.phase is not Phase.UPDATE and not e.gradient:
-            ways.setdefault(e.source, []).append((e.target, e.source_projection, e.target_projection))
-            ways.setdefault(e.target, []).append((e.source, e.target_projection, e.source_projection))
+            ways.setdefault(e.source, []).append(
+                (e.target, e.source_projection, e.target_projection)
+            )
+            ways.setdefault(e.target, []).append(
+                (e.source, e.target_projection, e.source_projection)
+            )
     while pending:
         node, factor = pending.pop()
         if factor in reached[node]:
@@ -149,12 +160,17 @@ def _token_factors(problem: Problem) -> list[set[int]]:
 
 
 def _combined_gradients_bytes(decision: Decision, parts: dict[str, float]) -> float:
-    """Memory where all gradients wait for one collective: Alpa lets its combiner join them without a limit.
+    """Memory where all gradients wait for one collective: Alpa lets its combiner join them without
+    a limit.
 
     Then state, whole gradients and what the collective makes of them are there at once.
     """
     priced = decision.priced
-    held = sum(n for part, n in parts.items() if part in ("parameters", "optimizer state", "other state", "batch"))
+    held = sum(
+        n
+        for part, n in parts.items()
+        if part in ("parameters", "optimizer state", "other state", "batch")
+    )
     sizes = priced.axis_sizes
 
     def local(num_bytes: float, spec: tuple[int, ...]) -> float:
@@ -186,7 +202,9 @@ def _predict(row: dict[str, Any]) -> Predicted:
     stage = {"dp": 0, "zero2": 2, "zero3": 3, "shard": 2, "shard-largest": 2}[row["method"]]
     decision = Alpa(mesh=tuple(row["mesh"]), zero_stage=stage).solve(problem)
     prediction = predict(decision.priced, decision.picks, UNLIMITED, problem.graph)
-    memory = max(prediction.peak_memory_bytes, _combined_gradients_bytes(decision, prediction.memory_bytes))
+    memory = max(
+        prediction.peak_memory_bytes, _combined_gradients_bytes(decision, prediction.memory_bytes)
+    )
     return Predicted(
         step_s=prediction.step_time_s,
         compute_s=prediction.compute_s,
@@ -198,7 +216,9 @@ def _predict(row: dict[str, Any]) -> Predicted:
 def _best(spec: dict[str, Any], gpus: int) -> tuple[float, str]:
     """The best plan of the planner, in the memory that there is."""
     step, state, batch = alpa_step(spec, recompute=True)
-    plan = aq.plan(step, state, batch, cluster=aq.Cluster.preset(f"{gpus}xV100-16GB"), method=Auto())
+    plan = aq.plan(
+        step, state, batch, cluster=aq.Cluster.preset(f"{gpus}xV100-16GB"), method=Auto()
+    )
     return plan.prediction.step_time_s, "x".join(map(str, plan.stages[0].mesh_shape))
 
 
@@ -213,7 +233,11 @@ def tau_b(measured: list[float], predicted: list[float], least: float = 0.02) ->
         if abs(m1 - m2) < least * min(m1, m2):
             continue
         product = (m1 - m2) * (p1 - p2)
-        agree, disagree, ties = agree + (product > 0), disagree + (product < 0), ties + (product == 0)
+        agree, disagree, ties = (
+            agree + (product > 0),
+            disagree + (product < 0),
+            ties + (product == 0),
+        )
     pairs = agree + disagree
     return (agree - disagree) / math.sqrt(pairs * (pairs + ties)) if pairs else 0.0
 
@@ -260,19 +284,23 @@ def _report(table: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Report:
         name="published_steps",
         question="Predicted against published step times on 1 to 8 V100s",
         bar=(
-            "step time: median error at most 8 %, worst at most 20 %; out of memory or not right in every row; tau-b at least 0.8 "
-            "at 4 and at 8 GPUs; peak memory: median error at most 10 %; the best plan for each number of GPUs, on today's "
-            "compiler at most every row's measurement, on that of 2022 at most every row's prediction"
+            "step time: median error at most 8 %, worst at most 20 %; out of memory or not right in"
+            " every row; tau-b at least 0.8 at 4 and at 8 GPUs; peak memory: median error at most"
+            " 10 %; the best plan for each number of GPUs, on today's compiler at most every row's"
+            " measurement, on that of 2022 at most every row's prediction"
         ),
         method=(
-            "Rows of Alpa's benchmark (OSDI 2022 artifact, Apache-2.0), with the same model, mesh and method. Constants from "
-            "calibration/v100.toml, fitted to operators of other models; no constant was fitted to a row. The form of those fits "
-            "(weights, memory layouts, shares by group size) was settled with these rows in view, so that none of them is held "
-            "out in the strict sense; that each product gathers for itself was read off ZeRO-3 at 2 and 4 GPUs, which takes two "
-            "gathers longer than ZeRO-2. Arguments of the comparison, that is "
-            "what the compiler of 2022 did otherwise: nothing overlaps; partial activations are all-reduced at once; each product "
-            "gathers a split parameter for itself; all gradients wait for one combined collective. The best plans are predicted "
-            "for that compiler and for today's. Rows of the heuristic `shard-largest` are shown and not counted."
+            "Rows of Alpa's benchmark (OSDI 2022 artifact, Apache-2.0), with the same model, mesh"
+            " and method. Constants from calibration/v100.toml, fitted to operators of other"
+            " models; no constant was fitted to a row. The form of those fits (weights, memory"
+            " layouts, shares by group size) was settled with these rows in view, so that none of"
+            " them is held out in the strict sense; that each product gathers for itself was read"
+            " off ZeRO-3 at 2 and 4 GPUs, which takes two gathers longer than ZeRO-2. Arguments of"
+            " the comparison, that is what the compiler of 2022 did otherwise: nothing overlaps;"
+            " partial activations are all-reduced at once; each product gathers a split parameter"
+            " for itself; all gradients wait for one combined collective. The best plans are"
+            " predicted for that compiler and for today's. Rows of the heuristic `shard-largest`"
+            " are shown and not counted."
         ),
     )
     report.tables["Rows"] = table
@@ -284,8 +312,12 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
     timed = [(r, t) for r, t in counted if r["step_s"]]
     errors = [abs(t["predicted s"] / r["step_s"] - 1) for r, t in timed]
     memory = [abs(t["predicted GiB"] / r["peak_memory_gib"] - 1) for r, t in timed]
-    wrong = [t for r, t in counted if (t["predicted to fit"] == "yes") == r["failed_or_out_of_memory"]]
-    of_gpus = {n: [(r, t) for r, t in timed if r["gpus"] == n] for n in sorted({r["gpus"] for r in rows})}
+    wrong = [
+        t for r, t in counted if (t["predicted to fit"] == "yes") == r["failed_or_out_of_memory"]
+    ]
+    of_gpus = {
+        n: [(r, t) for r, t in timed if r["gpus"] == n] for n in sorted({r["gpus"] for r in rows})
+    }
     taus = {
         n: tau_b([r["step_s"] for r, _ in some], [t["predicted s"] for _, t in some])
         for n, some in of_gpus.items()
@@ -322,10 +354,10 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
         "tau-b": {str(n): tau for n, tau in taus.items()},
         "peak memory, median error": float(np.median(memory)),
         **{
-            f"GPUs whose best plan, on {compiler}, is above the fastest row as {how}": [
-                b["GPUs"] for b in best if b[ours] > b[f"fastest row, {how} s"] * (1 + 1e-9)
-            ]
-            or "none"
+            f"GPUs whose best plan, on {compiler}, is above the fastest row as {how}": (
+                [b["GPUs"] for b in best if b[ours] > b[f"fastest row, {how} s"] * (1 + 1e-9)]
+                or "none"
+            )
             for compiler, ours in (
                 ("today's compiler", "with today's overlap, predicted s"),
                 ("that of 2022", "best plan, predicted s"),
@@ -339,8 +371,14 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
         and not wrong
         and all(tau >= 0.8 for tau in taus.values())
         and float(np.median(memory)) <= 0.1
-        and report.summary["GPUs whose best plan, on today's compiler, is above the fastest row as measured"] == "none"
-        and report.summary["GPUs whose best plan, on that of 2022, is above the fastest row as predicted"] == "none"
+        and report.summary[
+            "GPUs whose best plan, on today's compiler, is above the fastest row as measured"
+        ]
+        == "none"
+        and report.summary[
+            "GPUs whose best plan, on that of 2022, is above the fastest row as predicted"
+        ]
+        == "none"
     )
 
 

@@ -1,7 +1,7 @@
 """How long does it take from the command to the plan?
 
-Runs `aliquot plan ... --method shard --json` as a process of its own, start of Python and imports included, over all
-two-dimensional logical meshes, and takes the time until it ends.
+Runs `aliquot plan ... --method shard --json` as a process of its own, start of Python and imports
+included, over all two-dimensional logical meshes, and takes the time until it ends.
 
     python benchmarks/search_time.py [--quick] [--repetitions 5] [--only TEXT]
 """
@@ -32,7 +32,14 @@ class Case:
     @property
     def command(self) -> list[str]:
         """Arguments of `aliquot`."""
-        shape = ["plan", self.model, "--cluster", self.cluster, "--global-batch", str(self.global_batch)]
+        shape = [
+            "plan",
+            self.model,
+            "--cluster",
+            self.cluster,
+            "--global-batch",
+            str(self.global_batch),
+        ]
         return [*shape, "--method", "shard", "--json", *(["--scan"] if self.scan else [])]
 
 
@@ -42,7 +49,13 @@ _PROBLEMS = (
     ("gpt-175b", "64x8xH100", 512, 30.0),
 )
 CASES = tuple(
-    Case(model=model, cluster=cluster, global_batch=batch, scan=scan, limit_s=6.0 if scan else limit_s)
+    Case(
+        model=model,
+        cluster=cluster,
+        global_batch=batch,
+        scan=scan,
+        limit_s=6.0 if scan else limit_s,
+    )
     for scan in (False, True)
     for model, cluster, batch, limit_s in _PROBLEMS
 )
@@ -56,11 +69,12 @@ def main() -> int:
         question="Search time, from the start of the command to the plan",
         bar="; ".join(f"{c.name}: {c.limit_s:g} s" for c in CASES),
         method=(
-            f"Wall time of a whole process, `aliquot plan MODEL --cluster C --global-batch N --method shard --json`: Python's "
-            f"start, imports of compiled modules, building and tracing the step, the search over all logical meshes of up to "
-            f"two axes, the plan. "
-            f"One run to warm the disk, then {chosen.repetitions} in turn over all cases; median, least and most. Within: "
-            "trace and search as the plan's own provenance has them, in the median run."
+            "Wall time of a whole process, `aliquot plan MODEL --cluster C --global-batch N"
+            " --method shard --json`: Python's start, imports of compiled modules, building and"
+            " tracing the step, the search over all logical meshes of up to two axes, the plan."
+            f" One run to warm the disk, then {chosen.repetitions} in turn over all cases; median,"
+            " least and most. Within: trace and search as the plan's own provenance has them, in"
+            " the median run."
         ),
     )
     return time_commands(report, chosen, CASES, warm_up=True, columns=("mesh",))

@@ -1,12 +1,13 @@
 """Do measured segments rank the plans of a whole step, and tell its time?
 
-On 8 virtual devices, for a GPT and a mixture of experts of two layers: every combination of options of a layer's blocks (of the
-mixture of experts a seeded sample) is run as a whole step, and beside it stand the time composed of measured segments and the
-analytic model's.
+On 8 virtual devices, for a GPT and a mixture of experts of two layers: every combination of options
+of a layer's blocks (of the mixture of experts a seeded sample) is run as a whole step, and beside
+it stand the time composed of measured segments and the analytic model's.
 
     python benchmarks/segment_profiles.py [--quick] [--database FOLDER] [--only gpt|moe]
 
-Measurements of segments are kept in FOLDER, those of whole steps in the journal, so that it can go on where it was.
+Measurements of segments are kept in FOLDER, those of whole steps in the journal, so that it can go
+on where it was.
 """
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ _MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt": ("gpt-10m", {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "seq_len": 128}, 0),
     "moe": (
         "moe-380m",
-        {"num_layers": 2, "hidden_size": 128, "num_heads": 8, "seq_len": 64, "num_experts": 8, "vocab_size": 256},
+        {
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_heads": 8,
+            "seq_len": 64,
+            "num_experts": 8,
+            "vocab_size": 256,
+        },
         60,
     ),
 }
@@ -65,21 +73,25 @@ def main() -> int:
         name="segment_profiles",
         question="Do measured segments rank the plans of a whole step, and tell its time?",
         bar=(
-            f"Kendall's tau at least {_TAU} with measured segments; median error of the composed time at most {_ERROR:.0%}; at most "
-            f"{_PROGRAMS} programs to find a winner within {_NEAR:.0%} of the best"
+            f"Kendall's tau at least {_TAU} with measured segments; median error of the composed"
+            f" time at most {_ERROR:.0%}; at most {_PROGRAMS} programs to find a winner within"
+            f" {_NEAR:.0%} of the best"
         ),
         method=(
-            "Every segment's program and every whole step is compiled and run on 8 virtual devices that share this machine's cores; "
-            f"median of {_ROUNDS} rounds, in which programs take turns, of the median of at least 5 runs; "
-            "nothing stopped early. Everything but the options is split as the integer program finds best. Programs are counted in the "
-            "order of `aliquot blocks profile`, most promising first."
+            "Every segment's program and every whole step is compiled and run on 8 virtual devices"
+            f" that share this machine's cores; median of {_ROUNDS} rounds, in which programs take"
+            " turns, of the median of at least 5 runs; nothing stopped early. Everything but the"
+            " options is split as the integer program finds best. Programs are counted in the"
+            " order of `aliquot blocks profile`, most promising first."
         ),
     )
     journal = Journal(chosen.journal)
     rows, met = [], True
     for name, (model, overrides, sample) in _MODELS.items():
         if chosen.only in (None, name):
-            found = _model(name, model, overrides, 5 if chosen.quick else sample, chosen.database, journal)
+            found = _model(
+                name, model, overrides, 5 if chosen.quick else sample, chosen.database, journal
+            )
             report.tables[name] = found["combinations"]
             rows.append(found["summary"])
             met &= found["met"]
@@ -89,7 +101,9 @@ def main() -> int:
 
 
 def _more(parser: Any) -> None:
-    parser.add_argument("--database", type=Path, default=Path("."), help="folder of the measured segments")
+    parser.add_argument(
+        "--database", type=Path, default=Path("."), help="folder of the measured segments"
+    )
     parser.add_argument("--journal", type=Path, help="file of the whole steps measured so far")
     parser.add_argument("--only", choices=sorted(_MODELS))
 
@@ -109,10 +123,16 @@ def _model(
     rows = []
     for options_of_layers in chosen:
         fixed = dict(zip(layers, options_of_layers, strict=True))
-        alone = [[c for c in some if k not in fixed or c.options == fixed[k]] for k, some in enumerate(combinations)]
+        alone = [
+            [c for c in some if k not in fixed or c.options == fixed[k]]
+            for k, some in enumerate(combinations)
+        ]
         # The head follows what the analytic model finds fastest with these layers.
         (planned,) = compose(step, alone, most=1)
-        exact = [[c for c in some if c.options == o] for some, o in zip(alone, planned.options, strict=True)]
+        exact = [
+            [c for c in some if c.options == o]
+            for some, o in zip(alone, planned.options, strict=True)
+        ]
         (composed,) = compose(step, exact, measured, most=1)
         rows.append(
             {
@@ -122,7 +142,9 @@ def _model(
                 "chosen": planned.options,
             }
         )
-    whole = journal.row(name, functools.partial(_whole, name, step, [row.pop("chosen") for row in rows]))
+    whole = journal.row(
+        name, functools.partial(_whole, name, step, [row.pop("chosen") for row in rows])
+    )
     for row, times_s, model_s in zip(rows, whole["seconds"], whole["model_s"], strict=True):
         row |= {"measured s": float(np.median(times_s)), "model s": model_s}
     return _judged(name, rows, np.array(whole["seconds"]), step.num_programs)
@@ -144,10 +166,15 @@ def _measured(
             rounds.append(measured_step(step, combinations, database))
     return MeasuredStep(
         kinds=tuple(
-            {options: float(np.median([r.kinds[k][options] for r in rounds])) for options in rounds[0].kinds[k]}
+            {
+                options: float(np.median([r.kinds[k][options] for r in rounds]))
+                for options in rounds[0].kinds[k]
+            }
             for k in range(len(step.kinds))
         ),
-        conversions={c: float(np.median([r.conversions[c] for r in rounds])) for c in rounds[0].conversions},
+        conversions={
+            c: float(np.median([r.conversions[c] for r in rounds])) for c in rounds[0].conversions
+        },
         launch_s=float(np.median([r.launch_s for r in rounds])),
     )
 
@@ -172,7 +199,9 @@ def _whole(name: str, step: SegmentedStep, chosen: Sequence[Any]) -> dict[str, l
     return {"seconds": times, "model_s": model_s}
 
 
-def _judged(name: str, rows: list[dict[str, Any]], rounds: np.ndarray, num_programs: int) -> dict[str, Any]:
+def _judged(
+    name: str, rows: list[dict[str, Any]], rounds: np.ndarray, num_programs: int
+) -> dict[str, Any]:
     from scipy.stats import kendalltau
 
     measured = np.array([row["measured s"] for row in rows])
@@ -180,7 +209,8 @@ def _judged(name: str, rows: list[dict[str, Any]], rounds: np.ndarray, num_progr
     model = np.array([row["model s"] for row in rows])
     tau, tau_model = float(kendalltau(measured, composed)[0]), float(kendalltau(measured, model)[0])
     errors = np.abs(composed / measured - 1)
-    # Most promising first by the model; the winner is the best of those composed of measurements so far.
+    # Most promising first by the model; the winner is the best of those composed of measurements so
+    # far.
     order, programs = np.argsort(model, kind="stable"), len(rows)
     for count in range(1, len(rows) + 1):
         winner = order[:count][composed[order[:count]].argmin()]

@@ -1,8 +1,8 @@
 """Does every plan compute what the plain step computes?
 
-Every method x {gpt, llama} x {unrolled, scan} x micro-batches {1, 4} x meshes {8, 4x2, 2x2x2} on eight virtual CPU devices,
-in float64 (three AdamW steps) and float32 (three SGD steps), against the plain step on one device. The same table is the
-test `tests/runtime/test_step_equality.py`.
+Every method x {gpt, llama} x {unrolled, scan} x micro-batches {1, 4} x meshes {8, 4x2, 2x2x2} on
+eight virtual CPU devices, in float64 (three AdamW steps) and float32 (three SGD steps), against the
+plain step on one device. The same table is the test `tests/runtime/test_step_equality.py`.
 
     python benchmarks/step_equality.py [--quick] [--only TEXT] [--journal FILE]
 """
@@ -29,28 +29,35 @@ def main() -> int:
         name="step_equality",
         question="Equality of parallel and plain steps",
         bar=(
-            "float64, AdamW: loss and every leaf of the state within 1e-9 of the leaf's largest magnitude; float32, SGD: loss "
-            "within 1e-5 relative, every leaf within 1e-4 of its largest update"
+            "float64, AdamW: loss and every leaf of the state within 1e-9 of the leaf's largest"
+            " magnitude; float32, SGD: loss within 1e-5 relative, every leaf within 1e-4 of its"
+            " largest update"
         ),
         method=(
-            f"{NUM_STEPS} steps of the whole program and of the plain step on one device, from one state over the same batches; "
-            "the largest difference of any loss and of any leaf after the last step. The bias of the keys, whose gradient is "
-            "rounding alone, is measured on the scale of the queries' bias beside it. Machine code is not optimized. "
-            "Deterministic: one run each."
+            f"{NUM_STEPS} steps of the whole program and of the plain step on one device, from one"
+            " state over the same batches; the largest difference of any loss and of any leaf"
+            " after the last step. The bias of the keys, whose gradient is rounding alone, is"
+            " measured on the scale of the queries' bias beside it. Machine code is not optimized."
+            " Deterministic: one run each."
         ),
     )
     rows = compare_all(chosen, all_cases(), covering, _row)
     for dtype in LOSS:
         mine = [r for r in rows if r["dtype"] == dtype]
         report.summary[f"{dtype}, cases"] = len(mine)
-        report.summary[f"{dtype}, largest difference of loss, of leaves"] = largest_differences(mine)
+        report.summary[f"{dtype}, largest difference of loss, of leaves"] = largest_differences(
+            mine
+        )
     return finish(report, chosen, rows)
 
 
 def _row(case: Any) -> dict[str, Any]:
     found = compare(case)
     return {
-        **{name: getattr(case, name) for name in ("method", "mesh", "model", "form", "micro_batches", "dtype")},
+        **{
+            name: getattr(case, name)
+            for name in ("method", "mesh", "model", "form", "micro_batches", "dtype")
+        },
         "loss": found.loss,
         "leaf": found.leaf,
         "worst leaf": found.path,

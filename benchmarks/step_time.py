@@ -1,10 +1,12 @@
-"""Is the chosen plan as fast as the best plan that an expert would write by hand?
+r"""Is the chosen plan as fast as the best plan that an expert would write by hand?
 
-Runs a small GPT and Llama on eight virtual CPU devices: under the plan of `Auto`, and as plain `jax.jit` with the splits of
-`_handwritten.py`. A first round finds the fastest plans by hand. Then each round runs ours, those, and a second compilation
-of the fastest (A/A), in random order; ratios are taken within a round.
+Runs a small GPT and Llama on eight virtual CPU devices: under the plan of `Auto`, and as plain
+`jax.jit` with the splits of `_handwritten.py`. A first round finds the fastest plans by hand. Then
+each round runs ours, those, and a second compilation of the fastest (A/A), in random order; ratios
+are taken within a round.
 
-    python benchmarks/step_time.py [--quick] [--models gpt,llama] [--sizes "many tokens,wide"] [--rounds 32] [--steps 2] [--seed 0]
+    python benchmarks/step_time.py [--quick] [--models gpt,llama] [--sizes "many tokens,wide"] \
+        [--rounds 32] [--steps 2] [--seed 0]
 """
 
 from __future__ import annotations
@@ -28,17 +30,34 @@ from _workloads import BASE, megatron  # noqa: E402
 
 import aliquot as aq  # noqa: E402
 from aliquot import zoo  # noqa: E402
-from aliquot.planners import AbstractMethod, DataParallel, ManualParallel, Zero3Parallel  # noqa: E402
+from aliquot.planners import (  # noqa: E402
+    AbstractMethod,
+    DataParallel,
+    ManualParallel,
+    Zero3Parallel,
+)
 from aliquot.runtime import find_collectives  # noqa: E402
 
 SIZES: dict[str, tuple[int, dict[str, int]]] = {
-    "many tokens": (16, {"hidden_size": 256, "num_heads": 8, "ffn_size": 1024, "vocab_size": 1024, "seq_len": 64}),
-    "wide": (8, {"hidden_size": 512, "num_heads": 8, "ffn_size": 2048, "vocab_size": 2048, "seq_len": 32}),
+    "many tokens": (
+        16,
+        {"hidden_size": 256, "num_heads": 8, "ffn_size": 1024, "vocab_size": 1024, "seq_len": 64},
+    ),
+    "wide": (
+        8,
+        {"hidden_size": 512, "num_heads": 8, "ffn_size": 2048, "vocab_size": 2048, "seq_len": 32},
+    ),
 }
-"""Sequences in a batch and sizes of two layers: where the batch is what there is to split, and where the weights are."""
+"""Sequences in a batch and sizes of two layers: where the batch is what there is to split, and
+where the weights are.
+"""
 
 BAR = 1.02
-_BITS = ("x", "y", "z")  # Eight devices as a cube: every group of a mesh of powers of two lies along some of its axes.
+_BITS = (
+    "x",
+    "y",
+    "z",
+)  # Eight devices as a cube: every group of a mesh of powers of two lies along some of its axes.
 CONTENDERS_WITHIN = 1.05
 """Plans by hand that come this near the fastest in the first round compete in the second."""
 
@@ -93,14 +112,20 @@ def main() -> int:
     report = Report(
         name="step_time",
         question="Step time against plans written by hand",
-        bar=f"95 % interval of the median ratio to the fastest reaches {BAR} or below; collectives move no more bytes than its",
+        bar=(
+            f"95 % interval of the median ratio to the fastest reaches {BAR} or below; collectives"
+            " move no more bytes than its"
+        ),
         method=(
-            f"Two layers, {SIZES} (sequences, sizes), float32, blocks recomputed, AdamW. A sample is {chosen.steps} steps on placed "
-            "arrays, state donated and passed on, the last awaited; ours includes the package's own call. Warm-up: one sample "
-            f"each. First round: {chosen.first_rounds} samples of each plan in random order. Then {chosen.rounds} rounds of ours, the "
-            f"plans by hand within {CONTENDERS_WITHIN - 1:.0%} of the fastest, and the fastest compiled again, in random order; ratios "
-            "within a round, 95 % bootstrap interval of their median. Bytes moved are what each device sends in rings: of an "
-            "all-reduce everything twice, of the others once. Predictions for plans by hand are those of the package's method of that name."
+            f"Two layers, {SIZES} (sequences, sizes), float32, blocks recomputed, AdamW. A sample"
+            f" is {chosen.steps} steps on placed arrays, state donated and passed on, the last"
+            " awaited; ours includes the package's own call. Warm-up: one sample each. First"
+            f" round: {chosen.first_rounds} samples of each plan in random order. Then"
+            f" {chosen.rounds} rounds of ours, the plans by hand within {CONTENDERS_WITHIN - 1:.0%}"
+            " of the fastest, and the fastest compiled again, in random order; ratios within a"
+            " round, 95 % bootstrap interval of their median. Bytes moved are what each device"
+            " sends in rings: of an all-reduce everything twice, of the others once. Predictions"
+            " for plans by hand are those of the package's method of that name."
         ),
     )
     met = True
@@ -113,8 +138,15 @@ def main() -> int:
 def _more(parser: Any) -> None:
     parser.add_argument("--models", default="gpt,llama")
     parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--rounds", type=int, default=32, help="interleaved samples of each plan in the comparison")
-    parser.add_argument("--first-rounds", type=int, default=5, help="samples of each plan to find the fastest by hand")
+    parser.add_argument(
+        "--rounds", type=int, default=32, help="interleaved samples of each plan in the comparison"
+    )
+    parser.add_argument(
+        "--first-rounds",
+        type=int,
+        default=5,
+        help="samples of each plan to find the fastest by hand",
+    )
     parser.add_argument("--steps", type=int, default=2, help="steps in a sample")
     parser.add_argument("--seed", type=int, default=0, help="of the order and the bootstrap")
 
@@ -124,9 +156,13 @@ def _measure(family: str, size: str, chosen: Any, report: Report) -> bool:
     title = f"{family}, {size}"
     global_batch, sizes = SIZES[size]
     order = np.random.default_rng(chosen.seed)
-    work = zoo.build(zoo.configure(BASE[family], num_layers=2, **sizes), global_batch, dtype="float32")
+    work = zoo.build(
+        zoo.configure(BASE[family], num_layers=2, **sizes), global_batch, dtype="float32"
+    )
     data = _Data(work)
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=aq.Cluster.detect(), method=aq.Auto())
+    plan = aq.plan(
+        work.train_step, work.state, work.batch, cluster=aq.Cluster.detect(), method=aq.Auto()
+    )
     ours = _ours(work, plan, data)
     by_hand = {p.name: p for p in hand_plans()}
     hands = [_hand(p, work, data, predicted_s=_predicted(p, work)) for p in by_hand.values()]
@@ -135,7 +171,11 @@ def _measure(family: str, size: str, chosen: Any, report: Report) -> bool:
     hands.sort(key=lambda r: first[r.name])
     classic = {p.name for p in by_hand.values() if p.classic}
     fastest_classic = next(r for r in hands if r.name in classic)
-    near = [r for r in hands if r.name in classic and first[r.name] <= CONTENDERS_WITHIN * first[fastest_classic.name]]
+    near = [
+        r
+        for r in hands
+        if r.name in classic and first[r.name] <= CONTENDERS_WITHIN * first[fastest_classic.name]
+    ]
     refined = min((r for r in hands if r.name not in classic), key=lambda r: first[r.name])
     again = _hand(by_hand[near[0].name], work, data, name=f"{near[0].name} again")
     report.tables[f"{title}: plans"] = [_row(r, first[r.name]) for r in (ours, *hands)]
@@ -145,7 +185,8 @@ def _measure(family: str, size: str, chosen: Any, report: Report) -> bool:
     for runner in runners:
         runner.samples_s.clear()
     _interleave(runners, chosen.rounds, chosen.steps, order)
-    # The first round may mistake which of several alike is the fastest; the second has more samples of them.
+    # The first round may mistake which of several alike is the fastest; the second has more samples
+    # of them.
     fastest = min(near, key=lambda r: float(np.median(r.samples_s)))
     pairs = [_ratio(ours, r, order) for r in (*near, refined)] + [_ratio(again, near[0], order)]
     report.tables[f"{title}: interleaved pairs"] = pairs
@@ -162,7 +203,10 @@ def _measure(family: str, size: str, chosen: Any, report: Report) -> bool:
         "whole interval at the bar or below": bool(result["to"] <= BAR),
         "no more bytes": fewer_bytes,
         "MiB moved, ours and fastest": (ours.moved_bytes / 2**20, fastest.moved_bytes / 2**20),
-        "MiB of results, ours and fastest": (ours.collective_bytes / 2**20, fastest.collective_bytes / 2**20),
+        "MiB of results, ours and fastest": (
+            ours.collective_bytes / 2**20,
+            fastest.collective_bytes / 2**20,
+        ),
         f"ratio to {refined.name}": tuple(pairs[-2][k] for k in ("median ratio", "from", "to")),
         "MiB it moves": refined.moved_bytes / 2**20,
         "our mesh": "x".join(map(str, stage.mesh_shape)),
@@ -188,10 +232,19 @@ def _ours(work: Any, plan: Any, data: _Data) -> Runner:
     step = aq.parallelize(work.train_step, plan).prepare(work.state, work.batch)
     state, batch = step.place(data.state, data.batch)
     predicted_s = plan.prediction.step_time_s
-    return Runner(name="ours", call=step, text=step.as_text(), state=state, batch=batch, predicted_s=predicted_s)
+    return Runner(
+        name="ours",
+        call=step,
+        text=step.as_text(),
+        state=state,
+        batch=batch,
+        predicted_s=predicted_s,
+    )
 
 
-def _hand(plan: HandPlan, work: Any, data: _Data, *, name: str = "", predicted_s: float | None = None) -> Runner:
+def _hand(
+    plan: HandPlan, work: Any, data: _Data, *, name: str = "", predicted_s: float | None = None
+) -> Runner:
     compiled, *shardings = plan.compile(work)
     state, batch = jax.device_put((data.state, data.batch), tuple(shardings))
     return Runner(
@@ -205,7 +258,9 @@ def _hand(plan: HandPlan, work: Any, data: _Data, *, name: str = "", predicted_s
 
 
 def _predicted(plan: HandPlan, work: Any) -> float | None:
-    """What the package expects of its own method that is the same as a plan by hand, if it has one."""
+    """What the package expects of its own method that is the same as a plan by hand, if it has
+    one.
+    """
     method: AbstractMethod
     if not plan.classic:
         return None
@@ -217,9 +272,15 @@ def _predicted(plan: HandPlan, work: Any) -> float | None:
         mesh_shape = tuple(size for size in plan.mesh_shape if size > 1)
         manual = megatron(mesh_shape, scan=False)
         known = _layers(work.state)
-        specs = {p: s for p, s in manual.specs.items() if p.startswith("batch") or p.split(".")[-2] in known}
+        specs = {
+            p: s
+            for p, s in manual.specs.items()
+            if p.startswith("batch") or p.split(".")[-2] in known
+        }
         method = ManualParallel(specs=specs, mesh_shape=mesh_shape)
-    found = aq.plan(work.train_step, work.state, work.batch, cluster=aq.Cluster.detect(), method=method)
+    found = aq.plan(
+        work.train_step, work.state, work.batch, cluster=aq.Cluster.detect(), method=method
+    )
     return float(found.prediction.step_time_s)
 
 
@@ -261,7 +322,9 @@ def _row(runner: Runner, measured_s: float) -> dict[str, Any]:
         "predicted ms": runner.predicted_s * 1e3 if runner.predicted_s is not None else "",
         "MiB of results": runner.collective_bytes / 2**20,
         "MiB moved": runner.moved_bytes / 2**20,
-        "results by kind": {kind: round(num_bytes / 2**20, 2) for kind, num_bytes in sorted(kinds.items())},
+        "results by kind": {
+            kind: round(num_bytes / 2**20, 2) for kind, num_bytes in sorted(kinds.items())
+        },
         "collectives": sum(c.count for c in collectives(runner.text)),
     }
 

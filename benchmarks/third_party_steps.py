@@ -1,8 +1,9 @@
-"""Do training steps of other packages run in parallel as they are, with the numbers of the plain step?
+"""Do training steps of other packages run in parallel as they are, with the numbers of the plain
+step?
 
-Every step of the tables in `_third_party_*.py` under data parallelism and the integer program on eight virtual CPU devices,
-whole and in two micro-batches, and as a pipeline where it has layers. Needs the packages: `pip install '.[third-party]'`;
-those that are missing are named.
+Every step of the tables in `_third_party_*.py` under data parallelism and the integer program on
+eight virtual CPU devices, whole and in two micro-batches, and as a pipeline where it has layers.
+Needs the packages: `pip install '.[third-party]'`; those that are missing are named.
 
     python benchmarks/third_party_steps.py [--quick] [--only TEXT] [--journal FILE]
 """
@@ -43,7 +44,17 @@ _CELLS: dict[str, tuple[Any, int]] = {
     "shard, 2 micro-batches": (aq.ShardParallel(), 2),
     "pipeline": (aq.PipeshardParallel(num_stages=2), 2),
 }
-_PACKAGES = ("dm-haiku", "equinox", "diffrax", "optimistix", "numpyro", "keras", "distrax", "qwix", "e3nn-jax")
+_PACKAGES = (
+    "dm-haiku",
+    "equinox",
+    "diffrax",
+    "optimistix",
+    "numpyro",
+    "keras",
+    "distrax",
+    "qwix",
+    "e3nn-jax",
+)
 # So slow, and with links so fast, that splitting work on few numbers pays.
 _SLOW = replace(
     (_preset := aq.Cluster.preset("8xcpu")),
@@ -65,31 +76,42 @@ def main() -> int:
         name="third_party_steps",
         question="Training steps of other packages",
         bar=(
-            "every step runs under every method that it allows, and every leaf of state and metrics is within its tolerance "
-            "(1e-9 unless the table says otherwise) of the plain step's, relative to the leaf's largest magnitude"
+            "every step runs under every method that it allows, and every leaf of state and metrics"
+            " is within its tolerance (1e-9 unless the table says otherwise) of the plain step's,"
+            " relative to the leaf's largest magnitude"
         ),
         method=(
-            f"{NUM_STEPS} steps on {ROWS} examples in float64, from one state over the same batches, on eight virtual CPU devices "
-            "that are planned for as slow ones with fast links, so that small arrays are split; "
-            "the largest relative difference of any leaf of any result. A dash: not asked for, as the step has no layers for a "
-            "pipeline. Independent: under `micro_batch_semantics='independent'`, as a loop ends when its "
-            f"examples are done. Leaves below {_FLOOR:g} are measured against that. One run each."
+            f"{NUM_STEPS} steps on {ROWS} examples in float64, from one state over the same"
+            " batches, on eight virtual CPU devices that are planned for as slow ones with fast"
+            " links, so that small arrays are split; the largest relative difference of any leaf"
+            " of any result. A dash: not asked for, as the step has no layers for a pipeline."
+            " Independent: under `micro_batch_semantics='independent'`, as a loop ends when its"
+            f" examples are done. Leaves below {_FLOOR:g} are measured against that. One run each."
         ),
     )
     journal = Journal(chosen.journal)
     names = [name for name in STEPS if chosen.only in name]
     names = names[::6] if chosen.quick else names
     missing = sorted({module for name in names for module in STEPS[name].missing()})
-    every = [journal.row(name, functools.partial(_row, name)) for name in names if not STEPS[name].missing()]
+    every = [
+        journal.row(name, functools.partial(_row, name))
+        for name in names
+        if not STEPS[name].missing()
+    ]
     rows = [row for row in every if "plain" not in row]
     report.summary["steps"] = len(rows)
-    report.summary["runs equal to the plain step"] = sum(_is_equal(row[cell]) for row in rows for cell in _CELLS)
+    report.summary["runs equal to the plain step"] = sum(
+        _is_equal(row[cell]) for row in rows for cell in _CELLS
+    )
     report.summary["runs that the step's mathematics refuse"] = _count(rows, "refused")
     report.summary["runs that differ"] = _count(rows, "DIFFERS")
     report.summary["runs that fail"] = _count(rows, "FAILS")
     report.summary["packages"] = ", ".join(map(_version, _PACKAGES))
     report.summary["left out, as not installed"] = ", ".join(missing) or "none"
-    report.tables = {"Steps": rows, "Steps that fail without aliquot, too": [row for row in every if "plain" in row]}
+    report.tables = {
+        "Steps": rows,
+        "Steps that fail without aliquot, too": [row for row in every if "plain" in row],
+    }
     return report.finish(chosen, met=all(row["met"] for row in rows))
 
 
@@ -116,10 +138,16 @@ def _row(name: str) -> dict[str, Any]:
     try:
         step = STEPS[name].make()
         wanted = _results(jax.jit(step.fn), step)
-    except Exception as error:  # What other packages raise on a release of JAX that they do not know.
+    except (
+        Exception
+    ) as error:  # What other packages raise on a release of JAX that they do not know.
         return {**row, "plain": _line(error)}
     for cell, (method, micro_batches) in _CELLS.items():
-        row[cell] = _compare(step, wanted, method, micro_batches) if cell != "pipeline" or step.layers else "-"
+        row[cell] = (
+            _compare(step, wanted, method, micro_batches)
+            if cell != "pipeline" or step.layers
+            else "-"
+        )
     failed = any(str(row[cell]).startswith(("DIFFERS", "FAILS")) for cell in _CELLS)
     return {
         **row,
@@ -134,8 +162,9 @@ def _compare(
 ) -> float | str:
     """The largest difference, or what happened instead.
 
-    A loop that ends when all examples of a batch are done may end sooner for a part of them: their numbers are the same, but
-    rules cannot tell. Such steps are run under independent semantics, and must give the plain step's numbers all the same.
+    A loop that ends when all examples of a batch are done may end sooner for a part of them: their
+    numbers are the same, but rules cannot tell. Such steps are run under independent semantics, and
+    must give the plain step's numbers all the same.
     """
     try:
         with warnings.catch_warnings():
@@ -196,7 +225,10 @@ def _largest(found: Any, wanted: Any) -> tuple[float, str]:
         if b.size:
             x, y = a.astype(np.float64), b.astype(np.float64)
             difference = float(np.abs(x - y).max() / max(np.abs(y).max(), _FLOOR))
-            worst = max(worst, (difference if difference == difference else np.inf, jax.tree_util.keystr(path)))
+            worst = max(
+                worst,
+                (difference if difference == difference else np.inf, jax.tree_util.keystr(path)),
+            )
     return worst
 
 

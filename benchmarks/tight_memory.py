@@ -1,8 +1,9 @@
 """How long does an answer take where memory is tight, whether a plan fits or not?
 
-Sixty commands `aliquot plan ... --memory-limit L --no-remedies --json`, drawn by a seed from models of the zoo, clusters, batches
-and methods. L is 0.9 to 1.1 times what the fastest plan takes without a limit, or what the smallest one found needs. Five more
-are commands that used to take minutes, with the memory of their devices.
+Sixty commands `aliquot plan ... --memory-limit L --no-remedies --json`, drawn by a seed from models
+of the zoo, clusters, batches and methods. L is 0.9 to 1.1 times what the fastest plan takes without
+a limit, or what the smallest one found needs. Five more are commands that used to take minutes,
+with the memory of their devices.
 
     python benchmarks/tight_memory.py [--journal FILE] [--quick] [--only TEXT] [--count 60]
 """
@@ -23,7 +24,8 @@ from typing import Any
 from _results import Journal, Report, options
 
 _SEED, _COUNT = 19, 60
-# Models with clusters and sequences or images in a step; both layers written out and looped over are planned.
+# Models with clusters and sequences or images in a step; both layers written out and looped over
+# are planned.
 _MODELS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "gpt-1.3b": (("8xV100-16GB", "2x8xV100-16GB", "4xA100-80GB"), (32, 64, 128)),
     "gpt-2.6b": (("8xV100-16GB", "2x8xV100-16GB", "8xH100"), (32, 64, 128)),
@@ -53,7 +55,9 @@ _ENOUGH, _TOO_LITTLE = "100000GiB", "16MiB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A command, and its memory as a factor of what a plan needs; no factor: the memory of the devices."""
+    """A command, and its memory as a factor of what a plan needs; no factor: the memory of the
+    devices.
+    """
 
     model: str
     cluster: str
@@ -68,7 +72,10 @@ class Case:
         """What tables call it."""
         written = "scanned" if self.scan else "written out"
         memory = f", {self.factor:g} of the {self.of}" if self.factor else ""
-        return f"{self.model} {written} on {self.cluster}, batch {self.global_batch}, {self.method}{memory}"
+        return (
+            f"{self.model} {written} on {self.cluster}, batch {self.global_batch},"
+            f" {self.method}{memory}"
+        )
 
     @property
     def bar_s(self) -> float:
@@ -78,8 +85,22 @@ class Case:
     @property
     def command(self) -> list[str]:
         """Arguments of `aliquot` but for the memory."""
-        shape = ["plan", self.model, "--cluster", self.cluster, "--global-batch", str(self.global_batch)]
-        return [*shape, "--method", self.method, "--no-remedies", "--json", *(["--scan"] if self.scan else [])]
+        shape = [
+            "plan",
+            self.model,
+            "--cluster",
+            self.cluster,
+            "--global-batch",
+            str(self.global_batch),
+        ]
+        return [
+            *shape,
+            "--method",
+            self.method,
+            "--no-remedies",
+            "--json",
+            *(["--scan"] if self.scan else []),
+        ]
 
 
 def drawn() -> list[Case]:
@@ -108,13 +129,23 @@ def main() -> int:
     """Run, and write or print the answer."""
     chosen = options(
         __doc__,
-        lambda parser: parser.add_argument("--journal", type=Path, help="a file to go on from where a run was ended"),
-        lambda parser: parser.add_argument("--only", default="", help="only cases whose name contains this"),
-        lambda parser: parser.add_argument("--count", type=int, default=_COUNT, help="only the first so many cases"),
+        lambda parser: parser.add_argument(
+            "--journal", type=Path, help="a file to go on from where a run was ended"
+        ),
+        lambda parser: parser.add_argument(
+            "--only", default="", help="only cases whose name contains this"
+        ),
+        lambda parser: parser.add_argument(
+            "--count", type=int, default=_COUNT, help="only the first so many cases"
+        ),
     )
     journal = Journal(chosen.journal)
-    cases = [case for case in drawn()[: 4 if chosen.quick else chosen.count] if chosen.only in case.name]
-    known = [Case(model=m, cluster=c, global_batch=b, scan=s, method=how) for m, c, b, s, how in _KNOWN]
+    cases = [
+        case for case in drawn()[: 4 if chosen.quick else chosen.count] if chosen.only in case.name
+    ]
+    known = [
+        Case(model=m, cluster=c, global_batch=b, scan=s, method=how) for m, c, b, s, how in _KNOWN
+    ]
     known = [] if chosen.quick else [case for case in known if chosen.only in case.name]
     rows = [journal.row(case.name, lambda case=case: _row(case)) for case in cases]  # type: ignore[misc]
     others = [journal.row(case.name, lambda case=case: _row(case)) for case in known]  # type: ignore[misc]
@@ -126,11 +157,13 @@ def main() -> int:
             f"{_DEEP_BAR_S:g} s for 80 layers written out"
         ),
         method=(
-            "Wall time and processor time of a whole process, Python's start, imports and tracing included; its helper process "
-            "counts towards processor time, so that on two cores this can be up to twice the wall time. Each command runs once, "
-            "without remedies, which are further plans. `load` is the machine's when a command began: other work on it makes "
-            "wall times longer than they would be on an idle machine. The fastest plan's memory is that without a limit; the least, "
-            "what the message of an impossible limit calls the smallest found."
+            "Wall time and processor time of a whole process, Python's start, imports and tracing"
+            " included; its helper process counts towards processor time, so that on two cores this"
+            " can be up to twice the wall time. Each command runs once, without remedies, which are"
+            " further plans. `load` is the machine's when a command began: other work on it makes"
+            " wall times longer than they would be on an idle machine. The fastest plan's memory is"
+            " that without a limit; the least, what the message of an impossible limit calls the"
+            " smallest found."
         ),
         tables={"Drawn": rows, "Used to take minutes": others},
     )
@@ -152,21 +185,34 @@ def main() -> int:
             "above the bar by wall time": "; ".join(late) or "none",
             "above the bar by processor time": "; ".join(late_cpu) or "none",
         }
-    met = len(rows) == _COUNT and not late and len(answered) == len(rows) and median(walls) <= _MEDIAN_BAR_S
+    met = (
+        len(rows) == _COUNT
+        and not late
+        and len(answered) == len(rows)
+        and median(walls) <= _MEDIAN_BAR_S
+    )
     return report.finish(chosen, met=met)
 
 
 def _row(case: Case) -> dict[str, Any]:
     memory, limit = [], None
     if case.factor is not None:
-        known, _, _ = _run([*case.command, "--memory-limit", _ENOUGH if case.of == "fastest" else _TOO_LITTLE])
+        known, _, _ = _run(
+            [*case.command, "--memory-limit", _ENOUGH if case.of == "fastest" else _TOO_LITTLE]
+        )
         limit = int(case.factor * known["memory_bytes_per_device"])
         # A size is said in MiB.
         memory = ["--memory-limit", f"{limit // 2**20}MiB"]
     load = os.getloadavg()[0]
     answer, wall_s, cpu_s = _run([*case.command, *memory])
     said = str(answer.get("reason") or "")
-    kind = "plan" if answer.get("feasible") else "gave up" if "Within the limits" in said else "none fits"
+    kind = (
+        "plan"
+        if answer.get("feasible")
+        else "gave up"
+        if "Within the limits" in said
+        else "none fits"
+    )
     return {
         "case": case.name,
         "limit GiB": "" if limit is None else round(limit / 2**30, 2),
@@ -184,11 +230,15 @@ def _row(case: Case) -> dict[str, Any]:
 def _run(arguments: list[str]) -> tuple[dict[str, Any], float, float]:
     """The answer of a command, its wall time and its processor time."""
     command = [sys.executable, "-c", "from aliquot.cli import main; main()", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     environment["JAX_PLATFORMS"] = "cpu"
     before, started = os.times(), time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=_STOP_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False, timeout=_STOP_S
+        )
     except subprocess.TimeoutExpired:
         answer: dict[str, Any] = {"ended": f"none after {_STOP_S:g} s"}
     else:
@@ -197,7 +247,9 @@ def _run(arguments: list[str]) -> tuple[dict[str, Any], float, float]:
             raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
         answer = json.loads(lines)
     after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu_s = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return answer, time.perf_counter() - started, cpu_s
 
 

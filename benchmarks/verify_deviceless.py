@@ -1,7 +1,8 @@
 """How long does it take to verify a plan, with the compiler for GPUs that are not there?
 
-Runs `aliquot verify PLAN --json` as a process of its own, with an empty cache each time, and takes the time until it ends.
-Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12` on `PYTHONPATH`.
+Runs `aliquot verify PLAN --json` as a process of its own, with an empty cache each time, and takes
+the time until it ends. Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and
+`nvidia-cuda-nvcc-cu12` on `PYTHONPATH`.
 
     python benchmarks/verify_deviceless.py [--quick] [--repetitions 3]
 """
@@ -23,23 +24,35 @@ LIMIT_S = 15.0
 # The first two are the question, the third is shown beside them.
 CASES = {
     "gpt-1.3b unrolled on 8xH100": ("gpt-1.3b", "--cluster", "8xH100", "--global-batch", "8"),
-    "llama-7b scan on 8x8xH100": ("llama-7b", "--scan", "--cluster", "8x8xH100", "--global-batch", "64"),
+    "llama-7b scan on 8x8xH100": (
+        "llama-7b",
+        "--scan",
+        "--cluster",
+        "8x8xH100",
+        "--global-batch",
+        "64",
+    ),
     "gpt-1.3b scan on 8xH100": ("gpt-1.3b", "--scan", "--cluster", "8xH100", "--global-batch", "8"),
 }
 
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, lambda parser: parser.add_argument("--repetitions", type=int, default=3))
+    chosen = options(
+        __doc__, lambda parser: parser.add_argument("--repetitions", type=int, default=3)
+    )
     repetitions = 1 if chosen.quick else chosen.repetitions
     report = Report(
         name="verify_deviceless",
-        question="Time of one verification without GPUs, from the start of the command to its report",
+        question=(
+            "Time of one verification without GPUs, from the start of the command to its report"
+        ),
         bar=f"{', '.join(list(CASES)[:2])}: {LIMIT_S:g} s each",
         method=(
-            "Wall time of a whole process, `aliquot verify PLAN --json`, with an empty cache: Python's start, tracing and "
-            f"writing down the program, the compiler, the report. {repetitions} runs, in turn over all cases; median, least "
-            "and most. Within: the compiler's own seconds, in the median run."
+            "Wall time of a whole process, `aliquot verify PLAN --json`, with an empty cache:"
+            " Python's start, tracing and writing down the program, the compiler, the report."
+            f" {repetitions} runs, in turn over all cases; median, least and most. Within: the"
+            " compiler's own seconds, in the median run."
         ),
     )
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
@@ -50,7 +63,9 @@ def main() -> int:
         for number in range(repetitions):
             for name, plan in plans.items():
                 started_s = time.perf_counter()
-                found = json.loads(_aliquot(str(Path(folder, f"cache{number}")), "verify", str(plan), "--json"))
+                found = json.loads(
+                    _aliquot(str(Path(folder, f"cache{number}")), "verify", str(plan), "--json")
+                )
                 taken_s = time.perf_counter() - started_s
                 seconds[name].append((taken_s, found["stages"][0]["compile_s"]))
                 say(f"{name}: {taken_s:.1f} s")
@@ -75,7 +90,11 @@ def _aliquot(cache: str, *arguments: str) -> str:
     """What a command prints, where nothing was verified before."""
     environment = os.environ | {"XDG_CACHE_HOME": cache}
     return subprocess.run(
-        [sys.executable, "-m", "aliquot", *arguments], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "aliquot", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
 
 

@@ -11,7 +11,8 @@ import optax
 
 import aliquot as aq
 
-# Eight virtual devices, so that this runs on any machine. Leave both lines out where there are real ones.
+# Eight virtual devices, so that this runs on any machine. Leave both lines out where there are real
+# ones.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

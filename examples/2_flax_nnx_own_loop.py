@@ -1,4 +1,5 @@
-"""A Flax NNX model in a training loop of its own, which takes PartitionSpecs from the plan and nothing else.
+"""A Flax NNX model in a training loop of its own, which takes PartitionSpecs from the plan and
+nothing else.
 
 python examples/2_flax_nnx_own_loop.py
 """
@@ -64,7 +65,9 @@ compiled_step = jax.jit(
 )
 
 # Each device creates its own pieces of the state.
-state = jax.jit(lambda key: nnx.state(create(key)), out_shardings=state_shardings)(jax.random.key(0))
+state = jax.jit(lambda key: nnx.state(create(key)), out_shardings=state_shardings)(
+    jax.random.key(0)
+)
 for number in range(5):
     tokens_key, labels_key = jax.random.split(jax.random.key(number))
     labels = jax.random.randint(labels_key, (64,), 0, 8)

@@ -33,7 +33,8 @@ def train_step(model, opt_state, batch):
     return eqx.apply_updates(model, updates), opt_state, loss
 
 
-# As a decorator, `parallelize` plans at the first call, from its arguments, for the devices JAX sees.
+# As a decorator, `parallelize` plans at the first call, from its arguments, for the devices JAX
+# sees.
 step = aq.parallelize(train_step, method=aq.Zero2Parallel())
 
 model, opt_state = init_state(jax.random.key(0))

@@ -1,6 +1,7 @@
-"""Two processes train one model. Without an argument, this script starts both of them; on two machines, run
+"""Two processes train one model. Without an argument, this script starts both of them; on two
+machines, run
 
-python examples/4_two_processes.py 0 ADDRESS    # here; ADDRESS is this machine's, such as 10.0.0.1:12345
+python examples/4_two_processes.py 0 ADDRESS    # here; ADDRESS is this one's: 10.0.0.1:12345
 python examples/4_two_processes.py 1 ADDRESS    # there
 """
 
@@ -38,7 +39,10 @@ def train(process, address):
     state = step.init(work.init, jax.random.key(0))
     for number in range(5):
         rng = np.random.default_rng(number)  # every process passes the whole batch
-        batch = {name: rng.integers(0, 16, array.shape).astype(array.dtype) for name, array in work.batch.items()}
+        batch = {
+            name: rng.integers(0, 16, array.shape).astype(array.dtype)
+            for name, array in work.batch.items()
+        }
         state, metrics = step(state, batch)
         print(f"process {process}, step {number}: loss {float(metrics['loss']):.4f}", flush=True)
     shutdown()  # last, in all processes

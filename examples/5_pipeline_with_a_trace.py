@@ -35,7 +35,10 @@ step = aq.parallelize(work.train_step, plan)
 state = step.init(work.init, jax.random.key(0))
 rng = np.random.default_rng(0)
 for number in range(5):
-    batch = {name: rng.integers(0, 16, array.shape).astype(array.dtype) for name, array in work.batch.items()}
+    batch = {
+        name: rng.integers(0, 16, array.shape).astype(array.dtype)
+        for name, array in work.batch.items()
+    }
     state, metrics = step(state, batch)
     print(f"step {number}: loss {float(metrics['loss']):.4f}")
 

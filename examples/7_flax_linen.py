@@ -1,4 +1,5 @@
-"""A Flax Linen model with a `TrainState`, planned with FSDP and run without changing its training step.
+"""A Flax Linen model with a `TrainState`, planned with FSDP and run without changing its training
+step.
 
 python examples/7_flax_linen.py
 """
@@ -44,7 +45,12 @@ batch_shapes = {
     "tokens": jax.ShapeDtypeStruct((64, 32), jnp.int32),
     "labels": jax.ShapeDtypeStruct((64,), jnp.int32),
 }
-plan = aq.plan(train_step, jax.eval_shape(init_state, jax.random.key(0)), batch_shapes, method=aq.Zero3Parallel())
+plan = aq.plan(
+    train_step,
+    jax.eval_shape(init_state, jax.random.key(0)),
+    batch_shapes,
+    method=aq.Zero3Parallel(),
+)
 print(plan)
 
 step = aq.parallelize(train_step, plan)

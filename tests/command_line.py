@@ -5,7 +5,10 @@ from typer.testing import CliRunner
 
 from aliquot.cli._app import app
 
-TINY = "gpt-125m --cluster 8xH100 --global-batch 8 --set num_layers=2 --set vocab_size=512 --set hidden_size=96".split()
+TINY = (
+    "gpt-125m --cluster 8xH100 --global-batch 8 --set num_layers=2 --set vocab_size=512 --set"
+    " hidden_size=96".split()
+)
 
 
 def run(*args):
@@ -21,7 +24,9 @@ def run(*args):
 
 
 def refused(found, *messages, code=2):
-    """Assert that the command said no: nothing on standard output, all messages on standard error, no traceback."""
+    """Assert that the command said no: nothing on standard output, all messages on standard error,
+    no traceback.
+    """
     assert found.exit_code == code, found.output
     assert found.stdout == ""
     assert "Traceback" not in found.stderr

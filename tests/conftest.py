@@ -5,10 +5,11 @@ import os
 
 from aliquot.core import with_xla_flags
 
-# All of this must stand before JAX is first imported. Workers share few cores, so each keeps its kernels on one thread.
-# Programs of tests run a few times on a few numbers: fast machine code would cost more than it saves, and so would the
-# emitters of fusions, which take half of the time to compile. What XLA makes of a program and its collectives do not
-# depend on that, and its memory by less than a hundredth.
+# All of this must stand before JAX is first imported. Workers share few cores, so each keeps its
+# kernels on one thread. Programs of tests run a few times on a few numbers: fast machine code would
+# cost more than it saves, and so would the emitters of fusions, which take half of the time to
+# compile. What XLA makes of a program and its collectives do not depend on that, and its memory by
+# less than a hundredth.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_cpu_multi_thread_eigen": "false",
@@ -23,12 +24,14 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # Texts are as wide as the terminal, which some tests set and none inherits.
 os.environ.pop("COLUMNS", None)
-# Traces are many objects that stay. Looking for garbage among them as often as usual takes a tenth of the time.
+# Traces are many objects that stay. Looking for garbage among them as often as usual takes a tenth
+# of the time.
 gc.set_threshold(100_000, 50, 100)
 
 import pytest  # noqa: E402
 
-# Each compiled program takes a few memory maps, of which Linux grants a process 65,530. Compilers crash beyond.
+# Each compiled program takes a few memory maps, of which Linux grants a process 65,530. Compilers
+# crash beyond.
 _MOST_MAPS = 10_000
 
 
@@ -50,7 +53,9 @@ def few_memory_maps():
 
 @pytest.fixture(scope="session")
 def mesh():
-    """Maker of meshes: `mesh(4, 2)` has axes `x` and `y` over eight devices, `mesh(2)` one axis over the first two."""
+    """Maker of meshes: `mesh(4, 2)` has axes `x` and `y` over eight devices, `mesh(2)` one axis
+    over the first two.
+    """
     import math
 
     import jax
@@ -58,7 +63,9 @@ def mesh():
     def make(*shape: int, axis_names: tuple[str, ...] | None = None) -> jax.sharding.Mesh:
         names = axis_names or tuple("xyzw"[: len(shape)])
         kinds = (jax.sharding.AxisType.Auto,) * len(shape)
-        return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[: math.prod(shape)])
+        return jax.make_mesh(
+            shape, names, axis_types=kinds, devices=jax.devices()[: math.prod(shape)]
+        )
 
     return make
 

@@ -1,11 +1,33 @@
-"""Plan files with mistakes in them, of every kind that an editor, a script, a full disk or an attacker makes."""
+"""Plan files with mistakes in them, of every kind that an editor, a script, a full disk or an
+attacker makes.
+"""
 
 import copy
 import json
 import random
 
 CANARY = "canary_of_mutated_plans"
-NUMBERS = (0, -1, 1, 2, 3, 7, 8, -8, 10**6, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e-300, 1e60, 1e300, 10**400)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    8,
+    -8,
+    10**6,
+    2**31,
+    2**63,
+    -(2**63),
+    10**30,
+    0.5,
+    -0.5,
+    1e-300,
+    1e60,
+    1e300,
+    10**400,
+)
 TEXTS = (
     "",
     " ",
@@ -48,18 +70,42 @@ def mutated(text: str, random_: random.Random) -> str:
 
 
 def _cut(text: str, random_: random.Random) -> str:
-    """Text changed as text: cut off, with a stretch missing or twice, or with some other character."""
+    """Text changed as text: cut off, with a stretch missing or twice, or with some other
+    character.
+    """
     start, stop = sorted(random_.randrange(len(text)) for _ in range(2))
     stop = min(stop, start + 40)
     other = random_.choice(
-        ["", "\x00", '"', "{", "}", "[" * 200_000, ",", "-", "9" * 5000, "NaN", "\ufeff", text[start:stop]]
+        [
+            "",
+            "\x00",
+            '"',
+            "{",
+            "}",
+            "[" * 200_000,
+            ",",
+            "-",
+            "9" * 5000,
+            "NaN",
+            "\ufeff",
+            text[start:stop],
+        ]
     )
-    return random_.choice([text[:start], text[start:], text[:start] + text[stop:], text[:start] + other + text[start:]])
+    return random_.choice(
+        [
+            text[:start],
+            text[start:],
+            text[:start] + text[stop:],
+            text[:start] + other + text[start:],
+        ]
+    )
 
 
 def _repeated(text: str, random_: random.Random) -> str:
     """Some object with one of its names twice."""
-    places = [place for place, character in enumerate(text) if character == "{" and text[place + 1] == '"']
+    places = [
+        place for place, character in enumerate(text) if character == "{" and text[place + 1] == '"'
+    ]
     place = random_.choice(places) + 1
     name = text[place : text.index('"', place + 1) + 1]
     return f"{text[:place]}{name}: {random_.choice(['1', 'null', '[]'])}, {text[place:]}"
@@ -91,7 +137,9 @@ def _change(data, random_):
         at = random_.randrange(len(old) + 1)
         holder[key] = old[:at] + random_.choice(TEXTS) + old[at:]
     elif kind == 6 and isinstance(old, list) and old:
-        holder[key] = random_.choice([old[:-1], old[1:], old * 2, old[::-1], old * 300, [*old, None]])
+        holder[key] = random_.choice(
+            [old[:-1], old[1:], old * 2, old[::-1], old * 300, [*old, None]]
+        )
     else:
         holder[key] = copy.deepcopy(random_.choice(random_.choice((NUMBERS, TEXTS, OTHERS))))
 
@@ -99,6 +147,9 @@ def _change(data, random_):
 def _place(data, random_):
     holder, key = None, None
     while isinstance(data, dict | list) and data and (holder is None or random_.random() < 0.75):
-        holder, key = data, random_.choice(list(data) if isinstance(data, dict) else range(len(data)))
+        holder, key = (
+            data,
+            random_.choice(list(data) if isinstance(data, dict) else range(len(data))),
+        )
         data = data[key]
     return holder, key

@@ -1,4 +1,6 @@
-"""Small plans to test with, consistent in all their parts: two layers on a 4x2 mesh, and pipelines of equal stages."""
+"""Small plans to test with, consistent in all their parts: two layers on a 4x2 mesh, and pipelines
+of equal stages.
+"""
 
 from typing import Any
 
@@ -22,8 +24,12 @@ SPLITS = {
     "batch.inputs": (("x",), ()),
 }
 INPUTS = (
-    ArrayInterface(path="state.params.layers[0].w", shape=(64, 32), dtype="float32", role="parameter"),
-    ArrayInterface(path="state.params.layers[1].w", shape=(64, 32), dtype="float32", role="parameter"),
+    ArrayInterface(
+        path="state.params.layers[0].w", shape=(64, 32), dtype="float32", role="parameter"
+    ),
+    ArrayInterface(
+        path="state.params.layers[1].w", shape=(64, 32), dtype="float32", role="parameter"
+    ),
     ArrayInterface(path="state.step", shape=(), dtype="int32", role="state"),
     ArrayInterface(path="batch.inputs", shape=(8, 16), dtype="int32", role="batch"),
 )
@@ -47,8 +53,22 @@ PREDICTION = Prediction(
     memory_bytes={"parameters": 2048.0, "activations": 952.0},
     peak_moment="dot_general in the backward pass",
     collectives=(
-        CollectiveUse(kind="all-reduce", axes=("x",), count=2.0, num_bytes=2048.0, seconds=0.003, label="gradients"),
-        CollectiveUse(kind="all-gather", axes=("y",), count=4.0, num_bytes=512.0, seconds=0.002, label="layers[*].w"),
+        CollectiveUse(
+            kind="all-reduce",
+            axes=("x",),
+            count=2.0,
+            num_bytes=2048.0,
+            seconds=0.003,
+            label="gradients",
+        ),
+        CollectiveUse(
+            kind="all-gather",
+            axes=("y",),
+            count=4.0,
+            num_bytes=512.0,
+            seconds=0.002,
+            label="layers[*].w",
+        ),
     ),
 )
 PROVENANCE = Provenance(
@@ -60,14 +80,24 @@ PROVENANCE = Provenance(
     gap=0.1,
     bound_holds_for="all splits of mesh 4x2",
     status="optimal",
-    candidates=({"name": "dp", "mesh": "8", "lower_bound_s": None, "step_time_s": 0.02, "outcome": "optimal"},),
+    candidates=(
+        {
+            "name": "dp",
+            "mesh": "8",
+            "lower_bound_s": None,
+            "step_time_s": 0.02,
+            "outcome": "optimal",
+        },
+    ),
 )
 
 
 def sample_plan(**changes: Any) -> Plan:
     """The plan, with some of its fields replaced."""
     fields: dict[str, Any] = {
-        "model": ModelReference(kind="zoo", name="gpt-10m", settings={"model": "gpt-10m", "global_batch": 8}),
+        "model": ModelReference(
+            kind="zoo", name="gpt-10m", settings={"model": "gpt-10m", "global_batch": 8}
+        ),
         "inputs": INPUTS,
         "outputs": OUTPUTS,
         "interface_fingerprint": "i1",
@@ -111,7 +141,9 @@ def sample_stage(index: int, bubble: float = 0.25, **changes: Any) -> StagePlan:
         "axis_names": ("x",),
         "shardings": {path: (("x",), ())},
         "outputs": {f"[0].params.layers[{index}].w": (("x",), ())},
-        "interior": (OpSharding(node=f"layers[{index}] dot_general", splits={"x": "batch"}, copies=1),),
+        "interior": (
+            OpSharding(node=f"layers[{index}] dot_general", splits={"x": "batch"}, copies=1),
+        ),
         "data_axes": ("x",),
         "first_device": 2 * index,
         "first_layer": index,
@@ -122,8 +154,9 @@ def sample_stage(index: int, bubble: float = 0.25, **changes: Any) -> StagePlan:
 
 
 def sample_pipeline(num_stages: int = 4, num_micro_batches: int = 4, **changes: Any) -> Plan:
-    """1F1B with a layer, two devices and no transfers for each stage. By its closed form, with S stages and M
-    micro-batches, a step takes (S + M - 1) (forward + backward) + update."""
+    """1F1B with a layer, two devices and no transfers for each stage. By its closed form, with S
+    stages and M micro-batches, a step takes (S + M - 1) (forward + backward) + update.
+    """
     layers = range(num_stages)
     busy_s = num_micro_batches * (FORWARD_S + BACKWARD_S) + UPDATE_S
     bubble_s = (num_stages - 1) * (FORWARD_S + BACKWARD_S)
@@ -131,21 +164,33 @@ def sample_pipeline(num_stages: int = 4, num_micro_batches: int = 4, **changes: 
     stages[0].shardings["batch.inputs"] = (("x",), ())
     stages[-1].outputs["[1]['loss']"] = ()
     fields: dict[str, Any] = {
-        "model": ModelReference(kind="zoo", name="gpt-10m", settings={"model": "gpt-10m", "global_batch": 8}),
+        "model": ModelReference(
+            kind="zoo", name="gpt-10m", settings={"model": "gpt-10m", "global_batch": 8}
+        ),
         "inputs": (
             *(
-                ArrayInterface(path=f"state.params.layers[{i}].w", shape=(64, 32), dtype="float32", role="parameter")
+                ArrayInterface(
+                    path=f"state.params.layers[{i}].w",
+                    shape=(64, 32),
+                    dtype="float32",
+                    role="parameter",
+                )
                 for i in layers
             ),
             INPUTS[-1],
         ),
         "outputs": (
-            *(ArrayInterface(path=f"[0].params.layers[{i}].w", shape=(64, 32), dtype="float32") for i in layers),
+            *(
+                ArrayInterface(path=f"[0].params.layers[{i}].w", shape=(64, 32), dtype="float32")
+                for i in layers
+            ),
             *OUTPUTS,
         ),
         "interface_fingerprint": "i2",
         "graph_fingerprint": "g2",
-        "cluster": Cluster.preset("8xH100" if num_stages <= 4 else f"{num_stages // 4}x8xH100").to_dict(),
+        "cluster": (
+            Cluster.preset("8xH100" if num_stages <= 4 else f"{num_stages // 4}x8xH100").to_dict()
+        ),
         "method": "pipeshard",
         "num_micro_batches": num_micro_batches,
         "combine": {"[1]['loss']": "sum"},

@@ -1,4 +1,6 @@
-"""Pages of the documentation: each is listed and linked from the first one, and what they name exists."""
+"""Pages of the documentation: each is listed and linked from the first one, and what they name
+exists.
+"""
 
 import re
 from pathlib import Path
@@ -29,6 +31,17 @@ def test_links_and_included_files_exist(page):
 
 def test_every_public_name_is_in_the_api_reference():
     text = (DOCS / "api.md").read_text()
-    modules = {"cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo", "interop"}
+    modules = {
+        "cluster",
+        "core",
+        "cost",
+        "graph",
+        "planners",
+        "plans",
+        "runtime",
+        "sharding",
+        "zoo",
+        "interop",
+    }
     public = {name for name in aq.__all__ if name not in modules and not name.startswith("_")}
     assert sorted(name for name in public if not re.search(rf"\b{name}\b", text)) == []

@@ -19,12 +19,19 @@ TPU = "6_verify_for_a_tpu.py"
 
 
 def run(name, folder):
-    """The finished process of a script that was started in a folder of its own, in a plain environment."""
-    settings = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    """The finished process of a script that was started in a folder of its own, in a plain
+    environment.
+    """
+    settings = {
+        name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))
+    }
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
         cwd=folder,
-        env={**settings, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])},
+        env={
+            **settings,
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         text=True,
         timeout=240,
@@ -55,7 +62,8 @@ def test_training_examples_train(name, tmp_path):
     assert len(found) in (5, 10) and found[-1] < found[0]
     if name == PIPELINE:
         predicted, measured = (
-            json.loads((tmp_path / f"{kind}.json").read_text()) for kind in ("predicted", "measured")
+            json.loads((tmp_path / f"{kind}.json").read_text())
+            for kind in ("predicted", "measured")
         )
         assert predicted["traceEvents"] and measured["traceEvents"]
 

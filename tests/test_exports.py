@@ -1,4 +1,6 @@
-"""The public names: one table, repeated for type checkers, and nothing heavy imported before a name is used."""
+"""The public names: one table, repeated for type checkers, and nothing heavy imported before a name
+is used.
+"""
 
 import ast
 import subprocess
@@ -24,7 +26,9 @@ def test_stub_repeats_the_table():
 
 def test_stub_names_the_folders():
     tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    bare = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module is None]
+    bare = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module is None
+    ]
     assert {alias.name for node in bare for alias in node.names} == set(aliquot._FOLDERS)
 
 
@@ -57,5 +61,8 @@ def test_import_needs_no_jax(module):
 
 
 def test_planning_imports_nothing_that_runs_plans():
-    code = "import sys, aliquot; aliquot.plan; sys.exit(bool({'aliquot.runtime', 'aliquot.verification', 'scipy'} & set(sys.modules)))"
+    code = (
+        "import sys, aliquot; aliquot.plan; sys.exit(bool({'aliquot.runtime',"
+        " 'aliquot.verification', 'scipy'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

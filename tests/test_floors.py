@@ -1,4 +1,6 @@
-"""The house's floors: a folder imports only from lower floors, never from a sibling, lazily or not."""
+"""The house's floors: a folder imports only from lower floors, never from a sibling, lazily or
+not.
+"""
 
 import ast
 from pathlib import Path
@@ -30,7 +32,8 @@ FLOORS = {
     "__main__": 12,
 }
 
-# Rooms of a folder: each imports those before it, by what their `__init__.py` offers. Files beside them import all.
+# Rooms of a folder: each imports those before it, by what their `__init__.py` offers. Files beside
+# them import all.
 ROOMS = {
     "sharding": ("micro_batches", "programs"),
     "cost": ("memory",),
@@ -66,7 +69,9 @@ def room(path: str) -> str:
 
 
 def imported(tree: ast.Module, path: str) -> list[tuple[int, str]]:
-    """Every import at any depth, with its line. A name from inside the package starts with `aliquot.`."""
+    """Every import at any depth, with its line. A name from inside the package starts with
+    `aliquot.`.
+    """
     here = ["aliquot", *path.split("/")[:-1]]
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
@@ -80,7 +85,12 @@ def imported(tree: ast.Module, path: str) -> list[tuple[int, str]]:
             target = node.args[0]
             if isinstance(target, ast.Constant) and isinstance(target.value, str):
                 name = target.value
-                found.append((node.lineno, ".".join([*here, name.lstrip(".")]) if name.startswith(".") else name))
+                found.append(
+                    (
+                        node.lineno,
+                        ".".join([*here, name.lstrip(".")]) if name.startswith(".") else name,
+                    )
+                )
     return found
 
 
@@ -95,7 +105,9 @@ def violations(source: str, path: str) -> list[str]:
     if own == "__init__":
         return []
     if own not in FLOORS:
-        return [f"{path}: `{own}` stands on no floor; give it one in FLOORS and in docs/architecture.md"]
+        return [
+            f"{path}: `{own}` stands on no floor; give it one in FLOORS and in docs/architecture.md"
+        ]
     wrong = []
     for line, name in imported(ast.parse(source), path):
         where = f"{path}:{line}"
@@ -105,10 +117,17 @@ def violations(source: str, path: str) -> list[str]:
             if other == own:
                 continue
             if FLOORS.get(other, 99) >= FLOORS[own]:
-                wrong.append(f"{where}: `{own}` (floor {FLOORS[own]}) imports `{name}` (floor {FLOORS.get(other)})")
+                wrong.append(
+                    f"{where}: `{own}` (floor {FLOORS[own]}) imports `{name}` (floor"
+                    f" {FLOORS.get(other)})"
+                )
         for library, places in CONFINED.items():
-            if (name + ".").startswith(library + ".") and not any(path.startswith(place) for place in places):
-                wrong.append(f"{where}: `{library}` belongs only in {', '.join(places) or 'user code'}")
+            if (name + ".").startswith(library + ".") and not any(
+                path.startswith(place) for place in places
+            ):
+                wrong.append(
+                    f"{where}: `{library}` belongs only in {', '.join(places) or 'user code'}"
+                )
     return wrong
 
 
@@ -120,7 +139,12 @@ def room_violations(source: str, path: str) -> list[str]:
     wrong = []
     for line, name in imported(ast.parse(source), path):
         parts = name.split(".")
-        if parts[:2] != ["aliquot", folder] or len(parts) < 4 or parts[2] not in rooms or parts[2] == own:
+        if (
+            parts[:2] != ["aliquot", folder]
+            or len(parts) < 4
+            or parts[2] not in rooms
+            or parts[2] == own
+        ):
             continue
         if own in rooms and rooms.index(parts[2]) > rooms.index(own):
             wrong.append(f"{path}:{line}: room `{own}` imports `{parts[2]}`, which comes after it")
@@ -130,7 +154,9 @@ def room_violations(source: str, path: str) -> list[str]:
 
 
 def _runs_at_import(tree: ast.Module) -> list[ast.stmt]:
-    """Statements outside functions and outside `if TYPE_CHECKING`, those in classes and branches included."""
+    """Statements outside functions and outside `if TYPE_CHECKING`, those in classes and branches
+    included.
+    """
     waiting, found = list(tree.body), []
     while waiting:
         node = waiting.pop()
@@ -140,7 +166,11 @@ def _runs_at_import(tree: ast.Module) -> list[ast.stmt]:
             waiting += node.orelse
             continue
         found.append(node)
-        waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)]
+        waiting += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, ast.stmt | ast.ExceptHandler)
+        ]
     return found
 
 
@@ -168,13 +198,20 @@ def test_a_wrong_import_between_rooms_is_seen(path, source, count):
     assert len(room_violations(source, path)) == count
 
 
-@pytest.mark.parametrize("path", [path for path in package_files() if path.startswith(JAX_FREE_AT_IMPORT)])
+@pytest.mark.parametrize(
+    "path", [path for path in package_files() if path.startswith(JAX_FREE_AT_IMPORT)]
+)
 def test_no_jax_while_importing(path):
     tree = ast.parse((PACKAGE / path).read_text())
     at_import = ast.Module(
-        body=[n for n in _runs_at_import(tree) if isinstance(n, ast.Import | ast.ImportFrom)], type_ignores=[]
+        body=[n for n in _runs_at_import(tree) if isinstance(n, ast.Import | ast.ImportFrom)],
+        type_ignores=[],
     )
-    assert [name for _, name in imported(at_import, path) if name.split(".")[0] in ("jax", "flax", "optax")] == []
+    assert [
+        name
+        for _, name in imported(at_import, path)
+        if name.split(".")[0] in ("jax", "flax", "optax")
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +225,10 @@ def test_no_jax_while_importing(path):
         ("cost/_a.py", "import aliquot"),
         ("zoo/_a.py", "from .._api import plan"),
         ("cost/_a.py", "import importlib\nimportlib.import_module('aliquot.planners')"),
-        ("cost/_a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..planners import ILP"),
+        (
+            "cost/_a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..planners import ILP",
+        ),
         ("graph/_a.py", "from jax._src import core"),
         ("graph/_a.py", "import jax._src.core as c"),
         ("runtime/_a.py", "import flax.nnx"),

@@ -21,5 +21,7 @@ def test_two_terminals(tmp_path):
     with started(path, 2) as processes:
         first, second = last_texts(processes, 240)
     assert first == second
-    losses = [float(found) for found in re.findall(r"^step \d: loss (\d\.\d{3})$", first, re.MULTILINE)]
+    losses = [
+        float(found) for found in re.findall(r"^step \d: loss (\d\.\d{3})$", first, re.MULTILINE)
+    ]
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.5

@@ -19,9 +19,16 @@ HELP_BAR_S = 0.6
 
 def _run(*command: object, cwd: Path, **kwargs) -> subprocess.CompletedProcess:
     """Run away from the checkout, with nothing of this process's Python paths."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, **kwargs
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        **kwargs,
     )
 
 
@@ -31,13 +38,17 @@ def _requirements(wheel: Path, extras: tuple[str, ...]) -> list[Requirement]:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
     declared = [
-        Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")
+        Requirement(line.removeprefix("Requires-Dist: "))
+        for line in lines
+        if line.startswith("Requires-Dist: ")
     ]
     return [each for each in declared if _applies(each, extras)]
 
 
 def _applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
-    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    return requirement.marker is None or any(
+        requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+    )
 
 
 def _closure(requirements: list[Requirement]) -> set[str]:
@@ -55,13 +66,17 @@ def _closure(requirements: list[Requirement]) -> set[str]:
             continue
         needed = [Requirement(text) for text in texts]
         waiting += [
-            (canonicalize_name(each.name), frozenset(each.extras)) for each in needed if _applies(each, tuple(item[1]))
+            (canonicalize_name(each.name), frozenset(each.extras))
+            for each in needed
+            if _applies(each, tuple(item[1]))
         ]
     return {name for name, _ in seen}
 
 
 def _link_dependencies(names: set[str], target: Path) -> None:
-    """A folder of links to just these distributions: nothing is downloaded, and nothing undeclared can be imported."""
+    """A folder of links to just these distributions: nothing is downloaded, and nothing undeclared
+    can be imported.
+    """
     target.mkdir()
     for name in names:
         try:
@@ -80,14 +95,26 @@ def _environment(folder: Path, wheel: Path, extras: tuple[str, ...]) -> Path:
     assert made.returncode == 0, made.stderr
     commands = folder / ("Scripts" if os.name == "nt" else "bin")
     installed = _run(
-        *(sys.executable, "-m", "pip", "--python", commands / "python", "--disable-pip-version-check"),
+        *(
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            commands / "python",
+            "--disable-pip-version-check",
+        ),
         *("install", "--quiet", "--no-deps", "--no-index", wheel),
         cwd=folder.parent,
     )
     assert installed.returncode == 0, installed.stderr
     dependencies = folder / "dependencies"
     _link_dependencies(_closure(_requirements(wheel, extras)), dependencies)
-    where = _run(commands / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder.parent)
+    where = _run(
+        commands / "python",
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+        cwd=folder.parent,
+    )
     Path(where.stdout.strip(), "dependencies.pth").write_text(f"{dependencies}\n")
     return commands
 
@@ -95,7 +122,9 @@ def _environment(folder: Path, wheel: Path, extras: tuple[str, ...]) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("dist")
-    built = _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    built = _run(
+        sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT, cwd=out
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     (found,) = out.glob("aliquot-*.whl")
     return found
@@ -143,7 +172,11 @@ def test_plan_from_the_wheel(commands, tmp_path):
 
 
 def test_missing_extra_names_the_install_command(bare_commands, tmp_path):
-    done = _run(bare_commands / "aliquot", *"plan gpt-125m --cluster 8xH100 --global-batch 8".split(), cwd=tmp_path)
+    done = _run(
+        bare_commands / "aliquot",
+        *"plan gpt-125m --cluster 8xH100 --global-batch 8".split(),
+        cwd=tmp_path,
+    )
     assert done.returncode == 2
     assert "pip install 'aliquot[zoo]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -151,9 +184,20 @@ def test_missing_extra_names_the_install_command(bare_commands, tmp_path):
 
 
 def test_help_imports_no_jax(bare_commands, tmp_path):
-    done = _run(bare_commands / "python", "-X", "importtime", bare_commands / "aliquot", "--help", cwd=tmp_path)
+    done = _run(
+        bare_commands / "python",
+        "-X",
+        "importtime",
+        bare_commands / "aliquot",
+        "--help",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
-    modules = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    modules = {
+        line.rsplit("|", 1)[-1].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "aliquot.cli" in modules
     assert not modules & {"jax", "jaxlib", "flax", "optax", "numpy", "highspy"}
 

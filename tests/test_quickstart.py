@@ -18,5 +18,8 @@ def test_the_quickstart_runs_as_it_stands(tmp_path, monkeypatch):
     for block in blocks:
         exec(block, names)
     assert (tmp_path / "plan.json").exists()
-    first, second = names["metrics"]["loss"], names["loss_fn"](names["state"]["params"], names["batches"][0])
+    first, second = (
+        names["metrics"]["loss"],
+        names["loss_fn"](names["state"]["params"], names["batches"][0]),
+    )
     assert second < first

@@ -1,4 +1,6 @@
-"""Answers where a step does not fit: advice that was tried, and numbers of micro-batches searched."""
+"""Answers where a step does not fit: advice that was tried, and numbers of micro-batches
+searched.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ STEP = mlp((64, 128, 64), 4096)
 def tight():
     """A limit between what one micro-batch needs and what four need."""
     needs = [
-        aq.plan(*STEP, cluster=CLUSTER, method=DataParallel(), num_micro_batches=count).prediction.peak_memory_bytes
+        aq.plan(
+            *STEP, cluster=CLUSTER, method=DataParallel(), num_micro_batches=count
+        ).prediction.peak_memory_bytes
         for count in (1, 4)
     ]
     assert needs[1] < 0.8 * needs[0]
@@ -31,7 +35,9 @@ def tight():
 
 
 def test_every_advice_is_true_when_taken(tight):
-    remedies = aq.find_remedies(*STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight)
+    remedies = aq.find_remedies(
+        *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight
+    )
     fitting = [each for each in remedies if each.plan is not None]
     assert {each.change.split()[0] for each in fitting} >= {"--micro-batches", "--cluster"}
     for each in fitting:
@@ -47,23 +53,39 @@ def test_every_advice_is_true_when_taken(tight):
     assert again.prediction.step_time_s == taken.plan.prediction.step_time_s
     larger = next(each for each in fitting if each.change.startswith("--cluster"))
     other = Cluster.preset(larger.change.split()[1])
-    assert aq.plan(*STEP, cluster=other, method=DataParallel(), memory_limit_bytes=tight).prediction.step_time_s > 0
+    assert (
+        aq.plan(
+            *STEP, cluster=other, method=DataParallel(), memory_limit_bytes=tight
+        ).prediction.step_time_s
+        > 0
+    )
 
 
 def test_what_was_tried_in_vain_says_what_it_needs(tight):
-    remedies = aq.find_remedies(*STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight / 1000)
-    assert remedies and all(each.plan is None and each.required_bytes > tight / 1000 for each in remedies)
+    remedies = aq.find_remedies(
+        *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight / 1000
+    )
+    assert remedies and all(
+        each.plan is None and each.required_bytes > tight / 1000 for each in remedies
+    )
 
 
 def test_micro_batches_that_do_not_divide_the_batch_are_not_advised():
     step = mlp((64, 128, 64), 12)
     remedies = aq.find_remedies(*step, cluster=CLUSTER, memory_limit_bytes=100.0)
-    counts = [int(each.change.split()[1]) for each in remedies if each.change.startswith("--micro-batches")]
+    counts = [
+        int(each.change.split()[1])
+        for each in remedies
+        if each.change.startswith("--micro-batches")
+    ]
     assert all(12 % count == 0 for count in counts)
 
 
 def test_a_spent_budget_begins_nothing(tight):
-    assert aq.find_remedies(*STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=-1.0) == ()
+    assert (
+        aq.find_remedies(*STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=-1.0)
+        == ()
+    )
 
 
 def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tight, monkeypatch):
@@ -72,7 +94,9 @@ def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tigh
         raise TimeLimitError("no plan was complete")
 
     monkeypatch.setattr("aliquot._remedies.make_plan", endless)
-    (remedy,) = aq.find_remedies(*STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=7.0)
+    (remedy,) = aq.find_remedies(
+        *STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=7.0
+    )
     assert remedy.plan is None and not remedy.is_known and remedy.to_dict()["fits"] is None
     assert remedies_text([remedy]) == f"Not known after the time for this: {remedy.change}"
 
@@ -84,12 +108,22 @@ def test_remedies_are_searched_with_a_gap(method):
 
 
 def test_auto_micro_batches_are_the_fastest_that_fit(tight):
-    found = aq.plan(*STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight, num_micro_batches="auto")
+    found = aq.plan(
+        *STEP,
+        cluster=CLUSTER,
+        method=DataParallel(),
+        memory_limit_bytes=tight,
+        num_micro_batches="auto",
+    )
     times = {}
     for count in (1, 2, 4, 8, 16):
         try:
             made = aq.plan(
-                *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight, num_micro_batches=count
+                *STEP,
+                cluster=CLUSTER,
+                method=DataParallel(),
+                memory_limit_bytes=tight,
+                num_micro_batches=count,
             )
         except InfeasibleError:
             continue
@@ -98,12 +132,21 @@ def test_auto_micro_batches_are_the_fastest_that_fit(tight):
 
 
 def test_auto_micro_batches_without_need_are_one():
-    assert aq.plan(*STEP, cluster=CLUSTER, method=Auto(), num_micro_batches="auto").num_micro_batches == 1
+    assert (
+        aq.plan(*STEP, cluster=CLUSTER, method=Auto(), num_micro_batches="auto").num_micro_batches
+        == 1
+    )
 
 
 def test_auto_micro_batches_say_what_one_needs_where_nothing_fits():
     with pytest.raises(InfeasibleError, match="No plan of method"):
-        aq.plan(*STEP, cluster=CLUSTER, method=WholeProgram(), memory_limit_bytes=100.0, num_micro_batches="auto")
+        aq.plan(
+            *STEP,
+            cluster=CLUSTER,
+            method=WholeProgram(),
+            memory_limit_bytes=100.0,
+            num_micro_batches="auto",
+        )
 
 
 def test_auto_says_the_smallest_need_of_all_that_it_searched():
@@ -116,7 +159,16 @@ def test_auto_says_the_smallest_need_of_all_that_it_searched():
 
 
 def test_the_command_prints_what_was_tried_with_step_times():
-    given = ("plan", "gpt-10m", "--cluster", "1x4xV100-16GB", "--global-batch", 64, "--memory-limit", "60MiB")
+    given = (
+        "plan",
+        "gpt-10m",
+        "--cluster",
+        "1x4xV100-16GB",
+        "--global-batch",
+        64,
+        "--memory-limit",
+        "60MiB",
+    )
     given = (*given, "--method", "program")
     found = run(*given)
     assert found.exit_code == 1 and "It could fit" not in found.stderr

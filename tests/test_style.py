@@ -1,4 +1,6 @@
-"""House rules that a machine can check: size, docstrings of what is exported, and texts that hold no leftovers."""
+"""House rules that a machine can check: size, docstrings of what is exported, and texts that hold
+no leftovers.
+"""
 
 import ast
 import importlib
@@ -23,12 +25,21 @@ TEXT = {".py", ".pyi", ".md", ".toml", ".yml", ".yaml", ".json", ".txt", ".csv",
 
 
 def _project_files() -> list[Path]:
-    """Files that git tracks or would track; every file of the package and the tests where there is no git."""
+    """Files that git tracks or would track; every file of the package and the tests where there is
+    no git.
+    """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
-        return [path for folder in (PACKAGE, ROOT / "tests") for path in folder.rglob("*.py*") if path.suffix != ".pyc"]
+        return [
+            path
+            for folder in (PACKAGE, ROOT / "tests")
+            for path in folder.rglob("*.py*")
+            if path.suffix != ".pyc"
+        ]
     return [ROOT / name for name in listed if (ROOT / name).is_file()]
 
 
@@ -37,29 +48,41 @@ def _text_files() -> list[Path]:
 
 
 def _exported() -> list[tuple[str, str]]:
-    """(module, name) of everything that a folder's `__init__.py` exports as `from ._x import Y as Y`."""
+    """(module, name) of everything that a folder's `__init__.py` exports as `from ._x import Y as
+    Y`.
+    """
     found = []
     for init in sorted(PACKAGE.rglob("__init__.py")):
         module = ".".join(["aliquot", *init.relative_to(PACKAGE).parts[:-1]])
         for node in ast.parse(init.read_text()).body:
             if isinstance(node, ast.ImportFrom):
-                found += [(module, alias.asname) for alias in node.names if alias.asname == alias.name]
+                found += [
+                    (module, alias.asname) for alias in node.names if alias.asname == alias.name
+                ]
     return found
 
 
 def _has_docstring(thing: object) -> bool:
-    """Whether a class or function explains itself; the signature that a dataclass writes for itself does not count."""
+    """Whether a class or function explains itself; the signature that a dataclass writes for itself
+    does not count.
+    """
     doc = thing.__dict__.get("__doc__") if inspect.isclass(thing) else inspect.getdoc(thing)
     return bool(doc and doc.strip()) and not doc.startswith(f"{getattr(thing, '__name__', '')}(")
 
 
 def test_no_file_is_long():
     lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    long = {path.relative_to(ROOT).as_posix(): count for path, count in lengths.items() if count > MAX_LINES}
+    long = {
+        path.relative_to(ROOT).as_posix(): count
+        for path, count in lengths.items()
+        if count > MAX_LINES
+    }
     assert long == {}
 
 
-@pytest.mark.parametrize("path", sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")))
+@pytest.mark.parametrize(
+    "path", sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+)
 def test_every_file_says_what_it_is(path):
     text = (PACKAGE / path).read_text()
     assert not text.strip() or ast.get_docstring(ast.parse(text))
@@ -70,7 +93,11 @@ def test_exports_are_spelled_as_exports():
     for init in PACKAGE.rglob("__init__.py"):
         for node in ast.parse(init.read_text()).body if init.parent != PACKAGE else []:
             if isinstance(node, ast.ImportFrom) and node.module != "__future__":
-                wrong += [f"{init.parent.name}: {alias.name}" for alias in node.names if alias.asname != alias.name]
+                wrong += [
+                    f"{init.parent.name}: {alias.name}"
+                    for alias in node.names
+                    if alias.asname != alias.name
+                ]
     assert wrong == []
 
 
@@ -88,11 +115,14 @@ def test_no_leftovers(what):
         text = path.read_text(encoding="utf-8")
         for match in LEFTOVERS[what].finditer(text):
             hits.append(
-                f"{path.relative_to(ROOT).as_posix()}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()}"
+                f"{path.relative_to(ROOT).as_posix()}:{text.count(chr(10), 0, match.start()) + 1}:"
+                f" {match.group()}"
             )
     assert hits == []
 
 
 def test_no_test_folder_shadows_a_module():
-    """`pythonpath` puts tests/ on the import path; a package there would hide the installed library of that name."""
+    """`pythonpath` puts tests/ on the import path; a package there would hide the installed library
+    of that name.
+    """
     assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -69,7 +69,9 @@ def test_a_search_in_another_thread_ends_when_it_tells_its_progress():
     assert errors
 
 
-@pytest.mark.parametrize("stopped", [KeyboardInterrupt(), Interrupted(None)], ids=["in between", "in a race"])
+@pytest.mark.parametrize(
+    "stopped", [KeyboardInterrupt(), Interrupted(None)], ids=["in between", "in a race"]
+)
 def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
     def stop(method, task):
         monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
@@ -79,7 +81,9 @@ def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
     monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
     plan = aq.plan(*STEP, cluster=CLUSTER, time_limit_s=3600.0)
     known = plan.provenance
-    assert known.status == "time limit reached" and "time limit reached" in " ".join(str(plan).split())
+    assert known.status == "time limit reached" and "time limit reached" in " ".join(
+        str(plan).split()
+    )
     assert known.lower_bound_s <= plan.prediction.step_time_s and known.gap is not None
     assert known.bound_holds_for.startswith("plans of one program")
 
@@ -94,7 +98,9 @@ def test_a_plan_without_a_bound_of_its_own_is_compared_with_compute_alone(monkey
             monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
             raise Interrupted(found[0])
 
-    plan = aq.plan(*STEP, cluster=CLUSTER, method=Stopped(), time_limit_s=3600.0, num_micro_batches=2)
+    plan = aq.plan(
+        *STEP, cluster=CLUSTER, method=Stopped(), time_limit_s=3600.0, num_micro_batches=2
+    )
     assert found[0].lower_bound_s is None
     assert 0 < plan.provenance.lower_bound_s <= plan.prediction.step_time_s
     assert "compute alone" in plan.provenance.bound_holds_for

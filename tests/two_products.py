@@ -16,6 +16,9 @@ def two_products(params, x):
 
 STEP = (
     two_products,
-    {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32), "down": jax.ShapeDtypeStruct((256, 64), jnp.float32)},
+    {
+        "up": jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        "down": jax.ShapeDtypeStruct((256, 64), jnp.float32),
+    },
     jax.ShapeDtypeStruct((128, 64), jnp.float32),
 )

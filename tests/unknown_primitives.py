@@ -1,4 +1,6 @@
-"""Primitives for which no rule is declared, as a library or a later release of JAX may bring them."""
+"""Primitives for which no rule is declared, as a library or a later release of JAX may bring
+them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,9 @@ from jax.interpreters import mlir
 
 
 def primitive(name, fn, results=1):
-    """A primitive that computes `fn(*arrays, **params)`, with no rule for `vmap` and no derivative."""
+    """A primitive that computes `fn(*arrays, **params)`, with no rule for `vmap` and no
+    derivative.
+    """
     made = Primitive(name)
     made.multiple_results = results > 1
     made.def_impl(fn)
@@ -15,7 +19,10 @@ def primitive(name, fn, results=1):
     def abstract(*avals, **params):
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         out = jax.eval_shape(lambda *arrays: fn(*arrays, **params), *structs)
-        shaped = [avals[0].update(shape=o.shape, dtype=o.dtype, weak_type=False) for o in jax.tree.leaves(out)]
+        shaped = [
+            avals[0].update(shape=o.shape, dtype=o.dtype, weak_type=False)
+            for o in jax.tree.leaves(out)
+        ]
         return shaped if results > 1 else shaped[0]
 
     made.def_abstract_eval(abstract)
@@ -28,13 +35,17 @@ def row_norm(x, scale):
 
 
 def row_norm_gradients(x, scale, g):
-    return jax.vjp(row_norm, x, scale)[1](g)[0], g * x / jnp.sqrt(1e-3 + jnp.mean(x * x, axis=-1, keepdims=True))
+    return jax.vjp(row_norm, x, scale)[1](g)[0], g * x / jnp.sqrt(
+        1e-3 + jnp.mean(x * x, axis=-1, keepdims=True)
+    )
 
 
 row_norm_p = primitive("row_norm_test", row_norm)
 row_norm_gradients_p = primitive("row_norm_gradients_test", row_norm_gradients, results=2)
 soft_cap_p = primitive("soft_cap_test", lambda x, *, cap: cap * jnp.tanh(x / cap))
-soft_cap_gradient_p = primitive("soft_cap_gradient_test", lambda x, g, *, cap: g * (1 - jnp.tanh(x / cap) ** 2))
+soft_cap_gradient_p = primitive(
+    "soft_cap_gradient_test", lambda x, g, *, cap: g * (1 - jnp.tanh(x / cap) ** 2)
+)
 # Each element depends on all of them, though shapes do not show it.
 shared_scale_p = primitive("shared_scale_test", lambda x: x / (1 + jnp.max(jnp.abs(x))))
 

@@ -13,16 +13,26 @@ from ._options import Json
 from ._session import session
 
 _Database = Annotated[
-    Path, typer.Option("--database", metavar="DIR", help="A folder that Aceso's profiler wrote.", show_default=False)
+    Path,
+    typer.Option(
+        "--database",
+        metavar="DIR",
+        help="A folder that Aceso's profiler wrote.",
+        show_default=False,
+    ),
 ]
 _Chain = Annotated[
     Path | None,
-    typer.Option("--chain", metavar="FILE", help="A TOML file that says which operators follow one another."),
+    typer.Option(
+        "--chain", metavar="FILE", help="A TOML file that says which operators follow one another."
+    ),
 ]
 
 
 def show(
-    database: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that Aceso's profiler wrote.")],
+    database: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder that Aceso's profiler wrote.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Show which models a database holds measurements of, and what is missing."""
@@ -43,7 +53,15 @@ def show(
             )
             for each in databases
         ]
-        header = ("model", "operators", "micro-batches", "tensor degrees", "algorithms", "collectives", "missing")
+        header = (
+            "model",
+            "operators",
+            "micro-batches",
+            "tensor degrees",
+            "algorithms",
+            "collectives",
+            "missing",
+        )
         say.show(columns(f"Measurements in {database}", header, rows, right=(1, 5, 6)))
         for each in databases:
             for line in each.missing[:5]:
@@ -52,10 +70,14 @@ def show(
 
 
 def evaluate(
-    configuration: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")],
+    configuration: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")
+    ],
     database: _Database,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")
+    ] = 8,
     memory_limit_mb: Annotated[
         float | None, typer.Option("--memory-limit-mb", help="MiB that a device may use.")
     ] = None,
@@ -82,21 +104,27 @@ def evaluate(
         used = sum(stage.num_devices for stage in read.stages)
         if used != nodes * gpus_per_node:
             raise InputError(
-                f"{configuration} is for {used} GPUs, and {nodes} nodes of {gpus_per_node} have {nodes * gpus_per_node}. "
-                "Give --nodes and --gpus-per-node."
+                f"{configuration} is for {used} GPUs, and {nodes} nodes of {gpus_per_node} have"
+                f" {nodes * gpus_per_node}. Give --nodes and --gpus-per-node."
             )
         known = built_in_chains()
         if chain is None and read.model_name not in known:
             raise InputError(
-                f"Nothing is known of the operators of {read.model_name!r}; known are {', '.join(known)}. Describe them in a "
-                "file and pass it with --chain."
+                f"Nothing is known of the operators of {read.model_name!r}; known are"
+                f" {', '.join(known)}. Describe them in a file and pass it with --chain."
             )
-        operators = make_chain(read_chain(chain) if chain else known[read.model_name], read.settings)
+        operators = make_chain(
+            read_chain(chain) if chain else known[read.model_name], read.settings
+        )
         measured = load_database(database, f"{read.model_name}_{read.model_size}")
 
         def judge(faults: Faults) -> Any:
             return evaluate_configuration(
-                read, operators, measured, gpus_per_node=gpus_per_node, judge=Judge(name="aceso", faults=faults)
+                read,
+                operators,
+                measured,
+                gpus_per_node=gpus_per_node,
+                judge=Judge(name="aceso", faults=faults),
             )
 
         performance = judge(Faults())
@@ -132,26 +160,45 @@ def evaluate(
         ]
         if memory_limit_mb is not None:
             verdict = "fits" if peak <= memory_limit_mb else "does not fit"
-            lines.append(f"memory          {verdict}: {peak:,.0f} MiB of {memory_limit_mb:,.0f} on the fullest device")
+            lines.append(
+                f"memory          {verdict}: {peak:,.0f} MiB of {memory_limit_mb:,.0f} on the"
+                " fullest device"
+            )
         say.show("\n".join(lines))
-        say.show(columns("Stages, times for one micro-batch but the iteration", header, rows, right=range(8)))
+        say.show(
+            columns(
+                "Stages, times for one micro-batch but the iteration", header, rows, right=range(8)
+            )
+        )
         changes = [
-            (name, f"{each.iteration_time_ms:,.2f}", f"{max(s.memory_mb for s in each.stages):,.0f}")
+            (
+                name,
+                f"{each.iteration_time_ms:,.2f}",
+                f"{max(s.memory_mb for s in each.stages):,.0f}",
+            )
             for name, each in mended.items()
         ]
         say.show(
-            columns("With one fault of the model mended", ("fault", "iteration ms", "most MiB"), changes, right=(1, 2))
+            columns(
+                "With one fault of the model mended",
+                ("fault", "iteration ms", "most MiB"),
+                changes,
+                right=(1, 2),
+            )
         )
         if performance.missing:
             say.note(
-                f"{len(performance.missing)} collectives were never measured and count 100 s each: {performance.missing[0]}, ..."
+                f"{len(performance.missing)} collectives were never measured and count 100 s each:"
+                f" {performance.missing[0]}, ..."
             )
         say.finish(
             {
                 "iteration_time_ms": performance.iteration_time_ms,
                 "stage_time_ms": [stage.busy_ms for stage in performance.stages],
                 "stage_memory_mb": [stage.memory_mb for stage in performance.stages],
-                "mended_iteration_time_ms": {name: each.iteration_time_ms for name, each in mended.items()},
+                "mended_iteration_time_ms": {
+                    name: each.iteration_time_ms for name, each in mended.items()
+                },
                 "missing": list(performance.missing),
                 "judge": "aceso",
             }
@@ -170,6 +217,8 @@ def _facts(performance: Any) -> dict[str, Any]:
         "micro_batches": list(performance.micro_batches),
         "tensor_degrees": list(performance.tensor_degrees),
         "algorithms": list(performance.algorithms),
-        "collectives": {f"{kind}_{n}": len(times) for (kind, n), times in performance.collectives.items()},
+        "collectives": {
+            f"{kind}_{n}": len(times) for (kind, n), times in performance.collectives.items()
+        },
         "missing": list(performance.missing),
     }

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 def export_plan(
     plan_file: PlanFile,
-    out: Annotated[Path, typer.Option(metavar="CONFIG.json", help="The configuration to write.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="CONFIG.json", help="The configuration to write.", show_default=False),
+    ],
     as_json: Json = False,
 ) -> None:
     """Write a plan of a GPT or T5 as a configuration that Aceso's runtime reads."""
@@ -38,13 +41,14 @@ def export_plan(
         plan = Plan.load(plan_file)
         if plan.model.kind != "zoo":
             raise InputError(
-                f"{plan_file} is a plan of {plan.model.name or 'a function'}, and Aceso has operators for its own models "
-                "alone: export plans of GPTs and T5s of the zoo, such as gpt-1.3b."
+                f"{plan_file} is a plan of {plan.model.name or 'a function'}, and Aceso has"
+                " operators for its own models alone: export plans of GPTs and T5s of the zoo,"
+                " such as gpt-1.3b."
             )
         if plan.model.settings.get("scan"):
             raise InputError(
-                f"{plan_file} loops over stacked layers, and Aceso's configurations say something about each. Plan it again "
-                "without --scan."
+                f"{plan_file} loops over stacked layers, and Aceso's configurations say something"
+                " about each. Plan it again without --scan."
             )
         workload = workload_of(plan.model)
         config = _transformer(workload, plan.model.name)
@@ -64,25 +68,37 @@ def export_plan(
             for s in configuration.stages
         )
         say.show(
-            f"written: {out} ({config.family} {configuration.model_size}, micro-batches of {configuration.micro_batch}: {stages})"
+            f"written: {out} ({config.family} {configuration.model_size}, micro-batches of"
+            f" {configuration.micro_batch}: {stages})"
         )
         say.finish({"configuration": str(out), "config": configuration_to_dict(configuration)})
 
 
 def import_plan(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")],
-    model: Annotated[
-        str, typer.Option("--model", help="A GPT or T5 of the zoo, such as gpt-1.3b.", show_default=False)
+    config_file: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")
     ],
-    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="A GPT or T5 of the zoo, such as gpt-1.3b.", show_default=False
+        ),
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)
+    ],
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     settings: Settings = None,
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:
-    """Make a plan of a GPT or T5 from a configuration of Aceso's: its stages, and the degrees of each operator."""
+    """Make a plan of a GPT or T5 from a configuration of Aceso's: its stages, and the degrees of
+    each operator.
+    """
     with session(as_json) as say:
         where = read_cluster(cluster)
         if cluster != "detect":
@@ -105,10 +121,17 @@ def import_plan(
         assert known.workload is not None
         config = _transformer(known.workload, model)
         faults = configuration_faults(
-            configuration, config.family, _chain(config), _settings(config), _described(config)["settings"], where
+            configuration,
+            config.family,
+            _chain(config),
+            _settings(config),
+            _described(config)["settings"],
+            where,
         )
         if faults:
-            raise InputError(listing(f"{config_file} does not fit {model} on {where.name}", faults, ""))
+            raise InputError(
+                listing(f"{config_file} does not fit {model} on {where.name}", faults, "")
+            )
         started = time.perf_counter()
         graph = capture(known.step, known.state, known.batch)
         plan = plan_of(
@@ -124,7 +147,13 @@ def import_plan(
         plan.save(out)
         say.show(str(plan))
         say.show(f"Written to {out}. Read on with: aliquot explain {out}")
-        say.finish({"plan": str(out), "step_time_s": plan.prediction.step_time_s, "notes": list(plan.notes)})
+        say.finish(
+            {
+                "plan": str(out),
+                "step_time_s": plan.prediction.step_time_s,
+                "notes": list(plan.notes),
+            }
+        )
 
 
 def _transformer(workload: Workload, name: str) -> ModelConfig | T5Config:
@@ -134,8 +163,8 @@ def _transformer(workload: Workload, name: str) -> ModelConfig | T5Config:
     if isinstance(config, T5Config) or (isinstance(config, ModelConfig) and config.family == "gpt"):
         return config
     raise InputError(
-        f"{name} is no GPT or T5: Aceso names the operators of its own models, and this command knows those of GPTs (gpt-..., "
-        "scale-layer-...) and T5s (t5-...)."
+        f"{name} is no GPT or T5: Aceso names the operators of its own models, and this command"
+        " knows those of GPTs (gpt-..., scale-layer-...) and T5s (t5-...)."
     )
 
 

@@ -1,4 +1,6 @@
-"""`aliquot aceso profile | accuracy`: databases in Aceso's format from our cost model, and how well its own predicts."""
+"""`aliquot aceso profile | accuracy`: databases in Aceso's format from our cost model, and how well
+its own predicts.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,39 @@ _FAMILIES = ("gpt",)
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)],
-    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False)],
-    micro_batch_sizes: Annotated[str, typer.Option(help="Samples of a micro-batch on each rank.")] = "1,2,4,8",
+    model: Annotated[
+        str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False),
+    ],
+    micro_batch_sizes: Annotated[
+        str, typer.Option(help="Samples of a micro-batch on each rank.")
+    ] = "1,2,4,8",
     seq_len: SeqLen = None,
     settings: Settings = None,
     size: Annotated[
-        str | None, typer.Option(help="How the files name the size; by default as the model, such as 1_3B.")
+        str | None,
+        typer.Option(help="How the files name the size; by default as the model, such as 1_3B."),
     ] = None,
     profiles: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Use what this database holds; see aliquot profile run.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Use what this database holds; see aliquot profile run."),
     ] = None,
     profiles_of_any: Annotated[
         bool,
-        typer.Option("--profiles-of-any", help="Also use measurements of other devices or of another JAX."),
+        typer.Option(
+            "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a database of a model in Aceso's format: operators, collectives and transfers, as our cost model prices them,
-    or as they were measured.
+    """Write a database of a model in Aceso's format: operators, collectives and transfers, as our
+    cost model prices them, or as they were measured.
     """
     with session(as_json) as say:
         use_host_only()
@@ -61,16 +76,29 @@ def profile(
 
 
 def export(
-    database: Annotated[Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)],
-    model: Annotated[str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)],
-    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False)],
-    micro_batch_sizes: Annotated[str, typer.Option(help="Samples of a micro-batch on each rank.")] = "1,2,4,8",
+    database: Annotated[
+        Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)
+    ],
+    model: Annotated[
+        str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False),
+    ],
+    micro_batch_sizes: Annotated[
+        str, typer.Option(help="Samples of a micro-batch on each rank.")
+    ] = "1,2,4,8",
     seq_len: SeqLen = None,
     settings: Settings = None,
     profiles_of_any: Annotated[
         bool,
-        typer.Option("--profiles-of-any", help="Also use measurements of other devices or of another JAX."),
+        typer.Option(
+            "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -119,7 +147,10 @@ def _write(
     degrees = sorted({tensor for _, tensor, _ in content.operators})
     source = getattr(where.measured, "source", "")
     basis = f"measured: {source}" if source else "modelled: nothing of it was measured"
-    say.show(f"written: {out}, gpt_{named} for micro-batches {batches} and tensor degrees {degrees} ({basis})")
+    say.show(
+        f"written: {out}, gpt_{named} for micro-batches {batches} and tensor degrees {degrees}"
+        f" ({basis})"
+    )
     known = f"--model gpt --size {named} --num-layers {config.num_layers}"
     say.show(
         f"Search it: aliquot aceso search --database {out} {known} --nodes {where.num_hosts} "
@@ -127,7 +158,9 @@ def _write(
         f"--micro-batch-sizes {','.join(map(str, batches))}"
     )
     answer = {"database": str(out), "model": f"gpt_{named}", "num_layers": config.num_layers}
-    say.finish({**answer, "micro_batches": batches, "tensor_degrees": degrees, "profiles": source or None})
+    say.finish(
+        {**answer, "micro_batches": batches, "tensor_degrees": degrees, "profiles": source or None}
+    )
 
 
 def _read_batches(text: str) -> list[int]:
@@ -136,7 +169,9 @@ def _read_batches(text: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or sizes[0] < 1:
-        raise InputError(f"--micro-batch-sizes {text!r} must be numbers of at least 1, such as 1,2,4,8.")
+        raise InputError(
+            f"--micro-batch-sizes {text!r} must be numbers of at least 1, such as 1,2,4,8."
+        )
     return sizes
 
 
@@ -152,8 +187,9 @@ def _gpt_shape(
     config = configure(model, **overrides)
     if not isinstance(config, ModelConfig) or config.family not in _FAMILIES:
         raise InputError(
-            f"{model} is no GPT: Aceso names the operators of its own models, of which this command writes those of GPTs "
-            "(gpt-..., scale-layer-...). Plan other models with aliquot plan."
+            f"{model} is no GPT: Aceso names the operators of its own models, of which this command"
+            " writes those of GPTs (gpt-..., scale-layer-...). Plan other models with aliquot"
+            " plan."
         )
     device = where.device
     dtype = "float16" if device.peak("float16") > device.peak("bfloat16") else "bfloat16"
@@ -171,21 +207,36 @@ def _gpt_shape(
 
 def accuracy(
     published: Annotated[
-        Path, typer.Option("--published", metavar="DIR", help="CSV files of the figures of Aceso's artifact.")
+        Path,
+        typer.Option(
+            "--published", metavar="DIR", help="CSV files of the figures of Aceso's artifact."
+        ),
     ],
     as_json: Json = False,
 ) -> None:
-    """Tabulate how well Aceso's performance model predicts time and memory, beside what was measured."""
+    """Tabulate how well Aceso's performance model predicts time and memory, beside what was
+    measured.
+    """
     from ..report import columns
 
     with session(as_json) as say:
         rows = accuracy_rows(PublishedTables(published))
         if not rows:
             raise InputError(
-                f"{published} has no predicted and measured times (perf_model_time_large_*.csv). Give the folder of the "
-                "artifact's figures."
+                f"{published} has no predicted and measured times (perf_model_time_large_*.csv)."
+                " Give the folder of the artifact's figures."
             )
-        shown = [tuple(f"{v:,.4g}" if isinstance(v, float) else str(v or "") for v in row.values()) for row in rows]
-        say.show(columns("Aceso's performance model", tuple(rows[0]), shown, right=range(1, len(rows[0]))))
-        say.show("Iteration time, and memory of the first stage with what the allocator reserves, as published.")
+        shown = [
+            tuple(f"{v:,.4g}" if isinstance(v, float) else str(v or "") for v in row.values())
+            for row in rows
+        ]
+        say.show(
+            columns(
+                "Aceso's performance model", tuple(rows[0]), shown, right=range(1, len(rows[0]))
+            )
+        )
+        say.show(
+            "Iteration time, and memory of the first stage with what the allocator reserves, as"
+            " published."
+        )
         say.finish({"rows": rows})

@@ -23,22 +23,40 @@ if TYPE_CHECKING:
     from ..interop.aceso.search import OnProgress, SearchProblem, SearchResult
 
 _Database = Annotated[
-    Path, typer.Option("--database", metavar="DIR", help="A folder that Aceso's profiler wrote.", show_default=False)
+    Path,
+    typer.Option(
+        "--database",
+        metavar="DIR",
+        help="A folder that Aceso's profiler wrote.",
+        show_default=False,
+    ),
 ]
-_Model = Annotated[str, typer.Option("--model", help="Family: gpt, t5, resnet, or as the files of the database say.")]
-_Size = Annotated[str, typer.Option("--size", help="Size, as in the names of the database's files.")]
+_Model = Annotated[
+    str,
+    typer.Option("--model", help="Family: gpt, t5, resnet, or as the files of the database say."),
+]
+_Size = Annotated[
+    str, typer.Option("--size", help="Size, as in the names of the database's files.")
+]
 _Nodes = Annotated[int, typer.Option("--nodes", help="Number of nodes.")]
 _PerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.")]
 _Batch = Annotated[int, typer.Option("--global-batch", help="Samples in a step.")]
 _Limit = Annotated[float, typer.Option("--memory-limit-mb", help="MiB that a device may use.")]
 _MicroBatches = Annotated[
-    str, typer.Option("--micro-batch-sizes", metavar="LIST", help="Samples of a micro-batch, such as 1,2,4,8.")
+    str,
+    typer.Option(
+        "--micro-batch-sizes", metavar="LIST", help="Samples of a micro-batch, such as 1,2,4,8."
+    ),
 ]
 _Chain = Annotated[
     Path | None,
-    typer.Option("--chain", metavar="FILE", help="A TOML file that says which operators follow one another."),
+    typer.Option(
+        "--chain", metavar="FILE", help="A TOML file that says which operators follow one another."
+    ),
 ]
-_Layers = Annotated[int | None, typer.Option("--num-layers", help="Layers, instead of what the size says.")]
+_Layers = Annotated[
+    int | None, typer.Option("--num-layers", help="Layers, instead of what the size says.")
+]
 
 
 def search(
@@ -51,28 +69,43 @@ def search(
     nodes: _Nodes = 1,
     gpus_per_node: _PerNode = 8,
     planner: Annotated[
-        str, typer.Option("--planner", help="auto, exact, bottleneck or grid; auto runs all of them.")
+        str,
+        typer.Option("--planner", help="auto, exact, bottleneck or grid; auto runs all of them."),
     ] = "auto",
     judge: Annotated[
         str,
-        typer.Option("--judge", help="aceso: its performance model. aliquot: its faults mended, the update counted."),
+        typer.Option(
+            "--judge",
+            help="aceso: its performance model. aliquot: its faults mended, the update counted.",
+        ),
     ] = "aceso",
-    max_hops: Annotated[int, typer.Option("--max-hops", min=1, help="Moves in a row of the bottleneck planner.")] = 7,
+    max_hops: Annotated[
+        int, typer.Option("--max-hops", min=1, help="Moves in a row of the bottleneck planner.")
+    ] = 7,
     budget_s: Annotated[
-        float | None, typer.Option("--budget-s", min=0.1, help="Seconds after which the best so far is the answer.")
+        float | None,
+        typer.Option(
+            "--budget-s", min=0.1, help="Seconds after which the best so far is the answer."
+        ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many distinct configurations to return.")] = 1,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="How many distinct configurations to return.")
+    ] = 1,
     chain: _Chain = None,
     num_layers: _Layers = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="Write the configuration, in Aceso's JSON; with --top also FILE.2, ..."
+            "--out",
+            metavar="FILE",
+            help="Write the configuration, in Aceso's JSON; with --top also FILE.2, ...",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search for the fastest configuration that fits, and say how far from the optimum it can be."""
+    """Search for the fastest configuration that fits, and say how far from the optimum it can
+    be.
+    """
     from ..interop.aceso import configuration_to_dict, find_judge, write_configuration
     from ..interop.aceso.search import INTERRUPTED, read_problem
 
@@ -114,7 +147,10 @@ def search(
                 "stage_memory_mb": [stage.memory_mb for stage in estimate.stages],
                 "config": configuration_to_dict(best),
                 "top": [
-                    {"iteration_time_ms": each.iteration_time_ms, "config": configuration_to_dict(configuration)}
+                    {
+                        "iteration_time_ms": each.iteration_time_ms,
+                        "config": configuration_to_dict(configuration),
+                    }
                     for configuration, each in result.best
                 ],
                 "missing": missing,
@@ -194,10 +230,19 @@ def faults(
                     )
                 )
         say.show(
-            f"with all faults  {with_faults.iteration_time_ms:,.2f} ms is the best; what it is worth with one fault mended:"
+            f"with all faults  {with_faults.iteration_time_ms:,.2f} ms is the best; what it is"
+            " worth with one fault mended:"
         )
-        header = ("fault mended", "that configuration, ms", "fits", "the best then, ms", "the fault costs")
-        say.show(columns("What each fault of the performance model costs", header, rows, right=(1, 3, 4)))
+        header = (
+            "fault mended",
+            "that configuration, ms",
+            "fits",
+            "the best then, ms",
+            "the fault costs",
+        )
+        say.show(
+            columns("What each fault of the performance model costs", header, rows, right=(1, 3, 4))
+        )
         say.finish({"iteration_time_ms": with_faults.iteration_time_ms, "faults": answer})
 
 
@@ -241,15 +286,23 @@ def _nothing_fits(problem: SearchProblem) -> InfeasibleError:
     from ..interop.aceso.search import smallest_need
 
     need = smallest_need(problem)
-    asked = f"No configuration was found that fits {problem.memory_limit_mb:,.0f} MiB on each of {problem.num_devices} GPUs."
+    asked = (
+        f"No configuration was found that fits {problem.memory_limit_mb:,.0f} MiB on each of"
+        f" {problem.num_devices} GPUs."
+    )
     if need is None:
-        return InfeasibleError(f"{asked} None fits 64 times as much either; check the micro-batch sizes.")
+        return InfeasibleError(
+            f"{asked} None fits 64 times as much either; check the micro-batch sizes."
+        )
     parts = {
         "parameters, gradients and optimizer state": need.fullest.state_mb,
         "activations": need.fullest.activations_mb,
         "reserved by the allocator": need.fullest.reserved_mb,
     }
-    lines = [asked, f"The smallest that was found needs {need.limit_mb:,.0f} MiB on its fullest GPU:"]
+    lines = [
+        asked,
+        f"The smallest that was found needs {need.limit_mb:,.0f} MiB on its fullest GPU:",
+    ]
     lines += [f"  {name:42}{value:12,.0f} MiB" for name, value in parts.items()]
     lines.append("What would make it fit:")
     lines.append(f"  - --memory-limit-mb {-(-need.limit_mb // 1):.0f}")
@@ -269,21 +322,37 @@ def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: l
     best, estimate = result.best[0]
     seconds = estimate.iteration_time_ms / 1000
     lines = [
-        f"iteration time  {estimate.iteration_time_ms:,.2f} ms, {best.global_batch / seconds:,.2f} samples/s "
-        f"(judge: {problem.judge.name})",
-        f"micro-batch     {best.micro_batch} samples over all ranks, {problem.num_micro_batches(best.micro_batch)} in a step",
+        (
+            f"iteration time  {estimate.iteration_time_ms:,.2f} ms,"
+            f" {best.global_batch / seconds:,.2f} samples/s (judge: {problem.judge.name})"
+        ),
+        (
+            f"micro-batch     {best.micro_batch} samples over all ranks,"
+            f" {problem.num_micro_batches(best.micro_batch)} in a step"
+        ),
     ]
     if result.lower_bound_ms:
         lines.append(
-            f"lower bound     {result.lower_bound_ms:,.2f} ms: at most {result.gap:.2%} can be won within the space searched"
+            f"lower bound     {result.lower_bound_ms:,.2f} ms: at most {result.gap:.2%} can be won"
+            " within the space searched"
         )
-        lines += textwrap.wrap(f"({result.space})", 100, initial_indent=" " * 16, subsequent_indent=" " * 16)
+        lines += textwrap.wrap(
+            f"({result.space})", 100, initial_indent=" " * 16, subsequent_indent=" " * 16
+        )
     lines.append(
-        f"search          {result.search_s:.2f} s, best found after {result.best_found_at_s:.2f} s, "
-        f"{result.scored:,} configurations and stages scored; ended: {result.ended}"
+        f"search          {result.search_s:.2f} s, best found after {result.best_found_at_s:.2f} s,"
+        f" {result.scored:,} configurations and stages scored; ended: {result.ended}"
     )
     say.show("\n".join(lines))
-    header = ("stage", "operators", "GPUs", "degrees (tensor x data)", "recomputed", "iteration ms", "memory MiB")
+    header = (
+        "stage",
+        "operators",
+        "GPUs",
+        "degrees (tensor x data)",
+        "recomputed",
+        "iteration ms",
+        "memory MiB",
+    )
     rows = [
         (
             str(k),
@@ -296,11 +365,21 @@ def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: l
         )
         for k, (stage, figures) in enumerate(zip(best.stages, estimate.stages, strict=True))
     ]
-    say.show(columns(f"Stages, {problem.memory_limit_mb:,.0f} MiB allowed", header, rows, right=(0, 1, 2, 4, 5, 6)))
+    say.show(
+        columns(
+            f"Stages, {problem.memory_limit_mb:,.0f} MiB allowed",
+            header,
+            rows,
+            right=(0, 1, 2, 4, 5, 6),
+        )
+    )
     if len(result.best) > 1:
         _show_others(say, result.best)
     if missing:
-        say.note(f"{len(missing)} measurements are missing, and what needs them was left out: {missing[0]}, ...")
+        say.note(
+            f"{len(missing)} measurements are missing, and what needs them was left out:"
+            f" {missing[0]}, ..."
+        )
 
 
 def _show_others(say: Session, best: tuple[tuple[Configuration, Estimate], ...]) -> None:
@@ -316,7 +395,13 @@ def _show_others(say: Session, best: tuple[tuple[Configuration, Estimate], ...])
         )
         for rank, (configuration, estimate) in enumerate(best, start=1)
     ]
-    header = ("rank", "iteration ms", "micro-batch", "GPUs of each stage", "operators of each stage")
+    header = (
+        "rank",
+        "iteration ms",
+        "micro-batch",
+        "GPUs of each stage",
+        "operators of each stage",
+    )
     say.show(columns("The best distinct configurations", header, rows, right=(0, 1, 2)))
 
 
@@ -327,7 +412,11 @@ def _degrees(tensor: tuple[int, ...], data: tuple[int, ...], algorithm: tuple[in
         name = f"{t} x {d}" + (f" algorithm {a}" if a else "")
         counts[name] = counts.get(name, 0) + 1
     ranked = sorted(counts.items(), key=lambda entry: -entry[1])
-    return ranked[0][0] if len(ranked) == 1 else ", ".join(f"{name}: {count}" for name, count in ranked)
+    return (
+        ranked[0][0]
+        if len(ranked) == 1
+        else ", ".join(f"{name}: {count}" for name, count in ranked)
+    )
 
 
 def _figures(result: SearchResult) -> dict[str, Any]:
@@ -348,5 +437,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise InputError(
-            f"--micro-batch-sizes must be numbers with commas between, such as 1,2,4,8; got {text!r}."
+            "--micro-batch-sizes must be numbers with commas between, such as 1,2,4,8; got"
+            f" {text!r}."
         ) from None

@@ -31,7 +31,9 @@ from ._verify import verify
 app = typer.Typer(
     name="aliquot",
     help="Plan how a JAX training step runs on many devices, say why, and run it.",
-    epilog="Exit codes: 0 done, 1 no feasible plan or a failed check, 2 bad input, 130 interrupted.",
+    epilog=(
+        "Exit codes: 0 done, 1 no feasible plan or a failed check, 2 bad input, 130 interrupted."
+    ),
     no_args_is_help=True,
     add_completion=False,
     # Plain help needs a third of the time, and errors of options stay on two lines.
@@ -40,7 +42,9 @@ app = typer.Typer(
 )
 for _verb in (demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train):
     app.command(_verb.__name__)(_verb)
-_aceso = typer.Typer(help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True)
+_aceso = typer.Typer(
+    help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True
+)
 for _aceso_verb in (show, evaluate, search, faults, accuracy):
     _aceso.command(_aceso_verb.__name__)(_aceso_verb)
 _aceso.command("profile")(profile_aceso)
@@ -48,7 +52,8 @@ _aceso.command("export")(export_plan)
 _aceso.command("import")(import_plan)
 app.add_typer(_aceso, name="aceso")
 _blocks = typer.Typer(
-    help="ParallelBlocks: find them, measure their programs, and plan from that.", no_args_is_help=True
+    help="ParallelBlocks: find them, measure their programs, and plan from that.",
+    no_args_is_help=True,
 )
 for _name, _blocks_verb in (
     ("analyze", analyze),
@@ -58,7 +63,9 @@ for _name, _blocks_verb in (
 ):
     _blocks.command(_name)(_blocks_verb)
 app.add_typer(_blocks, name="blocks")
-_profile = typer.Typer(help="Measure operators where there is hardware, and plan from that.", no_args_is_help=True)
+_profile = typer.Typer(
+    help="Measure operators where there is hardware, and plan from that.", no_args_is_help=True
+)
 for _name, _profile_verb in (
     ("run", run),
     ("show", show_profiles),
@@ -70,7 +77,8 @@ for _name, _profile_verb in (
     _profile.command(_name)(_profile_verb)
 app.add_typer(_profile, name="profile")
 _bench = typer.Typer(
-    help="Draw the figures of papers, with our results beside the published ones.", no_args_is_help=True
+    help="Draw the figures of papers, with our results beside the published ones.",
+    no_args_is_help=True,
 )
 _bench.command("aceso")(bench_aceso)
 _bench.command("cfp")(bench_cfp)
@@ -88,7 +96,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass

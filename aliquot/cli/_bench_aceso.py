@@ -1,4 +1,6 @@
-"""`aliquot bench aceso`: the figures of Aceso's paper, with our search beside the published ones."""
+"""`aliquot bench aceso`: the figures of Aceso's paper, with our search beside the published
+ones.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _OURS, _PREDICTED = "aliquot", "aliquot (predicted)"
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A case of the paper: nodes, GPUs of a node, samples of a step and of the micro-batches; 28,000 MiB allowed."""
+    """A case of the paper: nodes, GPUs of a node, samples of a step and of the micro-batches;
+    28,000 MiB allowed.
+    """
 
     nodes: int
     gpus_per_node: int
@@ -45,18 +49,30 @@ _TITLES = {"gpt": "GPT", "t5": "T5", "resnet": "Wide-ResNet"}
 
 def aceso(
     database: Annotated[
-        Path, typer.Option("--database", metavar="DIR", help="The database of the V100 nodes with 8 GPUs.")
+        Path,
+        typer.Option(
+            "--database", metavar="DIR", help="The database of the V100 nodes with 8 GPUs."
+        ),
     ],
     published: Annotated[
-        Path, typer.Option("--published", metavar="DIR", help="CSV files of the figures of Aceso's artifact.")
+        Path,
+        typer.Option(
+            "--published", metavar="DIR", help="CSV files of the figures of Aceso's artifact."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for PNG, CSV and index.html.")],
-    max_layers: Annotated[int, typer.Option("--max-layers", min=1, help="The deepest model of figure 9.")] = 1024,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder for PNG, CSV and index.html.")
+    ],
+    max_layers: Annotated[
+        int, typer.Option("--max-layers", min=1, help="The deepest model of figure 9.")
+    ] = 1024,
     as_json: Json = False,
 ) -> None:
-    """Draw figures 7, 8 and 9 of Aceso's paper and the accuracy of its performance model; no hardware is needed.
+    """Draw figures 7, 8 and 9 of Aceso's paper and the accuracy of its performance model; no
+    hardware is needed.
 
-    Published throughput is measured; ours is the published one of Aceso, scaled by the ratio of the predicted times.
+    Published throughput is measured; ours is the published one of Aceso, scaled by the ratio of the
+    predicted times.
     """
     with session(as_json) as say:
         tables = PublishedTables(published)
@@ -68,7 +84,9 @@ def aceso(
         _draw_layers(figures, database, tables, max_layers, say, answer)
         _tabulate_accuracy(figures, tables, answer)
         figures.write_page()
-        say.show(f"written: {out / 'index.html'}, with {len(figures.drawn)} figures and tables beside it")
+        say.show(
+            f"written: {out / 'index.html'}, with {len(figures.drawn)} figures and tables beside it"
+        )
         for line in results.missing:
             say.note(f"not measured: {line}")
         say.finish(answer)
@@ -96,14 +114,22 @@ def _search_all(database: Path, say: Session) -> _Results:
                 continue
             batches = _CONVOLUTIONS if family == "resnet" else _TRANSFORMER
             setting = _Setting(nodes, per_node, 1536 if family == "resnet" else 1024, batches)
-            print(f"searching: {family} {size} on {nodes * per_node} GPUs", file=sys.stderr, flush=True)
+            print(
+                f"searching: {family} {size} on {nodes * per_node} GPUs",
+                file=sys.stderr,
+                flush=True,
+            )
             by_case[family, size] = _search(database, family, size, setting)
     if not by_case:
-        raise InputError(f"{database} has none of the models of the paper; it has {', '.join(known)}.")
+        raise InputError(
+            f"{database} has none of the models of the paper; it has {', '.join(known)}."
+        )
     return _Results(by_case, missing)
 
 
-def _search(database: Path, family: str, size: str, setting: _Setting, num_layers: int | None = None) -> SearchResult:
+def _search(
+    database: Path, family: str, size: str, setting: _Setting, num_layers: int | None = None
+) -> SearchResult:
     from ..interop.aceso import ACESO
     from ..interop.aceso.search import Auto, read_problem
 
@@ -126,7 +152,11 @@ def _search(database: Path, family: str, size: str, setting: _Setting, num_layer
 
 
 def _draw_family(
-    figures: _Figures, published: PublishedTables, family: str, results: _Results, answer: dict[str, Any]
+    figures: _Figures,
+    published: PublishedTables,
+    family: str,
+    results: _Results,
+    answer: dict[str, Any],
 ) -> None:
     of_family = {size: result for (name, size), result in results.by_case.items() if name == family}
     for size, result in of_family.items():
@@ -138,7 +168,8 @@ def _draw_family(
     throughput = published.table(f"e2e_norm_thpt_large_{family}")
     times = published.table(f"perf_model_time_large_{family}")
     if throughput and times and of_family:
-        # Aceso's predicted seconds over ours: how much faster our configuration is under one performance model.
+        # Aceso's predicted seconds over ours: how much faster our configuration is under one
+        # performance model.
         gains = {
             size: times["predict"][size] * 1000 / of_family[size].best[0][1].iteration_time_ms
             for size in of_family
@@ -147,14 +178,17 @@ def _draw_family(
         series: dict[str, list[float | None]] = {
             name: [row.get(size) or None for size in gains] for name, row in throughput.items()
         }
-        series[_PREDICTED] = [gains[size] * (throughput["aceso"].get(size) or 0) or None for size in gains]
+        series[_PREDICTED] = [
+            gains[size] * (throughput["aceso"].get(size) or 0) or None for size in gains
+        ]
         figures.bars(
             f"figure7_{family}",
             f"{_TITLES[family]}: throughput, Megatron-LM's best grid point = 1",
             "relative throughput",
             [size.replace("_", ".") for size in gains],
             series,
-            "Published measurements; ours is Aceso's, scaled by the ratio of the times that its performance model predicts.",
+            "Published measurements; ours is Aceso's, scaled by the ratio of the times that its"
+            " performance model predicts.",
         )
     cost = published.table(f"search_cost_large_{family}")
     if cost and of_family:
@@ -173,7 +207,12 @@ def _draw_family(
 
 
 def _draw_layers(
-    figures: _Figures, database: Path, published: PublishedTables, max_layers: int, say: Session, answer: dict[str, Any]
+    figures: _Figures,
+    database: Path,
+    published: PublishedTables,
+    max_layers: int,
+    say: Session,
+    answer: dict[str, Any],
 ) -> None:
     throughput = published.table("e2e_thpt_scale_scale-layer")
     cost = published.table("search_cost_scale_scale-layer")
@@ -207,9 +246,12 @@ def _draw_layers(
             unit,
             points,
             series,
-            "Published measurements; our throughput is a prediction of Aceso's performance model."
-            if label == "throughput"
-            else "Published wall times of the searches beside ours on this machine.",
+            (
+                "Published measurements; our throughput is a prediction of Aceso's performance"
+                " model."
+                if label == "throughput"
+                else "Published wall times of the searches beside ours on this machine."
+            ),
         )
 
 
@@ -225,7 +267,9 @@ def accuracy_rows(published: PublishedTables) -> list[dict[str, Any]]:
         memory = published.table(f"perf_model_mem_large_{family}")
         for size, measured_s in (times or {}).get("actual", {}).items():
             memory_rows = memory or {}
-            predicted_mb = tuple(memory_rows.get(f"predict ({part})", {}).get(size) for part in ("norm", "extra"))
+            predicted_mb = tuple(
+                memory_rows.get(f"predict ({part})", {}).get(size) for part in ("norm", "extra")
+            )
             measured_mb = memory_rows.get("actual", {}).get(size)
             total = sum(part or 0 for part in predicted_mb)
             rows.append(
@@ -242,7 +286,9 @@ def accuracy_rows(published: PublishedTables) -> list[dict[str, Any]]:
     return rows
 
 
-def _tabulate_accuracy(figures: _Figures, published: PublishedTables, answer: dict[str, Any]) -> None:
+def _tabulate_accuracy(
+    figures: _Figures, published: PublishedTables, answer: dict[str, Any]
+) -> None:
     rows = accuracy_rows(published)
     if rows:
         answer["accuracy"] = rows
@@ -250,7 +296,8 @@ def _tabulate_accuracy(figures: _Figures, published: PublishedTables, answer: di
             "accuracy",
             "Accuracy of Aceso's performance model",
             rows,
-            "Iteration time, and memory of the first stage with what the allocator reserves, as published.",
+            "Iteration time, and memory of the first stage with what the allocator reserves, as"
+            " published.",
         )
 
 
@@ -271,7 +318,11 @@ class PublishedTables:
 def _read(path: Path) -> dict[str, dict[str, float]]:
     try:
         rows = list(csv.reader(path.read_text().splitlines()))
-        return {row[0]: dict(zip(rows[0][1:], map(float, row[1:]), strict=True)) for row in rows[1:] if row}
+        return {
+            row[0]: dict(zip(rows[0][1:], map(float, row[1:]), strict=True))
+            for row in rows[1:]
+            if row
+        }
     except (OSError, ValueError, IndexError) as error:
         raise InputError(f"{path} is no table of numbers with a header: {error}.") from None
 
@@ -301,9 +352,17 @@ class _Figures:
         from ..report import bar_chart
 
         bar_chart(
-            self._folder / f"{name}.png", title=title, unit=unit, groups=groups, series=series, logarithmic=logarithmic
+            self._folder / f"{name}.png",
+            title=title,
+            unit=unit,
+            groups=groups,
+            series=series,
+            logarithmic=logarithmic,
         )
-        rows = [{"model": group, **{s: v[k] for s, v in series.items()}} for k, group in enumerate(groups)]
+        rows = [
+            {"model": group, **{s: v[k] for s, v in series.items()}}
+            for k, group in enumerate(groups)
+        ]
         self.table(name, title, rows, note)
 
     def lines(
@@ -319,8 +378,13 @@ class _Figures:
         from ..report import line_chart
 
         path = self._folder / f"{name}.png"
-        line_chart(path, title=title, horizontal=horizontal, unit=unit, points=points, series=series)
-        rows = [{horizontal: point, **{s: v[k] for s, v in series.items()}} for k, point in enumerate(points)]
+        line_chart(
+            path, title=title, horizontal=horizontal, unit=unit, points=points, series=series
+        )
+        rows = [
+            {horizontal: point, **{s: v[k] for s, v in series.items()}}
+            for k, point in enumerate(points)
+        ]
         self.table(name, title, rows, note)
 
     def table(self, name: str, title: str, rows: list[dict[str, Any]], note: str) -> None:
@@ -342,13 +406,20 @@ class _Figures:
         for name, title, note, rows in self.drawn:
             header = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
             body = "".join(
-                "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row.values()) + "</tr>"
+                "<tr>"
+                + "".join(f"<td>{escape(_shown(value))}</td>" for value in row.values())
+                + "</tr>"
                 for row in rows
             )
-            picture = f'<img src="{name}.png" alt="{escape(title)}">' if (self._folder / f"{name}.png").exists() else ""
+            picture = (
+                f'<img src="{name}.png" alt="{escape(title)}">'
+                if (self._folder / f"{name}.png").exists()
+                else ""
+            )
             parts.append(
                 f"<section><h2>{escape(title)}</h2><p>{escape(note)}</p>{picture}"
-                f'<table><tr>{header}</tr>{body}</table><p><a href="{name}.csv">{name}.csv</a></p></section>'
+                f"<table><tr>{header}</tr>{body}</table><p><a"
+                f' href="{name}.csv">{name}.csv</a></p></section>'
             )
         write_atomic(self._folder / "index.html", _PAGE.replace("BODY", "\n".join(parts)))
 
@@ -362,7 +433,8 @@ def _shown(value: Any) -> str:
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>aliquot beside Aceso</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 img { max-width: 100%; }
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { padding: 0.2rem 0.8rem; text-align: right; border-bottom: 1px solid #ddd; }

@@ -17,7 +17,9 @@ from ._session import session
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A model with some of its layers, as the artifact's scripts run it: batch of a step, devices."""
+    """A model with some of its layers, as the artifact's scripts run it: batch of a step,
+    devices.
+    """
 
     title: str
     model: str
@@ -29,7 +31,10 @@ class _Case:
 
 # Sizes of the scripts of arXiv 2504.00598.
 _CASES = (
-    *[_Case("MoE", "moe-7.1b", layers, batch, 4) for batch, layers in ((32, 4), (64, 4), (96, 2), (128, 2))],
+    *[
+        _Case("MoE", "moe-7.1b", layers, batch, 4)
+        for batch, layers in ((32, 4), (64, 4), (96, 2), (128, 2))
+    ],
     *[_Case("GPT", "gpt-6.7b", layers, batch, 8) for batch, layers in ((16, 4), (24, 2), (32, 2))],
     *[_Case("BERT", "bert-760m", layers, batch, 8) for batch, layers in ((8, 8), (16, 4), (32, 2))],
     *[_Case("Llama", "llama-7b", 4, batch, 4, 128) for batch in (32, 64, 80)],
@@ -45,15 +50,22 @@ def cfp(
     ] = "A100-40GB",
     only: Annotated[str, typer.Option(help="Cases with this in their title or model.")] = "",
     run: Annotated[
-        bool, typer.Option("--run", help="Also run every case at a very small size on virtual CPU devices.")
+        bool,
+        typer.Option(
+            "--run", help="Also run every case at a very small size on virtual CPU devices."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Search the cases of CFP's artifact: strategy, step time, memory, operations and TFLOP/s, predicted at full size."""
+    """Search the cases of CFP's artifact: strategy, step time, memory, operations and TFLOP/s,
+    predicted at full size.
+    """
     with session(as_json) as say:
         cases = [c for c in _CASES if only.lower() in f"{c.title} {c.model}".lower()]
         if not cases:
-            raise InputError(f"--only {only}: there are {', '.join(dict.fromkeys(c.title for c in _CASES))}.")
+            raise InputError(
+                f"--only {only}: there are {', '.join(dict.fromkeys(c.title for c in _CASES))}."
+            )
         if run:
             use_virtual_devices(max(c.num_devices for c in cases))
         else:
@@ -63,7 +75,11 @@ def cfp(
         rows = []
         with search_progress(say) as report:
             for done, case in enumerate(cases):
-                report(f"{case.title}, batch {case.global_batch}, {case.num_layers} layers", done, len(cases))
+                report(
+                    f"{case.title}, batch {case.global_batch}, {case.num_layers} layers",
+                    done,
+                    len(cases),
+                )
                 row = _predicted(case, device)
                 rows.append(row | (_measured(case) if run else {}))
         answer = {"device": device, "rows": rows}
@@ -72,17 +88,23 @@ def cfp(
 
 
 def _predicted(case: _Case, device: str) -> dict[str, Any]:
-    """The best composed of segments, judged as a whole step beside data parallelism and the integer program."""
+    """The best composed of segments, judged as a whole step beside data parallelism and the integer
+    program.
+    """
     from ..planners import ILP
     from ..profiling import compose, priced_combinations
 
     step, flops = _step(case, f"{case.num_devices}x{device}", {})
     combinations = priced_combinations(step)
-    composed = compose(step, combinations, memory_limit_bytes=step.problem.memory_limit_bytes, most=5)
+    composed = compose(
+        step, combinations, memory_limit_bytes=step.problem.memory_limit_bytes, most=5
+    )
     whole = [(c, s) for c in composed if (s := step.whole(c.options)) is not None]
     best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
     parallel = step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
-    exact = ILP().solve(step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes)
+    exact = ILP().solve(
+        step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes
+    )
     return {
         "case": dataclasses.asdict(case),
         "num_programs": step.num_programs,
@@ -97,7 +119,9 @@ def _predicted(case: _Case, device: str) -> dict[str, Any]:
 
 
 def _measured(case: _Case) -> dict[str, Any]:
-    """The best of the cost model and data parallelism at a very small size, run on virtual devices."""
+    """The best of the cost model and data parallelism at a very small size, run on virtual
+    devices.
+    """
     from ..cost import picked_choices
     from ..planners import IntraSolution
     from ..profiling import SegmentedStep, compile_part, compose, priced_combinations, time_part
@@ -115,7 +139,9 @@ def _measured(case: _Case) -> dict[str, Any]:
     return {
         "small_options": [list(o) for o in best.options[1:]],
         "small_measured_s": seconds(step, step.whole(best.options)),
-        "small_data_parallel_s": seconds(step, step.whole([(0,) * len(kind.blocks) for kind in step.kinds])),
+        "small_data_parallel_s": seconds(
+            step, step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
+        ),
     }
 
 
@@ -129,7 +155,15 @@ def _step(case: _Case, cluster: str, overrides: dict[str, Any]) -> tuple[Any, fl
     from ..zoo import build
 
     settings = {"num_layers": case.num_layers, "seq_len": case.seq_len} | overrides
-    workload = build(case.model, case.global_batch, overrides=settings, dtype="float32", recompute="none")
+    workload = build(
+        case.model, case.global_batch, overrides=settings, dtype="float32", recompute="none"
+    )
     graph = capture(workload.train_step, workload.state, workload.batch)
-    where = Cluster.detect(jax.devices()[: case.num_devices]) if cluster == "detect" else read_cluster(cluster)
-    return segment_step(make_problem(graph, where), (case.num_devices,)), float(workload.flops_per_step)
+    where = (
+        Cluster.detect(jax.devices()[: case.num_devices])
+        if cluster == "detect"
+        else read_cluster(cluster)
+    )
+    return segment_step(make_problem(graph, where), (case.num_devices,)), float(
+        workload.flops_per_step
+    )

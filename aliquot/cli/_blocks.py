@@ -1,4 +1,6 @@
-"""`aliquot blocks`: ParallelBlocks of a model, their programs measured, and the plan that follows."""
+"""`aliquot blocks`: ParallelBlocks of a model, their programs measured, and the plan that
+follows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,16 @@ from ._measuring import (
     read_timing,
     show_run,
 )
-from ._model_options import BatchSize, Dtype, Recompute, Scan, SeqLen, Settings, model_options, read_memory_limit
+from ._model_options import (
+    BatchSize,
+    Dtype,
+    Recompute,
+    Scan,
+    SeqLen,
+    Settings,
+    model_options,
+    read_memory_limit,
+)
 from ._options import Json, check_destination, read_cluster, read_mesh
 from ._progress import search_progress
 from ._session import session
@@ -40,15 +51,28 @@ if TYPE_CHECKING:
     from ..profiling import Combination, MeasuredStep, Measurement, SegmentedStep
     from ._model import Model
 
-ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
+ModelName = Annotated[
+    str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)
+]
 Devices = Annotated[
-    int | None, typer.Option(help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False)
+    int | None,
+    typer.Option(
+        help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False
+    ),
 ]
-Mesh = Annotated[str | None, typer.Option(help="The logical mesh, such as 4x2; by default one axis.")]
+Mesh = Annotated[
+    str | None, typer.Option(help="The logical mesh, such as 4x2; by default one axis.")
+]
 Factors = Annotated[
-    str, typer.Option(metavar="cfp|all", help="cfp: the paper's options of a block. all: every way to split its entry.")
+    str,
+    typer.Option(
+        metavar="cfp|all",
+        help="cfp: the paper's options of a block. all: every way to split its entry.",
+    ),
 ]
-Database = Annotated[Path, typer.Option("--database", metavar="FILE", help="Where measurements are kept.")]
+Database = Annotated[
+    Path, typer.Option("--database", metavar="FILE", help="Where measurements are kept.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +85,9 @@ class _Asked:
 
 def analyze(
     model: ModelName,
-    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)],
+    cluster: Annotated[
+        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
+    ],
     global_batch: BatchSize = None,
     mesh: Mesh = None,
     factors: Factors = "cfp",
@@ -70,15 +96,28 @@ def analyze(
     recompute: Recompute = None,
     scan: Scan = False,
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for blocks.json and segments.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for blocks.json and segments.json.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the ParallelBlocks of a model, the segments that repeat, and how many programs there are to measure."""
+    """Show the ParallelBlocks of a model, the segments that repeat, and how many programs there are
+    to measure.
+    """
     with session(as_json) as say:
         use_host_only()
         check_destination(out)
         asked = _ask(
-            model, read_cluster(cluster), mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
+            model,
+            read_cluster(cluster),
+            mesh,
+            factors,
+            global_batch,
+            seq_len,
+            dtype,
+            recompute,
+            scan,
+            settings,
         )
         from ..profiling import describe_blocks
         from ..report import blocks_text
@@ -115,7 +154,9 @@ def profile(
     budget_s: BudgetS = math.inf,
     as_json: Json = False,
 ) -> None:
-    """Measure every combination of options of every distinct segment, most promising first. Run it again to go on."""
+    """Measure every combination of options of every distinct segment, most promising first. Run it
+    again to go on.
+    """
     with session(as_json) as say:
         part = read_share(share)
         timing = read_timing(
@@ -127,11 +168,15 @@ def profile(
             retries=retries,
             noisy=noisy,
         )
-        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings)
+        asked = _ask_here(
+            model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
+        )
         from ..profiling import ProfileDatabase, profile_segments
 
         with ProfileDatabase(database) as known, measuring_progress() as report:
-            run = profile_segments(asked.step, known, share=part, timing=timing, budget_s=budget_s, progress=report)
+            run = profile_segments(
+                asked.step, known, share=part, timing=timing, budget_s=budget_s, progress=report
+            )
         say.finish(show_run(say, run, "programs"))
 
 
@@ -147,13 +192,19 @@ def search(
     recompute: Recompute = None,
     scan: Scan = False,
     settings: Settings = None,
-    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")
+    ] = None,
     require_measured: Annotated[
-        float, typer.Option(min=0, max=1, help="Refuse a winner of which less of the time was measured.")
+        float,
+        typer.Option(min=0, max=1, help="Refuse a winner of which less of the time was measured."),
     ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 5,
     run: Annotated[
-        int, typer.Option(min=0, help="Also run the best N as whole steps, and take the fastest of them.")
+        int,
+        typer.Option(
+            min=0, help="Also run the best N as whole steps, and take the fastest of them."
+        ),
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="File for the plan of the best.")] = None,
     as_json: Json = False,
@@ -162,7 +213,9 @@ def search(
     with session(as_json) as say:
         check_destination(out)
         limit_bytes = read_memory_limit(memory_limit)
-        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings)
+        asked = _ask_here(
+            model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
+        )
         from ..profiling import ProfileDatabase, compose, measured_step, priced_combinations
         from ..report import composed_text
 
@@ -171,17 +224,21 @@ def search(
         with ProfileDatabase(database, must_exist=True) as known:
             measured = measured_step(step, combinations, known)
         limit_bytes = step.problem.memory_limit_bytes if limit_bytes is None else limit_bytes
-        best = compose(step, combinations, measured, memory_limit_bytes=limit_bytes, most=max(top, run))
+        best = compose(
+            step, combinations, measured, memory_limit_bytes=limit_bytes, most=max(top, run)
+        )
         if not best:
             least = min(c.memory_bytes for c in compose(step, combinations, measured, most=10**6))
             raise InfeasibleError(
-                f"No combination fits in {limit_bytes / 2**30:.2f} GiB on each device; the smallest needs {least / 2**30:.2f} GiB. "
-                "Use a smaller batch, more devices, or --recompute block."
+                f"No combination fits in {limit_bytes / 2**30:.2f} GiB on each device; the smallest"
+                f" needs {least / 2**30:.2f} GiB. Use a smaller batch, more devices, or --recompute"
+                " block."
             )
         if best[0].measured_share < require_measured:
             raise InputError(
-                f"{best[0].measured_share:.0%} of the best plan's time was measured, and --require-measured asks for "
-                f"{require_measured:.0%}. Measure more: aliquot blocks profile {asked.model.name} --database {database}"
+                f"{best[0].measured_share:.0%} of the best plan's time was measured, and"
+                f" --require-measured asks for {require_measured:.0%}. Measure more: aliquot blocks"
+                f" profile {asked.model.name} --database {database}"
             )
         answer: dict[str, Any] = {
             "kinds": [kind.name for kind in step.kinds],
@@ -217,20 +274,31 @@ def enumerate_(
     scan: Scan = False,
     settings: Settings = None,
     database: Annotated[
-        Path | None, typer.Option("--database", metavar="FILE", help="Also compose from these measurements.")
+        Path | None,
+        typer.Option("--database", metavar="FILE", help="Also compose from these measurements."),
     ] = None,
-    run: Annotated[int, typer.Option(min=0, help="Also run the best N by prediction as whole steps.")] = 0,
+    run: Annotated[
+        int, typer.Option(min=0, help="Also run the best N by prediction as whole steps.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """List every combination that splits all layers alike: bytes moved, predicted, composed and measured time, memory."""
+    """List every combination that splits all layers alike: bytes moved, predicted, composed and
+    measured time, memory.
+    """
     with session(as_json) as say:
-        asked = _ask_here(model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings)
+        asked = _ask_here(
+            model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
+        )
         from ..profiling import ProfileDatabase, measured_step, priced_combinations
         from ..report import enumeration_text
 
         step = asked.step
         combinations = priced_combinations(step)
-        known = contextlib.nullcontext() if database is None else ProfileDatabase(database, must_exist=True)
+        known = (
+            contextlib.nullcontext()
+            if database is None
+            else ProfileDatabase(database, must_exist=True)
+        )
         with known as opened, search_progress(say) as report:
             measured = None if opened is None else measured_step(step, combinations, opened)
             rows = _enumerate(step, combinations, measured, run, report)
@@ -239,7 +307,7 @@ def enumerate_(
         say.finish(answer)
 
 
-# ---- what they share -------------------------------------------------------------------------------
+# ---- what they share -----------------------------------------------------------------------------
 
 
 def _ask(
@@ -265,7 +333,9 @@ def _ask(
         graph = capture(model.step, model.state, model.batch)
     shape = read_mesh(mesh) or (where.num_devices,)
     if math.prod(shape) != where.num_devices:
-        raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has {where.num_devices}.")
+        raise InputError(
+            f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has {where.num_devices}."
+        )
     return _Asked(model, segment_step(make_problem(graph, where), shape, factors=factors))
 
 
@@ -284,12 +354,16 @@ def _enumerate(
     run: int,
     report: Any,
 ) -> list[dict[str, Any]]:
-    """A row for each combination of the kinds that repeat; the others follow the fastest that goes with it."""
+    """A row for each combination of the kinds that repeat; the others follow the fastest that goes
+    with it.
+    """
     from ..cost import collective_uses
     from ..profiling import compose
 
     rows: list[dict[str, Any]] = []
-    repeated = max(range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k])))
+    repeated = max(
+        range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k]))
+    )
     for done, c in enumerate(combinations[repeated]):
         report("planning combinations", done, len(combinations[repeated]))
         alone = [[c] if k == repeated else some for k, some in enumerate(combinations)]
@@ -320,8 +394,12 @@ def _enumerate(
     return rows
 
 
-def _run_best(step: SegmentedStep, found: list[dict[str, Any]], run: int, report: Any) -> list[dict[str, Any]]:
-    """The rows of a search, of which the first ones ran as whole steps; these first, the fastest before the others."""
+def _run_best(
+    step: SegmentedStep, found: list[dict[str, Any]], run: int, report: Any
+) -> list[dict[str, Any]]:
+    """The rows of a search, of which the first ones ran as whole steps; these first, the fastest
+    before the others.
+    """
     timed = []
     for done, row in enumerate(found[:run]):
         report("running whole steps", done, run)
@@ -329,7 +407,9 @@ def _run_best(step: SegmentedStep, found: list[dict[str, Any]], run: int, report
         if solution is not None:
             whole = _time_whole(step, solution)
             timed.append({**row, "measured_s": whole.seconds, "compiled_bytes": whole.memory_bytes})
-    ran = sorted((row for row in timed if row["measured_s"] is not None), key=lambda row: row["measured_s"])
+    ran = sorted(
+        (row for row in timed if row["measured_s"] is not None), key=lambda row: row["measured_s"]
+    )
     return [*ran, *[row for row in timed if row["measured_s"] is None], *found[run:]]
 
 
@@ -342,12 +422,18 @@ def _time_whole(step: SegmentedStep, solution: IntraSolution) -> Measurement:
     return time_part(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
 
 
-def _write_plan(asked: _Asked, options: Sequence[Sequence[int]], factors: str, limit_bytes: float, out: Path) -> None:
+def _write_plan(
+    asked: _Asked, options: Sequence[Sequence[int]], factors: str, limit_bytes: float, out: Path
+) -> None:
     from .._api import plan
     from ..planners import Blocks, ShardParallel
 
     step = asked.step
-    only = {b: o for k, chosen in enumerate(options) for b, o in zip(step.blocks_of(k), chosen, strict=True)}
+    only = {
+        b: o
+        for k, chosen in enumerate(options)
+        for b, o in zip(step.blocks_of(k), chosen, strict=True)
+    }
     intra = Blocks(factors=factors, only=tuple(only[b] for b in range(len(step.blocks))))
     composed = plan(
         asked.model.step,

@@ -33,7 +33,15 @@ def models(as_json: Json = False) -> None:
             for row in entries
         ]
         header = ("model", "layers", "width", "MoE", "tokens", "vocab", "for one", "of its")
-        say.show(columns("Models of the zoo, by family and size", header, rows, right=(1, 2, 3, 4, 5, 6), narrow=True))
+        say.show(
+            columns(
+                "Models of the zoo, by family and size",
+                header,
+                rows,
+                right=(1, 2, 3, 4, 5, 6),
+                narrow=True,
+            )
+        )
         say.show("MoE: experts in a layer. 24+24: of the encoder and of the decoder. for one:")
         say.show("operations to train on one example, forward and backward. Change a size with")
         say.show("--set NAME=VALUE. Your own model: package.module:factory.")
@@ -58,9 +66,22 @@ def clusters(as_json: Json = False) -> None:
             for row in entries
         ]
         header = ("device", "such as", "memory", "peak", "in a host", "between hosts")
-        say.show(columns("Devices; a cluster is HOSTSxDEVICESxNAME", header, rows, right=(2, 3, 4, 5), narrow=True))
-        say.show("peak: the fastest dtype for training, dense; links: one way, of each device in a host,")
-        say.show("of a host of 8 between hosts. Sources: aliquot cluster NAME. Others: a TOML file, or detect.")
+        say.show(
+            columns(
+                "Devices; a cluster is HOSTSxDEVICESxNAME",
+                header,
+                rows,
+                right=(2, 3, 4, 5),
+                narrow=True,
+            )
+        )
+        say.show(
+            "peak: the fastest dtype for training, dense; links: one way, of each device in a host,"
+        )
+        say.show(
+            "of a host of 8 between hosts. Sources: aliquot cluster NAME. Others: a TOML file, or"
+            " detect."
+        )
         say.finish({"devices": entries})
 
 

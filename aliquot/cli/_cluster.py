@@ -15,7 +15,10 @@ from ._session import session
 def cluster(
     spec: Annotated[
         str,
-        typer.Argument(help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, or detect.", show_default=False),
+        typer.Argument(
+            help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, or detect.",
+            show_default=False,
+        ),
     ],
     as_json: Json = False,
 ) -> None:

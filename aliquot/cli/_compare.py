@@ -8,16 +8,29 @@ import typer
 
 from ..core import InputError
 from ._devices import use_host_only
-from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
+from ._model_options import (
+    BatchSize,
+    Dtype,
+    MemoryLimit,
+    Recompute,
+    Scan,
+    SeqLen,
+    Settings,
+    model_options,
+)
 from ._options import Json, read_cluster
 from ._progress import search_progress
 from ._session import session
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False),
+    ],
     cluster: Annotated[
-        str | None, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)
+        str | None,
+        typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False),
     ] = None,
     clusters: Annotated[
         str | None, typer.Option(metavar="C1,C2", help="Compare these clusters instead of methods.")
@@ -25,11 +38,17 @@ def compare(
     global_batch: BatchSize = None,
     methods: Annotated[
         str | None,
-        typer.Option(metavar="M1,M2", help="Methods as in aliquot plan, such as auto,tp:8; by default the usual ones."),
+        typer.Option(
+            metavar="M1,M2",
+            help="Methods as in aliquot plan, such as auto,tp:8; by default the usual ones.",
+        ),
     ] = None,
     micro_batches: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of micro-batches; by default auto and pipeshard search it, others have 1."),
+        typer.Option(
+            min=1,
+            help="Number of micro-batches; by default auto and pipeshard search it, others have 1.",
+        ),
     ] = None,
     memory_limit: MemoryLimit = None,
     seq_len: SeqLen = None,
@@ -54,7 +73,9 @@ def compare(
         from ..report import comparison_table
         from ._model import resolve, user_code
 
-        options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
+        options, limit = model_options(
+            global_batch, seq_len, dtype, recompute, scan, settings, memory_limit
+        )
         built = resolve(model, options, where[0])
         with user_code(built.name), search_progress(say) as report:
             comparison = find(

@@ -31,7 +31,8 @@ _TOLERANCE = 1e-4
 
 def demo(
     data: Annotated[
-        list[Path] | None, typer.Option(help="Your own text; by default the standard library's sources.")
+        list[Path] | None,
+        typer.Option(help="Your own text; by default the standard library's sources."),
     ] = None,
     steps: Annotated[int, typer.Option(help="How many steps to train, twice.")] = _STEPS,
     out: Annotated[Path, typer.Option(help="File to write the plan to.")] = Path("demo-plan.json"),
@@ -47,11 +48,14 @@ def demo(
         use_virtual_devices(_DEVICES)
         from ..zoo import build, text_for
 
-        workload = build(_MODEL, _BATCH, dtype="float32", recompute="none", learning_rate=_LEARNING_RATE)
+        workload = build(
+            _MODEL, _BATCH, dtype="float32", recompute="none", learning_rate=_LEARNING_RATE
+        )
         text = text_for(workload, paths=tuple(data) if data else None, seed=_SEED)
         say.show(
-            f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of {text.seq_len} bytes "
-            f"a step, from {format_count(len(text.text))} bytes of {_source(data)}\n"
+            f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of"
+            f" {text.seq_len} bytes a step, from {format_count(len(text.text))} bytes of"
+            f" {_source(data)}\n"
         )
         plan = _plan(workload, out, say)
         figures, many = _train_parallel(workload, plan, text, steps, say)
@@ -116,20 +120,24 @@ def _stop_if_interrupted(done: Run, steps: int, say: Session) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _conclude(many: Run, one: Run, plan: Plan, out: Path, figures: dict[str, Any], say: Session) -> None:
+def _conclude(
+    many: Run, one: Run, plan: Plan, out: Path, figures: dict[str, Any], say: Session
+) -> None:
     from ..report import loss_chart
 
     largest = max(_relative(a, b) for a, b in zip(many.losses, one.losses, strict=True))
     agree, fell = largest <= _TOLERANCE, many.losses[-1] < many.losses[0]
-    say.show(loss_chart({f"loss on {_DEVICES} devices": many.losses, "loss on 1 device": one.losses}))
     say.show(
-        f"\nloss       {many.losses[0]:.4f} -> {many.losses[-1]:.4f} on {_DEVICES} devices, "
-        f"{one.losses[-1]:.4f} on one\n"
-        f"agreement  largest relative difference of {len(one.losses)} losses {largest:.1e}, at most {_TOLERANCE:.0e} "
-        f"allowed: {'agrees' if agree else 'DIFFERS'}\n"
-        f"step time  {format_seconds(plan.prediction.step_time_s)} predicted, {format_seconds(many.step_time_s)} "
-        f"measured (median; the virtual devices share this machine's cores)\n"
-        f"plan file  {out.resolve()}; read on with: aliquot explain {out}"
+        loss_chart({f"loss on {_DEVICES} devices": many.losses, "loss on 1 device": one.losses})
+    )
+    say.show(
+        f"\nloss       {many.losses[0]:.4f} -> {many.losses[-1]:.4f} on {_DEVICES} devices,"
+        f" {one.losses[-1]:.4f} on one\nagreement  largest relative difference of {len(one.losses)}"
+        f" losses {largest:.1e}, at most {_TOLERANCE:.0e} allowed:"
+        f" {'agrees' if agree else 'DIFFERS'}\nstep time "
+        f" {format_seconds(plan.prediction.step_time_s)} predicted,"
+        f" {format_seconds(many.step_time_s)} measured (median; the virtual devices share this"
+        f" machine's cores)\nplan file  {out.resolve()}; read on with: aliquot explain {out}"
     )
     say.finish(
         {
@@ -147,7 +155,10 @@ def _conclude(many: Run, one: Run, plan: Plan, out: Path, figures: dict[str, Any
         }
     )
     if not agree:
-        say.note("error: training on many devices and on one differ by more than rounding. Please report this.")
+        say.note(
+            "error: training on many devices and on one differ by more than rounding. Please report"
+            " this."
+        )
     if not fell:
         say.note("error: the loss did not fall.")
     if not (agree and fell):

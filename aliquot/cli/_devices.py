@@ -29,18 +29,25 @@ def use_virtual_devices(count: int) -> list[Any]:
     """
     if not 1 <= count <= MOST_VIRTUAL:
         raise InputError(f"--devices must be at least 1 and at most {MOST_VIRTUAL}, got {count}.")
-    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT]
+    kept = [
+        flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT
+    ]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT}={count}"])
     use_host_only()
     seen = use_seen_devices()
     if len(seen) < count:
-        raise InputError(f"JAX has started with {len(seen)} devices, {count} were asked for. Start a new process.")
+        raise InputError(
+            f"JAX has started with {len(seen)} devices, {count} were asked for. Start a new"
+            " process."
+        )
     return seen[:count]
 
 
 def use_host_only() -> None:
     """Leave accelerators alone: planning needs none. What the user has set stays."""
-    if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu" and importlib.util.find_spec("jax_plugins"):
+    if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu" and importlib.util.find_spec(
+        "jax_plugins"
+    ):
         # JAX loads every plugin, and the one for GPUs then says that there are none.
         use_seen_devices()
 
@@ -53,7 +60,11 @@ def use_seen_devices() -> list[Any]:
     """
     from ..cluster import visible_devices
 
-    with _without_remarks_on_gpus() if importlib.util.find_spec("jax_plugins") else contextlib.nullcontext():
+    with (
+        _without_remarks_on_gpus()
+        if importlib.util.find_spec("jax_plugins")
+        else contextlib.nullcontext()
+    ):
         return visible_devices()
 
 

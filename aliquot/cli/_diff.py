@@ -16,5 +16,9 @@ def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
         from ..report import difference
 
         changes = compare(Plan.load(before), Plan.load(after))
-        say.show(difference(changes, before.name, after.name if after.name != before.name else str(after)))
+        say.show(
+            difference(
+                changes, before.name, after.name if after.name != before.name else str(after)
+            )
+        )
         say.finish({"before": str(before), "after": str(after), **changes.to_dict()})

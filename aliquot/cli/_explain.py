@@ -22,15 +22,23 @@ def explain(
     plan_file: PlanFile,
     as_json: Json = False,
     alternatives: Annotated[
-        bool, typer.Option(help="Also trace the step again and price what could have been chosen instead.")
+        bool,
+        typer.Option(
+            help="Also trace the step again and price what could have been chosen instead."
+        ),
     ] = True,
     model: ModelOfPlan = None,
     trust_plan: TrustPlan = False,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev."),
+        typer.Option(
+            metavar="FILE",
+            help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev.",
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")
+    ] = None,
     profiles: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The database that the plan was made from.")
     ] = None,
@@ -47,18 +55,32 @@ def explain(
             planned_trace(plan).save(trace)
         if html is not None:
             write_atomic(html, page(plan))
-        others, remark = priced_alternatives(plan, say, model, trust_plan, profiles) if alternatives else ((), "")
+        others, remark = (
+            priced_alternatives(plan, say, model, trust_plan, profiles)
+            if alternatives
+            else ((), "")
+        )
         say.show(explanation(plan, others, remark=remark))
         if trace is not None:
             say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
         if html is not None:
             say.show(f"\nThe page is in {html}.")
         answer = {**explained(plan, others), "alternatives_remark": remark or None}
-        say.finish({**answer, "trace_file": str(trace) if trace else None, "html_file": str(html) if html else None})
+        say.finish(
+            {
+                **answer,
+                "trace_file": str(trace) if trace else None,
+                "html_file": str(html) if html else None,
+            }
+        )
 
 
 def priced_alternatives(
-    plan: Plan, say: Session, model: str | None = None, trusted: bool = False, profiles: Path | None = None
+    plan: Plan,
+    say: Session,
+    model: str | None = None,
+    trusted: bool = False,
+    profiles: Path | None = None,
 ) -> tuple[Sequence[Alternative], str]:
     """Alternatives with their prices; if the step cannot be rebuilt, a remark that says so.
 
@@ -70,7 +92,10 @@ def priced_alternatives(
     if is_pipeline(plan):
         return (
             (),
-            "Alternatives are not priced: that is there for plans without stages. Compare plans with aliquot diff.",
+            (
+                "Alternatives are not priced: that is there for plans without stages. Compare plans"
+                " with aliquot diff."
+            ),
         )
     from ._model import rebuild, unnamed, user_code
 
@@ -80,14 +105,22 @@ def priced_alternatives(
     if plan.provenance.profiles and profiles is None:
         return (
             (),
-            "Alternatives are not priced: the plan was made from measurements. Give the same database: --profiles FILE.",
+            (
+                "Alternatives are not priced: the plan was made from measurements. Give the same"
+                " database: --profiles FILE."
+            ),
         )
     from .._api import explain as price_alternatives
 
     try:
         workload = rebuild(plan.model, named=model, trusted=trusted)
         with user_code(workload.name):
-            return price_alternatives(plan, workload.step, workload.state, workload.batch, profiles=profiles), ""
+            return (
+                price_alternatives(
+                    plan, workload.step, workload.state, workload.batch, profiles=profiles
+                ),
+                "",
+            )
     except PlanMismatchError as error:
         # The plan is not what it says it is, or not for what the user says.
         advice = f"{error.advice} To read the plan as it is, add --no-alternatives."

@@ -45,5 +45,8 @@ def _leave_without_output(error: OSError) -> None:
     if error.errno == errno.EPIPE:
         # Who reads has seen enough.
         raise SystemExit(1) from None
-    print(f"error: the answer cannot be written to standard output: {error.strerror}.", file=sys.stderr)
+    print(
+        f"error: the answer cannot be written to standard output: {error.strerror}.",
+        file=sys.stderr,
+    )
     raise SystemExit(_BAD_INPUT) from None

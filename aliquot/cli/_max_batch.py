@@ -38,7 +38,8 @@ def find_max_batch(
     """
     if ":" in name:
         raise InputError(
-            f"--max-batch: {name} decides its batch by itself. Call aliquot.largest_batch(make, cluster=...) in Python."
+            f"--max-batch: {name} decides its batch by itself. Call aliquot.largest_batch(make,"
+            " cluster=...) in Python."
         )
     from .._questions import largest_batch
     from ..report import batch_table
@@ -54,7 +55,9 @@ def find_max_batch(
     def reference(batch: int) -> ModelReference:
         return models[batch].reference
 
-    unit = math.lcm(where.num_devices, micro_batches * configure(name, **options.overrides).batch_multiple)
+    unit = math.lcm(
+        where.num_devices, micro_batches * configure(name, **options.overrides).batch_multiple
+    )
     with search_progress(say) as report:
         batches = largest_batch(
             make,

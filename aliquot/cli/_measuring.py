@@ -1,4 +1,6 @@
-"""Parts of the verbs that measure: options for how often programs run, shares, progress and the summary of a run."""
+"""Parts of the verbs that measure: options for how often programs run, shares, progress and the
+summary of a run.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,30 @@ from ._session import Session
 if TYPE_CHECKING:
     from ..profiling import ProfileRun, Timing
 
-Share = Annotated[str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")]
+Share = Annotated[
+    str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")
+]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each program, at least.")]
 MostRepeats = Annotated[int, typer.Option(min=1, help="Timed runs of each program, at most.")]
-LeastS = Annotated[float, typer.Option(min=0, help="Run short programs until their timed runs took so many seconds.")]
+LeastS = Annotated[
+    float,
+    typer.Option(min=0, help="Run short programs until their timed runs took so many seconds."),
+]
 WarmUp = Annotated[int, typer.Option(min=1, help="Runs before any is timed.")]
-Retries = Annotated[int, typer.Option(min=0, help="Measure what fails or is noisy so many times again.")]
+Retries = Annotated[
+    int, typer.Option(min=0, help="Measure what fails or is noisy so many times again.")
+]
 Noisy = Annotated[
-    float, typer.Option(min=0, help="Half the spread between quartiles that counts as noisy, of the median.")
+    float,
+    typer.Option(
+        min=0, help="Half the spread between quartiles that counts as noisy, of the median."
+    ),
 ]
 EarlyStop = Annotated[
-    float, typer.Option(min=1, help="Do not repeat a program that takes so many times the best of its segment.")
+    float,
+    typer.Option(
+        min=1, help="Do not repeat a program that takes so many times the best of its segment."
+    ),
 ]
 BudgetS = Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")]
 _EVERY_S = 15.0
@@ -44,8 +59,8 @@ def read_timing(repeats: int, most_repeats: int, **options: float | int) -> Timi
 
     if most_repeats < repeats:
         raise InputError(
-            f"--repeats {repeats} asks for at least {repeats} timed runs, and --most-repeats {most_repeats} allows fewer. "
-            f"Give --most-repeats {repeats} or more."
+            f"--repeats {repeats} asks for at least {repeats} timed runs, and --most-repeats"
+            f" {most_repeats} allows fewer. Give --most-repeats {repeats} or more."
         )
     return Timing(repeats=repeats, most_repeats=most_repeats, **options)  # type: ignore[arg-type]
 
@@ -58,14 +73,17 @@ def read_share(text: str) -> tuple[int, int]:
     """
     number, _, of = text.partition("/")
     if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
-        raise InputError(f"--share {text}: write K/N with K from 1 to N, such as 1/2 on one host and 2/2 on the other.")
+        raise InputError(
+            f"--share {text}: write K/N with K from 1 to N, such as 1/2 on one host and 2/2 on the"
+            " other."
+        )
     return int(number), int(of)
 
 
 @contextlib.contextmanager
 def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function to call as `report(what, done, of)` after each program, which shows what is done, what is left, and
-    about how long that takes.
+    """A function to call as `report(what, done, of)` after each program, which shows what is done,
+    what is left, and about how long that takes.
 
     A bar in a terminal; elsewhere a line every 15 seconds.
     """
@@ -82,7 +100,11 @@ def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
 
         yield say
         return
-    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[left]}  {task.description}"))
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[left]}  {task.description}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("tracing the step", total=None, left="")
         yield lambda what, done, of: bar.update(
@@ -91,7 +113,9 @@ def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Left:
-    """About how long the programs that are left take, if they take as long as those that were measured."""
+    """About how long the programs that are left take, if they take as long as those that were
+    measured.
+    """
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None

@@ -55,7 +55,11 @@ class ZooOptions:
         chosen = self.dtype or config.usual_dtype
         if chosen is not None:
             return precision_name(chosen)
-        return "float16" if cluster.device.peak("float16") > cluster.device.peak("bfloat16") else "bf16"
+        return (
+            "float16"
+            if cluster.device.peak("float16") > cluster.device.peak("bfloat16")
+            else "bf16"
+        )
 
 
 def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
@@ -70,11 +74,14 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
         return _from_factory(name, options)
     if name not in MODELS:
         raise InputError(
-            f"there is no model {name!r}: {nearest(name, MODELS)} Or give a factory as package.module:function."
+            f"there is no model {name!r}: {nearest(name, MODELS)} Or give a factory as"
+            " package.module:function."
         )
     if options.global_batch is None:
         examples = MODELS[name].examples
-        raise InputError(f"{name} needs --global-batch: the number of {examples} in a step, over all devices.")
+        raise InputError(
+            f"{name} needs --global-batch: the number of {examples} in a step, over all devices."
+        )
     dtype = options.dtype_for(MODELS[name], cluster)
     use_precision(dtype)
     workload = build(
@@ -97,7 +104,10 @@ def from_workload(workload: Workload) -> Model:
         state=workload.state,
         batch=workload.batch,
         reference=ModelReference(
-            kind="zoo", name=name, settings=workload.settings, flops_per_step=float(workload.flops_per_step)
+            kind="zoo",
+            name=name,
+            settings=workload.settings,
+            flops_per_step=float(workload.flops_per_step),
         ),
         workload=workload,
     )
@@ -135,9 +145,16 @@ def workload_of(reference: ModelReference) -> Workload:
     if wanted_name != reference.name and not faults:
         faults.append(f"they are of {shortened(repr(wanted_name), 60)}")
     if faults:
-        advice = "Make the plan again, or read it as it is with `aliquot explain PLAN --no-alternatives`."
+        advice = (
+            "Make the plan again, or read it as it is with `aliquot explain PLAN"
+            " --no-alternatives`."
+        )
         raise InputError(
-            listing(f"the plan's settings of {shortened(reference.name, 60)} cannot be used", faults, advice)
+            listing(
+                f"the plan's settings of {shortened(reference.name, 60)} cannot be used",
+                faults,
+                advice,
+            )
         )
     use_precision(str(reference.settings.get("dtype")))
     return build(**reference.settings)
@@ -149,14 +166,15 @@ def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
     """
     if reference.kind == "factory" and not trusted:
         return (
-            f"the plan file names the function that makes its step, {reference.name}, and a file does not decide what code "
-            f"runs. If that function is yours, add --model {reference.name}; --trust-plan calls whatever the file names."
+            f"the plan file names the function that makes its step, {reference.name}, and a file"
+            " does not decide what code runs. If that function is yours, add --model"
+            f" {reference.name}; --trust-plan calls whatever the file names."
         )
     if reference.kind in ("zoo", "factory"):
         return ""
     return (
-        f"the plan is for {reference.name or 'a function'}, and its file does not say how to make that again. "
-        "Name it with --model package.module:factory."
+        f"the plan is for {reference.name or 'a function'}, and its file does not say how to make"
+        " that again. Name it with --model package.module:factory."
     )
 
 
@@ -164,11 +182,13 @@ def named_model(reference: ModelReference, name: str) -> ModelReference:
     """The model that the user names, with the plan's settings where these belong to it."""
     settings = dict(reference.settings)
     if ":" in name:
-        return ModelReference(kind="factory", name=name, settings=settings if name == reference.name else {})
+        return ModelReference(
+            kind="factory", name=name, settings=settings if name == reference.name else {}
+        )
     if reference.kind != "zoo":
         raise InputError(
-            f"--model {name}: this plan was not made for a model of the zoo, so nothing says how large its batch is. "
-            "Give a factory as package.module:function."
+            f"--model {name}: this plan was not made for a model of the zoo, so nothing says how"
+            " large its batch is. Give a factory as package.module:function."
         )
     if name not in MODELS:
         raise InputError(f"there is no model {name!r}: {nearest(name, MODELS)}")
@@ -180,11 +200,17 @@ def named_model(reference: ModelReference, name: str) -> ModelReference:
 def _from_factory(name: str, options: ZooOptions) -> Model:
     odd = [
         flag
-        for flag, given in (("--dtype", options.dtype), ("--recompute", options.recompute), ("--scan", options.scan))
+        for flag, given in (
+            ("--dtype", options.dtype),
+            ("--recompute", options.recompute),
+            ("--scan", options.scan),
+        )
         if given
     ]
     if odd:
-        raise InputError(f"{', '.join(odd)}: only for models of the zoo; {name} decides this by itself.")
+        raise InputError(
+            f"{', '.join(odd)}: only for models of the zoo; {name} decides this by itself."
+        )
     factory = find_factory(name)
     settings = dict(options.overrides)
     _check_call(name, factory, settings)
@@ -192,14 +218,16 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         returned = factory(**settings)
     if not (isinstance(returned, tuple) and len(returned) == 3 and callable(returned[0])):
         raise InputError(
-            f"{name} must return (train_step, state, batch) with a function first, got {_kind(returned)}. "
-            "State and batch may be arrays or jax.ShapeDtypeStructs."
+            f"{name} must return (train_step, state, batch) with a function first, got"
+            f" {_kind(returned)}. State and batch may be arrays or jax.ShapeDtypeStructs."
         )
     step, state, batch = returned
     try:
         inspect.signature(step).bind(state, batch)
     except TypeError as error:
-        raise InputError(f"the step that {name} made cannot be called as train_step(state, batch): {error}.") from None
+        raise InputError(
+            f"the step that {name} made cannot be called as train_step(state, batch): {error}."
+        ) from None
     except ValueError:
         # It has no signature that Python knows.
         pass
@@ -216,15 +244,27 @@ def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, A
         # Built-in functions may have none that Python knows. The call will show.
         return
     kinds = inspect.Parameter
-    known = [each for each, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    known = [
+        each
+        for each, p in parameters.items()
+        if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    ]
     faults = []
     if not any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
-        faults += [f"it has no argument {key!r}: {nearest(key, known)}" for key in settings if key not in known]
-    needed = [each for each in known if parameters[each].default is kinds.empty and each not in settings]
+        faults += [
+            f"it has no argument {key!r}: {nearest(key, known)}"
+            for key in settings
+            if key not in known
+        ]
+    needed = [
+        each for each in known if parameters[each].default is kinds.empty and each not in settings
+    ]
     if needed:
         given = " ".join(f"--set {each}=..." for each in needed)
         faults.append(f"it needs {', '.join(needed)}: add {given}, or give them defaults")
-    if any(p.kind is kinds.POSITIONAL_ONLY and p.default is kinds.empty for p in parameters.values()):
+    if any(
+        p.kind is kinds.POSITIONAL_ONLY and p.default is kinds.empty for p in parameters.values()
+    ):
         faults.append("it needs arguments without names, which cannot be given")
     if faults:
         raise InputError(f"{name} cannot be called: {'; '.join(faults)}.")
@@ -245,17 +285,23 @@ def find_factory(name: str) -> Callable[..., Any]:
             module_spec = None
     if module_spec is None:
         raise InputError(
-            f"there is no module {module_name!r} for {name!r}. Write package.module:function, and start from the "
-            "folder that holds it."
+            f"there is no module {module_name!r} for {name!r}. Write package.module:function, and"
+            " start from the folder that holds it."
         )
     with user_code(name, "cannot be imported", everywhere=True):
         module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
-        names = [each for each in dir(module) if callable(getattr(module, each, None)) and not each.startswith("_")]
+        names = [
+            each
+            for each in dir(module)
+            if callable(getattr(module, each, None)) and not each.startswith("_")
+        ]
         raise InputError(f"{module_name} has no {attribute!r}: {nearest(attribute, names)}")
     factory = getattr(module, attribute)
     if not callable(factory):
-        raise InputError(f"{name} is {_kind(factory)}, not a function that returns (train_step, state, batch).")
+        raise InputError(
+            f"{name} is {_kind(factory)}, not a function that returns (train_step, state, batch)."
+        )
     callable_factory: Callable[..., Any] = factory
     return callable_factory
 
@@ -267,8 +313,8 @@ def _check_batch(name: str, batch: Any, global_batch: int | None) -> None:
     if global_batch is not None and sizes and global_batch not in sizes:
         listed = ", ".join(map(str, sorted(sizes)))
         raise InputError(
-            f"{name} made a batch of {listed}, and --global-batch says {global_batch}. Leave the option out, or change "
-            "the factory."
+            f"{name} made a batch of {listed}, and --global-batch says {global_batch}. Leave the"
+            " option out, or change the factory."
         )
 
 
@@ -279,7 +325,9 @@ def _kind(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def user_code(name: str, what: str = "fails while it is traced", everywhere: bool = False) -> Iterator[None]:
+def user_code(
+    name: str, what: str = "fails while it is traced", everywhere: bool = False
+) -> Iterator[None]:
     """Turn an error of the user's code into two lines that name it and the place. Errors of this
     package pass through.
 

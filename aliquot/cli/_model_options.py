@@ -12,28 +12,45 @@ from ._options import read_settings
 if TYPE_CHECKING:
     from ._model import ZooOptions
 
-BatchSize = Annotated[int | None, typer.Option("--global-batch", help="Sequences in a step, over all devices.")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a sequence; short for --set seq_len=N.")]
+BatchSize = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences in a step, over all devices.")
+]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", help="Tokens in a sequence; short for --set seq_len=N.")
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help="float32, bf16, float16 or float64; by default bf16, or float16 where that is faster."
+        "--dtype",
+        help="float32, bf16, float16 or float64; by default bf16, or float16 where that is faster.",
     ),
 ]
 Recompute = Annotated[
-    str | None, typer.Option("--recompute", help="none, block (the default) or, in aliquot plan, auto: the faster.")
+    str | None,
+    typer.Option(
+        "--recompute", help="none, block (the default) or, in aliquot plan, auto: the faster."
+    ),
 ]
-Scan = Annotated[bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")]
+Scan = Annotated[
+    bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")
+]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Override a model setting, such as seq_len=4096; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Override a model setting, such as seq_len=4096; repeatable.",
+    ),
 ]
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
         metavar="SIZE",
-        help="Memory that a plan may use on each device, such as 40GiB; by default what its runtime leaves to programs.",
+        help=(
+            "Memory that a plan may use on each device, such as 40GiB; by default what its runtime"
+            " leaves to programs."
+        ),
     ),
 ]
 
@@ -61,7 +78,9 @@ def model_options(
         if "seq_len" in overrides:
             raise InputError("--seq-len and --set seq_len=... say the same thing; leave one out.")
         overrides["seq_len"] = str(seq_len)
-    options = ZooOptions(global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides)
+    options = ZooOptions(
+        global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides
+    )
     return options, read_memory_limit(memory_limit)
 
 

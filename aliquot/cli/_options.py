@@ -14,18 +14,26 @@ from ..cluster import Cluster
 from ..core import InputError, parse_seconds, shortened
 from ._devices import use_seen_devices
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 ModelOfPlan = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="NAME",
-        help="The model that the plan is for, where the plan file must not or cannot say: package.module:factory.",
+        help=(
+            "The model that the plan is for, where the plan file must not or cannot say:"
+            " package.module:factory."
+        ),
     ),
 ]
 TrustPlan = Annotated[
-    bool, typer.Option("--trust-plan", help="Call the function that the plan file names to make its step.")
+    bool,
+    typer.Option(
+        "--trust-plan", help="Call the function that the plan file names to make its step."
+    ),
 ]
 
 
@@ -53,7 +61,8 @@ def read_mesh(text: str | None) -> tuple[int, ...] | None:
     sizes = [_number(size) for size in text.lower().split("x")]
     if not all(size is not None and size >= 1 for size in sizes):
         raise InputError(
-            f"--mesh {shortened(text, 60)!r} is no mesh: write the devices along each axis, such as 8, 4x2 or 2x2x2."
+            f"--mesh {shortened(text, 60)!r} is no mesh: write the devices along each axis, such as"
+            " 8, 4x2 or 2x2x2."
         )
     return tuple(size for size in sizes if size is not None)
 
@@ -95,7 +104,9 @@ def read_layers(text: str | None) -> str | int | None:
     """A number of layers, or a pattern of parameters' paths."""
     number = None if text is None else _number(text)
     if number is None and text is not None and text.lstrip("-").isdecimal():
-        raise InputError(f"--layers {shortened(text, 60)!r} is neither a number nor a pattern of paths.")
+        raise InputError(
+            f"--layers {shortened(text, 60)!r} is neither a number nor a pattern of paths."
+        )
     return text if number is None else number
 
 
@@ -121,7 +132,9 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
         else:
             settings[name.strip()] = value.strip()
     if faults:
-        raise InputError(f"--set: {'; '.join(faults)}. Write for example --set num_layers=4 --set seq_len=512.")
+        raise InputError(
+            f"--set: {'; '.join(faults)}. Write for example --set num_layers=4 --set seq_len=512."
+        )
     return settings
 
 
@@ -140,10 +153,17 @@ def check_destination(path: Path | None, option: str = "--out") -> None:
         pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{option} {shortened(str(path), 60)!r} cannot be written: {reason}.") from None
+        raise InputError(
+            f"{option} {shortened(str(path), 60)!r} cannot be written: {reason}."
+        ) from None
     if path.is_dir():
         raise InputError(f"{option} {str(path)!r} is a folder. Give the name of a file in it.")
     if not folder.is_dir():
-        raise InputError(f"{option} {str(path)!r}: there is no folder {str(folder)!r}. Create it first.")
+        raise InputError(
+            f"{option} {str(path)!r}: there is no folder {str(folder)!r}. Create it first."
+        )
     if not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {str(path)!r}: the folder {str(folder)!r} cannot be written to. Choose another.")
+        raise InputError(
+            f"{option} {str(path)!r}: the folder {str(folder)!r} cannot be written to. Choose"
+            " another."
+        )

@@ -17,8 +17,25 @@ from ..plans import device_range, mfu, tokens_per_step
 from ._devices import use_host_only
 from ._interrupts import INTERRUPTED
 from ._max_batch import find_max_batch
-from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
-from ._options import Json, check_destination, read_cluster, read_layers, read_mesh, read_micro_batches, read_time_limit
+from ._model_options import (
+    BatchSize,
+    Dtype,
+    MemoryLimit,
+    Recompute,
+    Scan,
+    SeqLen,
+    Settings,
+    model_options,
+)
+from ._options import (
+    Json,
+    check_destination,
+    read_cluster,
+    read_layers,
+    read_mesh,
+    read_micro_batches,
+    read_time_limit,
+)
 from ._progress import search_progress
 from ._remedies import try_remedies, with_remedies
 from ._session import Session, session
@@ -31,38 +48,58 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
-    cluster: Annotated[str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False),
+    ],
     global_batch: BatchSize = None,
     method: Annotated[
         str,
         typer.Option(
-            help="dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard, grid, or a layout: tp:8, "
-            "megatron:dp4,tp8,pp2."
+            help=(
+                "dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard, grid, or a layout:"
+                " tp:8, "
+                "megatron:dp4,tp8,pp2."
+            )
         ),
     ] = "auto",
     mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None,
     micro_batches: Annotated[
         str | None,
         typer.Option(
-            metavar="N|auto", help="Number of micro-batches; auto searches it, as methods auto and pipeshard do anyway."
+            metavar="N|auto",
+            help=(
+                "Number of micro-batches; auto searches it, as methods auto and pipeshard do"
+                " anyway."
+            ),
         ),
     ] = None,
     micro_batch_semantics: Annotated[
         str,
         typer.Option(
             metavar="exact|independent",
-            help="exact: the step's own numbers. independent: what does not decompose (BatchNorm) sees one micro-batch.",
+            help=(
+                "exact: the step's own numbers. independent: what does not decompose (BatchNorm)"
+                " sees one micro-batch."
+            ),
         ),
     ] = "exact",
-    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline; by default searched.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stages of a pipeline; by default searched.")
+    ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved-1f1b or zero-bubble; by default searched.")
+        str | None,
+        typer.Option(help="gpipe, 1f1b, interleaved-1f1b or zero-bubble; by default searched."),
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
-            metavar="N|PATTERN", help="Where stages may be cut: a number of layers, or paths such as params.layers[*]."
+            metavar="N|PATTERN",
+            help="Where stages may be cut: a number of layers, or paths such as params.layers[*].",
         ),
     ] = None,
     memory_limit: MemoryLimit = None,
@@ -72,42 +109,67 @@ def plan(
     scan: Scan = False,
     settings: Settings = None,
     max_batch: Annotated[
-        bool, typer.Option("--max-batch", help="Find the largest batch that fits, and the one of highest throughput.")
+        bool,
+        typer.Option(
+            "--max-batch",
+            help="Find the largest batch that fits, and the one of highest throughput.",
+        ),
     ] = False,
     tries: Annotated[
         bool,
-        typer.Option("--try-remedies/--no-remedies", help="If nothing fits, try changes that may make it fit."),
+        typer.Option(
+            "--try-remedies/--no-remedies",
+            help="If nothing fits, try changes that may make it fit.",
+        ),
     ] = True,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Compile the plan for the cluster's devices, and keep searching until one fits."),
+        typer.Option(
+            "--verify",
+            help="Compile the plan for the cluster's devices, and keep searching until one fits.",
+        ),
     ] = False,
     profiles: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Price with the measurements of this database; see aliquot profile run."),
+        typer.Option(
+            metavar="FILE",
+            help="Price with the measurements of this database; see aliquot profile run.",
+        ),
     ] = None,
     profiles_of_any: Annotated[
         bool,
-        typer.Option("--profiles-of-any", help="Also use measurements of other devices or of another JAX."),
+        typer.Option(
+            "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
+        ),
     ] = False,
     require_measured: Annotated[
-        float, typer.Option(min=0, max=1, help="Refuse a plan if a smaller share of its time was measured.")
+        float,
+        typer.Option(
+            min=0, max=1, help="Refuse a plan if a smaller share of its time was measured."
+        ),
     ] = 0.0,
     require_grade: Annotated[
         str,
         typer.Option(
             metavar="measured|measured-compute",
-            help="What --require-measured counts: what all devices measured together, or also what one measured alone.",
+            help=(
+                "What --require-measured counts: what all devices measured together, or also what"
+                " one measured alone."
+            ),
         ),
     ] = "measured",
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure here the operators that the best plan needs and the database lacks."),
+        typer.Option(
+            "--measure",
+            help="Measure here the operators that the best plan needs and the database lacks.",
+        ),
     ] = False,
     time_limit: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Answer after this time, such as 20s, with the best plan so far and its gap."
+            metavar="TIME",
+            help="Answer after this time, such as 20s, with the best plan so far and its gap.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
@@ -132,13 +194,19 @@ def plan(
         if ":" in model:
             # Its module may register the schedule that is asked for.
             find_factory(model)
-        asked = PipelineOptions(stages=stages, schedule=schedule, micro_batches=parts, layers=read_layers(layers))
+        asked = PipelineOptions(
+            stages=stages, schedule=schedule, micro_batches=parts, layers=read_layers(layers)
+        )
         how = method_by_name(method, shape, asked)
         searched = micro_batches == "auto" and method not in PIPELINES
-        options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
+        options, limit = model_options(
+            global_batch, seq_len, dtype, recompute, scan, settings, memory_limit
+        )
         if max_batch:
             refuse_auto(options, model, "--max-batch")
-            find_max_batch(model, options, where, how, 1 if parts is None else parts, limit, out, say)
+            find_max_batch(
+                model, options, where, how, 1 if parts is None else parts, limit, out, say
+            )
             return
         is_auto = options.recompute == AUTO and ":" not in model
         if is_auto:
@@ -170,7 +238,9 @@ def plan(
             else:
                 result = make(built, time_limit_s)
         except InfeasibleError as error:
-            remedies = try_remedies(model, options, built, where, how, parts, limit, say) if tries else ()
+            remedies = (
+                try_remedies(model, options, built, where, how, parts, limit, say) if tries else ()
+            )
             say.finish(_no_plan(built, where, method, parts, error, remedies))
             raise with_remedies(error, remedies) from None
         except KeyboardInterrupt as stopped:
@@ -281,8 +351,9 @@ def _check_batches(global_batch: int | None, micro_batches: int | None) -> None:
         raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
     if global_batch is not None and micro_batches is not None and global_batch % micro_batches:
         raise InputError(
-            f"{micro_batches} micro-batches do not divide a global batch of {global_batch}. "
-            f"Try --global-batch {-(-global_batch // micro_batches) * micro_batches}, or other --micro-batches."
+            f"{micro_batches} micro-batches do not divide a global batch of {global_batch}. Try"
+            f" --global-batch {-(-global_batch // micro_batches) * micro_batches}, or other"
+            " --micro-batches."
         )
 
 

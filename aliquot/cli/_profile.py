@@ -26,19 +26,37 @@ from ._measuring import (
     show_run,
 )
 from ._model_options import BatchSize, Dtype, Recompute, Scan, SeqLen, Settings, model_options
-from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination, read_cluster, read_mesh
+from ._options import (
+    Json,
+    ModelOfPlan,
+    PlanFile,
+    TrustPlan,
+    check_destination,
+    read_cluster,
+    read_mesh,
+)
 from ._session import session
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
 
-ModelName = Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)]
-Database = Annotated[
-    Path, typer.Option("--database", metavar="FILE", help="Where measurements are kept.", show_default=False)
+ModelName = Annotated[
+    str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)
 ]
-DatabaseFile = Annotated[Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)]
+Database = Annotated[
+    Path,
+    typer.Option(
+        "--database", metavar="FILE", help="Where measurements are kept.", show_default=False
+    ),
+]
+DatabaseFile = Annotated[
+    Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)
+]
 OfCluster = Annotated[
-    str | None, typer.Option("--cluster", help="Whose cost model to compare with: a preset, a TOML file, or detect.")
+    str | None,
+    typer.Option(
+        "--cluster", help="Whose cost model to compare with: a preset, a TOML file, or detect."
+    ),
 ]
 
 
@@ -46,18 +64,26 @@ def run(
     model: ModelName,
     database: Database,
     devices: Annotated[
-        int | None, typer.Option(help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Measure, on one device here, what each device of this cluster would compute: a preset or a TOML file. "
-            "Collectives stay as modelled.",
+            help=(
+                "Measure, on one device here, what each device of this cluster would compute: a"
+                " preset or a TOML file. "
+                "Collectives stay as modelled."
+            ),
             show_default=False,
         ),
     ] = None,
     global_batch: BatchSize = None,
-    mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2; by default all.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Only this logical mesh, such as 4x2; by default all.")
+    ] = None,
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     recompute: Recompute = None,
@@ -71,22 +97,33 @@ def run(
     retries: Retries = 1,
     noisy: Noisy = 0.3,
     budget_s: BudgetS = math.inf,
-    largest_in_host: Annotated[str, typer.Option(metavar="SIZE", help="Largest message inside a host.")] = "1GiB",
-    largest_between_hosts: Annotated[str, typer.Option(metavar="SIZE", help="Largest between hosts.")] = "1GiB",
+    largest_in_host: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest message inside a host.")
+    ] = "1GiB",
+    largest_between_hosts: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest between hosts.")
+    ] = "1GiB",
     as_json: Json = False,
 ) -> None:
-    """Measure the products, traffic and collectives that plans of a model are made of, most useful first. Run it again
-    to go on.
+    """Measure the products, traffic and collectives that plans of a model are made of, most useful
+    first. Run it again to go on.
     """
     with session(as_json) as say:
         part = read_share(share)
-        timing = read_timing(repeats, most_repeats, warm_up=warm_up, least_s=least_s, retries=retries, noisy=noisy)
+        timing = read_timing(
+            repeats, most_repeats, warm_up=warm_up, least_s=least_s, retries=retries, noisy=noisy
+        )
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
         seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
         from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
         from ..cost import make_problem
         from ..graph import capture
-        from ..profiling import ProfileDatabase, alone_on_one_device, profile_operators, required_operators
+        from ..profiling import (
+            ProfileDatabase,
+            alone_on_one_device,
+            profile_operators,
+            required_operators,
+        )
         from ._model import resolve, user_code
 
         here = Cluster.detect(seen)
@@ -97,7 +134,10 @@ def run(
             graph = capture(built.step, built.state, built.batch)
         shape = read_mesh(mesh)
         if shape is not None and math.prod(shape) != where.num_devices:
-            raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has {where.num_devices}.")
+            raise InputError(
+                f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has"
+                f" {where.num_devices}."
+            )
         operators = required_operators(
             make_problem(graph, where),
             [shape] if shape is not None else logical_mesh_shapes(where.num_devices),
@@ -119,7 +159,8 @@ def run(
         answer = show_run(say, done, "operators")
         if not done.num_missing:
             say.show(
-                f"Plan from them with: aliquot plan {built.name} --cluster {cluster or 'detect'} --profiles {database}"
+                f"Plan from them with: aliquot plan {built.name} --cluster {cluster or 'detect'}"
+                f" --profiles {database}"
             )
         say.finish(answer)
 
@@ -133,8 +174,9 @@ def _cluster_of_this_device(spec: str, here: Cluster) -> Cluster:
     asked = read_cluster(spec)
     if asked.device.name != here.device.name:
         raise InputError(
-            f"--cluster {spec} is made of {asked.device.name}, and this process has {here.name}. One device can only stand for "
-            f"others of its kind: run this where there is a {asked.device.name}, or give a cluster of {here.device.name}."
+            f"--cluster {spec} is made of {asked.device.name}, and this process has {here.name}."
+            " One device can only stand for others of its kind: run this where there is a"
+            f" {asked.device.name}, or give a cluster of {here.device.name}."
         )
     return asked
 
@@ -142,7 +184,9 @@ def _cluster_of_this_device(spec: str, here: Cluster) -> Cluster:
 def show(
     database: DatabaseFile,
     cluster: OfCluster = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the curves into this folder.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw the curves into this folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a database holds, what is noisy in it, and how it differs from the cost model."""
@@ -188,7 +232,9 @@ def check(
 def fit(
     database: DatabaseFile,
     out: Annotated[Path, typer.Option(help="The cluster file to write.", show_default=False)],
-    cluster: Annotated[str, typer.Option(help="Whose figures to fit: a preset, a TOML file, or detect.")] = "detect",
+    cluster: Annotated[
+        str, typer.Option(help="Whose figures to fit: a preset, a TOML file, or detect.")
+    ] = "detect",
     as_json: Json = False,
 ) -> None:
     """Fit the figures of the cost model to measurements, and write a cluster file with them."""
@@ -211,9 +257,15 @@ def fit(
 
 def merge(
     databases: Annotated[
-        list[Path], typer.Argument(metavar="DATABASE...", help="What other hosts have measured.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="DATABASE...", help="What other hosts have measured.", show_default=False
+        ),
     ],
-    into: Annotated[Path, typer.Option(metavar="FILE", help="The database that takes it over.", show_default=False)],
+    into: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="The database that takes it over.", show_default=False),
+    ],
     as_json: Json = False,
 ) -> None:
     """Take over what other databases have measured and this one has not."""

@@ -39,7 +39,9 @@ def search_progress(say: Session) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, of: None
         return
     with console.status("tracing the step") as status:
-        yield lambda what, done, of: status.update(f"searching: {what} ({done} of {of})" if of else what)
+        yield lambda what, done, of: status.update(
+            f"searching: {what} ({done} of {of})" if of else what
+        )
 
 
 @contextlib.contextmanager
@@ -56,7 +58,11 @@ def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, 
         def print_line(step: int, loss: float, tokens_per_s: float) -> None:
             if step == 1 or step % every == 0 or step == steps:
                 speed = f"{format_count(round(tokens_per_s))} tokens/s"
-                print(f"{label}: step {step}/{steps}  loss {loss:.4f}  {speed}", file=sys.stderr, flush=True)
+                print(
+                    f"{label}: step {step}/{steps}  loss {loss:.4f}  {speed}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
         yield print_line
         return
@@ -72,7 +78,9 @@ def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, 
         task = bar.add_task(label, total=steps, loss="-", speed="-")
 
         def move(step: int, loss: float, tokens_per_s: float) -> None:
-            bar.update(task, completed=step, loss=f"{loss:.4f}", speed=format_count(round(tokens_per_s)))
+            bar.update(
+                task, completed=step, loss=f"{loss:.4f}", speed=format_count(round(tokens_per_s))
+            )
 
         yield move
 
@@ -90,7 +98,11 @@ def compiling_progress() -> Iterator[Callable[[str], None]]:
             yield say
         return
     bar = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
     )
     with bar:
         task = bar.add_task("tracing the step", total=None)
@@ -99,7 +111,9 @@ def compiling_progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _said_again(every_s: float) -> Iterator[Callable[[str], None]]:
-    """The lines of a log: each when it is new, and again with the time that it has been the last."""
+    """The lines of a log: each when it is new, and again with the time that it has been the
+    last.
+    """
     seen: set[str] = set()
     last, since_s = "tracing the step", time.monotonic()
     ended = threading.Event()

@@ -40,7 +40,11 @@ def with_either_recomputation(
     started = time.perf_counter()
 
     def left_s() -> float | None:
-        return None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - started), 1e-3)
+        return (
+            None
+            if time_limit_s is None
+            else max(time_limit_s - (time.perf_counter() - started), 1e-3)
+        )
 
     whole = resolve(name, replace(options, recompute="none"), where)
     plan: Plan | None = None
@@ -73,7 +77,8 @@ def refuse_auto(options: ZooOptions, model: str, option: str) -> None:
     """
     if options.recompute == AUTO:
         raise InputError(
-            f"--recompute auto does not go with {option or model}: give --recompute none or --recompute block."
+            f"--recompute auto does not go with {option or model}: give --recompute none or"
+            " --recompute block."
         )
 
 
@@ -89,7 +94,17 @@ def _least_s(model: Model, where: Cluster) -> float:
 
 def _beside(plan: Plan, name: str, step_time_s: float | None) -> Plan:
     """The plan, with the other way of recomputing among what was tried."""
-    outcome = "slower by its compute alone, or not found in time" if step_time_s is None else "slower"
-    tried = {"name": name, "mesh": "", "lower_bound_s": None, "step_time_s": step_time_s, "outcome": outcome}
-    provenance = msgspec.structs.replace(plan.provenance, candidates=(*plan.provenance.candidates, tried))
+    outcome = (
+        "slower by its compute alone, or not found in time" if step_time_s is None else "slower"
+    )
+    tried = {
+        "name": name,
+        "mesh": "",
+        "lower_bound_s": None,
+        "step_time_s": step_time_s,
+        "outcome": outcome,
+    }
+    provenance = msgspec.structs.replace(
+        plan.provenance, candidates=(*plan.provenance.candidates, tried)
+    )
     return msgspec.structs.replace(plan, provenance=provenance)

@@ -56,8 +56,15 @@ def try_remedies(
     if built.workload is not None and options.global_batch is not None:
         if options.recompute == "none":
             others.append([attempt("--recompute block", replace(options, recompute="block"))])
-        batches = [options.global_batch // 2**k for k in range(1, 5) if options.global_batch % 2**k == 0]
-        others.append([attempt(f"--global-batch {batch}", replace(options, global_batch=batch)) for batch in batches])
+        batches = [
+            options.global_batch // 2**k for k in range(1, 5) if options.global_batch % 2**k == 0
+        ]
+        others.append(
+            [
+                attempt(f"--global-batch {batch}", replace(options, global_batch=batch))
+                for batch in batches
+            ]
+        )
     with user_code(built.name), search_progress(say) as report:
         return find_remedies(
             built.step,

@@ -53,7 +53,12 @@ class Session:
             from ..report import as_text
 
             # A pipe has no width, unless the user gives it one.
-            _write(as_text(renderable, width=max(shutil.get_terminal_size((_WIDTH, 0)).columns, _LEAST_WIDTH)))
+            _write(
+                as_text(
+                    renderable,
+                    width=max(shutil.get_terminal_size((_WIDTH, 0)).columns, _LEAST_WIDTH),
+                )
+            )
 
     def note(self, text: str) -> None:
         """A remark that is no part of the answer."""

@@ -11,7 +11,16 @@ import typer
 from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
 from ..core import InputError, shortened
 from ._devices import use_host_only
-from ._model_options import BatchSize, Dtype, MemoryLimit, Recompute, Scan, SeqLen, Settings, model_options
+from ._model_options import (
+    BatchSize,
+    Dtype,
+    MemoryLimit,
+    Recompute,
+    Scan,
+    SeqLen,
+    Settings,
+    model_options,
+)
 from ._options import Json, read_cluster
 from ._progress import search_progress
 from ._session import session
@@ -21,22 +30,40 @@ _TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 def size(
-    model: Annotated[str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False),
+    ],
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Such as H100; by default every device that has a price.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Such as H100; by default every device that has a price."
+        ),
     ] = None,
-    devices_per_host: Annotated[int, typer.Option(min=1, help="Devices in a host of which no price is given.")] = 8,
-    tokens: Annotated[str, typer.Option(metavar="N", help="Number of tokens to train on, such as 300B or 2T.")] = "",
+    devices_per_host: Annotated[
+        int, typer.Option(min=1, help="Devices in a host of which no price is given.")
+    ] = 8,
+    tokens: Annotated[
+        str, typer.Option(metavar="N", help="Number of tokens to train on, such as 300B or 2T.")
+    ] = "",
     by: Annotated[
-        str, typer.Option(metavar="TIME", help="Time that the training may take, such as 30d, 12h or 6w.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Time that the training may take, such as 30d, 12h or 6w."
+        ),
     ] = "",
     prices: Annotated[
         Path | None,
         typer.Option(
-            help="CSV: device, devices per host, price per hour. By default a sample that only shows the format."
+            help=(
+                "CSV: device, devices per host, price per hour. By default a sample that only shows"
+                " the format."
+            )
         ),
     ] = None,
-    max_hosts: Annotated[int, typer.Option(min=1, max=1024, help="Try no more hosts than this.")] = 64,
+    max_hosts: Annotated[
+        int, typer.Option(min=1, max=1024, help="Try no more hosts than this.")
+    ] = 64,
     global_batch: BatchSize = None,
     memory_limit: MemoryLimit = None,
     seq_len: SeqLen = None,
@@ -46,7 +73,9 @@ def size(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fewest hosts on which a model fits, and the clusters that train it in time, cheapest first."""
+    """Find the fewest hosts on which a model fits, and the clusters that train it in time, cheapest
+    first.
+    """
     with session(as_json) as say:
         wanted, by_s = read_count(tokens), read_duration(by)
         table = load_prices(prices)
@@ -56,9 +85,13 @@ def size(
         from ..report import sizing_table
         from ._model import resolve, user_code
 
-        options, limit = model_options(global_batch, seq_len, dtype, recompute, scan, settings, memory_limit)
+        options, limit = model_options(
+            global_batch, seq_len, dtype, recompute, scan, settings, memory_limit
+        )
         built = resolve(
-            model, options, read_cluster(kinds[0].device if isinstance(kinds[0], HostPrice) else kinds[0][0])
+            model,
+            options,
+            read_cluster(kinds[0].device if isinstance(kinds[0], HostPrice) else kinds[0][0]),
         )
         priced = isinstance(kinds[0], HostPrice)
         with user_code(built.name), search_progress(say) as report:
@@ -69,7 +102,11 @@ def size(
                 hosts=kinds,
                 tokens=wanted,
                 by_s=by_s,
-                prices=(str(prices) if prices else f"{SAMPLE_PRICES}, a sample: pass --prices FILE") if priced else "",
+                prices=(
+                    (str(prices) if prices else f"{SAMPLE_PRICES}, a sample: pass --prices FILE")
+                    if priced
+                    else ""
+                ),
                 max_hosts=max_hosts,
                 memory_limit_bytes=limit,
                 model=built.reference,
@@ -89,7 +126,9 @@ def read_count(text: str) -> float:
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmbt]?)", text.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise InputError(f"--tokens {shortened(text, 30)!r}: say how many to train on, such as 300B or 2T.")
+        raise InputError(
+            f"--tokens {shortened(text, 30)!r}: say how many to train on, such as 300B or 2T."
+        )
     return float(match[1]) * _COUNTS[match[2]]
 
 
@@ -101,7 +140,9 @@ def read_duration(text: str) -> float:
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([hdw])", text.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise InputError(f"--by {shortened(text, 30)!r}: say how long it may take, such as 12h, 30d or 6w.")
+        raise InputError(
+            f"--by {shortened(text, 30)!r}: say how long it may take, such as 12h, 30d or 6w."
+        )
     return float(match[1]) * _TIMES_S[match[2]]
 
 

@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 def train(
     model: Annotated[str, typer.Argument(help="A name from the zoo.", show_default=False)],
-    data: Annotated[list[Path], typer.Option(help="A file or folder of text; repeatable.", show_default=False)],
-    plan_file: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)],
+    data: Annotated[
+        list[Path], typer.Option(help="A file or folder of text; repeatable.", show_default=False)
+    ],
+    plan_file: Annotated[
+        Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)
+    ],
     steps: Annotated[int, typer.Option(help="How many steps to train.", show_default=False)],
-    devices: Annotated[int | None, typer.Option(help="Run on this many virtual CPU devices.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of the text.")] = 0,
+    devices: Annotated[
+        int | None, typer.Option(help="Run on this many virtual CPU devices.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the initial weights and of the order of the text.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Train a model of the zoo on the bytes of your files, as a plan says."""
@@ -60,7 +68,10 @@ def _check_devices(plan: Plan, num_devices: int) -> None:
         raise PlanMismatchError(
             f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {num_devices}",
             asked="the plan does not fit these devices",
-            advice=f"Add --devices {needed} for virtual CPU devices, or make a plan with --cluster detect.",
+            advice=(
+                f"Add --devices {needed} for virtual CPU devices, or make a plan with --cluster"
+                " detect."
+            ),
         )
 
 
@@ -70,8 +81,9 @@ def _workload(name: str, plan: Plan) -> Workload:
 
     if plan.model.kind != "zoo":
         raise InputError(
-            f"this plan is for {plan.model.name or 'a function'}, which is not of the zoo, so its first state and data "
-            "are not known here. Run it from Python: aliquot.parallelize(train_step, plan)."
+            f"this plan is for {plan.model.name or 'a function'}, which is not of the zoo, so its"
+            " first state and data are not known here. Run it from Python:"
+            " aliquot.parallelize(train_step, plan)."
         )
     return workload_of(plan.model if name == plan.model.name else named_model(plan.model, name))
 
@@ -82,10 +94,18 @@ def _check_interface(workload: Workload, plan: Plan) -> None:
 
     graph = capture(workload.train_step, workload.state, workload.batch)
     inputs = [
-        ArrayInterface(path=item.path, shape=graph.values[item.value].shape, dtype=graph.values[item.value].dtype)
+        ArrayInterface(
+            path=item.path,
+            shape=graph.values[item.value].shape,
+            dtype=graph.values[item.value].dtype,
+        )
         for item in graph.inputs
     ]
-    require_match(plan, inputs=inputs, asked=f"the plan is for {plan.model.name}, not for {workload.config.name}")
+    require_match(
+        plan,
+        inputs=inputs,
+        asked=f"the plan is for {plan.model.name}, not for {workload.config.name}",
+    )
 
 
 def _run(workload: Workload, plan: Plan, text: Any, steps: int, seed: int) -> Run:
@@ -103,10 +123,10 @@ def _summary(done: Run, plan: Plan) -> str:
     if not done.losses:
         return "No step was done."
     return (
-        f"{len(done.losses)} steps: loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}, "
-        f"{format_count(round(done.tokens_per_s))} tokens/s (measured)\n"
-        f"step time: {format_seconds(plan.prediction.step_time_s)} predicted for {plan.cluster.get('name')}, "
-        f"{format_seconds(done.step_time_s)} measured here (median)"
+        f"{len(done.losses)} steps: loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f},"
+        f" {format_count(round(done.tokens_per_s))} tokens/s (measured)\nstep time:"
+        f" {format_seconds(plan.prediction.step_time_s)} predicted for {plan.cluster.get('name')},"
+        f" {format_seconds(done.step_time_s)} measured here (median)"
     )
 
 

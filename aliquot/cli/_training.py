@@ -37,7 +37,9 @@ class Run:
 
 
 def run(step: Callable[..., Any], state: Any, data: ByteData, steps: int, *, label: str) -> Run:
-    """Train from `state` on; `step(state, batch)` returns the new state and metrics with a `loss`."""
+    """Train from `state` on; `step(state, batch)` returns the new state and metrics with a
+    `loss`.
+    """
     tokens = data.tokens
     losses: list[float] = []
     times: list[float] = []
@@ -54,4 +56,9 @@ def run(step: Callable[..., Any], state: Any, data: ByteData, steps: int, *, lab
                 report(index + 1, loss, tokens * len(recent) / sum(recent))
         except KeyboardInterrupt:
             interrupted = True
-    return Run(losses=tuple(losses), step_times_s=tuple(times), tokens_per_step=tokens, interrupted=interrupted)
+    return Run(
+        losses=tuple(losses),
+        step_times_s=tuple(times),
+        tokens_per_step=tokens,
+        interrupted=interrupted,
+    )

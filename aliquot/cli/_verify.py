@@ -18,7 +18,12 @@ def verify(
     plan_file: PlanFile,
     target: Annotated[
         str | None,
-        typer.Option(help="A GPU or TPU such as H100 or v5e, cpu, or a file describing a GPU; by default the plan's."),
+        typer.Option(
+            help=(
+                "A GPU or TPU such as H100 or v5e, cpu, or a file describing a GPU; by default the"
+                " plan's."
+            )
+        ),
     ] = None,
     model: ModelOfPlan = None,
     trust_plan: TrustPlan = False,
@@ -36,10 +41,15 @@ def verify(
         from ._model import rebuild, unnamed, user_code
 
         if model is None and (reason := unnamed(plan.model, trusted=trust_plan)):
-            raise InputError(f"{reason} Or call aliquot.verify(plan, train_step, state, batch) where the function is.")
+            raise InputError(
+                f"{reason} Or call aliquot.verify(plan, train_step, state, batch) where the"
+                " function is."
+            )
         workload = rebuild(plan.model, named=model, trusted=trust_plan)
         with compiling_progress() as report, user_code(workload.name):
-            result = compile_plan(plan, workload.step, workload.state, workload.batch, target=target, progress=report)
+            result = compile_plan(
+                plan, workload.step, workload.state, workload.batch, target=target, progress=report
+            )
         answer = result.to_dict()
         say.show(verification(answer))
         say.finish(answer)

@@ -50,7 +50,11 @@ class Products:
     traffic: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = [f"{name} must be at least 1" for name in ("tile", "processors") if getattr(self, name) < 1]
+        problems = [
+            f"{name} must be at least 1"
+            for name in ("tile", "processors")
+            if getattr(self, name) < 1
+        ]
         if self.depth < 0:
             problems.append("depth must not be negative")
         if not 0 < self.traffic <= 1:
@@ -65,9 +69,17 @@ def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
     name = _FILES.get(device_name)
     if name is None:
         return MappingProxyType({})
-    text = resources.files(__package__).joinpath("calibration", f"{name}.toml").read_text(encoding="utf-8")
+    text = (
+        resources.files(__package__)
+        .joinpath("calibration", f"{name}.toml")
+        .read_text(encoding="utf-8")
+    )
     figures = {key: _frozen(entry["value"]) for key, entry in tomllib.loads(text).items()}
-    products = {key.removeprefix("product_"): figures.pop(key) for key in list(figures) if key.startswith("product_")}
+    products = {
+        key.removeprefix("product_"): figures.pop(key)
+        for key in list(figures)
+        if key.startswith("product_")
+    }
     return MappingProxyType({**figures, "products": Products(**products)})
 
 

@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core import ClusterError, format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
+from ..core import (
+    ClusterError,
+    format_bytes,
+    format_bytes_per_s,
+    format_flops_per_s,
+    format_seconds,
+)
 from ._device import Device
 from ._measured import AbstractMeasured
 from ._wires import Wires
@@ -82,12 +88,16 @@ class Cluster:
     def __post_init__(self) -> None:
         problems = [
             f"{name} must be at least 1, got {value}"
-            for name, value in (("num_hosts", self.num_hosts), ("devices_per_host", self.devices_per_host))
+            for name, value in (
+                ("num_hosts", self.num_hosts),
+                ("devices_per_host", self.devices_per_host),
+            )
             if value < 1
         ]
         if self.num_devices > MOST_DEVICES and not problems:
             problems.append(
-                f"{self.num_hosts} x {self.devices_per_host} devices are more than the {MOST_DEVICES} that a cluster may have"
+                f"{self.num_hosts} x {self.devices_per_host} devices are more than the"
+                f" {MOST_DEVICES} that a cluster may have"
             )
         problems += _wiring_problems(self.wires, self.devices_per_host) if self.wires else []
         if problems:
@@ -100,12 +110,15 @@ class Cluster:
 
     @property
     def transfer_links(self) -> tuple[Link, Link]:
-        """Links of a device in its host and of a host to the others, as transfers between stages use them: measured, where
-        they were.
+        """Links of a device in its host and of a host to the others, as transfers between stages
+        use them: measured, where they were.
         """
         if self.measured is None:
             return self.intra, self.inter
-        return self.measured.transfer_link(False) or self.intra, self.measured.transfer_link(True) or self.inter
+        return (
+            self.measured.transfer_link(False) or self.intra,
+            self.measured.transfer_link(True) or self.inter,
+        )
 
     @staticmethod
     def preset(spec: str) -> Cluster:
@@ -166,7 +179,11 @@ class Cluster:
                 "memory_bytes": self.device.memory_bytes,
                 "memory_bandwidth_bytes_per_s": self.device.memory_bandwidth_bytes_per_s,
                 "source": self.device.source,
-                **({"calibration": dict(self.device.calibration)} if self.device.calibration else {}),
+                **(
+                    {"calibration": dict(self.device.calibration)}
+                    if self.device.calibration
+                    else {}
+                ),
             },
             "num_hosts": self.num_hosts,
             "devices_per_host": self.devices_per_host,
@@ -195,7 +212,9 @@ class Cluster:
         """
         hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
         each = "1 device" if self.devices_per_host == 1 else f"{self.devices_per_host} devices"
-        peaks = ", ".join(f"{d} {format_flops_per_s(p)}" for d, p in self.device.peak_flops_per_s.items())
+        peaks = ", ".join(
+            f"{d} {format_flops_per_s(p)}" for d, p in self.device.peak_flops_per_s.items()
+        )
         bandwidth = format_bytes_per_s(self.device.memory_bandwidth_bytes_per_s)
         lines = [
             f"{self.name}: {hosts} x {each} = {self.num_devices} x {self.device.name}",
@@ -225,4 +244,7 @@ def _link_dict(link: Link) -> dict[str, float]:
 
 
 def _describe_link(link: Link) -> str:
-    return f"{format_bytes_per_s(link.bandwidth_bytes_per_s)} each way, {format_seconds(link.latency_s)}"
+    return (
+        f"{format_bytes_per_s(link.bandwidth_bytes_per_s)} each way,"
+        f" {format_seconds(link.latency_s)}"
+    )

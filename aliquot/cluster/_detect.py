@@ -71,10 +71,13 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
     problems = []
     if len(kinds) > 1:
         listing = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        problems.append(f"they are of several kinds ({listing}), and a plan wants equal devices; pass one kind")
+        problems.append(
+            f"they are of several kinds ({listing}), and a plan wants equal devices; pass one kind"
+        )
     if len(set(sizes.values())) > 1:
         problems.append(
-            f"their hosts have {sorted(sizes.values())} devices, and a plan wants equal hosts; pass equal shares"
+            f"their hosts have {sorted(sizes.values())} devices, and a plan wants equal hosts; pass"
+            " equal shares"
         )
     if problems:
         raise ClusterError(problems, asked="the devices of this process")
@@ -102,12 +105,15 @@ def visible_devices() -> list[Any]:
     except (RuntimeError, AssertionError, ValueError) as error:
         platforms = os.environ.get("JAX_PLATFORMS")
         reason = (
-            str(error).strip().partition("\n")[0].partition(" (set JAX_PLATFORMS")[0] or "it finds no device of them"
+            str(error).strip().partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+            or "it finds no device of them"
         )
         raise ClusterError(
             f"JAX cannot start: {reason}",
             asked="the devices of this process",
-            advice=f"JAX_PLATFORMS is {platforms!r}: unset it, or set it to cpu." if platforms else "",
+            advice=(
+                f"JAX_PLATFORMS is {platforms!r}: unset it, or set it to cpu." if platforms else ""
+            ),
         ) from error
     finally:
         logger.removeFilter(_without_traceback)
@@ -141,22 +147,35 @@ def catalogue_name(kind: str) -> str:
     raise ClusterError(
         f"{kind!r} is not in the catalogue, so its speed is not known: {nearest(kind, DEVICES)}",
         asked="the devices of this process",
-        advice="Describe it in a TOML file with a [device] table and pass Cluster.load(path), or name a preset.",
+        advice=(
+            "Describe it in a TOML file with a [device] table and pass Cluster.load(path), or name"
+            " a preset."
+        ),
     )
 
 
 def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluster:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     peak = cores * _CORE_FLOPS_PER_S / per_host
     sharing = "1 device" if per_host == 1 else f"{per_host} devices"
     device = Device(
         name=name,
         kind=DEVICES[name].kind,
         # Narrow floats are widened around every operation.
-        peak_flops_per_s={"float32": peak, "bfloat16": peak / 2, "float16": peak / 2, "float64": peak / 2},
+        peak_flops_per_s={
+            "float32": peak,
+            "bfloat16": peak / 2,
+            "float16": peak / 2,
+            "float64": peak / 2,
+        },
         memory_bytes=max(1, _host_memory_bytes() // per_host),
         memory_bandwidth_bytes_per_s=_HOST_BYTES_PER_S / per_host,
-        source=f"detected: {cores} cores and this host's memory, shared by {sharing}; speeds assumed from a reference machine",
+        source=(
+            f"detected: {cores} cores and this host's memory, shared by {sharing}; speeds assumed"
+            " from a reference machine"
+        ),
     )
     wiring = wire(label, name, hosts, per_host)
     intra = Link(latency_s=_RING_LATENCY_S, bandwidth_bytes_per_s=_RING_BYTES_PER_S / per_host)

@@ -26,7 +26,9 @@ CALIBRATED = (
     "kernel_overhead_s",
     "overlap_fraction",
 )
-"""Figures of a target that a device may bring along; what they mean stands at `Target` and `Products`."""
+"""Figures of a target that a device may bring along; what they mean stands at `Target` and
+`Products`.
+"""
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 
 
@@ -37,13 +39,14 @@ class Device:
     Args:
         name: As users write it, e.g. `"A100-80GB"`.
         kind: `"gpu"`, `"tpu"` or `"cpu"`: which compiler target it belongs to.
-        peak_flops_per_s: Dense peak by dtype in FLOP/s. `"float32"` is required and means full float32 precision;
-            `"tf32"` is what float32 products may run in instead.
+        peak_flops_per_s: Dense peak by dtype in FLOP/s. `"float32"` is required and means full
+            float32 precision; `"tf32"` is what float32 products may run in instead.
         memory_bytes: Device memory.
         memory_bandwidth_bytes_per_s: Peak of reading and writing together.
         source: Where the figures come from.
-        calibration: What its programs reach, as fitted to measurements (`aliquot profile fit`): figures of its target by
-            name, instead of those that `target_for` knows; see `CALIBRATED`.
+        calibration: What its programs reach, as fitted to measurements (`aliquot profile fit`):
+            figures of its target by name, instead of those that `target_for` knows; see
+            `CALIBRATED`.
 
     Raises:
         ClusterError: All values that cannot be right.
@@ -65,20 +68,32 @@ class Device:
         if self.kind not in KINDS:
             problems.append(f"device kind {self.kind!r} is none of {', '.join(KINDS)}")
         if "float32" not in self.peak_flops_per_s:
-            problems.append("peak_flops_per_s has no float32, against which every other dtype falls back")
+            problems.append(
+                "peak_flops_per_s has no float32, against which every other dtype falls back"
+            )
         for dtype, peak in self.peak_flops_per_s.items():
             if dtype not in DTYPES:
-                problems.append(f"peak_flops_per_s has {dtype!r}, which is none of {', '.join(DTYPES)}")
+                problems.append(
+                    f"peak_flops_per_s has {dtype!r}, which is none of {', '.join(DTYPES)}"
+                )
             if not (math.isfinite(peak) and peak > 0):
                 problems.append(f"peak of {dtype} must be positive, got {peak} FLOP/s")
         if self.memory_bytes <= 0:
             problems.append(f"device memory must be positive, got {self.memory_bytes} bytes")
-        if not (math.isfinite(self.memory_bandwidth_bytes_per_s) and self.memory_bandwidth_bytes_per_s > 0):
-            problems.append(f"memory bandwidth must be positive, got {self.memory_bandwidth_bytes_per_s} bytes/s")
+        if not (
+            math.isfinite(self.memory_bandwidth_bytes_per_s)
+            and self.memory_bandwidth_bytes_per_s > 0
+        ):
+            problems.append(
+                f"memory bandwidth must be positive, got {self.memory_bandwidth_bytes_per_s}"
+                " bytes/s"
+            )
         object.__setattr__(self, "calibration", dict(self.calibration))
         for name, value in self.calibration.items():
             if name not in CALIBRATED:
-                problems.append(f"calibration has {name!r}, which is none of {', '.join(CALIBRATED)}")
+                problems.append(
+                    f"calibration has {name!r}, which is none of {', '.join(CALIBRATED)}"
+                )
             if not (math.isfinite(value) and value >= 0):
                 problems.append(f"{name} must not be negative, got {value}")
         if problems:
@@ -102,7 +117,11 @@ def _gpu(
     gb_per_s: float,
     source: str,
 ) -> Device:
-    peaks = {dtype: peak * 1e12 for dtype, peak in zip(DTYPES, peaks_tflops, strict=True) if peak is not None}
+    peaks = {
+        dtype: peak * 1e12
+        for dtype, peak in zip(DTYPES, peaks_tflops, strict=True)
+        if peak is not None
+    }
     return Device(
         name=name,
         kind="gpu",
@@ -135,9 +154,14 @@ def _tpu(name: str, bfloat16_tflops: float, memory_gb: int, gb_per_s: float, sou
 
 
 _XLA = "; memory size: OpenXLA's target description"
-_VOLTA = "NVIDIA V100 data sheet and Volta architecture paper (SXM2; no bfloat16 units: computed as float32)" + _XLA
+_VOLTA = (
+    "NVIDIA V100 data sheet and Volta architecture paper (SXM2; no bfloat16 units: computed as"
+    " float32)" + _XLA
+)
 _AMPERE = "NVIDIA A100 data sheet (SXM4, dense; float64 on tensor cores)" + _XLA
-_HOPPER = "data sheet (SXM, dense: half of the printed sparse figures; float64 on tensor cores)" + _XLA
+_HOPPER = (
+    "data sheet (SXM, dense: half of the printed sparse figures; float64 on tensor cores)" + _XLA
+)
 _GEFORCE_F64 = "; float64 at 1/64 of float32"
 
 # GPUs: (float32, tf32, bfloat16, float16, float64) in TFLOP/s, memory in bytes, bandwidth in GB/s.
@@ -147,10 +171,30 @@ _CATALOGUE = (
     _gpu("A100-40GB", (19.5, 156.0, 312.0, 312.0, 19.5), 42_331_013_120, 1555, _AMPERE),
     _gpu("A100-80GB", (19.5, 156.0, 312.0, 312.0, 19.5), 85_100_068_864, 2039, _AMPERE),
     _gpu("H100", (67.0, 494.7, 989.4, 989.4, 67.0), 84_942_979_072, 3350, "NVIDIA H100 " + _HOPPER),
-    _gpu("H200", (67.0, 494.7, 989.4, 989.4, 67.0), 151_397_597_184, 4800, "NVIDIA H200 " + _HOPPER),
-    _gpu("B200", (75.0, 1125.0, 2250.0, 2250.0, 37.0), 191_514_411_008, 7700, "NVIDIA HGX B200 " + _HOPPER),
-    _gpu("A10G", (35.0, 35.0, 70.0, 70.0, 0.55), 24 * 10**9, 600, "NVIDIA A10G data sheet (dense)" + _GEFORCE_F64),
-    _gpu("L4", (30.3, 60.0, 121.0, 121.0, 0.47), 24 * 10**9, 300, "NVIDIA L4 data sheet (dense)" + _GEFORCE_F64),
+    _gpu(
+        "H200", (67.0, 494.7, 989.4, 989.4, 67.0), 151_397_597_184, 4800, "NVIDIA H200 " + _HOPPER
+    ),
+    _gpu(
+        "B200",
+        (75.0, 1125.0, 2250.0, 2250.0, 37.0),
+        191_514_411_008,
+        7700,
+        "NVIDIA HGX B200 " + _HOPPER,
+    ),
+    _gpu(
+        "A10G",
+        (35.0, 35.0, 70.0, 70.0, 0.55),
+        24 * 10**9,
+        600,
+        "NVIDIA A10G data sheet (dense)" + _GEFORCE_F64,
+    ),
+    _gpu(
+        "L4",
+        (30.3, 60.0, 121.0, 121.0, 0.47),
+        24 * 10**9,
+        300,
+        "NVIDIA L4 data sheet (dense)" + _GEFORCE_F64,
+    ),
     _gpu(
         "RTX-4090",
         (82.6, 82.6, 165.2, 165.2, 1.29),
@@ -168,7 +212,10 @@ _CATALOGUE = (
         peak_flops_per_s={"float32": 10e9, "bfloat16": 5e9, "float16": 5e9, "float64": 5e9},
         memory_bytes=4 * 2**30,
         memory_bandwidth_bytes_per_s=4e9,
-        source="an assumption: one of several virtual devices that share a laptop's cores; detection replaces it",
+        source=(
+            "an assumption: one of several virtual devices that share a laptop's cores; detection"
+            " replaces it"
+        ),
     ),
 )
 

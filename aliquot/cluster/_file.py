@@ -81,18 +81,22 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     except ValueError as error:
         raise ClusterError("that is not the name of a file", asked=asked) from error
     if len(text) > _MOST_CHARACTERS:
-        raise ClusterError(f"it has more than {_MOST_CHARACTERS} characters, which no description needs", asked=asked)
+        raise ClusterError(
+            f"it has more than {_MOST_CHARACTERS} characters, which no description needs",
+            asked=asked,
+        )
     return parse_toml(text, asked=asked)
 
 
 def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     """A cluster from TOML text.
 
-    Sizes and rates carry units. `device` is a name from the catalogue, or left out in favour of a `[device]` table.
-    `[intra]` and `[inter]` default to the usual links of a catalogue device; with a device of one's own `[intra]` is
-    required, and `[inter]` too as soon as there are two hosts. Where devices of a host are wired pair by pair, `[intra]`
-    may say so: `wires` has a row for each device with what it can send to each other one directly, as in `Cluster.wires`.
-    An `[intra]` without `wires` takes away those of the catalogue.
+    Sizes and rates carry units. `device` is a name from the catalogue, or left out in favour of a
+    `[device]` table. `[intra]` and `[inter]` default to the usual links of a catalogue device; with
+    a device of one's own `[intra]` is required, and `[inter]` too as soon as there are two hosts.
+    Where devices of a host are wired pair by pair, `[intra]` may say so: `wires` has a row for each
+    device with what it can send to each other one directly, as in `Cluster.wires`. An `[intra]`
+    without `wires` takes away those of the catalogue.
 
     >>> cluster = parse_toml('''
     ... [cluster]
@@ -167,10 +171,21 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     intra, inter = _read_links(data, wiring, hosts or 1, devices_per_host or 1, problems)
     # The catalogue's note describes links that the file may have replaced.
     note = wiring.note if wiring and not {"intra", "inter"} & data.keys() else ""
-    wires = wiring.wires_of(devices_per_host or 1) if wiring and "intra" not in data else _read_wires(data, problems)
+    wires = (
+        wiring.wires_of(devices_per_host or 1)
+        if wiring and "intra" not in data
+        else _read_wires(data, problems)
+    )
     topology = main.take("topology", _text, note)
     name = main.take("name", _text, device.name if device else "")
-    if problems or device is None or hosts is None or devices_per_host is None or intra is None or inter is None:
+    if (
+        problems
+        or device is None
+        or hosts is None
+        or devices_per_host is None
+        or intra is None
+        or inter is None
+    ):
         raise ClusterError(problems or "it describes no links", asked=asked)
     try:
         return Cluster(
@@ -194,7 +209,16 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         ClusterError: See there.
     """
     problems: list[str] = []
-    keys = ("name", "device", "num_hosts", "devices_per_host", "intra", "inter", "topology", "wires")
+    keys = (
+        "name",
+        "device",
+        "num_hosts",
+        "devices_per_host",
+        "intra",
+        "inter",
+        "topology",
+        "wires",
+    )
     table = _Table("cluster", data, keys, problems)
     device = table.take("device", lambda value: _plain_device(value, problems))
     name = table.take("name", _text)
@@ -204,7 +228,14 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
     inter = table.take("inter", lambda value: _plain_link("inter", value, problems))
     topology = table.take("topology", _text, "")
     wires = table.take("wires", _rows(_number), ())
-    if problems or name is None or device is None or hosts is None or devices_per_host is None or not (intra and inter):
+    if (
+        problems
+        or name is None
+        or device is None
+        or hosts is None
+        or devices_per_host is None
+        or not (intra and inter)
+    ):
         raise ClusterError(problems)
     return Cluster(
         name=name,
@@ -235,7 +266,13 @@ def _read_device(main: _Table, data: Mapping[str, Any], problems: list[str]) -> 
     bandwidth = table.take("memory_bandwidth", _quantity(parse_rate))
     source = table.take("source", _text, "the cluster file")
     peaks = _read_peaks("[device.peak]", table.data.get("peak", {}), problems)
-    if len(problems) > before or name is None or kind is None or memory is None or bandwidth is None:
+    if (
+        len(problems) > before
+        or name is None
+        or kind is None
+        or memory is None
+        or bandwidth is None
+    ):
         return None
     return _collect(
         problems,
@@ -252,7 +289,11 @@ def _read_device(main: _Table, data: Mapping[str, Any], problems: list[str]) -> 
 
 def _read_peaks(where: str, data: Any, problems: list[str]) -> dict[str, float]:
     table = _Table(where, data, DTYPES, problems)
-    read = {dtype: table.take(dtype, _quantity(parse_flops_per_s)) for dtype in DTYPES if dtype in table.data}
+    read = {
+        dtype: table.take(dtype, _quantity(parse_flops_per_s))
+        for dtype in DTYPES
+        if dtype in table.data
+    }
     return {dtype: peak for dtype, peak in read.items() if peak is not None}
 
 
@@ -271,11 +312,19 @@ def _read_link(key: str, data: Mapping[str, Any], problems: list[str]) -> Link |
     bandwidth = table.take("bandwidth", _quantity(parse_rate))
     if latency is None or bandwidth is None:
         return None
-    return _collect(problems, lambda: Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth), prefix=f"[{key}] ")
+    return _collect(
+        problems,
+        lambda: Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth),
+        prefix=f"[{key}] ",
+    )
 
 
 def _read_links(
-    data: Mapping[str, Any], wiring: Wiring | None, hosts: int, devices_per_host: int, problems: list[str]
+    data: Mapping[str, Any],
+    wiring: Wiring | None,
+    hosts: int,
+    devices_per_host: int,
+    problems: list[str],
 ) -> tuple[Link | None, Link | None]:
     intra, inter = _read_link("intra", data, problems), _read_link("inter", data, problems)
     if wiring is not None:
@@ -285,7 +334,10 @@ def _read_links(
         problems.append("a device of your own needs an [intra] table with latency and bandwidth")
     if "device" in data and "inter" not in data:
         if hosts > 1:
-            problems.append(f"a device of your own in {hosts} hosts needs an [inter] table with latency and bandwidth")
+            problems.append(
+                f"a device of your own in {hosts} hosts needs an [inter] table with latency and"
+                " bandwidth"
+            )
         # One host never uses its network, so any link will do.
         inter = intra
     return intra, inter
@@ -296,17 +348,29 @@ def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:
     if not isinstance(intra, Mapping):
         return ()
     # What else the table may hold was read, and reported, with its link.
-    wires = _Table("[intra]", intra, tuple(intra), problems).take("wires", _rows(_quantity(parse_rate)), ())
+    wires = _Table("[intra]", intra, tuple(intra), problems).take(
+        "wires", _rows(_quantity(parse_rate)), ()
+    )
     return wires or ()
 
 
 def _plain_device(data: Any, problems: list[str]) -> Device | None:
-    keys = ("name", "kind", "peak_flops_per_s", "memory_bytes", "memory_bandwidth_bytes_per_s", "source", "calibration")
+    keys = (
+        "name",
+        "kind",
+        "peak_flops_per_s",
+        "memory_bytes",
+        "memory_bandwidth_bytes_per_s",
+        "source",
+        "calibration",
+    )
     before = len(problems)
     table = _Table("device", data, keys, problems)
     values = {key: table.take(key, _text) for key in ("name", "kind", "source")}
     peaks = _read_peaks("device.peak_flops_per_s", table.data.get("peak_flops_per_s", {}), problems)
-    calibration = _read_calibration("device.calibration", table.data.get("calibration", {}), problems)
+    calibration = _read_calibration(
+        "device.calibration", table.data.get("calibration", {}), problems
+    )
     memory = table.take("memory_bytes", _whole)
     bandwidth = table.take("memory_bandwidth_bytes_per_s", _number)
     if len(problems) > before or memory is None or bandwidth is None:
@@ -331,7 +395,11 @@ def _plain_link(key: str, data: Any, problems: list[str]) -> Link | None:
     bandwidth = table.take("bandwidth_bytes_per_s", _number)
     if latency is None or bandwidth is None:
         return None
-    return _collect(problems, lambda: Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth), prefix=f"{key}: ")
+    return _collect(
+        problems,
+        lambda: Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth),
+        prefix=f"{key}: ",
+    )
 
 
 def _collect(problems: list[str], build: Callable[[], T], prefix: str = "") -> T | None:
@@ -371,7 +439,9 @@ def _number(value: Any) -> float:
 
 def _rows(read: Callable[[Any], float]) -> Callable[[Any], Wires]:
     def read_rows(value: Any) -> Wires:
-        if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(row, list | tuple) for row in value
+        ):
             raise InputError(f"expected rows of numbers, got {value!r}")
         return tuple(tuple(read(entry) for entry in row) for row in value)
 

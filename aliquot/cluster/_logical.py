@@ -1,8 +1,8 @@
 """A cluster seen as a grid with named axes, and what a collective along some of them can use of the
 links.
 
-This is the only place that knows which devices form a group and which of those share a host; costs above only read an
-`AxisLink`.
+This is the only place that knows which devices form a group and which of those share a host; costs
+above only read an `AxisLink`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ class LogicalMesh:
         names = tuple(self.axis_names) or AXIS_NAMES[: len(self.shape)]
         object.__setattr__(self, "axis_names", names)
         problems = []
-        if not self.shape or any(size < 1 for size in self.shape) or math.prod(self.shape) != self.cluster.num_devices:
+        if (
+            not self.shape
+            or any(size < 1 for size in self.shape)
+            or math.prod(self.shape) != self.cluster.num_devices
+        ):
             problems.append(f"its product is not the cluster's {self.cluster.num_devices} devices")
         if len(names) != len(self.shape):
             problems.append(f"it has {len(self.shape)} axes but the names are {names}")
@@ -105,35 +109,42 @@ class LogicalMesh:
     def link(self, axes: tuple[str, ...]) -> AxisLink:
         """The link of a collective along `axes` (together; their order does not matter).
 
-        For a ring over the members of a group, visited host by host, each host it touches has one edge going out. With
-        `k` of a host's `d` devices in each group, `d / k` such rings leave the host at once and share its network, so a
-        device gets
+        For a ring over the members of a group, visited host by host, each host it touches has one
+        edge going out. With `k` of a host's `d` devices in each group, `d / k` such rings leave the
+        host at once and share its network, so a device gets
 
             min(intra, inter / (d / k))
 
-        and a step takes on average `((h - 1) * inter_latency + (n - h) * intra_latency) / (n - 1)` for `n` members in
-        `h` hosts. When every member sends to every other, `(n - k) / (n - 1)` of what a device sends leaves the host,
-        and all `d` devices share the network: `min(intra, inter / d * (n - 1) / (n - k))`. Where groups lie unevenly
-        over hosts, the slowest counts. Where a host's devices are wired pair by pair (`Cluster.wires`), `intra` is what
-        the members in one host can form among themselves (`_wires.py`); groups share no links, as each link joins two
-        devices of one group.
+        and a step takes on average `((h - 1) * inter_latency + (n - h) * intra_latency) / (n - 1)`
+        for `n` members in `h` hosts. When every member sends to every other, `(n - k) / (n - 1)` of
+        what a device sends leaves the host, and all `d` devices share the network: `min(intra,
+        inter / d * (n - 1) / (n - k))`. Where groups lie unevenly over hosts, the slowest counts.
+        Where a host's devices are wired pair by pair (`Cluster.wires`), `intra` is what the members
+        in one host can form among themselves (`_wires.py`); groups share no links, as each link
+        joins two devices of one group.
 
-        Reference: ring bandwidth and the split of its hops as in NCCL's tuning model (NVIDIA, `src/graph/tuning.cc`);
-            rings as
-        bandwidth-optimal all-reduce in P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-        of workstations", 2009, section 3.
+        Reference: ring bandwidth and the split of its hops as in NCCL's tuning model (NVIDIA,
+            `src/graph/tuning.cc`); rings as
+        bandwidth-optimal all-reduce in P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
+        algorithms for clusters of workstations", 2009, section 3.
 
         Raises:
             InputError: A name that is no axis of this mesh.
         """
         known = self._known(axes)
-        return _link(self.cluster, self.shape, tuple(i for i, name in enumerate(self.axis_names) if name in known))
+        return _link(
+            self.cluster,
+            self.shape,
+            tuple(i for i, name in enumerate(self.axis_names) if name in known),
+        )
 
     def _known(self, axes: Iterable[str]) -> tuple[str, ...]:
         wanted = tuple(axes)
         for axis in wanted:
             if axis not in self.axis_names:
-                raise InputError(f"mesh {self!s} has no axis {axis!r}: {nearest(axis, self.axis_names)}")
+                raise InputError(
+                    f"mesh {self!s} has no axis {axis!r}: {nearest(axis, self.axis_names)}"
+                )
         if len(set(wanted)) != len(wanted):
             raise InputError(f"the axes {wanted} name one twice.")
         return wanted
@@ -153,10 +164,14 @@ def logical_mesh_shapes(num_devices: int, max_axes: int = 2) -> list[tuple[int, 
     [(8,), (4, 2), (2, 4)]
     """
     if num_devices < 1 or max_axes < 1:
-        raise InputError(f"a mesh needs at least one device and one axis, got {num_devices} and {max_axes}.")
+        raise InputError(
+            f"a mesh needs at least one device and one axis, got {num_devices} and {max_axes}."
+        )
     if num_devices == 1:
         return [(1,)]
-    shapes = [shape for count in range(1, max_axes + 1) for shape in _factorizations(num_devices, count)]
+    shapes = [
+        shape for count in range(1, max_axes + 1) for shape in _factorizations(num_devices, count)
+    ]
     return sorted(shapes, key=lambda shape: (len(shape), tuple(-size for size in shape)))
 
 
@@ -165,20 +180,28 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
         return [(number,)] if number > 1 else []
     small = [d for d in range(2, math.isqrt(number) + 1) if number % d == 0]
     divisors = {*small, *(number // d for d in small)}
-    return [(first, *rest) for first in sorted(divisors) for rest in _factorizations(number // first, count - 1)]
+    return [
+        (first, *rest)
+        for first in sorted(divisors)
+        for rest in _factorizations(number // first, count - 1)
+    ]
 
 
 @lru_cache(maxsize=4096)
 def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
     groups = _groups(cluster, shape, positions)
-    members_by_host = [Counter({host: len(members) for host, members in group.items()}) for group in groups]
+    members_by_host = [
+        Counter({host: len(members) for host, members in group.items()}) for group in groups
+    ]
     n = math.prod(shape[position] for position in positions)
     intra, inter = cluster.intra, cluster.inter
     in_ring = in_all_to_all = intra.bandwidth_bytes_per_s
     if cluster.wires:
         hosts_members = {tuple(members) for group in groups for members in group.values()}
         in_ring = min(ring_bandwidth(cluster.wires, members) for members in hosts_members)
-        in_all_to_all = min(all_to_all_bandwidth(cluster.wires, members) for members in hosts_members)
+        in_all_to_all = min(
+            all_to_all_bandwidth(cluster.wires, members) for members in hosts_members
+        )
     crossing = [group for group in members_by_host if len(group) > 1]
     if not crossing:
         return AxisLink(
@@ -205,7 +228,9 @@ def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) 
     )
 
 
-def _groups(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> list[dict[int, list[int]]]:
+def _groups(
+    cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]
+) -> list[dict[int, list[int]]]:
     """For each group its members in each host, by their place in the host."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     inner = _offsets(shape, strides, positions)
@@ -219,5 +244,7 @@ def _groups(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]
 
 
 def _offsets(shape: tuple[int, ...], strides: list[int], positions: tuple[int, ...]) -> list[int]:
-    ranges = [[index * strides[position] for index in range(shape[position])] for position in positions]
+    ranges = [
+        [index * strides[position] for index in range(shape[position])] for position in positions
+    ]
     return [sum(parts) for parts in itertools.product(*ranges)]

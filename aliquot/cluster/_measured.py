@@ -1,4 +1,6 @@
-"""Corrections between the cost model and the prices that planners see, where devices were measured."""
+"""Corrections between the cost model and the prices that planners see, where devices were
+measured.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ if TYPE_CHECKING:
 
 
 MEASURED, MEASURED_COMPUTE = "measured", "measured-compute"
-"""Grades of measurements: all devices running together; or the computing of one device, measured on one alone."""
+"""Grades of measurements: all devices running together; or the computing of one device, measured on
+one alone.
+"""
 
 
 class Corrections(NamedTuple):
-    """For each of some points: measured over modelled seconds, whether this rests on a measurement nearby, and its relative error.
+    """For each of some points: measured over modelled seconds, whether this rests on a measurement
+    nearby, and its relative error.
 
     `grade` is that of the measurements: `MEASURED` or `MEASURED_COMPUTE`.
     """
@@ -29,10 +34,14 @@ class Corrections(NamedTuple):
 
 
 class AbstractMeasured(ABC):
-    """Measurements of a cluster's devices, frozen for planning: they correct the seconds of the cost model."""
+    """Measurements of a cluster's devices, frozen for planning: they correct the seconds of the
+    cost model.
+    """
 
     @abstractmethod
-    def correct(self, kind: str, points: NDArray[np.float64], seconds: NDArray[np.float64]) -> Corrections:
+    def correct(
+        self, kind: str, points: NDArray[np.float64], seconds: NDArray[np.float64]
+    ) -> Corrections:
         """Corrections of modelled times.
 
         Args:
@@ -43,6 +52,6 @@ class AbstractMeasured(ABC):
 
     @abstractmethod
     def transfer_link(self, crosses_hosts: bool) -> Link | None:
-        """The link that arrays take between stages of a pipeline: of a device in its host, or of a host to the others; None
-        if it was not measured.
+        """The link that arrays take between stages of a pipeline: of a device in its host, or of a
+        host to the others; None if it was not measured.
         """

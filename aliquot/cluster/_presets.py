@@ -19,8 +19,9 @@ from ._wires import Wires
 class Wiring:
     """The default links of one kind of device, with their origin.
 
-    `inter` is None where the links between devices reach across hosts, so that a host can send as much as all its
-    devices together. `wires` is as in `Cluster`, for the largest host of that kind that is wired pair by pair.
+    `inter` is None where the links between devices reach across hosts, so that a host can send as
+    much as all its devices together. `wires` is as in `Cluster`, for the largest host of that kind
+    that is wired pair by pair.
     """
 
     intra: Link
@@ -52,7 +53,9 @@ class Wiring:
 _NVLINK_S, _PCIE_S, _NETWORK_S, _ICI_S = 1.9e-6, 5.7e-6, 14e-6, 1e-6
 
 
-def _wired(intra_s: float, intra_gb_per_s: float, network_gbps: float, note: str, wires: Wires = ()) -> Wiring:
+def _wired(
+    intra_s: float, intra_gb_per_s: float, network_gbps: float, note: str, wires: Wires = ()
+) -> Wiring:
     return Wiring(
         intra=Link(latency_s=intra_s, bandwidth_bytes_per_s=intra_gb_per_s * 1e9),
         inter=Link(latency_s=_NETWORK_S, bandwidth_bytes_per_s=network_gbps * 1e9 / 8),
@@ -67,8 +70,8 @@ def _torus(ici_gb_per_s: float, links: int) -> Wiring:
         intra=Link(latency_s=_ICI_S, bandwidth_bytes_per_s=ici_gb_per_s * 1e9),
         inter=None,
         note=(
-            f"ICI torus in and between hosts: a ring along one torus dimension uses 2 of a chip's {links} links "
-            '(one-way rates from "How to Scale Your Model", Google DeepMind, 2025)'
+            "ICI torus in and between hosts: a ring along one torus dimension uses 2 of a chip's"
+            f' {links} links (one-way rates from "How to Scale Your Model", Google DeepMind, 2025)'
         ),
     )
 
@@ -79,28 +82,57 @@ def _chips_per_host(chips: int) -> int:
     return chips if chips <= 8 else 4
 
 
-_PCIE4 = "PCIe 4.0 x16 in the host (nominal; through host memory where peers cannot reach each other)"
+_PCIE4 = (
+    "PCIe 4.0 x16 in the host (nominal; through host memory where peers cannot reach each other)"
+)
 
 # Links of 25 GB/s each way between the eight GPUs of a hybrid cube mesh, as `nvidia-smi topo -m`
 # lists them on a DGX-1 and a p3.16xlarge: two fully joined groups of four, and one edge from each
 # GPU to its twin (NVIDIA, "DGX-1 With Tesla V100 System Architecture", 2017, figure 4).
 _CUBE_MESH = tuple(
     tuple(25e9 * int(links) for links in row)
-    for row in ("01122000", "10210200", "12020010", "21200001", "20000112", "02001021", "00101202", "00012120")
+    for row in (
+        "01122000",
+        "10210200",
+        "12020010",
+        "21200001",
+        "20000112",
+        "02001021",
+        "00101202",
+        "00012120",
+    )
 )
 
 WIRINGS: dict[str, Wiring] = {
     "V100-16GB": _wired(
-        _NVLINK_S, 150, 25, "NVLink 2 hybrid cube mesh, 6 links; 25 Gbps network (AWS p3.16xlarge)", _CUBE_MESH
+        _NVLINK_S,
+        150,
+        25,
+        "NVLink 2 hybrid cube mesh, 6 links; 25 Gbps network (AWS p3.16xlarge)",
+        _CUBE_MESH,
     ),
     "V100-32GB": _wired(
-        _NVLINK_S, 150, 100, "NVLink 2 hybrid cube mesh, 6 links; 100 Gbps network (AWS p3dn.24xlarge)", _CUBE_MESH
+        _NVLINK_S,
+        150,
+        100,
+        "NVLink 2 hybrid cube mesh, 6 links; 100 Gbps network (AWS p3dn.24xlarge)",
+        _CUBE_MESH,
     ),
-    "A100-40GB": _wired(_NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4d.24xlarge)"),
-    "A100-80GB": _wired(_NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)"),
-    "H100": _wired(_NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5.48xlarge)"),
-    "H200": _wired(_NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5en.48xlarge)"),
-    "B200": _wired(_NVLINK_S, 900, 3200, "NVLink 5 through NVSwitch; 3200 Gbps network (AWS p6-b200.48xlarge)"),
+    "A100-40GB": _wired(
+        _NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4d.24xlarge)"
+    ),
+    "A100-80GB": _wired(
+        _NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)"
+    ),
+    "H100": _wired(
+        _NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5.48xlarge)"
+    ),
+    "H200": _wired(
+        _NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5en.48xlarge)"
+    ),
+    "B200": _wired(
+        _NVLINK_S, 900, 3200, "NVLink 5 through NVSwitch; 3200 Gbps network (AWS p6-b200.48xlarge)"
+    ),
     "A10G": _wired(_PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g5.48xlarge)"),
     "L4": _wired(_PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g6.48xlarge)"),
     "RTX-4090": _wired(_PCIE_S, 32, 10, _PCIE4 + "; 10 Gbps Ethernet (an assumption)"),
@@ -108,14 +140,19 @@ WIRINGS: dict[str, Wiring] = {
     "v5e": _torus(90, 4),
     "v5p": _torus(180, 6),
     "v6e": _torus(180, 4),
-    "cpu": _wired(20e-6, 1, 10, "copies in shared memory; 10 Gbps Ethernet between hosts (assumptions)"),
+    "cpu": _wired(
+        20e-6, 1, 10, "copies in shared memory; 10 Gbps Ethernet between hosts (assumptions)"
+    ),
 }
 
 _GRID_RE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][\w.-]*)", re.IGNORECASE)
 _SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
 _TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _DIGITS = 12
-_FORMS = "Write hosts x devices x kind, such as '4x8xA100-80GB' or '8xH100', or a TPU slice such as 'v5e-16'."
+_FORMS = (
+    "Write hosts x devices x kind, such as '4x8xA100-80GB' or '8xH100', or a TPU slice such as"
+    " 'v5e-16'."
+)
 
 
 def preset(spec: str) -> Cluster:
@@ -127,7 +164,9 @@ def preset(spec: str) -> Cluster:
     asked = f"cluster {shortened(spec, 60)!r}"
     text = spec.strip()
     if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
-        raise ClusterError(f"a cluster has at most {MOST_DEVICES} devices", asked=asked, advice=_FORMS)
+        raise ClusterError(
+            f"a cluster has at most {MOST_DEVICES} devices", asked=asked, advice=_FORMS
+        )
     sliced = _SLICE_RE.fullmatch(text)
     if sliced is not None and sliced[1].lower() in _TENSOR_CORES_PER_CHIP:
         return _slice_preset(text, sliced[1].lower(), int(sliced[2]), asked)
@@ -138,7 +177,11 @@ def preset(spec: str) -> Cluster:
     device = by_folded.get(grid[3].casefold())
     problems = [] if device else [f"there is no device {grid[3]!r}: {nearest(grid[3], DEVICES)}"]
     hosts, devices = int(grid[1] or 1), int(grid[2] or 1)
-    problems += [f"{what} must be at least 1, got 0" for what, n in (("hosts", hosts), ("devices", devices)) if n < 1]
+    problems += [
+        f"{what} must be at least 1, got 0"
+        for what, n in (("hosts", hosts), ("devices", devices))
+        if n < 1
+    ]
     if problems or device is None:
         raise ClusterError(problems, asked=asked, advice=_FORMS)
     return wire(text, device, hosts, devices)
@@ -170,5 +213,7 @@ def _slice_preset(text: str, generation: str, cores: int, asked: str) -> Cluster
         raise ClusterError(problem, asked=asked, advice=_FORMS)
     per_host = _chips_per_host(chips) if generation in ("v5e", "v6e") else min(4, chips)
     if chips % per_host:
-        raise ClusterError(f"{chips} chips do not fill hosts of {per_host}", asked=asked, advice=_FORMS)
+        raise ClusterError(
+            f"{chips} chips do not fill hosts of {per_host}", asked=asked, advice=_FORMS
+        )
     return wire(text, generation, chips // per_host, per_host)

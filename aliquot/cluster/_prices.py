@@ -45,16 +45,22 @@ def load_prices(path: str | os.PathLike[str] | None = None) -> tuple[HostPrice, 
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise InputError(f"prices {name!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise InputError(
+            f"prices {name!r} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from None
     return _read(text, name)
 
 
 def _read(text: str, name: str) -> tuple[HostPrice, ...]:
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
+    ]
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO("\n".join(lines)))]
     advice = f"The columns are {', '.join(_COLUMNS)}, as in: H100, 8, 55.04"
     if not rows or [cell.lower().replace("_", " ") for cell in rows[0]] != list(_COLUMNS):
-        raise InputError(f"prices {name!r} do not begin with a line that names the columns. {advice}")
+        raise InputError(
+            f"prices {name!r} do not begin with a line that names the columns. {advice}"
+        )
     faults: list[str] = []
     prices = [_price(row, number, faults) for number, row in enumerate(rows[1:], 1)]
     if not prices:

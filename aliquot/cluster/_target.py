@@ -115,7 +115,11 @@ class Target:
             "scatter_gather_share",
             "usable_memory_fraction",
         )
-        problems = [f"{name} must be above 0 and at most 1" for name in shares if not 0 < getattr(self, name) <= 1]
+        problems = [
+            f"{name} must be above 0 and at most 1"
+            for name in shares
+            if not 0 < getattr(self, name) <= 1
+        ]
         for name in ("overlap_fraction", "gathered_ahead"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"{name} must be from 0 to 1")
@@ -207,7 +211,10 @@ _CPU = Target(
     collective_overhead_s=50e-6,
     usable_memory_fraction=0.8,
     memory_advice="",
-    source="XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py and calibrate_cpu.py",
+    source=(
+        "XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py"
+        " and calibrate_cpu.py"
+    ),
 )
 
 # Collectives and remat as in programs compiled by XLA for H100. Products: large GEMMs reach 60 to
@@ -251,7 +258,9 @@ _GPU = Target(
     collective_overhead_s=10e-6,
     usable_memory_fraction=0.9,
     memory_advice="set XLA_CLIENT_MEM_FRACTION=0.9: JAX preallocates 75 % of a GPU otherwise",
-    source="XLA GPU as of JAX 0.10: compiled programs; Megatron-LM (2021), NCCL tests; overlap assumed",
+    source=(
+        "XLA GPU as of JAX 0.10: compiled programs; Megatron-LM (2021), NCCL tests; overlap assumed"
+    ),
 )
 
 # Float32 products take one bfloat16 pass at default precision (JAX documentation of
@@ -290,7 +299,10 @@ _TPU = Target(
     collective_overhead_s=2e-6,
     usable_memory_fraction=0.95,
     memory_advice="",
-    source="JAX and Google Cloud TPU documentation, MaxText; XLA TPU as of JAX 0.10: compiled programs; overlap assumed",
+    source=(
+        "JAX and Google Cloud TPU documentation, MaxText; XLA TPU as of JAX 0.10: compiled"
+        " programs; overlap assumed"
+    ),
 )
 
 TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TPU)}
@@ -320,7 +332,11 @@ def target_for(device: Device) -> Target:
 def _calibrated(target: Target, device: Device) -> Target:
     """A target with the figures that a device brings along."""
     figures: dict[str, Any] = dict(device.calibration)
-    shapes = {name.removeprefix("product_"): figures.pop(name) for name in list(figures) if name.startswith("product_")}
+    shapes = {
+        name.removeprefix("product_"): figures.pop(name)
+        for name in list(figures)
+        if name.startswith("product_")
+    }
     if "tile" in shapes:
         shapes["tile"] = int(shapes["tile"])
     if "collective_efficiency" in figures:

@@ -16,7 +16,8 @@ from ._text import listing
 class AliquotError(Exception):
     """Base of every error that is the caller's to act on, as opposed to a bug of ours.
 
-    `exit_code` is what a command line should leave with: 2 for bad input, 1 where the answer itself is "no".
+    `exit_code` is what a command line should leave with: 2 for bad input, 1 where the answer itself
+    is "no".
     """
 
     exit_code: int = 2
@@ -84,8 +85,12 @@ class _ViolationsError(AliquotError):
     # processes.
     _headline = "not valid"
 
-    def __init__(self, violations: Iterable[str] | str, *, asked: str = "", advice: str = "") -> None:
-        self.violations: tuple[str, ...] = (violations,) if isinstance(violations, str) else tuple(violations)
+    def __init__(
+        self, violations: Iterable[str] | str, *, asked: str = "", advice: str = ""
+    ) -> None:
+        self.violations: tuple[str, ...] = (
+            (violations,) if isinstance(violations, str) else tuple(violations)
+        )
         self.asked = asked
         self.advice = advice
         super().__init__(self.violations)
@@ -142,7 +147,10 @@ class MissingExtraError(AliquotError):
         self.package = package
 
     def __str__(self) -> str:
-        return f"this needs {self.package}, which is not installed. Run: pip install 'aliquot[{self.extra}]'"
+        return (
+            f"this needs {self.package}, which is not installed. Run: pip install"
+            f" 'aliquot[{self.extra}]'"
+        )
 
 
 _FILL_A_SCREEN = 60
@@ -164,7 +172,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_folded = {candidate.casefold(): candidate for candidate in names}
     shown, others = names, ""
     if len(names) > _FILL_A_SCREEN:
-        shown = [by_folded[folded] for folded in difflib.get_close_matches(typed, by_folded, n=8, cutoff=0.0)]
+        shown = [
+            by_folded[folded]
+            for folded in difflib.get_close_matches(typed, by_folded, n=8, cutoff=0.0)
+        ]
         others = f" and {len(names) - len(shown)} others"
     listing = f"Known: {', '.join(shown)}{others}." if names else "None is known."
     begun = [folded for folded in by_folded if typed and folded.startswith(typed)][:3]

@@ -25,10 +25,13 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     payload = data.encode("utf-8") if isinstance(data, str) else data
     if target.is_dir():
-        raise InputError(f"cannot write {os.fspath(path)!r}: it is a folder. Give the name of a file in it.")
+        raise InputError(
+            f"cannot write {os.fspath(path)!r}: it is a folder. Give the name of a file in it."
+        )
     if not target.parent.is_dir():
         raise InputError(
-            f"cannot write {os.fspath(path)!r}: there is no folder {str(target.parent)!r}. Create it first."
+            f"cannot write {os.fspath(path)!r}: there is no folder {str(target.parent)!r}. Create"
+            " it first."
         )
     try:
         if target.exists() and not target.is_file():

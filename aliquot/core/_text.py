@@ -32,7 +32,12 @@ def printable(text: str, keep: str = "\n") -> str:
     if text.isprintable():
         return text
     return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in _HIDDEN and c not in keep else c for c in text
+        (
+            c.encode("unicode_escape").decode()
+            if unicodedata.category(c) in _HIDDEN and c not in keep
+            else c
+        )
+        for c in text
     )
 
 
@@ -71,7 +76,8 @@ def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """A text on lines of at most `width` characters, broken at spaces or before the dots of paths where that is possible.
+    """A text on lines of at most `width` characters, broken at spaces or before the dots of paths
+    where that is possible.
 
     >>> broken("state.params.layers[*].attn.k.kernel", 24)
     ['state.params.layers[*]', '.attn.k.kernel']
@@ -81,7 +87,11 @@ def broken(text: str, width: int) -> list[str]:
     lines: list[str] = []
     rest = text
     while len(rest) > max(width, 1):
-        places = [match.start() for match in _BREAKS.finditer(rest, 1, width + 1) if match.start() <= width]
+        places = [
+            match.start()
+            for match in _BREAKS.finditer(rest, 1, width + 1)
+            if match.start() <= width
+        ]
         cut = places[-1] if places else max(width, 1)
         lines.append(rest[:cut].rstrip())
         rest = rest[cut:].lstrip()
@@ -100,8 +110,11 @@ def wrapped(text: str, width: int) -> list[str]:
     return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
 
 
-def fitting_widths(cells: Sequence[Sequence[str]], flexible: Sequence[int], available: int) -> list[int]:
-    """Widths of a table's columns that together take no more than `available`, as far as that is possible.
+def fitting_widths(
+    cells: Sequence[Sequence[str]], flexible: Sequence[int], available: int
+) -> list[int]:
+    """Widths of a table's columns that together take no more than `available`, as far as that is
+    possible.
 
     Args:
         cells: rows, the heading among them.
@@ -112,7 +125,10 @@ def fitting_widths(cells: Sequence[Sequence[str]], flexible: Sequence[int], avai
     """
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    least = {k: max(len(piece.strip()) for text in columns[k] for piece in _BREAKS.split(text)) for k in flexible}
+    least = {
+        k: max(len(piece.strip()) for text in columns[k] for piece in _BREAKS.split(text))
+        for k in flexible
+    }
     paths = [k for k in flexible if any("." in text for text in columns[k])]
     for some in (paths, flexible):
         while sum(widths) > available and (wide := [k for k in some if widths[k] > least[k]]):

@@ -15,11 +15,22 @@ _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _BINARY_PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _SI_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SECONDS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+}
 
 _NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
 _BYTES_RE = re.compile(_NUMBER + r"(?:([kmgtp]i?)?b)?\s*", re.IGNORECASE)
-_RATE_RE = re.compile(_NUMBER + r"([kKMGTP]i?)?(?:(B|byte|bytes)(?:/s|ps)|(b|bit|bits)(?:/s|ps))\s*")
+_RATE_RE = re.compile(
+    _NUMBER + r"([kKMGTP]i?)?(?:(B|byte|bytes)(?:/s|ps)|(b|bit|bits)(?:/s|ps))\s*"
+)
 _FLOPS_RE = re.compile(_NUMBER + r"([kKMGTPE])?(?:FLOPs?/s|FLOPS|flops?/s)\s*")
 _SECONDS_RE = re.compile(_NUMBER + r"(ns|us|µs|μs|ms|s|min|h)\s*")
 
@@ -41,7 +52,11 @@ def format_bytes(value_bytes: float) -> str:
     >>> format_bytes(512), format_bytes(1536), format_bytes(80 * 2**30)
     ('512 B', '1.5 KiB', '80.0 GiB')
     """
-    return str(value_bytes) if not math.isfinite(value_bytes) else _scaled(value_bytes, 1024.0, _BINARY_PREFIXES, "B")
+    return (
+        str(value_bytes)
+        if not math.isfinite(value_bytes)
+        else _scaled(value_bytes, 1024.0, _BINARY_PREFIXES, "B")
+    )
 
 
 def format_flops(value_flops: float) -> str:
@@ -50,7 +65,11 @@ def format_flops(value_flops: float) -> str:
     >>> format_flops(2.5e12)
     '2.5 TFLOP'
     """
-    return str(value_flops) if not math.isfinite(value_flops) else _scaled(value_flops, 1e3, _SI_PREFIXES, "FLOP")
+    return (
+        str(value_flops)
+        if not math.isfinite(value_flops)
+        else _scaled(value_flops, 1e3, _SI_PREFIXES, "FLOP")
+    )
 
 
 def format_flops_per_s(value_flops_per_s: float) -> str:

@@ -36,6 +36,8 @@ def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
     libraries = Path(spec.submodule_search_locations[0]).glob("libjax_common*")
     for path in libraries:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            return frozenset(name for name in flags if text.find(b"\0" + name.lstrip("-").encode() + b"\0") >= 0)
+            return frozenset(
+                name for name in flags if text.find(b"\0" + name.lstrip("-").encode() + b"\0") >= 0
+            )
     # A build of jaxlib that keeps XLA elsewhere: nothing is known of it.
     return frozenset(flags)

@@ -27,19 +27,29 @@ class WorkAlike:
 
 
 def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
-    """The work that node_work device does, under a choice for node_work node; none on a single device."""
+    """The work that node_work device does, under a choice for node_work node; none on a single
+    device.
+    """
     alike: dict[str, float] = defaultdict(float)
     total = 0.0
     single = math.prod(priced.axis_sizes) == 1
     whole_s = _whole_seconds(priced)
-    for node, node_work, table, pick in zip(priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True):
+    for node, node_work, table, pick in zip(
+        priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True
+    ):
         choice = table.choices[pick : pick + 1]
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
             launches_s = work.kernels * priced.target.kernel_overhead_s
-            seconds = float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s
-            local = [(b / s, s) for b, by in work.arrays if (s := float(shards(choice, by, priced.axis_sizes)[0]))]
+            seconds = (
+                float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s
+            )
+            local = [
+                (b / s, s)
+                for b, by in work.arrays
+                if (s := float(shards(choice, by, priced.axis_sizes)[0]))
+            ]
             if work.flops:
                 share = float(shards(choice, work.split_by, priced.axis_sizes)[0] == 1)
             else:
@@ -52,7 +62,9 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
     for phase, seconds in whole_s.items() if not single else ():
         alike[UPDATE if phase is Phase.UPDATE else OTHER] -= seconds
         alike[WHOLE] += seconds
-    return WorkAlike(alike_s={reason: seconds for reason, seconds in alike.items() if seconds > 0}, total_s=total)
+    return WorkAlike(
+        alike_s={reason: seconds for reason, seconds in alike.items() if seconds > 0}, total_s=total
+    )
 
 
 def _whole_seconds(priced: Priced) -> dict[Phase, float]:

@@ -34,7 +34,15 @@ _UNIT_FIGURES = (
     "deferred_bytes",
     "working_bytes",
 )
-_SUMMED = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s", "state_bytes", "in_flight_bytes")
+_SUMMED = (
+    "forward_s",
+    "backward_s",
+    "weight_gradient_s",
+    "exposed_s",
+    "once_s",
+    "state_bytes",
+    "in_flight_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,21 +97,32 @@ class Chain(AbstractChain):
             object.__setattr__(self, "deferred_bytes", self.in_flight_bytes)
         faults = [*_faulty_arrays(self), *_faulty_options(self)]
         if faults:
-            raise InputError("This chain cannot be planned:" + "".join(f"\n  - {fault}" for fault in faults))
+            raise InputError(
+                "This chain cannot be planned:" + "".join(f"\n  - {fault}" for fault in faults)
+            )
 
     def under(self, schedule: str) -> Chain:
-        """See `AbstractChain.under`: where weight gradients are put off, all micro-batches in flight keep
-        the more of what they do before and after the rest of their backward pass.
+        """See `AbstractChain.under`: where weight gradients are put off, all micro-batches in
+        flight keep the more of what they do before and after the rest of their backward pass.
         """
-        if not schedule_kind(schedule).splits_backward or (self.in_flight_bytes >= self.deferred_bytes).all():
+        if (
+            not schedule_kind(schedule).splits_backward
+            or (self.in_flight_bytes >= self.deferred_bytes).all()
+        ):
             return self
         return _deferring(self)
 
     def transfer_s(
-        self, num_bytes: ArrayLike, sender_devices: ArrayLike, receiver_devices: ArrayLike, crosses_hosts: ArrayLike
+        self,
+        num_bytes: ArrayLike,
+        sender_devices: ArrayLike,
+        receiver_devices: ArrayLike,
+        crosses_hosts: ArrayLike,
     ) -> Floats:
         """See `transfer_seconds`."""
-        return transfer_seconds(num_bytes, sender_devices, receiver_devices, crosses_hosts, **_links(self))
+        return transfer_seconds(
+            num_bytes, sender_devices, receiver_devices, crosses_hosts, **_links(self)
+        )
 
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
         """See `AbstractChain.least_s`."""
@@ -130,7 +149,9 @@ class Chain(AbstractChain):
             return None
         if tables.stage_bytes(option, first, last, in_flight, chunks) > limit_bytes:
             return None
-        return StageChoice(first_unit=first, last_unit=last, option=option, first_device=first_device)
+        return StageChoice(
+            first_unit=first, last_unit=last, option=option, first_device=first_device
+        )
 
     def quote(
         self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1
@@ -172,7 +193,9 @@ def _faulty_arrays(chain: Chain) -> list[str]:
     shape = (len(chain.unit_names), len(chain.options))
     faults = []
     if 0 in shape:
-        faults.append(f"it has {shape[0]} units and {shape[1]} options; at least one of each is needed")
+        faults.append(
+            f"it has {shape[0]} units and {shape[1]} options; at least one of each is needed"
+        )
     for name in (*_UNIT_FIGURES, "boundary_bytes"):
         array = getattr(chain, name)
         wanted = shape[:1] if name == "boundary_bytes" else shape
@@ -197,12 +220,13 @@ def _faulty_options(chain: Chain) -> list[str]:
         hosts, per_host = option.submesh
         if not (1 <= hosts <= chain.num_hosts and 1 <= per_host <= chain.devices_per_host):
             faults.append(
-                f"option {option.name!r} wants {hosts}x{per_host} of {chain.num_hosts}x{chain.devices_per_host}"
+                f"option {option.name!r} wants {hosts}x{per_host} of"
+                f" {chain.num_hosts}x{chain.devices_per_host}"
             )
         elif hosts > 1 and per_host < chain.devices_per_host:
             faults.append(
-                f"option {option.name!r} uses {per_host} of {chain.devices_per_host} devices in each of {hosts} hosts; "
-                "a submesh of several hosts uses all of each"
+                f"option {option.name!r} uses {per_host} of {chain.devices_per_host} devices in"
+                f" each of {hosts} hosts; a submesh of several hosts uses all of each"
             )
     return faults
 
@@ -263,11 +287,14 @@ class PrefixSums:
         # Two stretches of 2**level units cover all of them, overlapping in the middle.
         level = np.frexp(np.asarray(last) - first)[1] - 1
         largest = np.maximum(
-            self.working_tables[level, options, first], self.working_tables[level, options, last - (1 << level)]
+            self.working_tables[level, options, first],
+            self.working_tables[level, options, last - (1 << level)],
         )
         return np.asarray(largest)
 
-    def stage_bytes(self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1) -> Floats:
+    def stage_bytes(
+        self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1
+    ) -> Floats:
         """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep,
         working memory.
 
@@ -277,7 +304,9 @@ class PrefixSums:
         """
         state = self.state_bytes[options, last] - self.state_bytes[options, first]
         kept = self.in_flight_bytes[options, last] - self.in_flight_bytes[options, first]
-        return np.asarray(chunks * (state + in_flight * kept + self.working_bytes(options, first, last)))
+        return np.asarray(
+            chunks * (state + in_flight * kept + self.working_bytes(options, first, last))
+        )
 
 
 @functools.lru_cache(maxsize=16)
@@ -291,7 +320,9 @@ def _tables_of(chain: Chain) -> PrefixSums:
     return PrefixSums._computed(chain)
 
 
-def measure_form(chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]) -> tuple[float, tuple[float, ...]]:
+def measure_form(
+    chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]
+) -> tuple[float, tuple[float, ...]]:
     """A closed form over prefix sums, for some stages: its sum, and the value of each of its
     maxima, not weighted.
     """
@@ -301,7 +332,11 @@ def measure_form(chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]) 
     for term in form.maxima:
         values = term.sums[option, last] - term.sums[option, first]
         # A transfer beside the tasks delays a stage only where it takes longer than they do.
-        both = np.maximum(values, term.link * edges) if chain.overlaps_transfers else values + term.transfers * edges
+        both = (
+            np.maximum(values, term.link * edges)
+            if chain.overlaps_transfers
+            else values + term.transfers * edges
+        )
         maxima.append(float(both.max()))
     sums = form.sums[option, last] - form.sums[option, first] + form.transfers * edges
     return float(sums.sum()), tuple(maxima)

@@ -186,4 +186,8 @@ class AbstractChain(abc.ABC):
         start = first_device % self.devices_per_host
         if first_device < 0 or first_device + num_devices > self.num_devices:
             return False
-        return start == 0 if num_devices > self.devices_per_host else start + num_devices <= self.devices_per_host
+        return (
+            start == 0
+            if num_devices > self.devices_per_host
+            else start + num_devices <= self.devices_per_host
+        )

@@ -1,6 +1,7 @@
 """Stages of a chain: what a list of them costs under a schedule, and what is wrong with it.
 
-`judge_stages` evaluates a schedule's closed form for any list of stages, whoever made it, by the chain's own figures.
+`judge_stages` evaluates a schedule's closed form for any list of stages, whoever made it, by the
+chain's own figures.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class _Times:
     once_s: Floats
 
 
-def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_submeshes: int) -> Floats:
+def chain_in_flight(
+    schedule: str, num_micro_batches: int, num_stages: int, num_submeshes: int
+) -> Floats:
     """[num_stages], the most micro-batches that each stage keeps. Raises `InputError` for an
     unknown schedule.
     """
@@ -85,7 +88,11 @@ def chain_in_flight(schedule: str, num_micro_batches: int, num_stages: int, num_
 
 
 def judge_stages(
-    chain: AbstractChain, stages: Sequence[StageChoice], schedule: str, *, num_submeshes: int | None = None
+    chain: AbstractChain,
+    stages: Sequence[StageChoice],
+    schedule: str,
+    *,
+    num_submeshes: int | None = None,
 ) -> ChainPlan:
     """Stages with their cost under a schedule, by its closed form. Raises `InputError` for an
     unknown schedule.
@@ -101,7 +108,9 @@ def judge_stages(
     chunks = len(stages) // submeshes
     kept = chain_in_flight(schedule, chain.num_micro_batches, len(stages), submeshes)
     figures = chain.quote(stages, kept.tolist(), chunks)
-    times = _Times(**{f.name: np.array([getattr(row, f.name) for row in figures]) for f in fields(_Times)})
+    times = _Times(
+        **{f.name: np.array([getattr(row, f.name) for row in figures]) for f in fields(_Times)}
+    )
     form = schedule_kind(schedule).closed_form(times, chain.num_micro_batches, chunks)
     edges_s = np.array([row.transfer_s for row in figures])
     step_s = float(form.total_s(edges_s, overlaps=chain.overlaps_transfers))
@@ -117,7 +126,9 @@ def judge_stages(
 
 
 def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, float]:
-    """A plan with its step time by simulation, and the memory that its fullest device needs in it."""
+    """A plan with its step time by simulation, and the memory that its fullest device needs in
+    it.
+    """
     costs = {name: np.array([getattr(f, name) for f in plan.figures]) for name in _SIMULATED}
     kept = np.array([f.held_bytes / f.in_flight for f in plan.figures])
     times = simulate(
@@ -151,20 +162,27 @@ def find_stage_faults(
     """
     faults = []
     known = [s for s in stages if 0 <= s.option < len(chain.options)]
-    faults += [f"there is no option {s.option}; there are {len(chain.options)}" for s in stages if s not in known]
+    faults += [
+        f"there is no option {s.option}; there are {len(chain.options)}"
+        for s in stages
+        if s not in known
+    ]
     faults += _faulty_units(chain, stages)
     submeshes = num_submeshes or len(stages)
     if not stages or len(stages) % submeshes:
         faults.append(f"{len(stages)} stages cannot be dealt out to {submeshes} submeshes equally")
     if len(known) == len(stages) and len(stages) % submeshes == 0:
-        faults += _faulty_devices(chain, stages, schedule_kind(schedule).placement(len(stages), submeshes))
+        faults += _faulty_devices(
+            chain, stages, schedule_kind(schedule).placement(len(stages), submeshes)
+        )
     if faults:
         return tuple(faults)
     faults += [f"stage {k} {fault}" for k, s in enumerate(stages) if (fault := chain.find_fault(s))]
     if check_memory and not faults:
         figures = judge_stages(chain, stages, schedule, num_submeshes=num_submeshes).figures
         faults += [
-            f"stage {k} needs {format_bytes(f.peak_bytes)} of {format_bytes(chain.memory_limit_bytes)} on each device"
+            f"stage {k} needs {format_bytes(f.peak_bytes)} of"
+            f" {format_bytes(chain.memory_limit_bytes)} on each device"
             for k, f in enumerate(figures)
             if f.peak_bytes > chain.memory_limit_bytes
         ]
@@ -179,14 +197,18 @@ def _faulty_units(chain: AbstractChain, stages: Sequence[StageChoice]) -> list[s
         if s.first_unit > end:
             faults.append(f"units {end} to {s.first_unit - 1} are in no stage before stage {k}")
         elif s.first_unit < end:
-            faults.append(f"stage {k} begins at unit {s.first_unit}, but units before {end} are taken")
+            faults.append(
+                f"stage {k} begins at unit {s.first_unit}, but units before {end} are taken"
+            )
         end = max(end, s.last_unit)
     if end != chain.num_units:
         faults.append(f"the stages end at unit {end}, the chain at {chain.num_units}")
     return faults
 
 
-def _faulty_devices(chain: AbstractChain, stages: Sequence[StageChoice], placement: Sequence[int]) -> list[str]:
+def _faulty_devices(
+    chain: AbstractChain, stages: Sequence[StageChoice], placement: Sequence[int]
+) -> list[str]:
     faults = []
     devices = [(s.first_device, chain.options[s.option].num_devices) for s in stages]
     users = np.zeros(chain.num_devices, np.int64)
@@ -200,7 +222,9 @@ def _faulty_devices(chain: AbstractChain, stages: Sequence[StageChoice], placeme
         elif placement[k] == k:
             users[s.first_device : s.first_device + size] += 1
         elif devices[k] != devices[placement[k]]:
-            faults.append(f"{where} should be on those of stage {placement[k]}, which it is interleaved with")
+            faults.append(
+                f"{where} should be on those of stage {placement[k]}, which it is interleaved with"
+            )
     faults += [f"device {d} is used by {users[d]} stages" for d in np.flatnonzero(users > 1)]
     if not faults and (unused := int((users == 0).sum())):
         faults.append(f"{unused} of the {chain.num_devices} devices are in no stage")

@@ -28,7 +28,10 @@ def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64
 # Many nodes have factors of the same sizes.
 @functools.lru_cache(maxsize=1 << 12)
 def _enumerate(sizes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> NDArray[np.int64]:
-    fitting = [[-1, *(f for f, n in enumerate(sizes) if n % size == 0 and n >= size)] for size in axis_sizes]
+    fitting = [
+        [-1, *(f for f, n in enumerate(sizes) if n % size == 0 and n >= size)]
+        for size in axis_sizes
+    ]
     fitting_choices = [c for c in itertools.product(*fitting) if _divides(sizes, c, axis_sizes)]
     choices = np.array(fitting_choices, np.int64).reshape(len(fitting_choices), len(axis_sizes))
     choices.flags.writeable = False
@@ -43,13 +46,16 @@ def can_split(node: Node, choice: Choice, axis_sizes: Sequence[int]) -> bool:
 
 def _divides(sizes: Sequence[int], choice: Choice, axis_sizes: Sequence[int]) -> bool:
     return all(
-        sizes[f] % math.prod(size for g, size in zip(choice, axis_sizes, strict=True) if g == f) == 0
+        sizes[f] % math.prod(size for g, size in zip(choice, axis_sizes, strict=True) if g == f)
+        == 0
         for f in set(choice)
         if f >= 0
     )
 
 
-def shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+def shards(
+    choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]
+) -> NDArray[np.float64]:
     """For each choice, into how many pieces it cuts something that the factors in `split_by` divide
     (not to be written to).
     """
@@ -58,7 +64,9 @@ def shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Seq
     return _known_shards(choices.tobytes(), choices.shape, tuple(split_by), tuple(axis_sizes))
 
 
-def _shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+def _shards(
+    choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]
+) -> NDArray[np.float64]:
     divides = np.array([*split_by, False])
     return np.asarray(np.prod(np.where(divides[choices], axis_sizes, 1.0), axis=1), np.float64)
 
@@ -66,7 +74,10 @@ def _shards(choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Se
 # Many nodes have the same choices, and the same of their factors divide their arrays.
 @functools.lru_cache(maxsize=1 << 14)
 def _known_shards(
-    choices_of_int64: bytes, shape: tuple[int, ...], split_by: tuple[bool, ...], axis_sizes: tuple[int, ...]
+    choices_of_int64: bytes,
+    shape: tuple[int, ...],
+    split_by: tuple[bool, ...],
+    axis_sizes: tuple[int, ...],
 ) -> NDArray[np.float64]:
     counts = _shards(np.frombuffer(choices_of_int64, np.int64).reshape(shape), split_by, axis_sizes)
     counts.flags.writeable = False
@@ -96,7 +107,9 @@ def _joined_axes(
     return tuple(joined_tuples)
 
 
-def distinct_specs(choices: NDArray[np.int64], projection: Projection) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:
+def distinct_specs(
+    choices: NDArray[np.int64], projection: Projection
+) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:
     """The different splits that choices give an array, and which one each choice gives (not to be
     written to).
     """

@@ -57,12 +57,15 @@ def collective_line(
     if near_bytes is None or mesh.cluster.measured is None or not latency + per_byte:
         return latency, per_byte
     seconds = np.array([latency + per_byte * near_bytes])
-    ratio = float(collective_corrections(kind, axes, mesh, group, np.array([near_bytes]), seconds).ratios[0])
+    ratio = float(
+        collective_corrections(kind, axes, mesh, group, np.array([near_bytes]), seconds).ratios[0]
+    )
     return latency * ratio, per_byte * ratio
 
 
 def rounded_bytes(num_bytes: float, mesh: LogicalMesh) -> float | None:
-    """The power of two next to a size: conversions of arrays of about the same size are corrected alike.
+    """The power of two next to a size: conversions of arrays of about the same size are corrected
+    alike.
 
     None where nothing was measured.
     """
@@ -79,8 +82,8 @@ def collective_kind(kind: str, crosses_hosts: bool) -> str:
 def collective_points(
     num_bytes: NDArray[np.float64], axes: Sequence[int], mesh: LogicalMesh, group: int | None = None
 ) -> NDArray[np.float64]:
-    """Collectives as points of such a table, `(sizes, 3)`: number of devices, distance between neighbours, and bytes that
-    enter on each device.
+    """Collectives as points of such a table, `(sizes, 3)`: number of devices, distance between
+    neighbours, and bytes that enter on each device.
     """
     size = math.prod(mesh.shape[a] for a in axes) if group is None else group
     stride = math.prod(mesh.shape[max(axes) + 1 :])
@@ -91,7 +94,9 @@ def collective_points(
 
 
 def size_points(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sizes in powers of two, as tables of measurements know them: below a kibibyte nothing is faster still."""
+    """Sizes in powers of two, as tables of measurements know them: below a kibibyte nothing is
+    faster still.
+    """
     return np.asarray(np.log2(np.maximum(num_bytes, LEAST_MEASURED_BYTES)), np.float64)
 
 
@@ -103,7 +108,9 @@ def collective_corrections(
     num_bytes: NDArray[np.float64],
     seconds: NDArray[np.float64],
 ) -> Corrections:
-    """Corrections by measurements of collectives whose modelled seconds are given; the mesh's cluster must hold some."""
+    """Corrections by measurements of collectives whose modelled seconds are given; the mesh's
+    cluster must hold some.
+    """
     assert mesh.cluster.measured is not None
     crosses = mesh.link(tuple(mesh.axis_names[a] for a in axes)).crosses_hosts
     points = collective_points(num_bytes, axes, mesh, group)
@@ -124,9 +131,15 @@ def _modelled_line(
         case "all-reduce":
             return fixed + 2 * math.ceil(math.log2(n)) * link.latency_s, 2 * (n - 1) / n / bandwidth
         case "all-gather":
-            return fixed + (n - 1) * link.latency_s, (n - 1) / bandwidth / target.scatter_gather_share
+            return (
+                fixed + (n - 1) * link.latency_s,
+                (n - 1) / bandwidth / target.scatter_gather_share,
+            )
         case "reduce-scatter":
-            return fixed + (n - 1) * link.latency_s, (n - 1) / n / bandwidth / target.scatter_gather_share
+            return (
+                fixed + (n - 1) * link.latency_s,
+                (n - 1) / n / bandwidth / target.scatter_gather_share,
+            )
         case "all-to-all":
             across = link.all_to_all_bandwidth_bytes_per_s * target.all_to_all_efficiency
             return fixed + (n - 1) * link.latency_s, (n - 1) / n / across
@@ -140,7 +153,11 @@ def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
     if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
         return 1
     above = habits.rows_above_bytes
-    return edge.length if gathered_by_rows(edge.length, edge.rank, edge.num_bytes, source, target, above) else 1
+    return (
+        edge.length
+        if gathered_by_rows(edge.length, edge.rank, edge.num_bytes, source, target, above)
+        else 1
+    )
 
 
 def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bool:
@@ -161,8 +178,8 @@ def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bo
 def move_line(
     move: Move, copies: bool, mesh: LogicalMesh, target: Target, near_bytes: float | None = None
 ) -> tuple[float, float]:
-    """`collective_line` of one step of a conversion of an array of about `near_bytes`, with two `copies` around it: of what
-    enters and of what leaves.
+    """`collective_line` of one step of a conversion of an array of about `near_bytes`, with two
+    `copies` around it: of what enters and of what leaves.
 
     Among n devices, B bytes that enter are read and written, and so are the n B that leave a
     gather, or the B/n that leave a reduce-scatter.
@@ -177,13 +194,16 @@ def move_line(
 
 
 def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: LogicalMesh) -> float:
-    """Seconds to bring an array of so many bytes, counted whole, from one split to another; infinite if nothing can."""
+    """Seconds to bring an array of so many bytes, counted whole, from one split to another;
+    infinite if nothing can.
+    """
     target = target_for(mesh.cluster.device)
     moves = reshard(source, wanted, mesh.shape, target.reduce_scatter)
     if moves is None:
         return math.inf
     near = rounded_bytes(num_bytes, mesh)
     lines = [
-        (move, *move_line(move, through_copies(move, source, wanted, target), mesh, target, near)) for move in moves
+        (move, *move_line(move, through_copies(move, source, wanted, target), mesh, target, near))
+        for move in moves
     ]
     return sum(latency + per_byte * move.fraction * num_bytes for move, latency, per_byte in lines)

@@ -46,7 +46,11 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         peak_memory_bytes=peak,
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=parts,
-        peak_moment=f"{op.phase.name.lower()}, {op.name}:{op.index} {source_line(op)}".rstrip() if op else "",
+        peak_moment=(
+            f"{op.phase.name.lower()}, {op.name}:{op.index} {source_line(op)}".rstrip()
+            if op
+            else ""
+        ),
         collectives=tuple(_placed(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
@@ -56,7 +60,9 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
 
 
 def _placed(use: CollectiveUse, graph: Graph) -> CollectiveUse:
-    """A collective on what an operator makes, with the line of the user's code that asked for it."""
+    """A collective on what an operator makes, with the line of the user's code that asked for
+    it.
+    """
     name, _, index = use.label.rpartition(":")
     if not name or not index.isdigit() or int(index) >= len(graph.ops):
         return use
@@ -64,7 +70,9 @@ def _placed(use: CollectiveUse, graph: Graph) -> CollectiveUse:
     return msgspec.structs.replace(use, label=f"{use.label} {line}".rstrip())
 
 
-def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float, int, dict[str, float]]:
+def peak_memory(
+    model: MemoryModel, priced: Priced, picks: Ints
+) -> tuple[float, int, dict[str, float]]:
     """The most bytes that a device needs at once, when, and the parts that are alive then."""
     use = timeline(model, priced, picks)
     moment = int(np.argmax(use))
@@ -75,7 +83,11 @@ def peak_memory(model: MemoryModel, priced: Priced, picks: Ints) -> tuple[float,
     for conversion, num_bytes in converted(model, priced, picks):
         alive = int(np.count_nonzero((conversion.births <= moment) & (conversion.deaths >= moment)))
         parts["resharded copies"] += alive * num_bytes
-    return float(use[moment]), moment, {k: v for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v}
+    return (
+        float(use[moment]),
+        moment,
+        {k: v for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v},
+    )
 
 
 class _Collective(NamedTuple):
@@ -106,7 +118,9 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     """Every collective of a step, most expensive first. Bytes are those that it leaves on each
     device, as compiled.
     """
-    totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(
+        lambda: [0.0, 0.0, 0.0]
+    )
     for each in _collectives(priced, picks):
         entry = totals[each.kind, each.axes, each.label]
         entry[0] += each.times
@@ -115,7 +129,12 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     names = priced.mesh.axis_names
     uses = [
         CollectiveUse(
-            kind=kind, axes=tuple(names[a] for a in axes), count=count, num_bytes=total, seconds=seconds, label=label
+            kind=kind,
+            axes=tuple(names[a] for a in axes),
+            count=count,
+            num_bytes=total,
+            seconds=seconds,
+            label=label,
         )
         for (kind, axes, label), (count, total, seconds) in totals.items()
     ]
@@ -135,14 +154,19 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
         for (before, behind), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             whole = edge.num_bytes * widening(edge.dtype, target, total=once)
-            # Prices were made with the measured ratio of arrays of about this size; it is used again.
+            # Prices were made with the measured ratio of arrays of about this size; it is used
+            # again.
             near = rounded_bytes(whole, mesh)
             parts = pieces(edge, before, behind, target)
             count, whole = count * parts, whole / parts
             for move in reshard(before, behind, sizes, scatters(edge, target, total=once)) or ():
                 entering, leaving = move.fraction * whole, result_fraction(move, sizes) * whole
-                line = move_line(move, through_copies(move, before, behind, target), mesh, target, near)
-                yield _Collective(move.kind, move.axes, move.group, edge.label, count, entering, leaving, line)
+                line = move_line(
+                    move, through_copies(move, before, behind, target), mesh, target, near
+                )
+                yield _Collective(
+                    move.kind, move.axes, move.group, edge.label, count, entering, leaving, line
+                )
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])
         for c in node.collectives:
@@ -156,13 +180,17 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
                 grown = math.prod(sizes[a] for a in some) if c.kind == "all-gather" else 1
                 line = collective_line(c.kind, some, mesh, target, near_bytes=local)
-                yield _Collective(c.kind, some, None, c.label, count, local, local * float(grown), line)
+                yield _Collective(
+                    c.kind, some, None, c.label, count, local, local * float(grown), line
+                )
 
 
 class MeasuredShare(NamedTuple):
-    """The share of some seconds that rests on measurements of operators of about the same sizes, and their mean error.
+    """The share of some seconds that rests on measurements of operators of about the same sizes,
+    and their mean error.
 
-    `alone_s` rests on measurements of one device alone, grade `MEASURED_COMPUTE`, and is no part of `measured_s`.
+    `alone_s` rests on measurements of one device alone, grade `MEASURED_COMPUTE`, and is no part of
+    `measured_s`.
     """
 
     seconds: float
@@ -182,7 +210,9 @@ class MeasuredShare(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Mean relative error of what was measured: the spread of a measurement, or that of the interpolation."""
+        """Mean relative error of what was measured: the spread of a measurement, or that of the
+        interpolation.
+        """
         measured_s = self.measured_s + self.alone_s
         return self.error_s / measured_s if measured_s else 0.0
 
@@ -202,7 +232,9 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
             of_grade[corrections.grade] += seconds
             error += seconds * float(corrections.errors[0])
 
-    for node, node_work, table, pick in zip(priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True):
+    for node, node_work, table, pick in zip(
+        priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True
+    ):
         choice, sizes = table.choices[pick : pick + 1], [factor.size for factor in node.factors]
         for work in node_work:
             seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
@@ -210,21 +242,34 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
             if corrections is not None:
                 note(float(seconds[0] * corrections.ratios[0]) * times, corrections)
     for each in _collectives(priced, picks):
-        entering, seconds = np.array([each.entering]), np.array([each.seconds / max(each.times, 1.0)])
-        note(each.seconds, collective_corrections(each.kind, each.axes, priced.mesh, each.group, entering, seconds))
+        entering, seconds = (
+            np.array([each.entering]),
+            np.array([each.seconds / max(each.times, 1.0)]),
+        )
+        note(
+            each.seconds,
+            collective_corrections(
+                each.kind, each.axes, priced.mesh, each.group, entering, seconds
+            ),
+        )
     return MeasuredShare(total, of_grade[MEASURED], of_grade[MEASURED_COMPUTE], error)
 
 
 def encode_interior(
-    nodes: NodeGraph, choices: Sequence[Choice], axis_names: Sequence[str], repeat: frozenset[int] = frozenset()
+    nodes: NodeGraph,
+    choices: Sequence[Choice],
+    axis_names: Sequence[str],
+    repeat: frozenset[int] = frozenset(),
 ) -> tuple[OpSharding, ...]:
-    """Choices as a plan writes them: by the labels of nodes and factors. `repeat` are nodes that the backward pass may
-    work out again.
+    """Choices as a plan writes them: by the labels of nodes and factors. `repeat` are nodes that
+    the backward pass may work out again.
     """
     return tuple(
         OpSharding(
             node=node.label,
-            splits={a: node.factors[f].label for a, f in zip(axis_names, choice, strict=True) if f >= 0},
+            splits={
+                a: node.factors[f].label for a, f in zip(axis_names, choice, strict=True) if f >= 0
+            },
             copies=node.copies,
             recompute=node.index in repeat,
         )
@@ -238,18 +283,25 @@ def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
     """
     faults = []
     if len(stage.interior) != len(nodes.nodes):
-        faults.append(f"the plan decides about {len(stage.interior)} operators, the step has {len(nodes.nodes)}")
+        faults.append(
+            f"the plan decides about {len(stage.interior)} operators, the step has"
+            f" {len(nodes.nodes)}"
+        )
     choices = []
     for entry, node in zip(stage.interior, nodes.nodes, strict=False):
         labels = {factor.label: f for f, factor in enumerate(node.factors)}
         unknown = [label for label in entry.splits.values() if label not in labels]
         if entry.node != node.label:
-            faults.append(f"the plan decides about `{entry.node}` where the step has `{node.label}`")
+            faults.append(
+                f"the plan decides about `{entry.node}` where the step has `{node.label}`"
+            )
         elif unknown:
             faults.append(f"`{node.label}` has no dimension {', '.join(unknown)}")
         choices.append(tuple(labels.get(entry.splits.get(a, ""), -1) for a in stage.axis_names))
     if faults:
-        raise PlanMismatchError(tuple(faults), asked="the plan's interior", advice="Plan this step again.")
+        raise PlanMismatchError(
+            tuple(faults), asked="the plan's interior", advice="Plan this step again."
+        )
     return tuple(choices)
 
 
@@ -263,13 +315,16 @@ def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Seque
         if not can_split(node, choice, axis_sizes)
     ]
     if faults:
-        raise PlanMismatchError(tuple(faults), asked="the plan's interior", advice="Plan this step again.")
+        raise PlanMismatchError(
+            tuple(faults), asked="the plan's interior", advice="Plan this step again."
+        )
 
 
 def picked_choices(priced: Priced, picks: Ints) -> tuple[Choice, ...]:
     """For each node what each mesh axis splits."""
     return tuple(
-        tuple(int(f) for f in table.choices[pick]) for table, pick in zip(priced.nodes, picks.tolist(), strict=True)
+        tuple(int(f) for f in table.choices[pick])
+        for table, pick in zip(priced.nodes, picks.tolist(), strict=True)
     )
 
 

@@ -46,7 +46,9 @@ def evaluate(priced: Priced, picks: Ints) -> StepTime:
         else:
             communication += seconds
     hidden = hidden_seconds(gradient, backward, priced.target.overlap_fraction)
-    return StepTime(compute_s=compute, communication_s=communication, gradient_s=gradient, hidden_s=hidden)
+    return StepTime(
+        compute_s=compute, communication_s=communication, gradient_s=gradient, hidden_s=hidden
+    )
 
 
 def hidden_seconds(gradient_s: float, backward_s: float, overlap_fraction: float) -> float:

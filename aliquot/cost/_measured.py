@@ -57,7 +57,9 @@ class RatioTable:
 
     @cached_property
     def interpolation_error(self) -> float:
-        """Median relative error of the interpolation at each measured size, without its own measurement; 1 if there is one size only."""
+        """Median relative error of the interpolation at each measured size, without its own
+        measurement; 1 if there is one size only.
+        """
         if len(self.points) < 2:
             return 1.0
         count = min(_NEIGHBOURS + 1, len(self.points))
@@ -74,7 +76,9 @@ class RatioTable:
         """See `AbstractMeasured.correct`."""
         count = min(_NEIGHBOURS, len(self.points))
         distances, neighbours = self._tree.query(points, k=count)
-        distances, neighbours = (each.reshape(len(points), count) for each in (distances, neighbours))
+        distances, neighbours = (
+            each.reshape(len(points), count) for each in (distances, neighbours)
+        )
         nearest, same = neighbours[:, 0], distances[:, 0] < _SAME
         ratios = np.where(same, self.ratios[nearest], self._mean(distances, neighbours))
         errors = np.where(same, self.spreads[nearest], self.interpolation_error)
@@ -85,8 +89,8 @@ class RatioTable:
 class Measured(AbstractMeasured):
     """Tables by kind, with where they come from in words.
 
-    Two are equal if their tables are. `transfers` are lines through the measured transfers between stages of a pipeline,
-    inside a host (False) and between hosts (True).
+    Two are equal if their tables are. `transfers` are lines through the measured transfers between
+    stages of a pipeline, inside a host (False) and between hosts (True).
     """
 
     tables: Mapping[str, RatioTable] = field(repr=False)
@@ -114,7 +118,9 @@ class Measured(AbstractMeasured):
         """See `AbstractMeasured.correct`. Kinds without a table stay as modelled."""
         table = self.tables.get(kind)
         if table is None:
-            return Corrections(np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points)))
+            return Corrections(
+                np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points))
+            )
         return table.correct(points)
 
     def transfer_link(self, crosses_hosts: bool) -> Link | None:

@@ -31,8 +31,8 @@ class PhaseCosts:
         state_bytes: parameters, optimizer state, gradients.
         in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs
             included that both read, but for those that come with the batch.
-        deferred_bytes: what it keeps for gradients of weights that are put off, until these are made;
-            `handed_bytes` of them are made by its backward pass.
+        deferred_bytes: what it keeps for gradients of weights that are put off, until these are
+            made; `handed_bytes` of them are made by its backward pass.
         working_bytes: what else is needed at the worst moment.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
@@ -52,7 +52,9 @@ class PhaseCosts:
     memory_bytes: dict[str, float]
 
 
-def phase_costs(priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | None = None) -> PhaseCosts:
+def phase_costs(
+    priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | None = None
+) -> PhaseCosts:
     """Costs by phase of a choice for every node of a step, or of some of its layers.
 
     Args:
@@ -117,7 +119,9 @@ def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
         num_shards = 1
         if item.node >= 0:
             choice = priced.nodes[item.node].choices[picks[item.node]].tolist()
-            num_shards = shards_of(choice, tuple([dim >= 0 for dim in item.projection]), priced.axis_sizes)
+            num_shards = shards_of(
+                choice, tuple([dim >= 0 for dim in item.projection]), priced.axis_sizes
+            )
         held_bytes[item.handed] += item.num_bytes / num_shards
     return held_bytes[0], held_bytes[1]
 

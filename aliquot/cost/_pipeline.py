@@ -137,7 +137,9 @@ class PipelineTimes:
     @property
     def bubble_share(self) -> Floats:
         """Share of the step in which each submesh is idle."""
-        return 1.0 - self.busy_s / self.step_time_s if self.step_time_s else np.zeros_like(self.busy_s)
+        return (
+            1.0 - self.busy_s / self.step_time_s if self.step_time_s else np.zeros_like(self.busy_s)
+        )
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
@@ -148,7 +150,9 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
         InputError: Costs of another number of stages, or lists whose tasks wait for one another.
     """
     if costs.forward_s.size != schedule.num_stages:
-        raise InputError(f"costs of {costs.forward_s.size} stages for a schedule of {schedule.num_stages}")
+        raise InputError(
+            f"costs of {costs.forward_s.size} stages for a schedule of {schedule.num_stages}"
+        )
     run = _Run(schedule, costs)
     run.to_the_end()
     updates = np.zeros(schedule.num_submeshes)
@@ -159,8 +163,12 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
         end_s=tuple(np.array(ends) for ends in run.ends),
         transfers=tuple(sorted(run.sent, key=lambda sent: (sent.start_s, sent.sender))),
         busy_s=np.array(run.busy) + updates,
-        peak_bytes=np.array([_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]),
-        held_bytes=np.array([max(_held_bytes(schedule, costs, stage)) for stage in range(schedule.num_stages)]),
+        peak_bytes=np.array(
+            [_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]
+        ),
+        held_bytes=np.array(
+            [max(_held_bytes(schedule, costs, stage)) for stage in range(schedule.num_stages)]
+        ),
         in_flight=np.array([schedule.in_flight(stage) for stage in range(schedule.num_stages)]),
     )
 
@@ -188,14 +196,23 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.overlaps = schedule, costs.overlaps_transfers
         stages, submeshes = schedule.num_stages, schedule.num_submeshes
-        self.ahead_s, self.back_s = [*costs.transfer_s.tolist(), 0.0], [0.0, *costs.transfer_s.tolist()]
+        self.ahead_s, self.back_s = (
+            [*costs.transfer_s.tolist(), 0.0],
+            [0.0, *costs.transfer_s.tolist()],
+        )
         self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
         # By stage the micro-batches that are through forward and backward there, and whose inputs
         # have arrived there.
         self.through_forward: list[set[int]] = [set() for _ in range(stages)]
         self.through_backward: list[set[int]] = [set() for _ in range(stages)]
-        self.activations = [set(range(schedule.num_micro_batches)), *(set[int]() for _ in range(stages - 1))]
-        self.cotangents = [*(set[int]() for _ in range(stages - 1)), set(range(schedule.num_micro_batches))]
+        self.activations = [
+            set(range(schedule.num_micro_batches)),
+            *(set[int]() for _ in range(stages - 1)),
+        ]
+        self.cotangents = [
+            *(set[int]() for _ in range(stages - 1)),
+            set(range(schedule.num_micro_batches)),
+        ]
         self.idle = [True] * submeshes
         self.idle_since = [0.0] * submeshes
         self.busy = [0.0] * submeshes
@@ -219,7 +236,11 @@ class _Run:
             touched = set()
             while self.events and self.events[0][0] == now:
                 ended = heapq.heappop(self.events)[-1]
-                touched.update(self._arrive(ended) if isinstance(ended, _Transfer) else self._finish(ended, now))
+                touched.update(
+                    self._arrive(ended)
+                    if isinstance(ended, _Transfer)
+                    else self._finish(ended, now)
+                )
         if any(len(ends) < len(tasks) for ends, tasks in zip(self.ends, self.schedule.lists)):
             self.schedule.order()  # Says which tasks wait for one another.
             raise AssertionError("a schedule that can be run got stuck in simulation")
@@ -240,7 +261,12 @@ class _Run:
         senders = {transfer.sender for transfer in self.unsent}
         for submesh in submeshes:
             tasks, place = self.schedule.lists[submesh], len(self.starts[submesh])
-            if self.idle[submesh] and submesh not in senders and place < len(tasks) and self._ready(tasks[place]):
+            if (
+                self.idle[submesh]
+                and submesh not in senders
+                and place < len(tasks)
+                and self._ready(tasks[place])
+            ):
                 task = tasks[place]
                 seconds = self.seconds[task.kind][task.stage]
                 self.starts[submesh].append(now)
@@ -339,7 +365,8 @@ def _held_bytes(schedule: Schedule, costs: StageCosts, stage: int) -> list[float
     tasks = schedule.lists[schedule.submesh_of(stage)]
     keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
     forward, deferred, handed = (
-        float(figures[stage]) for figures in (costs.in_flight_bytes, costs.deferred_bytes, costs.handed_bytes)
+        float(figures[stage])
+        for figures in (costs.in_flight_bytes, costs.deferred_bytes, costs.handed_bytes)
     )
     # Micro-batches between forward and backward, or its half for inputs; and between both halves.
     in_flight = waiting = 0

@@ -48,12 +48,17 @@ class PlannedStep:
     _cut: list[PipelineCut] = field(init=False, default_factory=list, repr=False)
 
     def cut(self) -> PipelineCut:
-        """What the stages of a pipeline run: their programs, whatever devices they get; made once."""
+        """What the stages of a pipeline run: their programs, whatever devices they get; made
+        once.
+        """
         if not self._cut:
             plan, staged = self.plan, self.staged
             assert staged is not None
             groups = [
-                math.prod(dict(zip(stage.axis_names, stage.mesh_shape, strict=True))[axis] for axis in stage.data_axes)
+                math.prod(
+                    dict(zip(stage.axis_names, stage.mesh_shape, strict=True))[axis]
+                    for axis in stage.data_axes
+                )
                 for stage in plan.stages
             ]
             made = cut_pipeline(
@@ -78,7 +83,9 @@ class PlannedStep:
             if planned.recompute == "stage":
                 found[k] = None
             elif planned.recompute == "operators":
-                found[k] = frozenset(extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat))
+                found[k] = frozenset(
+                    extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat)
+                )
         return found
 
     @classmethod
@@ -94,7 +101,9 @@ class PlannedStep:
         Raises:
             PlanMismatchError: the plan's choices are not those of the step's operators.
         """
-        chosen = decode_interior(plan.stages[0], problem.nodes) if choices is None else tuple(choices)
+        chosen = (
+            decode_interior(plan.stages[0], problem.nodes) if choices is None else tuple(choices)
+        )
         return cls(plan=plan, graph=graph, stages=(PlannedStage(problem=problem, choices=chosen),))
 
 
@@ -129,7 +138,9 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
         stages,
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
         replace(Cluster.from_dict(plan.cluster), measured=measured),
-        boundary_bytes=step.layered.boundary_bytes([stage.first_layer for stage in plan.stages[1:]]),
+        boundary_bytes=step.layered.boundary_bytes(
+            [stage.first_layer for stage in plan.stages[1:]]
+        ),
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
         overlaps_transfers=plan.overlaps_transfers,
     )

@@ -54,8 +54,9 @@ _FEWEST_POSITIONS = 9.0
 class PricedNode:
     """Choices of one node, `(choices, axes)`, and what each costs.
 
-    `compute` and `communication` have a row for each phase, in the order of `Phase`; `compute_s`, `backward_s` (of it) and
-    `communication_s` are sums of theirs, and `deferrable_s` is what deferrable operators take of both; see `Op`.
+    `compute` and `communication` have a row for each phase, in the order of `Phase`; `compute_s`,
+    `backward_s` (of it) and `communication_s` are sums of theirs, and `deferrable_s` is what
+    deferrable operators take of both; see `Op`.
     """
 
     choices: Ints
@@ -77,9 +78,10 @@ class PricedNode:
 class PricedEdge:
     """Conversions of one edge.
 
-    `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible; `once_s[p, q]` of it is paid for
-    gradients behind the last micro-batch. `moves[p, q]` says whether it takes any collective. `source_index[k]`
-    is the split that choice `k` of the source node gives the array, likewise `target_index`.
+    `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible;
+    `once_s[p, q]` of it is paid for gradients behind the last micro-batch. `moves[p, q]` says
+    whether it takes any collective. `source_index[k]` is the split that choice `k` of the source
+    node gives the array, likewise `target_index`.
     """
 
     sources: tuple[Spec, ...]
@@ -136,7 +138,8 @@ def price(
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
     nodes = tuple(
-        pricer.node(node, work, some) for node, work, some in zip(graph.nodes, problem.work, choices, strict=True)
+        pricer.node(node, work, some)
+        for node, work, some in zip(graph.nodes, problem.work, choices, strict=True)
     )
     edges = tuple(pricer.edge(edge, nodes) for edge in graph.edges)
     return Priced(
@@ -161,12 +164,14 @@ class _Cache:
     """Prices that many edges of one mesh have in common."""
 
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
-    lines: dict[tuple[Spec, Spec, bool, float | None], tuple[float, float]] = field(default_factory=dict)
-    tables: dict[tuple[_Specs, _Specs, bool, float | None], tuple[Floats, Floats, NDArray[np.bool_]]] = field(
+    lines: dict[tuple[Spec, Spec, bool, float | None], tuple[float, float]] = field(
         default_factory=dict
     )
-    collectives: dict[tuple[str, tuple[int, ...], int, bool, float | None], tuple[float, float]] = field(
-        default_factory=dict
+    tables: dict[
+        tuple[_Specs, _Specs, bool, float | None], tuple[Floats, Floats, NDArray[np.bool_]]
+    ] = field(default_factory=dict)
+    collectives: dict[tuple[str, tuple[int, ...], int, bool, float | None], tuple[float, float]] = (
+        field(default_factory=dict)
     )
 
 
@@ -183,7 +188,9 @@ class _Pricer:
         gradient, deferrable = np.zeros((2, len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
-            seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(work.phase)
+            seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(
+                work.phase
+            )
             compute[work.phase] += seconds
             if work.deferrable:
                 deferrable += seconds
@@ -211,10 +218,17 @@ class _Pricer:
             for some, once in waiting_axes(collective, axes, self.data_axes):
                 latency, per_byte = collective_line(collective.kind, some, self.mesh, self.target)
                 times = collective.count * (1 if once else self.times(collective.phase))
-                entering = local[rows] * widening(collective.dtype, self.target, total=once and self.repeats > 1)
+                entering = local[rows] * widening(
+                    collective.dtype, self.target, total=once and self.repeats > 1
+                )
                 each = latency + per_byte * entering
                 if self.mesh.cluster.measured is not None and latency + per_byte:
-                    each = each * collective_corrections(collective.kind, some, self.mesh, None, entering, each).ratios
+                    each = (
+                        each
+                        * collective_corrections(
+                            collective.kind, some, self.mesh, None, entering, each
+                        ).ratios
+                    )
                 seconds[rows] += times * each
         return seconds
 
@@ -225,10 +239,14 @@ class _Pricer:
         near = rounded_bytes(whole, self.mesh)
         latency, per_byte, moves = self.lines(sources, targets, scatters(edge, self.target), near)
         if edge.kind == "alias":
-            latency = latency * np.array([[pieces(edge, p, q, self.target) for q in targets] for p in sources])
+            latency = latency * np.array(
+                [[pieces(edge, p, q, self.target) for q in targets] for p in sources]
+            )
         times = edge.count * self.times(edge.phase)
         seconds = (latency + per_byte * whole) * times
-        once = seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
+        once = (
+            seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
+        )
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
             seconds, once = self.waiting(edge, sources, targets, seconds)
         return PricedEdge(
@@ -241,11 +259,15 @@ class _Pricer:
             moves=moves,
         )
 
-    def splits(self, node: int, projection: Projection, nodes: Sequence[PricedNode]) -> tuple[_Specs, Ints]:
+    def splits(
+        self, node: int, projection: Projection, nodes: Sequence[PricedNode]
+    ) -> tuple[_Specs, Ints]:
         """`distinct_specs`, once for all edges at one port."""
         known = self.cache.splits.get((node, projection))
         if known is None:
-            known = self.cache.splits[node, projection] = distinct_specs(nodes[node].choices, projection)
+            known = self.cache.splits[node, projection] = distinct_specs(
+                nodes[node].choices, projection
+            )
         return known
 
     def lines(
@@ -261,17 +283,25 @@ class _Pricer:
         if known is None:
             both = np.array([[self.line(p, q, scatter, near) for q in targets] for p in sources])
             moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
-            known = self.cache.tables[sources, targets, scatter, near] = both[..., 0], both[..., 1], moves
+            known = self.cache.tables[sources, targets, scatter, near] = (
+                both[..., 0],
+                both[..., 1],
+                moves,
+            )
         return known
 
-    def line(self, source: Spec, target: Spec, scatter: bool, near: float | None) -> tuple[float, float]:
+    def line(
+        self, source: Spec, target: Spec, scatter: bool, near: float | None
+    ) -> tuple[float, float]:
         """Latency and seconds per byte of the whole array, for one conversion."""
         known = self.cache.lines.get((source, target, scatter, near))
         if known is None:
             moves = reshard(source, target, self.mesh.shape, scatter)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
-                fixed, slope = self.move_line(move, through_copies(move, source, target, self.target), near)
+                fixed, slope = self.move_line(
+                    move, through_copies(move, source, target, self.target), near
+                )
                 latency += fixed
                 per_byte += slope * move.fraction
             known = self.cache.lines[source, target, scatter, near] = latency, per_byte
@@ -279,13 +309,23 @@ class _Pricer:
 
     def move_line(self, move: Move, copies: bool, near: float | None) -> tuple[float, float]:
         """`move_line` of one collective, which many conversions have in common."""
-        key = move.kind, move.axes, move.group, copies, None if near is None else near * move.fraction
+        key = (
+            move.kind,
+            move.axes,
+            move.group,
+            copies,
+            None if near is None else near * move.fraction,
+        )
         known = self.cache.collectives.get(key)
         if known is None:
-            known = self.cache.collectives[key] = move_line(move, copies, self.mesh, self.target, near)
+            known = self.cache.collectives[key] = move_line(
+                move, copies, self.mesh, self.target, near
+            )
         return known
 
-    def waiting(self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats) -> tuple[Floats, Floats]:
+    def waiting(
+        self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats
+    ) -> tuple[Floats, Floats]:
         """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes
         wait for the last micro-batch.
         """
@@ -298,11 +338,17 @@ class _Pricer:
             for q, target in enumerate(targets):
                 before, behind = waiting_apart(source, target, self.data_axes)
                 lines = [
-                    self.line(*change, scatters(edge, self.target, total=total), rounded_bytes(size, self.mesh))
+                    self.line(
+                        *change,
+                        scatters(edge, self.target, total=total),
+                        rounded_bytes(size, self.mesh),
+                    )
                     for change, total, size in ((before, False, each), (behind, True, whole))
                 ]
                 once[p, q] = (lines[1][0] + lines[1][1] * whole) * edge.count
-                apart[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(edge.phase) + once[p, q]
+                apart[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(
+                    edge.phase
+                ) + once[p, q]
         return apart, once
 
     def times(self, phase: Phase) -> int:
@@ -331,11 +377,15 @@ def waiting_axes(
     """
     if not collective.gradient or collective.kind != "all-reduce":
         return [(axes, False)]
-    parts = [(tuple(a for a in axes if (a in data_axes) is waits), waits) for waits in (False, True)]
+    parts = [
+        (tuple(a for a in axes if (a in data_axes) is waits), waits) for waits in (False, True)
+    ]
     return [(some, waits) for some, waits in parts if some]
 
 
-def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target) -> Floats:
+def work_seconds(
+    work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target
+) -> Floats:
     """Roofline: the longer of arithmetic and memory traffic, and the launches that no split
     removes; corrected where the cluster's devices were measured.
 
@@ -352,7 +402,9 @@ def work_seconds(work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalM
 def corrected_work(
     work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target
 ) -> tuple[Floats, Corrections | None]:
-    """The cost model's seconds of `work_seconds`, and what measurements say of them, if there are any."""
+    """The cost model's seconds of `work_seconds`, and what measurements say of them, if there are
+    any.
+    """
     device, measured = mesh.cluster.device, mesh.cluster.measured
     moved = np.zeros(len(choices))
     for num_bytes, split_by in work.arrays:
@@ -372,12 +424,20 @@ def corrected_work(
     # A measurement is of one kernel.
     count = max(work.kernels, 1.0)
     if points is not None:
-        return seconds, measured.correct(f"product {work.dtype}", np.log2(points.T), seconds / count)
-    return seconds, measured.correct("traffic", size_points(moved / count)[:, None], seconds / count)
+        return seconds, measured.correct(
+            f"product {work.dtype}", np.log2(points.T), seconds / count
+        )
+    return seconds, measured.correct(
+        "traffic", size_points(moved / count)[:, None], seconds / count
+    )
 
 
-def _product_points(work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh) -> Floats:
-    """Shapes of the products of a device under each choice, `(4, choices)`: products, rows, columns, and length of the sums."""
+def _product_points(
+    work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh
+) -> Floats:
+    """Shapes of the products of a device under each choice, `(4, choices)`: products, rows,
+    columns, and length of the sums.
+    """
     left, right, result = (np.array(split_by) for _, split_by in work.arrays)
     # A factor of all three arrays repeats the product; one of the result comes from the left or
     # from the right.
@@ -413,7 +473,9 @@ def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> f
     return elements / points if elements >= _FEWEST_POSITIONS * points else 1.0
 
 
-def _local_size(sizes: Sequence[int], factors: NDArray[np.bool_], choices: Ints, mesh: LogicalMesh) -> Floats:
+def _local_size(
+    sizes: Sequence[int], factors: NDArray[np.bool_], choices: Ints, mesh: LogicalMesh
+) -> Floats:
     """Elements that a device holds of the index space of some factors, under each choice."""
     whole = math.prod(size for size, counts in zip(sizes, factors, strict=True) if counts)
     return whole / shards(choices, factors.tolist(), mesh.shape)

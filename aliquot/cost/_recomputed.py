@@ -16,7 +16,9 @@ from .memory import MemoryModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Per device and micro-batch: seconds that the backward pass takes longer, and bytes that are not kept for it."""
+    """Per device and micro-batch: seconds that the backward pass takes longer, and bytes that are
+    not kept for it.
+    """
 
     seconds: float = 0.0
     freed_bytes: float = 0.0
@@ -30,8 +32,9 @@ def recomputation(
 ) -> Recomputation:
     """Costs and savings of products that the backward pass may work out again.
 
-    What is kept is chosen as by the runtime (`what_to_keep`). Seconds are those of the products that are then repeated,
-    with the arrays that they alone fill and the conversions before and behind them.
+    What is kept is chosen as by the runtime (`what_to_keep`). Seconds are those of the products
+    that are then repeated, with the arrays that they alone fill and the conversions before and
+    behind them.
 
     Args:
         model: memory under the choices.
@@ -39,7 +42,11 @@ def recomputation(
     """
     ops = operators_of(priced.graph, repeat)
     again, freed = _again(graph, ops)
-    share = {node: len(again & mine) / len(mine) for node in repeat if (mine := operators_of(priced.graph, {node}))}
+    share = {
+        node: len(again & mine) / len(mine)
+        for node in repeat
+        if (mine := operators_of(priced.graph, {node}))
+    }
     share |= _filled_by(priced, share)
     seconds = 0.0
     for node, part in share.items():
@@ -50,22 +57,32 @@ def recomputation(
         part = max(share.get(edge.source, 0.0), share.get(edge.target, 0.0))
         if edge.phase is Phase.FORWARD and not edge.gradient:
             seconds += part * (paid - float(priced.edges[index].once_s[source, target]))
-    return Recomputation(seconds=seconds / priced.repeats, freed_bytes=_freed_bytes(graph, model, picks, freed))
+    return Recomputation(
+        seconds=seconds / priced.repeats, freed_bytes=_freed_bytes(graph, model, picks, freed)
+    )
 
 
 # The same layers are looked at on mesh after mesh.
 @functools.lru_cache(maxsize=64)
 def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """The operators that the backward pass repeats, and those of which it keeps no result any more."""
+    """The operators that the backward pass repeats, and those of which it keeps no result any
+    more.
+    """
     items = items_of(graph)
-    forward = [item for item in items if item.phase not in (Phase.BACKWARD, Phase.UPDATE) and not item.shared]
+    forward = [
+        item
+        for item in items
+        if item.phase not in (Phase.BACKWARD, Phase.UPDATE) and not item.shared
+    ]
     names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
     inside = {o for item in forward for o in item.outputs}
     read = {i for item in items if item.phase is Phase.BACKWARD for i in item.inputs}
     free = {i.value for i in graph.inputs} | graph.constants.keys()
     free |= {o for item in items if item.shared for o in item.outputs}
     wanted = sorted(read & inside)
-    kept = what_to_keep(forward, names, wanted, graph.values, free=free, read_anyway=read - inside, repeat=repeat)
+    kept = what_to_keep(
+        forward, names, wanted, graph.values, free=free, read_anyway=read - inside, repeat=repeat
+    )
     again = frozenset(op for item in items_between(forward, wanted, kept) for op in item.ops)
     freed: set[int] = set()
     dropped: set[int] = set()
@@ -82,7 +99,9 @@ def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozen
 
 
 def _filled_by(priced: Priced, share: dict[int, float]) -> dict[int, float]:
-    """For arrays that products alone fill, how much of them is worked out again: scores with their softmax, for example."""
+    """For arrays that products alone fill, how much of them is worked out again: scores with their
+    softmax, for example.
+    """
     fillers: dict[int, list[float]] = {}
     for site in priced.graph.sites:
         if not site.results or len(site.results[0]) < 2:
@@ -103,5 +122,7 @@ def _freed_bytes(graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in ("activations", "temporaries"):
             alive = (r.births < moment) & (r.deaths >= moment) & np.isin(r.births, operators)
-            total_bytes += int(np.count_nonzero(alive)) * float(local[picks[r.node]] if r.node >= 0 else local[0])
+            total_bytes += int(np.count_nonzero(alive)) * float(
+                local[picks[r.node]] if r.node >= 0 else local[0]
+            )
     return total_bytes

@@ -80,7 +80,11 @@ def price_stage(
         graph=graph,
         costs=phase_costs(priced, picks, graph, model),
         recompute=recompute,
-        again=recomputation(priced, picks, graph, model, repeat) if recompute == "operators" else NOTHING_AGAIN,
+        again=(
+            recomputation(priced, picks, graph, model, repeat)
+            if recompute == "operators"
+            else NOTHING_AGAIN
+        ),
     )
 
 
@@ -111,9 +115,13 @@ def predict_stages(
         intra=intra,
         inter=inter,
     )
-    costs = _stage_costs(stages, edges[1:].tolist(), boundary_bytes, overlaps_transfers=overlaps_transfers)
+    costs = _stage_costs(
+        stages, edges[1:].tolist(), boundary_bytes, overlaps_transfers=overlaps_transfers
+    )
     times = simulate(schedule, costs)
-    predictions = tuple(_stage_prediction(k, stage, schedule, costs, times) for k, stage in enumerate(stages))
+    predictions = tuple(
+        _stage_prediction(k, stage, schedule, costs, times) for k, stage in enumerate(stages)
+    )
     return PipelinePrediction(
         step=_step_prediction(stages, predictions, schedule, times, memory_limit_bytes),
         stages=predictions,
@@ -150,8 +158,12 @@ def _stage_costs(
         state_bytes=state + np.where(whole, kept, freed),
         in_flight_bytes=np.where(whole, entering, kept - freed),
         # A backward pass that stays whole leaves nothing.
-        deferred_bytes=np.array([s.costs.deferred_bytes if s.recompute == "none" else 0.0 for s in stages]),
-        handed_bytes=np.array([s.costs.handed_bytes if s.recompute == "none" else 0.0 for s in stages]),
+        deferred_bytes=np.array(
+            [s.costs.deferred_bytes if s.recompute == "none" else 0.0 for s in stages]
+        ),
+        handed_bytes=np.array(
+            [s.costs.handed_bytes if s.recompute == "none" else 0.0 for s in stages]
+        ),
         working_bytes=np.array([s.costs.working_bytes for s in stages]),
         overlaps_transfers=overlaps_transfers,
     )
@@ -195,7 +207,8 @@ def _step_prediction(
     gradient = sum(stages[k].costs.gradient_s for k in busiest)
     communication = sum(stages[k].costs.communication_s for k in busiest)
     busy = sum(
-        schedule.num_micro_batches * (predictions[k].forward_s + predictions[k].backward_s) + predictions[k].update_s
+        schedule.num_micro_batches * (predictions[k].forward_s + predictions[k].backward_s)
+        + predictions[k].update_s
         for k in busiest
     )
     fullest = max(range(len(stages)), key=lambda k: predictions[k].peak_memory_bytes)
@@ -216,7 +229,9 @@ def _step_prediction(
         peak_memory_bytes=sum(memory.values()),
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=memory,
-        peak_moment=f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight",
+        peak_moment=(
+            f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight"
+        ),
         collectives=tuple(sorted(collectives, key=lambda use: -use.seconds)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,

@@ -39,7 +39,9 @@ def transfer_seconds(
     between = np.minimum(inside, hosts * inter.bandwidth_bytes_per_s)
     latency = np.where(crosses_hosts, inter.latency_s, intra.latency_s)
     sizes = np.asarray(num_bytes, np.float64)
-    return np.asarray(np.where(sizes > 0, sizes / np.where(crosses_hosts, between, inside) + latency, 0.0))
+    return np.asarray(
+        np.where(sizes > 0, sizes / np.where(crosses_hosts, between, inside) + latency, 0.0)
+    )
 
 
 def edge_seconds(
@@ -62,7 +64,11 @@ def edge_seconds(
         before, behind = places[k - 1], places[k]
         if before == behind:
             continue  # What stays on its devices does not travel.
-        hosts = {(start + d) // devices_per_host for start, size in (before, behind) for d in (0, size - 1)}
+        hosts = {
+            (start + d) // devices_per_host
+            for start, size in (before, behind)
+            for d in (0, size - 1)
+        }
         edges[k] = transfer_seconds(
             num_bytes,
             before[1],

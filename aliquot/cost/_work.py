@@ -14,8 +14,9 @@ from ..sharding import NodeIndex, SplitBy, divided_by, whole_bytes
 class Work:
     """Arithmetic and memory traffic of a node in one step, all copies together.
 
-    `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is how many separate programs
-    a device launches, however the work is split. For `deferrable` see `Op`.
+    `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is
+    how many separate programs a device launches, however the work is split. For `deferrable` see
+    `Op`.
     """
 
     phase: Phase
@@ -28,9 +29,15 @@ class Work:
 
 
 def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ...], ...]:
-    """The work of all nodes, in their order. `stored[c]`: whether values of class `c` reach memory."""
+    """The work of all nodes, in their order. `stored[c]`: whether values of class `c` reach
+    memory.
+    """
     return tuple(
-        _product_work(index, which) if kind == "product" else _group_work(index, node, which, stored)
+        (
+            _product_work(index, which)
+            if kind == "product"
+            else _group_work(index, node, which, stored)
+        )
         for node, (kind, which) in enumerate(index.kinds)
     )
 
@@ -49,12 +56,18 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
         dtype = dtype or value.dtype
         port = index.product_port(op_class, rule.operands[position])
         # A gather or scatter touches as much of its operand as it moves, not the whole table.
-        touched = value.num_bytes if rule.flops_per_point else min(value.num_bytes, _moved_bytes(index, op_class))
+        touched = (
+            value.num_bytes
+            if rule.flops_per_point
+            else min(value.num_bytes, _moved_bytes(index, op_class))
+        )
         arrays.append((float(touched) * times, divided_by(port.projection)))
     for position, out in enumerate(op.outputs):
         if out >= 0:
             port = index.product_port(op_class, rule.results[position])
-            arrays.append((float(_touched_result(index, op_class, out)) * times, divided_by(port.projection)))
+            arrays.append(
+                (float(_touched_result(index, op_class, out)) * times, divided_by(port.projection))
+            )
     known = sum(num_bytes for num_bytes, _ in arrays)
     if rule.accessed_bytes * times > known > 0:
         again = rule.accessed_bytes * times / known
@@ -84,10 +97,16 @@ def _moved_bytes(index: NodeIndex, op_class: int) -> int:
 def _touched_result(index: NodeIndex, op_class: int, out: int) -> int:
     num_bytes = index.cuts.graph.values[out].num_bytes
     op = index.cuts.first[op_class]
-    return min(num_bytes, 2 * _moved_bytes(index, op_class)) if op.name.startswith("scatter") else num_bytes
+    return (
+        min(num_bytes, 2 * _moved_bytes(index, op_class))
+        if op.name.startswith("scatter")
+        else num_bytes
+    )
 
 
-def _group_work(index: NodeIndex, node: int, group: int, stored: Sequence[bool]) -> tuple[Work, ...]:
+def _group_work(
+    index: NodeIndex, node: int, group: int, stored: Sequence[bool]
+) -> tuple[Work, ...]:
     """Memory traffic of a group, by phase: each stored array is written once and read once by each
     phase.
 
@@ -104,7 +123,9 @@ def _group_work(index: NodeIndex, node: int, group: int, stored: Sequence[bool])
             continue
         members = cuts.folding.value_members[value_class]
         trips = cuts.first[producer[0]].trips if producer is not None else 1
-        num_bytes = cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
+        num_bytes = (
+            cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
+        )
         split_by = divided_by(index.slot_port(slot).projection)
         if producer is not None and slot == cuts.home(value_class):
             maker = cuts.first[producer[0]]
@@ -113,7 +134,9 @@ def _group_work(index: NodeIndex, node: int, group: int, stored: Sequence[bool])
             kernels[maker.phase, maker.deferrable] += len(members) * trips
         for phase, deferrable in index.reads_by_phase(slot).items():
             # The update of an array is one kernel, which still holds what it has just written.
-            if not (producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE):
+            if not (
+                producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE
+            ):
                 arrays[phase, deferrable].append((num_bytes, split_by))
         if members[0] in index.batch_values:
             # Every device receives its part of the batch: less, where it is split.
@@ -131,7 +154,15 @@ def _group_work(index: NodeIndex, node: int, group: int, stored: Sequence[bool])
     whole = (False,) * len(index.group_classes[node])
     for op_class in index.group_ops.get(node, ()):
         if index.runs_whole(op_class):
-            moved = whole_bytes(index, op_class) * len(cuts.folding.members[op_class]) * cuts.first[op_class].trips
+            moved = (
+                whole_bytes(index, op_class)
+                * len(cuts.folding.members[op_class])
+                * cuts.first[op_class].trips
+            )
             op = cuts.first[op_class]
-            traffic.append(Work(phase=op.phase, split_by=(), arrays=((moved, whole),), deferrable=op.deferrable))
+            traffic.append(
+                Work(
+                    phase=op.phase, split_by=(), arrays=((moved, whole),), deferrable=op.deferrable
+                )
+            )
     return tuple(traffic)

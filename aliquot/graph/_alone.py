@@ -23,7 +23,9 @@ Number: TypeAlias = bool | int | float | complex
 
 
 class LoneOperator:
-    """One operator, taken out of its step. Equal to any that computes the same on equal operands."""
+    """One operator, taken out of its step. Equal to any that computes the same on equal
+    operands.
+    """
 
     def __init__(self, eqn: Any) -> None:
         self._eqn = eqn
@@ -36,7 +38,10 @@ class LoneOperator:
         """The operator of an equation; None if it takes or makes something other than arrays, or
         has effects.
         """
-        arrays = all(hasattr(v.aval, "shape") and hasattr(v.aval, "dtype") for v in (*eqn.invars, *eqn.outvars))
+        arrays = all(
+            hasattr(v.aval, "shape") and hasattr(v.aval, "dtype")
+            for v in (*eqn.invars, *eqn.outvars)
+        )
         return LoneOperator(eqn) if arrays and not eqn.effects else None
 
     def __eq__(self, other: object) -> bool:
@@ -50,7 +55,9 @@ class LoneOperator:
         be compared.
         """
         try:
-            params = tuple((name, _hashable(value)) for name, value in sorted(self._eqn.params.items()))
+            params = tuple(
+                (name, _hashable(value)) for name, value in sorted(self._eqn.params.items())
+            )
             literals = tuple((k, str(value)) for k, value in sorted(self._literals.items()))
             key = self._eqn.primitive, params, tuple(map(str, self._dtypes)), literals
             hash(key)
@@ -65,7 +72,9 @@ class LoneOperator:
         structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, self._dtypes, strict=True)]
         try:
             with _quietly():
-                structs_made = jax.eval_shape(lambda *arrays: compat.bind(self._eqn, arrays), *structs)
+                structs_made = jax.eval_shape(
+                    lambda *arrays: compat.bind(self._eqn, arrays), *structs
+                )
         except Exception:  # Whatever a library's own checks raise.
             return None
         outvars = self._eqn.outvars
@@ -84,13 +93,17 @@ class LoneOperator:
         random = np.random.default_rng(draw)
         fewest = min((n for shape in shapes for n in shape if n > 1), default=2)
         return [
-            np.asarray(self._literals[k])
-            if k in self._literals
-            else _random(random, shape, dtype, draw, min(fewest, 2 + draw))
+            (
+                np.asarray(self._literals[k])
+                if k in self._literals
+                else _random(random, shape, dtype, draw, min(fewest, 2 + draw))
+            )
             for k, (shape, dtype) in enumerate(zip(shapes, self._dtypes, strict=True))
         ]
 
-    def run(self, draws: Sequence[Sequence[Sequence[NDArray[Any]]]]) -> list[list[list[NDArray[Any]]]] | None:
+    def run(
+        self, draws: Sequence[Sequence[Sequence[NDArray[Any]]]]
+    ) -> list[list[list[NDArray[Any]]]] | None:
         """Results for several lists of operands, for each draw; None if they cannot be compiled or
         run for the host.
 
@@ -109,7 +122,8 @@ class LoneOperator:
             with _quietly(), jax.default_device(device):
                 jitted = jax.jit(program)
                 results_of_calls = [
-                    jitted(jax.device_put([list(operands) for operands in calls], device)) for calls in draws
+                    jitted(jax.device_put([list(operands) for operands in calls], device))
+                    for calls in draws
                 ]
                 return [jax.tree.map(np.asarray, results) for results in results_of_calls]
         except Exception:  # Nothing is lost: the operator then runs whole.
@@ -119,7 +133,12 @@ class LoneOperator:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Whatever a try says or checks is none of the user's business."""
-    with warnings.catch_warnings(), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+    with (
+        warnings.catch_warnings(),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+    ):
         warnings.simplefilter("ignore")
         yield
 
@@ -128,7 +147,9 @@ def _is_key(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _random(random: np.random.Generator, shape: Shape, dtype: Any, draw: int, below: int) -> NDArray[Any]:
+def _random(
+    random: np.random.Generator, shape: Shape, dtype: Any, draw: int, below: int
+) -> NDArray[Any]:
     if _is_key(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         key: NDArray[Any] = random.integers(0, 2**32, words.shape, dtype=np.uint32)
@@ -155,12 +176,18 @@ def _floats(random: np.random.Generator, shape: Shape, draw: int) -> NDArray[Any
 
 
 def _typed(array: Any, dtype: Any) -> Any:
-    return jax.random.wrap_key_data(array, impl=_kind_of_key(dtype)) if _is_key(dtype) else array.astype(dtype)
+    return (
+        jax.random.wrap_key_data(array, impl=_kind_of_key(dtype))
+        if _is_key(dtype)
+        else array.astype(dtype)
+    )
 
 
 def _kind_of_key(dtype: Any) -> Any:
     kinds: list[Any] = []
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    jax.eval_shape(
+        lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
+    )
     return kinds[0]
 
 

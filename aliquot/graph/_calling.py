@@ -87,13 +87,21 @@ class FlatCall:
         """One sentence for each way in which the skeleton of another call differs from this one."""
         lines = [f"{path} is missing" for path in self.paths if path not in set(other.paths)]
         lines += [f"{path} is new" for path in other.paths if path not in set(self.paths)]
-        mine = {path: value for path, (_, value) in zip(self.static_paths, self.statics, strict=True)}
-        theirs = {path: value for path, (_, value) in zip(other.static_paths, other.statics, strict=True)}
+        mine = {
+            path: value for path, (_, value) in zip(self.static_paths, self.statics, strict=True)
+        }
+        theirs = {
+            path: value for path, (_, value) in zip(other.static_paths, other.statics, strict=True)
+        }
         for path in mine | theirs:
             if path not in theirs or path not in mine:
-                lines.append(f"{path}, which is no array, is {'new' if path in theirs else 'missing'}")
+                lines.append(
+                    f"{path}, which is no array, is {'new' if path in theirs else 'missing'}"
+                )
             elif mine[path] is not theirs[path] and mine[path] != theirs[path]:
-                lines.append(f"{path}, which is no array, was {mine[path]!r} and is {theirs[path]!r}")
+                lines.append(
+                    f"{path}, which is no array, was {mine[path]!r} and is {theirs[path]!r}"
+                )
         if not lines and self.trees != other.trees:
             lines.append("the static fields of some argument have changed")
         if not lines and self.definition != other.definition:
@@ -147,7 +155,9 @@ class Calling:
         Raises:
             CaptureError: other arguments are passed.
         """
-        return _flatten(self.names, self._values(args, kwargs), self.modules, self.static_numbers, shapes=False)
+        return _flatten(
+            self.names, self._values(args, kwargs), self.modules, self.static_numbers, shapes=False
+        )
 
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Argument values in the order of the example call."""
@@ -157,8 +167,9 @@ class Calling:
         by_name = dict(zip(names, values, strict=True))
         if by_name.keys() != set(self.names):
             raise CaptureError(
-                f"{_name(self.fn)} was captured with the arguments ({', '.join(self.names)}) "
-                f"and is called with ({', '.join(names)}). Call it as it was captured, or capture it again."
+                f"{_name(self.fn)} was captured with the arguments ({', '.join(self.names)}) and is"
+                f" called with ({', '.join(names)}). Call it as it was captured, or capture it"
+                " again."
             )
         return tuple(by_name[name] for name in self.names)
 
@@ -168,7 +179,9 @@ class Calling:
         """
         values, objects = _rebuild(self.call, self.names, self.modules, leaves)
         positional = values[: self.num_positional]
-        keywords = dict(zip(self.names[self.num_positional :], values[self.num_positional :], strict=True))
+        keywords = dict(
+            zip(self.names[self.num_positional :], values[self.num_positional :], strict=True)
+        )
         result = self.fn(*positional, **keywords)
         pairs, tree = tree_flatten_with_path(result)
         settings = _nnx.inside_equinox(result)
@@ -186,7 +199,9 @@ class Calling:
             elif self._known_static(leaf):
                 statics.append((position, leaf))
             else:
-                wrong.append(f"{''.join(path_parts(keys)) or 'the result itself'} is a {type(leaf).__name__}")
+                wrong.append(
+                    f"{''.join(path_parts(keys)) or 'the result itself'} is a {type(leaf).__name__}"
+                )
         if wrong:
             raise CaptureError(
                 f"{_name(self.fn)} returns something that is no array: {'; '.join(wrong)}. "
@@ -204,10 +219,14 @@ class Calling:
         return arrays
 
     def finish(self, outputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Flat results to the user's result; NNX objects among the arguments take their new state."""
+        """Flat results to the user's result; NNX objects among the arguments take their new
+        state.
+        """
         leaves = list(outputs[: self.num_results])
         for position, static in self.out_statics:
-            leaves.insert(position, jnp.asarray(static.value) if isinstance(static, _Number) else static)
+            leaves.insert(
+                position, jnp.asarray(static.value) if isinstance(static, _Number) else static
+            )
         if self.modules:
             values = self._values(args, kwargs)
             objects = {n: v for n, v in zip(self.names, values, strict=True) if n in self.modules}
@@ -244,14 +263,16 @@ def calling_of(
     """
     if not callable(fn):
         raise CaptureError(
-            f"A training step must be a function, got a {type(fn).__name__}. "
-            "Pass the function itself first, then example arguments: capture(train_step, state, batch)."
+            f"A training step must be a function, got a {type(fn).__name__}. Pass the function"
+            " itself first, then example arguments: capture(train_step, state, batch)."
         )
     names, values = _named(fn, args, kwargs)
     modules = tuple(n for n, v in zip(names, values, strict=True) if _nnx.holds_module(v))
     positions, keywords = compat.static_arguments(fn)
     static_numbers |= {
-        n for k, n in enumerate(names) if n in keywords or (k < len(args) and positions & {k, k - len(args)})
+        n
+        for k, n in enumerate(names)
+        if n in keywords or (k < len(args) and positions & {k, k - len(args)})
     }
     return Calling(
         fn=fn,
@@ -267,7 +288,9 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _named(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def _named(
+    fn: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Argument names (those of the signature where there is one) and values, in call order."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())

@@ -29,9 +29,10 @@ _MOST_ELEMENTS = 2**53
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     """Trace a training step, as it is, into a `Graph`.
 
-    Python numbers inside an argument's pytree (such as the step counter of a fresh Flax `TrainState`) are traced as
-    `jax.jit` does, unless a jitted step declares them static or the step needs their values; those, the settings of
-    Equinox modules and everything else that is no array (a function, a flag) are static: part of the plan.
+    Python numbers inside an argument's pytree (such as the step counter of a fresh Flax
+    `TrainState`) are traced as `jax.jit` does, unless a jitted step declares them static or the
+    step needs their values; those, the settings of Equinox modules and everything else that is no
+    array (a function, a flag) are static: part of the plan.
 
     Args:
         fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come
@@ -45,8 +46,9 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     calling = calling_of(fn, args, kwargs)
     if not calling.call.leaves:
         raise CaptureError(
-            f"{getattr(fn, '__name__', 'The step')} was given no arrays. Pass example arguments (arrays or "
-            "jax.ShapeDtypeStruct) after the function: capture(train_step, state, batch)."
+            f"{getattr(fn, '__name__', 'The step')} was given no arrays. Pass example arguments"
+            " (arrays or jax.ShapeDtypeStruct) after the function: capture(train_step, state,"
+            " batch)."
         )
     numbers = calling.call.numbers
     if not numbers:
@@ -64,7 +66,11 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
 
 
 def _with_fewest_static(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], numbers: Sequence[str], graph: Graph
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    numbers: Sequence[str],
+    graph: Graph,
 ) -> Graph:
     """The graph of a step that needs the values of some numbers, in which as few as possible are
     static.
@@ -111,9 +117,9 @@ def _require_sizes(values: Sequence[Value]) -> None:
     largest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
         raise CaptureError(
-            f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of "
-            f"{math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at most. Make the model or the batch "
-            "smaller."
+            f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of"
+            f" {math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at most."
+            " Make the model or the batch smaller."
         )
 
 
@@ -126,8 +132,9 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     except NameError as error:
         if "unbound axis name" in str(error):
             error.add_note(
-                "A plan is made from the step that one device would run on the whole batch. Take out collectives over "
-                "devices, such as `jax.lax.pmean(grads, axis)`: the plan puts in what its splits need."
+                "A plan is made from the step that one device would run on the whole batch. Take"
+                " out collectives over devices, such as `jax.lax.pmean(grads, axis)`: the plan puts"
+                " in what its splits need."
             )
         raise
     inliner = Inliner()
@@ -154,7 +161,9 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
             for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
         ]
     )
-    outputs = tuple([Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)])
+    outputs = tuple(
+        [Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)]
+    )
     return Graph(
         name=getattr(calling.fn, "__name__", type(calling.fn).__name__),
         values=values,
@@ -168,14 +177,19 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
 
 
 def _inputs(
-    calling: Calling, values: Sequence[Value], ops: Sequence[Op], input_values: Sequence[int], outputs: Sequence[Output]
+    calling: Calling,
+    values: Sequence[Value],
+    ops: Sequence[Op],
+    input_values: Sequence[int],
+    outputs: Sequence[Output],
 ) -> tuple[Input, ...]:
     """The step's inputs with their roles, and for state the output that replaces it."""
     reach = reach_of(ops, values)
     trains = any(op.phase is Phase.BACKWARD for op in ops)
     call = calling.call
     # Behind the step's results stand the arrays of NNX objects that it changed in place, under the
-    # paths of their inputs. Arrays of other arguments are matched with results by how they are used.
+    # paths of their inputs. Arrays of other arguments are matched with results by how they are
+    # used.
     state = {outputs[k].path: k for k in range(calling.num_results, len(outputs))}
     successors = {k: state[path] for k, path in enumerate(call.paths) if path in state}
     plain = [k for k, parts in enumerate(call.parts) if parts[0] not in calling.modules]
@@ -192,5 +206,7 @@ def _inputs(
         Input(path=path, value=value, role=Role.OTHER, output=successors.get(k))
         for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True))
     ]
-    batch = batch_paths(calling.names, [parts[0] for parts in call.parts], values, inputs, reach, trains)
+    batch = batch_paths(
+        calling.names, [parts[0] for parts in call.parts], values, inputs, reach, trains
+    )
     return assign_roles(reach, values, inputs, outputs, batch)

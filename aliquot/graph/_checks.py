@@ -80,7 +80,9 @@ def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         return [jnp.broadcast_to(numbers[v.aval.dtype], v.aval.shape) for v in body.outvars]
 
     try:
-        closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
+        closed = jax.make_jaxpr(run)(
+            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars)
+        )
     except KeyError:
         return body, consts
     return compat.open_body(closed)

@@ -57,7 +57,9 @@ def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int])
     # Nearly all are operators.
     inside = tuple(ops_inside(what)) if isinstance(what, Call) else (what,)
     inputs = reads_of(graph, what)
-    outputs = tuple([o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0])
+    outputs = tuple(
+        [o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0]
+    )
     reads = 0
     for i in inputs:
         reads |= sees[i]
@@ -111,7 +113,9 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
 
 
 def plain_item(graph: Graph, what: int | Call, phase: Phase) -> Item:
-    """An operator or a call that need not be at the top of the step: inside a body, or half of a call."""
+    """An operator or a call that need not be at the top of the step: inside a body, or half of a
+    call.
+    """
     outputs = what.outputs if isinstance(what, Call) else graph.ops[what].outputs
     return Item(
         what=what,
@@ -161,14 +165,18 @@ def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
 
 
 def _cost(op: Op, sizes: Sequence[int]) -> float:
-    arrays = [sizes[i] for i in op.inputs if type(i) is int] + [sizes[o] for o in op.outputs if o >= 0]
+    arrays = [sizes[i] for i in op.inputs if type(i) is int] + [
+        sizes[o] for o in op.outputs if o >= 0
+    ]
     # A link moves one row of a stack in a round.
     moved = min(arrays, default=0) if op.is_link else sum(arrays)
     flops = 0.0
     if op.name == "dot_general":
         (contracted, _), _ = op.params["dimension_numbers"]
         left = op.eqn.invars[0].aval.shape
-        flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
+        flops = (
+            2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
+        )
     elif op.name == "conv_general_dilated":
         kernel = op.eqn.invars[1].aval.shape
         features = kernel[op.params["dimension_numbers"].rhs_spec[0]]

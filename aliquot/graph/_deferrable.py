@@ -62,7 +62,11 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
         item = items[k]
         if item.phase is Phase.UPDATE or k in late:
             continue
-        by = {stages[k]} if stages[k] != SHARED else {s for o in item.outputs for s in readers.get(o, ())}
+        by = (
+            {stages[k]}
+            if stages[k] != SHARED
+            else {s for o in item.outputs for s in readers.get(o, ())}
+        )
         for i in item.inputs:
             readers[i] |= by
     homes = {v: stages[k] for v, k in maker.items() if stages[k] != SHARED}
@@ -76,7 +80,11 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
         if needed.isdisjoint(item.outputs):
             deferrable.add(k)
             continue
-        half = first_half(graph, item.what, needed.intersection(item.outputs)) if isinstance(item.what, Call) else None
+        half = (
+            first_half(graph, item.what, needed.intersection(item.outputs))
+            if isinstance(item.what, Call)
+            else None
+        )
         reads: Sequence[int] = item.inputs
         if half is not None:
             halves[k] = half
@@ -95,7 +103,9 @@ def hands_on_gradients(op: Op) -> bool:
 
 
 def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
-    """Positions of the backward items that add gradients up, or hand them on, for the update alone."""
+    """Positions of the backward items that add gradients up, or hand them on, for the update
+    alone.
+    """
     sums: set[int] = set()
     wanted: set[int] = set()
     for k in range(len(items) - 1, -1, -1):
@@ -116,7 +126,11 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
 
 
 def _add_reads(
-    reads: Sequence[int], items: Sequence[Item], stages: Sequence[int], maker: dict[int, int], needed: set[int]
+    reads: Sequence[int],
+    items: Sequence[Item],
+    stages: Sequence[int],
+    maker: dict[int, int],
+    needed: set[int],
 ) -> None:
     """Add what an item reads, itself or through the shared items that are worked out for it."""
     waiting = list(reads)

@@ -22,13 +22,17 @@ from ._types import Block, Call, Graph, Literal, Op, Operand
 
 
 class ReplayHook:
-    """Hooks that a replay calls on its way. The methods change nothing; override those that matter."""
+    """Hooks that a replay calls on its way. The methods change nothing; override those that
+    matter.
+    """
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         """The operands that `op` gets, one for each of `op.inputs`."""
         return arrays
 
-    def run(self, op: Op, arrays: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Sequence[Any]:
+    def run(
+        self, op: Op, arrays: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    ) -> Sequence[Any]:
         """Results of `op`; `bind` runs an equation on operands, under the names of `op`."""
         return bind(op.eqn, arrays)
 
@@ -49,7 +53,9 @@ class ReplayHook:
         return nullcontext()
 
     def row(self, index: int, array: Any) -> Any:
-        """The row that one turn of a scan contributes to the stacked result with that value index."""
+        """The row that one turn of a scan contributes to the stacked result with that value
+        index.
+        """
         return array
 
 
@@ -72,8 +78,8 @@ def evaluate(graph: Graph, inputs: Sequence[Any], *, on_op: ReplayHook | None = 
     """
     if len(inputs) != len(graph.inputs):
         raise InputError(
-            f"{graph.name} takes {len(graph.inputs)} arrays and is given {len(inputs)}. "
-            "Pass one for each of graph.inputs, in order; graph.calling.flatten(args, kwargs) gives them."
+            f"{graph.name} takes {len(graph.inputs)} arrays and is given {len(inputs)}. Pass one"
+            " for each of graph.inputs, in order; graph.calling.flatten(args, kwargs) gives them."
         )
     replay = _Replay(graph, on_op)
     for item, array in zip(graph.inputs, inputs, strict=True):
@@ -83,7 +89,9 @@ def evaluate(graph: Graph, inputs: Sequence[Any], *, on_op: ReplayHook | None = 
 
 
 class _Replay:
-    """Arrays by value index. Indices are unique over all bodies, so one table serves every depth."""
+    """Arrays by value index. Indices are unique over all bodies, so one table serves every
+    depth.
+    """
 
     def __init__(self, graph: Graph, hook: ReplayHook | None) -> None:
         self.env: list[Any] = [None] * len(graph.values)
@@ -113,7 +121,9 @@ class _Replay:
                 results: Sequence[Any] = compat.bind(op.eqn, arrays, name_stack)
             else:
                 bind = functools.partial(compat.bind, name_stack=name_stack)
-                results = hook.results(op, list(hook.run(op, hook.operands(op, list(arrays)), bind)))
+                results = hook.results(
+                    op, list(hook.run(op, hook.operands(op, list(arrays)), bind))
+                )
             for index, array in zip(op.outputs, results, strict=True):
                 if index >= 0:
                     env[index] = array
@@ -131,7 +141,12 @@ class _Replay:
 
     def _call(self, call: Call) -> None:
         arrays = [self._read(operand) for operand in call.inputs]
-        rebuild = {"remat": self._remat, "scan": self._scan, "while": self._while, "cond": self._cond}[call.kind]
+        rebuild = {
+            "remat": self._remat,
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+        }[call.kind]
         with compat.named_as(call.eqn):
             results = rebuild(call, arrays)
         for index, array in zip(call.outputs, results, strict=True):
@@ -147,7 +162,9 @@ class _Replay:
             outer = [(i, self.env[i]) for i in block.inputs if isinstance(i, int)]
             for index, array in zip(block.inputs, inner, strict=True):
                 if isinstance(index, int):
-                    self.env[index] = array if self._hook is None else self._hook.value(index, array)
+                    self.env[index] = (
+                        array if self._hook is None else self._hook.value(index, array)
+                    )
             self.run(block.items)
             results = self.outputs(block)
             for index, array in outer:

@@ -34,7 +34,10 @@ class Extract:
 
 
 def extract_stages(
-    graph: Graph, staging: Staging, batch_dims: Mapping[int, int], stages: Iterable[int] | None = None
+    graph: Graph,
+    staging: Staging,
+    batch_dims: Mapping[int, int],
+    stages: Iterable[int] | None = None,
 ) -> tuple[Extract, ...]:
     """Everything that each stage runs.
 
@@ -66,12 +69,16 @@ def extract_stages(
     for stage in range(staging.num_stages) if stages is None else stages:
         chosen = _with_shared(staging.items, maker, items_of[stage])
         made_here = {o for k in chosen for o in staging.items[k].outputs}
-        reads = dict.fromkeys(i for k in chosen for i in staging.items[k].inputs if i not in made_here)
+        reads = dict.fromkeys(
+            i for k in chosen for i in staging.items[k].inputs if i not in made_here
+        )
         inputs = []
         for v in reads:
             if v not in graph.constants:
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
-                inputs.append(named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=role))
+                inputs.append(
+                    named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=role)
+                )
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
         mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
@@ -90,7 +97,8 @@ def extract_stages(
 
 
 def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
-    """Some items of a step as a graph of their own, such as a group of products and what lies between them.
+    """Some items of a step as a graph of their own, such as a group of products and what lies
+    between them.
 
     What they read is an input, what others read an output.
 
@@ -99,17 +107,28 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     """
     made_here = {o for item in items for o in item.outputs}
     named = {item.value: item for item in graph.inputs}
-    reads = dict.fromkeys(i for item in items for i in item.inputs if i not in made_here and i not in graph.constants)
-    inputs = [named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER) for v in reads]
+    reads = dict.fromkeys(
+        i for item in items for i in item.inputs if i not in made_here and i not in graph.constants
+    )
+    inputs = [
+        named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
+        for v in reads
+    ]
     places = {item.what for item in items if not isinstance(item.what, Call)}
     calls = {id(item.what) for item in items if isinstance(item.what, Call)}
     leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
     for item in items_of(graph):
-        if item.what not in places if not isinstance(item.what, Call) else id(item.what) not in calls:
+        if (
+            item.what not in places
+            if not isinstance(item.what, Call)
+            else id(item.what) not in calls
+        ):
             leaving.update(item.inputs)
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    return _Builder(graph, links).build(items, [replace(i, output=None) for i in inputs], outputs, set())
+    return _Builder(graph, links).build(
+        items, [replace(i, output=None) for i in inputs], outputs, set()
+    )
 
 
 def is_from_another_stage(item: Input) -> bool:
@@ -141,7 +160,9 @@ def _indices(op: Op) -> list[int | None]:
     return [i if isinstance(i, int) else None for i in op.inputs]
 
 
-def _with_shared(items: Sequence[Item], maker: Mapping[int, int], positions: Iterable[int]) -> list[int]:
+def _with_shared(
+    items: Sequence[Item], maker: Mapping[int, int], positions: Iterable[int]
+) -> list[int]:
     """Items, and the shared ones that they need; but no arithmetic between scalars of the update,
     long and cheap.
     """
@@ -165,7 +186,11 @@ class _Builder:
         self._values: list[int] = []
 
     def build(
-        self, items: Sequence[Item], inputs: Sequence[Input], outputs: Sequence[Output], deferrable: set[int]
+        self,
+        items: Sequence[Item],
+        inputs: Sequence[Input],
+        outputs: Sequence[Output],
+        deferrable: set[int],
     ) -> Extract:
         graph = self._graph
         self._deferrable = deferrable
@@ -174,7 +199,11 @@ class _Builder:
         place = {id(o): n for n, o in enumerate(graph.outputs)}
         positions = {place[id(o)]: n for n, o in enumerate(outputs) if id(o) in place}
         new_inputs = tuple(
-            replace(i, value=self._value(i.value), output=positions.get(i.output) if i.output is not None else None)
+            replace(
+                i,
+                value=self._value(i.value),
+                output=positions.get(i.output) if i.output is not None else None,
+            )
             for i in inputs
         )
         new_ops = tuple([self._op(graph.ops[k]) for k in ops])
@@ -184,7 +213,9 @@ class _Builder:
             outputs=tuple(self._operand(o.value) for o in outputs),
         )
         new_outputs = tuple(Output(path=o.path, value=self._operand(o.value)) for o in outputs)
-        constants = {self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number}
+        constants = {
+            self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number
+        }
         values = tuple(
             Value(index=n, shape=old.shape, dtype=old.dtype, itemsize=old.itemsize)
             for n, old in enumerate(graph.values[v] for v in self._values)
@@ -238,7 +269,9 @@ class _Builder:
         return Op(
             index=self._op_number[op.index],
             name=op.name,
-            inputs=tuple([known[i] if type(i) is int and i in known else self._operand(i) for i in op.inputs]),
+            inputs=tuple(
+                [known[i] if type(i) is int and i in known else self._operand(i) for i in op.inputs]
+            ),
             outputs=tuple([known[o] if o in known else self._value(o) for o in op.outputs]),
             params=op.params,
             phase=op.phase,

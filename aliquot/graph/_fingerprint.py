@@ -45,7 +45,10 @@ def graph_fingerprint(graph: Graph) -> str:
     texts = _Texts()
     lines = [f"{value.shape} {value.dtype}" for value in graph.values]
     for op in graph.ops:
-        lines.append(f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips} {op.region}")
+        lines.append(
+            f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips}"
+            f" {op.region}"
+        )
     lines.append(f"constants {sorted(graph.constants)}")
     _nest(graph.body, texts, lines)
     return _digest(lines)
@@ -68,7 +71,9 @@ def _nest(block: Block, texts: _Texts, lines: list[str]) -> None:
             lines.append(str(item))
             continue
         # Bodies follow as blocks; the text of their jaxprs would say the same again.
-        settings = {key: value for key, value in item.eqn.params.items() if not compat.holds_jaxpr(value)}
+        settings = {
+            key: value for key, value in item.eqn.params.items() if not compat.holds_jaxpr(value)
+        }
         lines.append(f"{item.kind} {_wires(item.inputs)} {item.outputs} {texts.params(settings)}")
         for inner in item.blocks:
             _nest(inner, texts, lines)
@@ -84,7 +89,9 @@ class _Texts:
         self._known: dict[int, tuple[Any, str]] = {}
 
     def params(self, params: Mapping[str, Any]) -> str:
-        return ";".join([f"{key}={self.of(params[key])}" for key in sorted(params)]) if params else ""
+        return (
+            ";".join([f"{key}={self.of(params[key])}" for key in sorted(params)]) if params else ""
+        )
 
     def of(self, value: Any) -> str:
         if value is None or type(value) in (bool, int, float, str):
@@ -101,7 +108,9 @@ class _Texts:
         if isinstance(value, enum.Enum):
             return f"{type(value).__name__}.{value.name}"
         if isinstance(value, Mapping):
-            return "{" + ",".join(sorted(f"{self.of(k)}:{self.of(v)}" for k, v in value.items())) + "}"
+            return (
+                "{" + ",".join(sorted(f"{self.of(k)}:{self.of(v)}" for k, v in value.items())) + "}"
+            )
         if isinstance(value, set | frozenset):
             return "{" + ",".join(sorted(map(self.of, value))) + "}"
         if isinstance(value, tuple | list):

@@ -1,5 +1,5 @@
-"""The operators inside a loop over layers or a remat region of a backward pass that the gradients of
-its inputs need.
+"""The operators inside a loop over layers or a remat region of a backward pass that the gradients
+of its inputs need.
 
 The others make gradients of weights, which no other stage waits for. Where there are products among
 them, a loop or region is run as two (`_halves`), and planners price their operators one by one as
@@ -70,7 +70,9 @@ class FirstHalf:
                 self.add_whole(item)
             else:
                 op = self.graph.ops[item]
-                self.values.update(i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0)
+                self.values.update(
+                    i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0
+                )
 
     def _add_items(self, items: Sequence[int | Call]) -> None:
         for item in reversed(items):
@@ -103,10 +105,17 @@ class FirstHalf:
         self._want(call.outputs[:num_carry], carried, self.values)
         self._want(call.inputs[num_consts:], block.inputs[num_consts:], self.values)
 
-    def _want(self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[int]) -> None:
+    def _want(
+        self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[int]
+    ) -> None:
         """Mark the sources of those targets that are wanted."""
         for source, target in zip(sources, targets, strict=True):
-            if isinstance(target, int) and target in wanted and isinstance(source, int) and source >= 0:
+            if (
+                isinstance(target, int)
+                and target in wanted
+                and isinstance(source, int)
+                and source >= 0
+            ):
                 self.values.add(source)
 
 
@@ -142,7 +151,8 @@ def _follow(graph: Graph, items: Sequence[int | Call], half: FirstHalf, behind: 
         if not isinstance(item, Call):
             op = graph.ops[item]
             if item not in half.ops and (
-                half.any_products((item,)) or not behind.isdisjoint(i for i in op.inputs if isinstance(i, int))
+                half.any_products((item,))
+                or not behind.isdisjoint(i for i in op.inputs if isinstance(i, int))
             ):
                 behind.update(op.outputs)
             continue
@@ -158,7 +168,11 @@ def _follow(graph: Graph, items: Sequence[int | Call], half: FirstHalf, behind: 
             _follow(graph, block.items, half, behind)
             if item.kind == "scan":
                 num_consts, num_carry = compat.scan_counts(item.eqn.params)
-                _pass(block.outputs[:num_carry], block.inputs[num_consts : num_consts + num_carry], behind)
+                _pass(
+                    block.outputs[:num_carry],
+                    block.inputs[num_consts : num_consts + num_carry],
+                    behind,
+                )
         _pass(block.outputs, item.outputs, behind)
 
 

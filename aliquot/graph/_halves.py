@@ -70,7 +70,9 @@ class _Builder:
         results += [(v, v) for v in handed if v not in given]
         return self._as_region(call, first, results), self._as_region(call, second, late), handed
 
-    def _as_region(self, call: Call, items: Sequence[int | Call], results: Sequence[tuple[Operand, int]]) -> Call:
+    def _as_region(
+        self, call: Call, items: Sequence[int | Call], results: Sequence[tuple[Operand, int]]
+    ) -> Call:
         block = Block(inputs=(), items=tuple(items), outputs=tuple(b for b, _ in results))
         bare = replace(call, blocks=(block,), inputs=(), outputs=tuple(o for _, o in results))
         reads = reads_of(self._graph, bare)
@@ -84,16 +86,31 @@ class _Builder:
         starts, sliced = call.inputs[consts : consts + carried], call.inputs[consts + carried :]
         inner, rows = block.inputs[consts : consts + carried], block.inputs[consts + carried :]
         now = [o in self._half.values for o in call.outputs]
-        carries = list(zip(starts, inner, block.outputs[:carried], call.outputs[:carried], now[:carried], strict=True))
-        stacks = list(zip(block.outputs[carried:], call.outputs[carried:], now[carried:], strict=True))
+        carries = list(
+            zip(
+                starts,
+                inner,
+                block.outputs[:carried],
+                call.outputs[:carried],
+                now[:carried],
+                strict=True,
+            )
+        )
+        stacks = list(
+            zip(block.outputs[carried:], call.outputs[carried:], now[carried:], strict=True)
+        )
         slices = list(zip(sliced, rows, strict=True))
         at_hand = free | {row for whole, row in slices if isinstance(row, int) and whole in free}
         # What is the same in every turn is at hand, however large.
         at_hand |= {i for i in reads_of(self._graph, call) if i not in sliced}
-        late_ends = [b for b, _, is_now in stacks if not is_now] + [b for _, _, b, _, is_now in carries if not is_now]
+        late_ends = [b for b, _, is_now in stacks if not is_now] + [
+            b for _, _, b, _, is_now in carries if not is_now
+        ]
         turning = {c for _, c, _, _, is_now in carries if is_now and isinstance(c, int)}
         own = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
-        first, second, handed = self._items(block.items, late_ends, frozenset(at_hand | own), frozenset(turning))
+        first, second, handed = self._items(
+            block.items, late_ends, frozenset(at_hand | own), frozenset(turning)
+        )
         new = [(v, self._stacked(v, call.eqn.params["length"])) for v in handed]
         return (
             self._as_loop(
@@ -122,7 +139,9 @@ class _Builder:
         stacks: Sequence[tuple[Operand, int]],
     ) -> Call:
         ends = [*(b for _, _, b, _ in carries), *(b for b, _ in stacks)]
-        read = {i for item in items for i in reads_of(self._graph, item)} | {i for i in ends if isinstance(i, int)}
+        read = {i for item in items for i in reads_of(self._graph, item)} | {
+            i for i in ends if isinstance(i, int)
+        }
         used = [(whole, row) for whole, row in slices if row in read]
         block = Block(
             inputs=(*(c for _, c, _, _ in carries), *(row for _, row in used)),
@@ -139,14 +158,23 @@ class _Builder:
 
     def _stacked(self, value: int, length: int) -> int:
         row = self.values[value]
-        new = Value(index=len(self.values), shape=(length, *row.shape), dtype=row.dtype, itemsize=row.itemsize)
+        new = Value(
+            index=len(self.values),
+            shape=(length, *row.shape),
+            dtype=row.dtype,
+            itemsize=row.itemsize,
+        )
         self.values.append(new)
         return new.index
 
     # ---- bodies ----------------------------------------------------------------------------------
 
     def _items(
-        self, items: Sequence[int | Call], late_ends: Sequence[Operand], free: frozenset[int], turning: frozenset[int]
+        self,
+        items: Sequence[int | Call],
+        late_ends: Sequence[Operand],
+        free: frozenset[int],
+        turning: frozenset[int],
     ) -> tuple[list[int | Call], list[int | Call], tuple[int, ...]]:
         """Items of a body for both halves, and what the second reads of the first.
 
@@ -172,7 +200,9 @@ class _Builder:
         names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in mine]
         own = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
         made_late = {o for item in own for o in item.outputs}
-        read = dict.fromkeys([i for item in own for i in item.inputs] + [i for i in late_ends if isinstance(i, int)])
+        read = dict.fromkeys(
+            [i for item in own for i in item.inputs] + [i for i in late_ends if isinstance(i, int)]
+        )
         made = {o for item in mine for o in item.outputs} | turning
         wanted = [i for i in read if i in made]
         kept = what_to_keep(

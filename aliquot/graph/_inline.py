@@ -6,7 +6,8 @@ of scan, while and cond get values of their own, and link operators say how thes
 ones:
 
 * `scan_slice(xs) -> x`: `x` is `xs` without its leading dim; `scan_stack(y) -> ys` the reverse.
-* `tie(a, b, ...) -> c`: all have one shape and must be split alike (a loop's carry, the results of a cond's branches).
+* `tie(a, b, ...) -> c`: all have one shape and must be split alike (a loop's carry, the results of
+  a cond's branches).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Inliner:
 
     def new_value(self, aval: Any) -> int:
         shape, dtype, itemsize = self._shape_dtype(aval)
-        self.values.append(Value(index=len(self.values), shape=shape, dtype=dtype, itemsize=itemsize))
+        self.values.append(
+            Value(index=len(self.values), shape=shape, dtype=dtype, itemsize=itemsize)
+        )
         return len(self.values) - 1
 
     def _shape_dtype(self, aval: Any) -> tuple[tuple[int, ...], str, int]:
@@ -55,12 +58,20 @@ class Inliner:
             return shape, name, itemsize
         return tuple(aval.shape), *known
 
-    def block(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int) -> Block:
+    def block(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int
+    ) -> Block:
         """Walk through a body whose `invars` are the given operands; returns its nested view."""
         return self._block(jaxpr, consts, inputs, scope, trips, 0)
 
     def _block(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int, region: int
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        inputs: Sequence[Operand],
+        scope: str,
+        trips: int,
+        region: int,
     ) -> Block:
         items: list[int | Call] = []
         outputs = self._walk(jaxpr, consts, inputs, scope, trips, region, items)
@@ -105,15 +116,31 @@ class Inliner:
     # ---- leaves ----------------------------------------------------------------------------------
 
     def _op(
-        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+        self,
+        eqn: Any,
+        operands: tuple[Operand, ...],
+        scope: str,
+        trips: int,
+        region: int,
+        items: list[int | Call],
     ) -> tuple[int, ...]:
-        outputs = tuple([-1 if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars])
+        outputs = tuple(
+            [-1 if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars]
+        )
         items.append(len(self.drafts))
-        self.drafts.append(Draft(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region))
+        self.drafts.append(
+            Draft(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region)
+        )
         return outputs
 
     def _link(
-        self, name: str, inputs: Iterable[Operand], outputs: tuple[int, ...], scope: str, trips: int, region: int
+        self,
+        name: str,
+        inputs: Iterable[Operand],
+        outputs: tuple[int, ...],
+        scope: str,
+        trips: int,
+        region: int,
     ) -> None:
         self.drafts.append(Draft(name, tuple(inputs), outputs, {}, scope, trips, None, region))
 
@@ -145,7 +172,13 @@ class Inliner:
     # ---- structured operators --------------------------------------------------------------------
 
     def _structured(
-        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+        self,
+        eqn: Any,
+        operands: tuple[Operand, ...],
+        scope: str,
+        trips: int,
+        region: int,
+        items: list[int | Call],
     ) -> tuple[Operand, ...] | None:
         if compat.is_remat(eqn):
             return self._remat(eqn, operands, scope, trips, items)
@@ -159,7 +192,12 @@ class Inliner:
         return None
 
     def _remat(
-        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, items: list[int | Call]
+        self,
+        eqn: Any,
+        operands: tuple[Operand, ...],
+        scope: str,
+        trips: int,
+        items: list[int | Call],
     ) -> tuple[Operand, ...]:
         body, consts = compat.open_body(eqn.params["jaxpr"])
         self._regions += 1
@@ -177,18 +215,28 @@ class Inliner:
             else:
                 taken.add(inner)
                 fresh.append(inner)
-        items.append(Call(kind="remat", eqn=eqn, blocks=(block,), inputs=operands, outputs=tuple(fresh)))
+        items.append(
+            Call(kind="remat", eqn=eqn, blocks=(block,), inputs=operands, outputs=tuple(fresh))
+        )
         return tuple(fresh)
 
     def _scan(
-        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+        self,
+        eqn: Any,
+        operands: tuple[Operand, ...],
+        scope: str,
+        trips: int,
+        region: int,
+        items: list[int | Call],
     ) -> tuple[Operand, ...]:
         p = eqn.params
         (num_consts, num_carry), length = compat.scan_counts(p), p["length"]
         body, consts = compat.open_body(p["jaxpr"])
         inner_trips = trips * length
         init = operands[num_consts : num_consts + num_carry]
-        carry_in = [self.new_value(v.aval) for v in body.invars[num_consts : num_consts + num_carry]]
+        carry_in = [
+            self.new_value(v.aval) for v in body.invars[num_consts : num_consts + num_carry]
+        ]
         slices = [self.new_value(v.aval) for v in body.invars[num_consts + num_carry :]]
         for start, inner in zip(init, carry_in, strict=True):
             self._link("tie", (start,), (inner,), scope, trips, region)
@@ -205,7 +253,13 @@ class Inliner:
         return results
 
     def _while(
-        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+        self,
+        eqn: Any,
+        operands: tuple[Operand, ...],
+        scope: str,
+        trips: int,
+        region: int,
+        items: list[int | Call],
     ) -> tuple[Operand, ...]:
         p = eqn.params
         num_cond, num_body = p["cond_nconsts"], p["body_nconsts"]
@@ -215,7 +269,9 @@ class Inliner:
         carry_in = [self.new_value(v.aval) for v in body.invars[num_body:]]
         for start, inner in zip(init, carry_in, strict=True):
             self._link("tie", (start,), (inner,), scope, trips, region)
-        cond_block = self._block(cond, cond_consts, (*operands[:num_cond], *carry_in), scope, trips, region)
+        cond_block = self._block(
+            cond, cond_consts, (*operands[:num_cond], *carry_in), scope, trips, region
+        )
         body_inputs = (*operands[num_cond : num_cond + num_body], *carry_in)
         body_block = self._block(body, body_consts, body_inputs, scope, trips, region)
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
@@ -224,11 +280,25 @@ class Inliner:
                 self.decided[ends] = results
         for last, inner, result in zip(body_block.outputs, carry_in, results, strict=True):
             self._link("tie", (last, inner), (result,), scope, trips, region)
-        items.append(Call(kind="while", eqn=eqn, blocks=(cond_block, body_block), inputs=operands, outputs=results))
+        items.append(
+            Call(
+                kind="while",
+                eqn=eqn,
+                blocks=(cond_block, body_block),
+                inputs=operands,
+                outputs=results,
+            )
+        )
         return results
 
     def _cond(
-        self, eqn: Any, operands: tuple[Operand, ...], scope: str, trips: int, region: int, items: list[int | Call]
+        self,
+        eqn: Any,
+        operands: tuple[Operand, ...],
+        scope: str,
+        trips: int,
+        region: int,
+        items: list[int | Call],
     ) -> tuple[Operand, ...]:
         blocks = []
         for body, consts in opened_branches(eqn):
@@ -236,5 +306,7 @@ class Inliner:
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
         for k, result in enumerate(results):
             self._link("tie", [b.outputs[k] for b in blocks], (result,), scope, trips, region)
-        items.append(Call(kind="cond", eqn=eqn, blocks=tuple(blocks), inputs=operands, outputs=results))
+        items.append(
+            Call(kind="cond", eqn=eqn, blocks=tuple(blocks), inputs=operands, outputs=results)
+        )
         return results

@@ -79,18 +79,24 @@ def _any_cudnn() -> Iterator[None]:
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, with what makes JAX treat it as a Python number if it came from one."""
+    """The shape of an array, with what makes JAX treat it as a Python number if it came from
+    one.
+    """
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         # 64 bits become 32 unless JAX is told to keep them, as when the array itself is passed.
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    struct: jax.ShapeDtypeStruct = _shape_struct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
+    struct: jax.ShapeDtypeStruct = _shape_struct(
+        leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False)
+    )
     return struct
 
 
 def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
     """The shape of a Python number, as JAX traces it."""
-    struct: jax.ShapeDtypeStruct = _shape_struct((), jax.numpy.result_type(type(number)), weak_type=True)
+    struct: jax.ShapeDtypeStruct = _shape_struct(
+        (), jax.numpy.result_type(type(number)), weak_type=True
+    )
     return struct
 
 
@@ -130,7 +136,9 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
         # Since 0.12 some functions of jax.numpy are traced as one equation, which knows what it is
         # made of.
         structs = [_shape_struct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        closed = jax.make_jaxpr(lambda *arrays: list(eqn.primitive.to_lojax(*arrays, **params)))(*structs)
+        closed = jax.make_jaxpr(lambda *arrays: list(eqn.primitive.to_lojax(*arrays, **params)))(
+            *structs
+        )
         return *open_body(closed), range(len(eqn.invars))
     traced = _traced(eqn.primitive)
     if traced is not None:
@@ -155,15 +163,23 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
     if primitive.name == "bcoo_dot_general":
         # Its lowering for CPUs and TPUs, and for GPUs unless JAX is told to use cuSPARSE.
         implementation = getattr(
-            sys.modules.get("jax.experimental.sparse.bcoo"), "_bcoo_dot_general_impl", implementation
+            sys.modules.get("jax.experimental.sparse.bcoo"),
+            "_bcoo_dot_general_impl",
+            implementation,
         )
     if str(getattr(implementation, "__module__", None)).startswith(_TRACED_LIBRARIES):
         return implementation
     equinox_primitives = sys.modules.get("equinox.internal._primitive")
-    return implementation if primitive in getattr(equinox_primitives, "_vprim_impl_registry", ()) else None
+    return (
+        implementation
+        if primitive in getattr(equinox_primitives, "_vprim_impl_registry", ())
+        else None
+    )
 
 
-def _implementation(eqn: Any, traced: Callable[..., Any]) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
+def _implementation(
+    eqn: Any, traced: Callable[..., Any]
+) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
     """Trace of a primitive's implementation, if it does not look at values."""
 
     def run(*arrays: Any) -> Sequence[Any]:
@@ -171,7 +187,10 @@ def _implementation(eqn: Any, traced: Callable[..., Any]) -> tuple[Any, Sequence
         return list(out) if eqn.primitive.multiple_results else [out]
 
     weak = [getattr(v.aval, "weak_type", False) for v in eqn.invars]
-    structs = [_shape_struct(v.aval.shape, v.aval.dtype, weak_type=w) for v, w in zip(eqn.invars, weak, strict=True)]
+    structs = [
+        _shape_struct(v.aval.shape, v.aval.dtype, weak_type=w)
+        for v, w in zip(eqn.invars, weak, strict=True)
+    ]
     try:
         with eqn.ctx.manager:
             closed = jax.make_jaxpr(run)(*structs)
@@ -290,7 +309,9 @@ def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """
     from jax._src import dispatch
 
-    kernel = getattr(sys.modules[_CUDNN_MODULE], f"_{eqn.primitive.name.removesuffix('_wrapper')}_p")
+    kernel = getattr(
+        sys.modules[_CUDNN_MODULE], f"_{eqn.primitive.name.removesuffix('_wrapper')}_p"
+    )
     dispatch.prim_requires_devices_during_lowering.discard(kernel)
     return list(eqn.primitive.impl(*operands, **eqn.params))
 
@@ -330,7 +351,11 @@ def host_device() -> Any:
 
 
 def detect_processes(
-    address: str | None, count: int | None, process: int | None, device_ids: Sequence[int] | None, timeout_s: int
+    address: str | None,
+    count: int | None,
+    process: int | None,
+    device_ids: Sequence[int] | None,
+    timeout_s: int,
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """Arguments of `jax.distributed.initialize`: those that are None are taken from the cluster's
     launcher.
@@ -346,8 +371,8 @@ def detect_processes(
 
 
 def coordination_client() -> tuple[Any, str, int, int] | None:
-    """Connection made by `jax.distributed.initialize`: a client of the service for all processes, the service's address
-    `host:port`, which process this is, and how many there are.
+    """Connection made by `jax.distributed.initialize`: a client of the service for all processes,
+    the service's address `host:port`, which process this is, and how many there are.
 
     None before that. The service keeps small values for all processes and has barriers. Private to
     JAX: nothing public exchanges bytes without touching a device.
@@ -357,4 +382,9 @@ def coordination_client() -> tuple[Any, str, int, int] | None:
     state = distributed.global_state
     if state.client is None:
         return None
-    return state.client, str(state.coordinator_address), int(state.process_id), int(state.num_processes)
+    return (
+        state.client,
+        str(state.coordinator_address),
+        int(state.process_id),
+        int(state.num_processes),
+    )

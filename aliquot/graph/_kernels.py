@@ -60,7 +60,10 @@ def kernel_of(params: Mapping[str, Any]) -> Kernel:
     grid = tuple(size if isinstance(size, int) else 1 for size in mapping.grid)
     blocks = [_walks(block, grid) for block in mapping.block_mappings]
     free = _independent(params, grid, blocks) if fixed else frozenset()
-    arrays = [tuple(w if w.grid_dim in free else Walked(grid_dim=-1, block=1) for w in walks) for walks in blocks]
+    arrays = [
+        tuple(w if w.grid_dim in free else Walked(grid_dim=-1, block=1) for w in walks)
+        for walks in blocks
+    ]
     # Operands that only choose blocks come first, and have no blocks themselves.
     chosen = [() for _ in range(mapping.num_index_operands)]
     flops, accessed_bytes = _price(params, grid)
@@ -100,7 +103,10 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
     cut = math.prod(grid) / max(math.prod(kernel.grid), 1)
 
     def piece(aval: Any, walks: Sequence[Walked]) -> Any:
-        sizes = [n if w.grid_dim < 0 else grid[w.grid_dim] * w.block for n, w in zip(aval.shape, walks, strict=True)]
+        sizes = [
+            n if w.grid_dim < 0 else grid[w.grid_dim] * w.block
+            for n, w in zip(aval.shape, walks, strict=True)
+        ]
         return aval.update(shape=tuple(sizes))
 
     walked = [*kernel.operands[mapping.num_index_operands :], *kernel.results]
@@ -110,11 +116,16 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
     )
     changed = {
         "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks),
-        "out_avals": tuple(piece(a, w) for a, w in zip(params["out_avals"], kernel.results, strict=True)),
+        "out_avals": tuple(
+            piece(a, w) for a, w in zip(params["out_avals"], kernel.results, strict=True)
+        ),
     }
     estimate = params.get("cost_estimate")
     if estimate is not None:
-        parts = {name: int(getattr(estimate, name) * cut) for name in ("flops", "transcendentals", "bytes_accessed")}
+        parts = {
+            name: int(getattr(estimate, name) * cut)
+            for name in ("flops", "transcendentals", "bytes_accessed")
+        }
         changed["cost_estimate"] = dataclasses.replace(estimate, **parts)
     return eqn.replace(params={**params, **changed})
 
@@ -126,10 +137,17 @@ def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
     body, _ = compat.open_body(block.index_map_jaxpr)
     places = {var: g for g, var in enumerate(body.invars[: len(grid)])}
     walks = []
-    for size, shape, index in zip(block.array_aval.shape, block.block_shape, body.outvars, strict=True):
+    for size, shape, index in zip(
+        block.array_aval.shape, block.block_shape, body.outvars, strict=True
+    ):
         grid_dim = -1 if compat.is_literal(index) else places.get(index, -1)
         kind = type(shape).__name__
-        length = {"Squeezed": 1, "NoneType": 1, "Blocked": getattr(shape, "block_size", 0), "int": shape}.get(kind, 0)
+        length = {
+            "Squeezed": 1,
+            "NoneType": 1,
+            "Blocked": getattr(shape, "block_size", 0),
+            "int": shape,
+        }.get(kind, 0)
         if grid_dim >= 0 and length and grid[grid_dim] * length == size:
             walks.append(Walked(grid_dim=grid_dim, block=length))
         else:
@@ -137,7 +155,9 @@ def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
     return tuple(walks)
 
 
-def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequence[Sequence[Walked]]) -> frozenset[int]:
+def _independent(
+    params: Mapping[str, Any], grid: Sequence[int], blocks: Sequence[Sequence[Walked]]
+) -> frozenset[int]:
     """The dims of the grid along which the kernel may be cut."""
     mapping = params["grid_mapping"]
     if params.get("mesh") is not None or mapping.num_index_operands or not mapping.num_outputs:
@@ -153,7 +173,10 @@ def _independent(params: Mapping[str, Any], grid: Sequence[int], blocks: Sequenc
         hidden = asked.isdisjoint(range(g + 1) if has_memory else (g,))
         named = all(sum(w.grid_dim == g for w in walks) <= 1 for walks in blocks)
         everywhere = all(any(w.grid_dim == g for w in walks) for walks in results)
-        alone = not any(_uses(block, g, walks) for block, walks in zip(mapping.block_mappings, blocks, strict=True))
+        alone = not any(
+            _uses(block, g, walks)
+            for block, walks in zip(mapping.block_mappings, blocks, strict=True)
+        )
         alike = all(
             [w.grid_dim == g for w in blocks[given]] == [w.grid_dim == g for w in results[result]]
             for given, result in params["input_output_aliases"]
@@ -170,7 +193,10 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
     var = body.invars[grid_dim]
     if any(var is atom for eqn in body.eqns for atom in eqn.invars):
         return True
-    return any(index is var and walk.grid_dim != grid_dim for index, walk in zip(body.outvars, walks, strict=True))
+    return any(
+        index is var and walk.grid_dim != grid_dim
+        for index, walk in zip(body.outvars, walks, strict=True)
+    )
 
 
 def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
@@ -183,7 +209,9 @@ def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
     for eqn, _ in _equations(body):
         if eqn.primitive.name in ("program_id", "num_programs"):
             asked.add(grid_dims[eqn.params["axis"]])
-        elif any(word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")):
+        elif any(
+            word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")
+        ):
             # Runs that wait for one another, or that happen in order.
             return frozenset(range(len(grid)))
     return frozenset(asked)
@@ -220,9 +248,11 @@ def _flops(eqn: Any) -> float:
     free = free or (traits.moves is not None and traits.moves is not Moves.NEGATE)
     if free or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
         return 0.0
-    largest = max((math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0)
+    largest = max(
+        (math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0
+    )
     if eqn.primitive.name == "dot_general":
-        ((contracted, _), _) = eqn.params["dimension_numbers"]
+        (contracted, _), _ = eqn.params["dimension_numbers"]
         summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return 2.0 * float(summed * math.prod(eqn.outvars[0].aval.shape))
     return float(largest)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import itertools
-import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..core import InputError, nearest, shortened
 from ._dataflow import Item, items_of
+from ._layer_names import layer_names
 from ._segments import Run, find_repeats
 from ._split_reach import scans_over_layers
 from ._types import Call, Graph, Phase, Role
@@ -34,8 +33,6 @@ _WIDE = 8.0
 _CLOSE = 1.01
 # Layers that begin at given places of the forward pass.
 _PLACES = "places:"
-# Rows of a stacked parameter, as `split_scans` names them.
-_RANGE = re.compile(r"(.*?)(\[\d+:\d+\])$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +72,9 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
             are none of the step's.
     """
     items = items_of(graph)
-    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    forward = tuple(
+        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
+    )
     crossing = crossing_bytes(graph, items, forward)
     costs = np.array([items[k].cost for k in forward])
     users = _parameters_of(graph, items, forward)
@@ -93,7 +92,7 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         items=items,
         forward=forward,
         starts=tuple(starts),
-        names=_names(starts, ends, users),
+        names=layer_names(starts, ends, users),
         boundary_bytes=_behind(crossing, ends),
         costs=_weights(items, forward, starts),
     )
@@ -105,7 +104,8 @@ def named_places(layers: Layers) -> str:
 
 
 def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
-    """Cut a step's forward pass once between the two operators of each pair, where fewest bytes cross.
+    """Cut a step's forward pass once between the two operators of each pair, where fewest bytes
+    cross.
 
     Args:
         graph: the step.
@@ -115,14 +115,17 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
         InputError: both operators of a pair are in one loop or region, which cannot be cut.
     """
     items = items_of(graph)
-    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    forward = tuple(
+        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
+    )
     crossing = crossing_bytes(graph, items, forward)
     starts = [0]
     for (before, after), places in zip(operators, _spans(items, forward, operators), strict=True):
         if not places:
             raise InputError(
-                f"{graph.name} cannot be cut between operators {before} and {after}: both are in one loop over layers or "
-                "one rematerialised region. Write the layers out instead of scanning over them."
+                f"{graph.name} cannot be cut between operators {before} and {after}: both are in"
+                " one loop over layers or one rematerialised region. Write the layers out instead"
+                " of scanning over them."
             )
         starts.append(max(places, key=lambda place: (-crossing[place], place)))
     ends = [*starts[1:], len(forward)]
@@ -130,21 +133,30 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
         items=items,
         forward=forward,
         starts=tuple(starts),
-        names=_names(starts, ends, _parameters_of(graph, items, forward)),
+        names=layer_names(starts, ends, _parameters_of(graph, items, forward)),
         boundary_bytes=_behind(crossing, ends),
         costs=_weights(items, forward, starts),
     )
 
 
 def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[float]:
-    """The fewest bytes that cross at a place between the two operators of each pair; 0 where there is no place."""
+    """The fewest bytes that cross at a place between the two operators of each pair; 0 where there
+    is no place.
+    """
     items = items_of(graph)
-    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    forward = tuple(
+        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
+    )
     crossing = crossing_bytes(graph, items, forward)
-    return [min((float(crossing[k]) for k in places), default=0.0) for places in _spans(items, forward, operators)]
+    return [
+        min((float(crossing[k]) for k in places), default=0.0)
+        for places in _spans(items, forward, operators)
+    ]
 
 
-def _spans(items: Sequence[Item], forward: Sequence[int], operators: Sequence[tuple[int, int]]) -> list[range]:
+def _spans(
+    items: Sequence[Item], forward: Sequence[int], operators: Sequence[tuple[int, int]]
+) -> list[range]:
     """The places between the two operators of each pair."""
     place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
     return [range(place_of.get(before, 0) + 1, place_of[after] + 1) for before, after in operators]
@@ -158,21 +170,33 @@ def range_layers(graph: Graph) -> Layers:
     """
     assert graph.split is not None, "the step's scans are not cut"
     items = items_of(graph)
-    forward = tuple(k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared)
+    forward = tuple(
+        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
+    )
     bounds = graph.split.bounds
-    scans = [s for s in scans_over_layers(graph) if s.length in {b - a for a, b in itertools.pairwise(bounds)}]
+    scans = [
+        s
+        for s in scans_over_layers(graph)
+        if s.length in {b - a for a, b in itertools.pairwise(bounds)}
+    ]
     places = [
         place
         for scan in scans
         for place, k in enumerate(forward)
-        if isinstance(items[k].what, Call) and items[k].ops and scan.start <= items[k].ops[0] < scan.stop
+        if isinstance(items[k].what, Call)
+        and items[k].ops
+        and scan.start <= items[k].ops[0] < scan.stop
     ]
     if len(places) != len(bounds) - 1:
         raise InputError(
-            f"{graph.name} has several stacks of {bounds[-1]} layers, and only one can be cut into stages. Write the layers "
-            "out instead of scanning over them, or use another method than pipeshard."
+            f"{graph.name} has several stacks of {bounds[-1]} layers, and only one can be cut into"
+            " stages. Write the layers out instead of scanning over them, or use another method"
+            " than pipeshard."
         )
-    names = tuple(f"layers[{a}]" if b == a + 1 else f"layers[{a}..{b - 1}]" for a, b in itertools.pairwise(bounds))
+    names = tuple(
+        f"layers[{a}]" if b == a + 1 else f"layers[{a}..{b - 1}]"
+        for a, b in itertools.pairwise(bounds)
+    )
     starts = (0, *places[1:])
     return Layers(
         items=items,
@@ -192,7 +216,11 @@ def cut_alike(layers: Layers, graph: Graph) -> Layers:
         for item, what in zip(layers.items, graph.body.items, strict=True)
     )
     ends = [*layers.starts[1:], len(layers.forward)]
-    return replace(layers, items=items, boundary_bytes=_behind(crossing_bytes(graph, items, layers.forward), ends))
+    return replace(
+        layers,
+        items=items,
+        boundary_bytes=_behind(crossing_bytes(graph, items, layers.forward), ends),
+    )
 
 
 def _at_places(graph: Graph, text: str, end: int) -> list[int]:
@@ -202,8 +230,8 @@ def _at_places(graph: Graph, text: str, end: int) -> list[int]:
     starts = [0, *places]
     if len(places) < len(parts) or any(a >= b for a, b in itertools.pairwise([*starts, end])):
         raise InputError(
-            f"layers={shortened(text, 60)!r}: layers of {graph.name} can begin at rising numbers from 1 to {end - 1}, such as "
-            f"{_PLACES}1,2."
+            f"layers={shortened(text, 60)!r}: layers of {graph.name} can begin at rising numbers"
+            f" from 1 to {end - 1}, such as {_PLACES}1,2."
         )
     return starts
 
@@ -213,12 +241,16 @@ def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, 
     return tuple(float(crossing[e]) if e < len(crossing) - 1 else 0.0 for e in ends)
 
 
-def _weights(items: Sequence[Item], forward: Sequence[int], starts: Sequence[int]) -> tuple[float, ...]:
+def _weights(
+    items: Sequence[Item], forward: Sequence[int], starts: Sequence[int]
+) -> tuple[float, ...]:
     costs = np.array([items[k].cost for k in forward])
     return tuple(float(costs[a:b].sum()) for a, b in itertools.pairwise([*starts, len(forward)]))
 
 
-def crossing_bytes(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> NDArray[np.float64]:
+def crossing_bytes(
+    graph: Graph, items: Sequence[Item], forward: Sequence[int]
+) -> NDArray[np.float64]:
     """For each place between two forward items, and both ends, the bytes made before it and used in
     the forward after it.
     """
@@ -239,13 +271,17 @@ def crossing_bytes(graph: Graph, items: Sequence[Item], forward: Sequence[int]) 
 
 def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> list[list[str]]:
     """The parameters that each forward item uses, directly or through shared items, by path."""
-    carries: dict[int, list[str]] = {i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER}
+    carries: dict[int, list[str]] = {
+        i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER
+    }
     for item in items:
         if item.shared:
             paths = [p for i in item.inputs for p in carries.get(i, [])]
             if paths:
                 carries |= dict.fromkeys(item.outputs, paths)
-    return [list(dict.fromkeys(p for i in items[k].inputs for p in carries.get(i, []))) for k in forward]
+    return [
+        list(dict.fromkeys(p for i in items[k].inputs for p in carries.get(i, []))) for k in forward
+    ]
 
 
 # ---- places --------------------------------------------------------------------------------------
@@ -283,7 +319,10 @@ def _places(
 
 
 def _places_in_run(
-    run: Run, place_of: dict[int, int], crossing: NDArray[np.float64], users: Sequence[Sequence[str]]
+    run: Run,
+    place_of: dict[int, int],
+    crossing: NDArray[np.float64],
+    users: Sequence[Sequence[str]],
 ) -> list[int]:
     """The same place in every copy: where least crosses, then where parameters of one number stay
     together.
@@ -296,7 +335,10 @@ def _places_in_run(
             continue
         inner = crossing[places[1:-1]] if len(places) > 2 else crossing[places]
         ends = [*places[1:], min(places[-1] + places[1] - places[0], len(users))]
-        mixed = sum(len({_numbers(p) for u in users[a:b] for p in u} - {()}) for a, b in zip(places, ends, strict=True))
+        mixed = sum(
+            len({_numbers(p) for u in users[a:b] for p in u} - {()})
+            for a, b in zip(places, ends, strict=True)
+        )
         rated.append((float(inner.max()), mixed, places))
     # A scalar more that crosses (an auxiliary loss) is no reason to cut through a layer.
     least = min((entry[0] for entry in rated), default=0.0)
@@ -335,10 +377,14 @@ def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
         return False  # only the first place of a plateau
     while after < len(crossing) and crossing[after] == here:
         after += 1
-    return bool(before >= 0 and crossing[before] > here and after < len(crossing) and crossing[after] > here)
+    return bool(
+        before >= 0 and crossing[before] > here and after < len(crossing) and crossing[after] > here
+    )
 
 
-def _merge_small(starts: Sequence[int], costs: NDArray[np.float64], crossing: NDArray[np.float64]) -> list[int]:
+def _merge_small(
+    starts: Sequence[int], costs: NDArray[np.float64], crossing: NDArray[np.float64]
+) -> list[int]:
     """Leave out cuts beside a layer that is hardly any work, the wider one of its two first."""
     kept = list(starts)
     total = np.concatenate(([0.0], np.cumsum(costs)))
@@ -354,7 +400,11 @@ def _merge_small(starts: Sequence[int], costs: NDArray[np.float64], crossing: ND
 
 
 def _choose(
-    starts: Sequence[int], count: int, costs: NDArray[np.float64], crossing: NDArray[np.float64], name: str
+    starts: Sequence[int],
+    count: int,
+    costs: NDArray[np.float64],
+    crossing: NDArray[np.float64],
+    name: str,
 ) -> list[int]:
     """`count` layers out of the finer ones: squares of their weights, and bytes that cross, are
     least together.
@@ -364,8 +414,9 @@ def _choose(
     """
     if not 1 <= count <= len(starts):
         raise InputError(
-            f"{name} has places for at most {len(starts)} layers, and layers={count} were asked for. Ask for fewer, or "
-            'name them by a path pattern such as layers="params.layers[*]".'
+            f"{name} has places for at most {len(starts)} layers, and layers={count} were asked"
+            " for. Ask for fewer, or name them by a path pattern such as"
+            ' layers="params.layers[*]".'
         )
     bounds = [*starts, len(costs)]
     total = np.concatenate(([0.0], np.cumsum(costs)))[bounds]
@@ -378,7 +429,11 @@ def _choose(
     for k in range(1, count + 1):
         for end in range(k, size + 1):
             begin = np.arange(end)
-            tried = best[k - 1, :end] + (weight[end] - weight[begin]) ** 2 + np.where(begin > 0, bytes_at[begin], 0.0)
+            tried = (
+                best[k - 1, :end]
+                + (weight[end] - weight[begin]) ** 2
+                + np.where(begin > 0, bytes_at[begin], 0.0)
+            )
             came[k, end] = int(tried.argmin())
             best[k, end] = tried[came[k, end]]
     chosen = []
@@ -389,15 +444,19 @@ def _choose(
     return chosen[::-1]
 
 
-def _by_pattern(graph: Graph, pattern: str, users: Sequence[Sequence[str]], crossing: NDArray[np.float64]) -> list[int]:
+def _by_pattern(
+    graph: Graph, pattern: str, users: Sequence[Sequence[str]], crossing: NDArray[np.float64]
+) -> list[int]:
     """A layer begins with the first use of each match's parameters, where least crosses since the
     last use of others.
     """
     paths = [i.path for i in graph.inputs if i.role is Role.PARAMETER]
-    glob = fnmatch.translate(pattern.replace("[*]", "\0").replace("[", "[[]").replace("\0", "[[]*]")).removesuffix(
-        r"\Z"
+    glob = fnmatch.translate(
+        pattern.replace("[*]", "\0").replace("[", "[[]").replace("\0", "[[]*]")
+    ).removesuffix(r"\Z")
+    match = re.compile(
+        "(?:.*[.])?(" + glob.replace(r"(?s:", "(?:").replace(".*", r"[^.\[\]]*") + ")(?=[.\\[]|$)"
     )
-    match = re.compile("(?:.*[.])?(" + glob.replace(r"(?s:", "(?:").replace(".*", r"[^.\[\]]*") + ")(?=[.\\[]|$)")
     first: dict[str, int] = {}
     owner: list[str | None] = []
     for place, used in enumerate(users):
@@ -407,35 +466,12 @@ def _by_pattern(graph: Graph, pattern: str, users: Sequence[Sequence[str]], cros
             first.setdefault(name, place)
     if not first:
         short = pattern.replace("[*]", "[0]")
-        raise InputError(f"layers={pattern!r} matches no parameter of {graph.name}: {nearest(short, paths)}")
+        raise InputError(
+            f"layers={pattern!r} matches no parameter of {graph.name}: {nearest(short, paths)}"
+        )
     starts = {0}
     for name, place in first.items():
         before = max((k for k in range(place) if owner[k] not in (None, name)), default=-1)
         if before >= 0:
             starts.add(before + 1 + int(crossing[before + 1 : place + 1].argmin()))
     return sorted(starts)
-
-
-def _names(starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Layers by the parameters that they use first.
-
-    That is the rows of stacked ones, the numbered module with most of them, or what all have in
-    common.
-    """
-    seen: set[str] = set()
-    names = []
-    for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
-        new_paths = [p for used in users[a:b] for p in used if p not in seen]
-        seen.update(new_paths)
-        stacked: dict[str, list[str]] = {}
-        for m in map(_RANGE.match, new_paths):
-            if m:
-                stacked.setdefault(m.group(2), []).append(m.group(1))
-        numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in new_paths) if m)
-        if stacked:
-            rows = max(stacked, key=lambda r: len(stacked[r]))
-            common = os.path.commonprefix(stacked[rows]).rstrip(".[") + rows
-        else:
-            common = numbered.most_common(1)[0][0] if numbered else os.path.commonprefix(new_paths).rstrip(".[")
-        names.append(common or f"layer {number}")
-    return tuple(names)

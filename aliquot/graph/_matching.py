@@ -45,11 +45,18 @@ def match_state(
                 if len(keys) > depth:
                     groups.setdefault(keys[: depth + 1], []).append(position)
     returned = _returned_parts_of_batches(values, inputs, matcher.matched, reach)
-    return {position: successor for position, successor in matcher.matched.items() if position not in returned}
+    return {
+        position: successor
+        for position, successor in matcher.matched.items()
+        if position not in returned
+    }
 
 
 def _returned_parts_of_batches(
-    values: Sequence[Value], inputs: Sequence[tuple[Keys, int]], matched: dict[int, int], reach: Reach
+    values: Sequence[Value],
+    inputs: Sequence[tuple[Keys, int]],
+    matched: dict[int, int],
+    reach: Reach,
 ) -> set[int]:
     """Inputs that were matched under a name, in arguments that look like batches: the state is in
     another argument, the other arrays are not matched, and all begin with a dim of one size.
@@ -60,10 +67,18 @@ def _returned_parts_of_batches(
     returned: set[int] = set()
     for positions in arguments.values():
         mine = {p for p in positions if p in matched}
-        arrays = [p for p in positions if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]]
+        arrays = [
+            p for p in positions if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]
+        ]
         sizes = {values[inputs[p][1]].shape[0] for p in arrays}
         others = any(p not in mine for p in arrays)
-        if mine and others and len(mine) < len(matched) and len(sizes) == 1 and mine.issubset(arrays):
+        if (
+            mine
+            and others
+            and len(mine) < len(matched)
+            and len(sizes) == 1
+            and mine.issubset(arrays)
+        ):
             returned |= mine
     return returned
 
@@ -88,7 +103,9 @@ class _Matcher:
                 parts.setdefault(keys[:depth], []).append(position)
         self._prefixes: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
         for prefix, positions in parts.items():
-            looks = tuple((outputs[p][0][len(prefix) :], self._kind(outputs[p][1].value)) for p in positions)
+            looks = tuple(
+                (outputs[p][0][len(prefix) :], self._kind(outputs[p][1].value)) for p in positions
+            )
             self._prefixes.setdefault(looks, []).append((prefix, positions))
 
     def assign(self, groups: dict[Keys, list[int]]) -> dict[Keys, list[int]]:
@@ -96,7 +113,10 @@ class _Matcher:
         direct = self._direct(groups)
         options: dict[Keys, list[tuple[Keys, list[int]]]] = {}
         for number, (prefix, positions) in enumerate(groups.items()):
-            looks = tuple((self._inputs[p][0][len(prefix) :], self._kind(self._inputs[p][1])) for p in positions)
+            looks = tuple(
+                (self._inputs[p][0][len(prefix) :], self._kind(self._inputs[p][1]))
+                for p in positions
+            )
             options[prefix] = [
                 (name, successors)
                 for name, successors in self._prefixes.get(looks, [])
@@ -107,9 +127,13 @@ class _Matcher:
                 prefix: [option for option in successors if self._taken.isdisjoint(option[1])]
                 for prefix, successors in options.items()
             }
-            choice = _choose({prefix: successors for prefix, successors in free.items() if successors})
+            choice = _choose(
+                {prefix: successors for prefix, successors in free.items() if successors}
+            )
             if choice is None:
-                return {prefix: positions for prefix, positions in groups.items() if prefix in options}
+                return {
+                    prefix: positions for prefix, positions in groups.items() if prefix in options
+                }
             prefix, successors = choice
             self._taken.update(successors)
             self.matched.update(zip(groups[prefix], successors, strict=True))
@@ -140,7 +164,13 @@ class _Matcher:
         return direct
 
     def _fits(
-        self, prefix: Keys, name: Keys, positions: list[int], candidates: list[int], direct: list[int], bit: int
+        self,
+        prefix: Keys,
+        name: Keys,
+        positions: list[int],
+        candidates: list[int],
+        direct: list[int],
+        bit: int,
     ) -> bool:
         values = [self._outputs[p][1].value for p in candidates]
         indices = [v for v in values if isinstance(v, int)]

@@ -20,7 +20,11 @@ def _nnx() -> Any:
 def is_module(argument: Any) -> bool:
     """True if the argument is an NNX object (a module, an optimizer, metrics, random streams)."""
     nnx = _nnx()
-    return nnx is not None and isinstance(argument, nnx.Pytree | nnx.Module) and not isinstance(argument, nnx.Variable)
+    return (
+        nnx is not None
+        and isinstance(argument, nnx.Pytree | nnx.Module)
+        and not isinstance(argument, nnx.Variable)
+    )
 
 
 def holds_module(argument: Any) -> bool:

@@ -56,7 +56,9 @@ def assign_phases(
         draft, phase = drafts[position], phases[position]
         wanted = phase is Phase.FORWARD or phase is Phase.BACKWARD
         for o in draft.outputs:
-            wanted = wanted or (o >= 0 and (feeds[o] == 1 or any(feeds[r] for r in decided.get(o, ()))))
+            wanted = wanted or (
+                o >= 0 and (feeds[o] == 1 or any(feeds[r] for r in decided.get(o, ())))
+            )
         if phase is None:
             phases[position] = phase = Phase.PROLOGUE if wanted else Phase.UPDATE
         if wanted and phase is not Phase.UPDATE:
@@ -66,7 +68,9 @@ def assign_phases(
     return [phase for phase in phases if phase is not None]
 
 
-def _by_dataflow(drafts: Sequence[Draft], labels: Sequence[Phase | None], num_values: int) -> list[Phase | None]:
+def _by_dataflow(
+    drafts: Sequence[Draft], labels: Sequence[Phase | None], num_values: int
+) -> list[Phase | None]:
     """Labels, completed for whatever depends on a labelled operator."""
     after_forward = bytearray(num_values)
     after_backward = bytearray(num_values)

@@ -46,7 +46,9 @@ def what_to_keep(
         repeat: operators that may be worked out again, costly or not; None: all.
     """
     costly = [
-        repeat is not None and not (item.ops and repeat.issuperset(item.ops)) and is_costly(item, name)
+        repeat is not None
+        and not (item.ops and repeat.issuperset(item.ops))
+        and is_costly(item, name)
         for item, name in zip(items, names, strict=True)
     ]
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
@@ -80,7 +82,9 @@ def what_to_keep(
     return frozenset(v for v, n in number.items() if 2 * n in reached and 2 * n + 1 not in reached)
 
 
-def items_between(items: Sequence[Item], wanted: Collection[int], kept: frozenset[int]) -> list[Item]:
+def items_between(
+    items: Sequence[Item], wanted: Collection[int], kept: frozenset[int]
+) -> list[Item]:
     """The items that make what is wanted out of what is kept."""
     need = {v for v in wanted if v not in kept}
     needed = []

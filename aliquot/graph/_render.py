@@ -22,7 +22,10 @@ def to_text(graph: Graph, *, max_ops: int | None = None) -> str:
         graph: a captured step.
         max_ops: stop after so many operators, saying how many are left; all by default.
     """
-    lines = [f"{graph.name}: {len(graph.inputs)} inputs, {len(graph.ops)} operators, {len(graph.outputs)} outputs"]
+    lines = [
+        f"{graph.name}: {len(graph.inputs)} inputs, {len(graph.ops)} operators,"
+        f" {len(graph.outputs)} outputs"
+    ]
     for item in graph.inputs:
         successor = f" -> output {item.output}" if item.output is not None else ""
         lines.append(f"  {_value(graph, item.value)}  {item.role}  {item.path}{successor}")
@@ -30,7 +33,9 @@ def to_text(graph: Graph, *, max_ops: int | None = None) -> str:
     lines += listed if max_ops is None else listed[:max_ops]
     if max_ops is not None and len(listed) > max_ops:
         lines.append(f"  ... {len(listed) - max_ops} more lines")
-    lines += [f"  return {_operand(graph, output.value)}  {output.path}" for output in graph.outputs]
+    lines += [
+        f"  return {_operand(graph, output.value)}  {output.path}" for output in graph.outputs
+    ]
     return "\n".join(lines)
 
 
@@ -46,9 +51,13 @@ def to_dot(graph: Graph) -> str:
         lines.append(f"  v{item.value} [shape=box, fillcolor=white, label={label}];")
     for index in graph.constants:
         source[index] = f"v{index}"
-        lines.append(f"  v{index} [shape=box, fillcolor=white, label={_quoted(_value(graph, index))}];")
+        lines.append(
+            f"  v{index} [shape=box, fillcolor=white, label={_quoted(_value(graph, index))}];"
+        )
     for op in graph.ops:
-        label = _quoted("\n".join([op.name, *(_value(graph, out) for out in op.outputs if out >= 0)]))
+        label = _quoted(
+            "\n".join([op.name, *(_value(graph, out) for out in op.outputs if out >= 0)])
+        )
         lines.append(f"  o{op.index} [fillcolor={_COLOURS[op.phase]}, label={label}];")
         source.update({out: f"o{op.index}" for out in op.outputs if out >= 0})
     for op in graph.ops:
@@ -72,7 +81,10 @@ def _op(graph: Graph, op: Op) -> str:
     results = _operands(graph, op.outputs)
     trips = f" x{op.trips}" if op.trips > 1 else ""
     scope = f"  [{op.scope}]" if op.scope else ""
-    return f"{op.phase.name.lower()}{trips}  {results} = {op.name}({_operands(graph, op.inputs)}){scope}"
+    return (
+        f"{op.phase.name.lower()}{trips}  {results} ="
+        f" {op.name}({_operands(graph, op.inputs)}){scope}"
+    )
 
 
 def _call(graph: Graph, call: Call) -> str:

@@ -59,7 +59,9 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
             for i in op.inputs:
                 if type(i) is int:
                     read[i] = 1
-        if op.name == "random_wrap" or (_hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)):
+        if op.name == "random_wrap" or (
+            _hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)
+        ):
             for i in op.inputs if op.name == "tie" else op.inputs[:1]:
                 if type(i) is int:
                     key[i] = 1
@@ -69,7 +71,9 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
 def _hands_on_keys(primitive: str) -> bool:
     # A raw key may be cut out of an array of keys before it is used.
     moves = traits_of(primitive).moves
-    return primitive in ("tie", "scan_slice") or (moves is not None and (moves.permutes or moves is Moves.SELECT))
+    return primitive in ("tie", "scan_slice") or (
+        moves is not None and (moves.permutes or moves is Moves.SELECT)
+    )
 
 
 def _is_floating(value: Value) -> bool:
@@ -77,7 +81,11 @@ def _is_floating(value: Value) -> bool:
 
 
 def assign_roles(
-    reach: Reach, values: Sequence[Value], inputs: Sequence[Input], outputs: Sequence[Output], batch: set[str]
+    reach: Reach,
+    values: Sequence[Value],
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+    batch: set[str],
 ) -> tuple[Input, ...]:
     """Inputs with their roles; `batch` holds the paths of what each step gets anew.
 
@@ -94,7 +102,11 @@ def assign_roles(
         if item.path in batch:
             return Role.BATCH
         if item.output is None:
-            return Role.PARAMETER if floating and value.shape and reach.read[item.value] else Role.OTHER
+            return (
+                Role.PARAMETER
+                if floating and value.shape and reach.read[item.value]
+                else Role.OTHER
+            )
         if reach.key[item.value]:
             return Role.STATE
         successor: Operand = outputs[item.output].value
@@ -104,7 +116,9 @@ def assign_roles(
         if not reach.read[item.value]:
             measured = after_forward and not after_backward
             return Role.STATE if measured else Role.OPTIMIZER_STATE
-        frozen = position == item.value or (bool(value.shape) and not after_forward and not after_backward)
+        frozen = position == item.value or (
+            bool(value.shape) and not after_forward and not after_backward
+        )
         learned = position is not None and reach.learned[position] == 1
         return Role.PARAMETER if floating and (learned or frozen) else Role.STATE
 
@@ -136,7 +150,11 @@ def batch_paths(
         first = next(iter(groups.values()))
         fresh = [items for items in fresh if items is not first]
     sized = [
-        [(i.path, values[i.value].shape[0]) for i in items if values[i.value].shape and not reach.key[i.value]]
+        [
+            (i.path, values[i.value].shape[0])
+            for i in items
+            if values[i.value].shape and not reach.key[i.value]
+        ]
         for items in fresh
     ]
     agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
@@ -144,8 +162,13 @@ def batch_paths(
     if not votes:
         return set()
     size = votes.most_common(1)[0][0]
-    keys = {i.path for items in fresh for i in items if reach.key[i.value] and _is_key_array(values[i.value], size)}
-    return {path for pairs in (agreeing or sized) for path, length in pairs if length == size} | keys
+    keys = {
+        i.path
+        for items in fresh
+        for i in items
+        if reach.key[i.value] and _is_key_array(values[i.value], size)
+    }
+    return {path for pairs in agreeing or sized for path, length in pairs if length == size} | keys
 
 
 def _is_key_array(value: Value, size: int) -> bool:

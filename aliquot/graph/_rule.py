@@ -70,13 +70,21 @@ class DimRule:
 
     def __post_init__(self) -> None:
         kept = {c for dims in self.results for dim in dims for c in dim}
-        reduced = {c for dims in self.operands for dim in dims for c in dim if c.islower() and c not in kept}
+        reduced = {
+            c
+            for dims in self.operands
+            for dim in dims
+            for c in dim
+            if c.islower() and c not in kept
+        }
         object.__setattr__(self, "reduced", frozenset(reduced))
 
     @property
     def factors(self) -> tuple[str, ...]:
         """The factors that may be split, in order of first appearance."""
-        seen = dict.fromkeys(c for dims in (*self.operands, *self.results) for dim in dims for c in dim)
+        seen = dict.fromkeys(
+            c for dims in (*self.operands, *self.results) for dim in dims for c in dim
+        )
         return tuple(c for c in seen if c.islower())
 
     @property
@@ -159,7 +167,9 @@ def _parse(part: str) -> Dims:
 # A rule function gets the operands (shape and dtype), the shapes of the results, and the
 # primitive's parameters. It must be pure, look at nothing else, and return the same rule for the
 # same arguments.
-DimRuleFn: TypeAlias = Callable[[Sequence[HasShape], Sequence[tuple[int, ...]], Mapping[str, Any]], DimRule]
+DimRuleFn: TypeAlias = Callable[
+    [Sequence[HasShape], Sequence[tuple[int, ...]], Mapping[str, Any]], DimRule
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +212,10 @@ def register_dim_rule(
         for primitive in primitives:
             name = primitive if isinstance(primitive, str) else primitive.name
             if name in _declarations and not _declarations[name].replaceable:
-                raise ValueError(f"The primitive `{name}` has a dimension rule already; one declaration is enough.")
+                raise ValueError(
+                    f"The primitive `{name}` has a dimension rule already; one declaration is"
+                    " enough."
+                )
             _declarations[name] = Declaration(rule=fn, traits=traits, replaceable=replaceable)
         return fn
 
@@ -240,7 +253,9 @@ def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> D
         return tuple(out)
 
     return DimRule(
-        operands=tuple(dims(o.shape) for o in operands), results=tuple(dims(s) for s in results), sizes=sizes
+        operands=tuple(dims(o.shape) for o in operands),
+        results=tuple(dims(s) for s in results),
+        sizes=sizes,
     )
 
 

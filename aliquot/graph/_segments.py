@@ -3,12 +3,13 @@ once for each class.
 
 Three steps:
 
-1. Each operator gets a key: what it is, not where it stands. A product with a parameter also carries the parameter's path
-   with its numbers wildcarded, so that equal-shaped projections of one layer stay apart.
-2. Forward and backward operators: runs of equal periods in the sequence of keys (layers) are found by comparing the
-   sequence with itself shifted, longest cover first.
-3. Update and prologue operators, which optimizers list operator by operator over all leaves: hashed by key and the classes
-   of their inputs, then once more in reverse by the classes of their users.
+1. Each operator gets a key: what it is, not where it stands. A product with a parameter also
+   carries the parameter's path with its numbers wildcarded, so that equal-shaped projections of one
+   layer stay apart.
+2. Forward and backward operators: runs of equal periods in the sequence of keys (layers) are found
+   by comparing the sequence with itself shifted, longest cover first.
+3. Update and prologue operators, which optimizers list operator by operator over all leaves: hashed
+   by key and the classes of their inputs, then once more in reverse by the classes of their users.
 
 Classes form a quotient graph. An operand of a class may come from several classes (the embedding
 for the first layer, the previous layer for the others); nothing that joins one copy to the next is
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -108,7 +109,9 @@ def find_repeats(graph: Graph) -> Repeats:
     origin = _origins(graph)
     keys = _keys(graph, origin)
     runs = _find_runs(graph, keys)
-    return Repeats(op_class=_classes(graph, keys, origin, runs), runs=tuple(runs), origin=tuple(origin))
+    return Repeats(
+        op_class=_classes(graph, keys, origin, runs), runs=tuple(runs), origin=tuple(origin)
+    )
 
 
 def wildcard(path: str) -> str:
@@ -220,7 +223,11 @@ def _best_run(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> Run 
                 continue
             cover = count * period
             if best is None or (cover, -period) > best[:2]:
-                best = (int(cover), -period, Run(start=int(low + start), period=int(period), count=int(count)))
+                best = (
+                    int(cover),
+                    -period,
+                    Run(start=int(low + start), period=int(period), count=int(count)),
+                )
     return best[2] if best else None
 
 
@@ -250,7 +257,9 @@ def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Seque
             mine = intern(("run", place))
         elif op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE:
             scalar = _only_scalars(graph, op)
-            sources = () if scalar else tuple([of_value[i] for i in op.inputs if isinstance(i, int)])
+            sources = (
+                () if scalar else tuple([of_value[i] for i in op.inputs if isinstance(i, int)])
+            )
             mine = intern(("hash", key, sources))
         else:
             mine = intern(("single", op.index))
@@ -271,14 +280,21 @@ def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
     """
     # Users of what others make are not asked for.
     users: dict[int, set[Any]] = {
-        o: set() for op in graph.ops if op.phase is Phase.UPDATE for o in op.outputs if o >= 0 and graph.values[o].shape
+        o: set()
+        for op in graph.ops
+        if op.phase is Phase.UPDATE
+        for o in op.outputs
+        if o >= 0 and graph.values[o].shape
     }
     refined = []
     intern = _Interner()
     for op, mine in zip(reversed(graph.ops), reversed(classes.tolist()), strict=True):
         key: Any = mine
         if op.phase is Phase.UPDATE and not _only_scalars(graph, op):
-            key = (mine, tuple([frozenset(users.get(o, ())) if o >= 0 else None for o in op.outputs]))
+            key = (
+                mine,
+                tuple([frozenset(users.get(o, ())) if o >= 0 else None for o in op.outputs]),
+            )
         refined.append(intern(key))
         for position, source in enumerate(op.inputs):
             if type(source) is int and source in users:
@@ -297,12 +313,17 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 result[out] = intern((mine, position))
-    readers: dict[int, set[Any]] = {v: set() for v, value_class in enumerate(result) if value_class < 0}
+    readers: dict[int, set[Any]] = {
+        v: set() for v, value_class in enumerate(result) if value_class < 0
+    }
     for op, mine in zip(graph.ops, op_class, strict=True):
         for position, source in enumerate(op.inputs):
             if type(source) is int and source in readers:
                 readers[source].add((mine, position))
-    kind: Callable[[int], Any] = lambda v: (graph.values[v].shape, graph.values[v].dtype, origin[v])  # noqa: E731
+
+    def kind(v: int) -> Any:
+        return graph.values[v].shape, graph.values[v].dtype, origin[v]
+
     for v, read in readers.items():
         result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
     return np.array(result, np.int64)

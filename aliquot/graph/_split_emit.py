@@ -120,7 +120,13 @@ class Emitter:
     # ---- operators -------------------------------------------------------------------------------
 
     def _op(
-        self, like: Op, place: _Place, eqn: Any, inputs: Sequence[Operand], outputs: Sequence[int], name: str = ""
+        self,
+        like: Op,
+        place: _Place,
+        eqn: Any,
+        inputs: Sequence[Operand],
+        outputs: Sequence[int],
+        name: str = "",
     ) -> None:
         """An operator that runs `eqn`, or a link; all else is as in `like`."""
         if eqn is not None:
@@ -160,25 +166,36 @@ class Emitter:
 
     def _one(self, op: Op, place: _Place) -> None:
         rule = None
-        if not place.in_loop and any(v in self.arrays.stacked for v in (*op.inputs, *op.outputs) if isinstance(v, int)):
+        if not place.in_loop and any(
+            v in self.arrays.stacked for v in (*op.inputs, *op.outputs) if isinstance(v, int)
+        ):
             rule = local_rule(op, self.graph.values, self.arrays.rows)
         if rule is not None and self._in_pieces(op, rule):
             self._local(op, rule, place)
             return
         avals = [v.aval for v in op.eqn.invars]
-        inputs = [self._read(i, place, op, op.eqn, a) for i, a in zip(op.inputs, avals, strict=True)]
+        inputs = [
+            self._read(i, place, op, op.eqn, a) for i, a in zip(op.inputs, avals, strict=True)
+        ]
         outputs = [self.arrays.new(o) if o >= 0 else -1 for o in op.outputs]
         self._op(op, place, op.eqn, inputs, outputs)
         self._define_all(op.outputs, outputs, place, op, op.eqn)
 
-    def _define_all(self, old: Sequence[int], new: Sequence[int], place: _Place, like: Op, eqn: Any) -> None:
+    def _define_all(
+        self, old: Sequence[int], new: Sequence[int], place: _Place, like: Op, eqn: Any
+    ) -> None:
         for before, after, var in zip(old, new, eqn.outvars, strict=True):
             if before >= 0:
                 self._define(before, after, place, like, eqn, var.aval)
 
     def _in_pieces(self, op: Op, rule: Local) -> bool:
-        both = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
-        return any(has_rows and v in self.arrays.stacked for v, has_rows in both if isinstance(v, int))
+        both = [
+            *zip(op.inputs, rule.operands, strict=True),
+            *zip(op.outputs, rule.results, strict=True),
+        ]
+        return any(
+            has_rows and v in self.arrays.stacked for v, has_rows in both if isinstance(v, int)
+        )
 
     def _local(self, op: Op, rule: Local, place: _Place) -> None:
         """An operator once for each range."""
@@ -193,7 +210,8 @@ class Emitter:
         partial = []
         for k, (start, stop) in enumerate(self.arrays.ranges):
             inputs = [
-                self.arrays.parts(i)[k] if i_shared is None else i_shared for i, i_shared in zip(op.inputs, shared)
+                self.arrays.parts(i)[k] if i_shared is None else i_shared
+                for i, i_shared in zip(op.inputs, shared)
             ]
             if not rule.join:
                 outputs = [index_of(self.arrays.parts(o)[k]) if o >= 0 else -1 for o in op.outputs]
@@ -215,7 +233,13 @@ class Emitter:
         dtype = np.dtype(aval.dtype)
         first = Literal(value=np.asarray(start, dtype)[()], shape=(), dtype=str(dtype))
         self._op(op, place, eqn, (), (local,))
-        self._op(op, place, joint(eqn, "add", [aval, aval.update(shape=())], aval, {}), (local, first), (output,))
+        self._op(
+            op,
+            place,
+            joint(eqn, "add", [aval, aval.update(shape=())], aval, {}),
+            (local, first),
+            (output,),
+        )
 
     def _combine(self, op: Op, name: str, partial: Sequence[int], place: _Place) -> None:
         """Join the ranges' results."""
@@ -223,7 +247,9 @@ class Emitter:
         total = partial[0]
         for other in partial[1:]:
             result = self.arrays.new(op.outputs[0])
-            self._op(op, place, joint(op.eqn, name, [aval, aval], aval, {}), (total, other), (result,))
+            self._op(
+                op, place, joint(op.eqn, name, [aval, aval], aval, {}), (total, other), (result,)
+            )
             total = result
         self._define(op.outputs[0], total, place, op, op.eqn, aval)
 
@@ -231,13 +257,19 @@ class Emitter:
 
     def _like(self, call: Call) -> Op:
         """The link that stands for a loop where an operator is asked for."""
-        return self._links[next(v for v in (*call.outputs, *call.blocks[-1].inputs) if v in self._links)]
+        return self._links[
+            next(v for v in (*call.outputs, *call.blocks[-1].inputs) if v in self._links)
+        ]
 
-    def _read_all(self, call: Call, operands: Sequence[Operand], first: int, place: _Place) -> list[Operand]:
+    def _read_all(
+        self, call: Call, operands: Sequence[Operand], first: int, place: _Place
+    ) -> list[Operand]:
         """Operands of a loop, from its operand `first` on, as a whole."""
         avals = [v.aval for v in call.eqn.invars[first : first + len(operands)]]
         like = self._like(call)
-        return [self._read(i, place, like, call.eqn, a) for i, a in zip(operands, avals, strict=True)]
+        return [
+            self._read(i, place, like, call.eqn, a) for i, a in zip(operands, avals, strict=True)
+        ]
 
     def _scan(self, call: Call, place: _Place) -> None:
         params = call.eqn.params
@@ -256,7 +288,9 @@ class Emitter:
         for k, (start, stop) in reversed(numbered) if params["reverse"] else numbered:
             slices = [self.arrays.parts(v)[k] for v in call.inputs[first:]]
             eqn = self._equations.scan_on_rows(call.eqn, stop - start)
-            carry = list(self._scan_once(call, eqn, [*consts, *carry, *slices], k, place)[:num_carry])
+            carry = list(
+                self._scan_once(call, eqn, [*consts, *carry, *slices], k, place)[:num_carry]
+            )
         ends = zip(call.outputs[:num_carry], carry, call.eqn.outvars[:num_carry], strict=True)
         for old, last, var in ends:
             assert isinstance(last, int)
@@ -275,18 +309,37 @@ class Emitter:
         inner = self.arrays.declare_whole(block.inputs[num_consts:])
         for k, new in enumerate(inner):
             where = place if k < num_carry else body
-            self._link(index_of(block.inputs[num_consts + k]), where, (operands[num_consts + k],), new)
+            self._link(
+                index_of(block.inputs[num_consts + k]), where, (operands[num_consts + k],), new
+            )
         self._walk(block, body)
         ends = [self.arrays.known(v) for v in block.outputs]
         results = []
         for k, old in enumerate(call.outputs):
             stacks = k >= num_carry
             results.append(
-                index_of(self.arrays.parts(old)[piece]) if stacks and piece is not None else self.arrays.new(old)
+                index_of(self.arrays.parts(old)[piece])
+                if stacks and piece is not None
+                else self.arrays.new(old)
             )
-            self._link(old, body if stacks else place, (ends[k],) if stacks else (ends[k], inner[k]), results[-1])
-        whole = Block(inputs=(*operands[:num_consts], *inner), items=tuple(body.items), outputs=tuple(ends))
-        place.items.append(Call(kind="scan", eqn=eqn, blocks=(whole,), inputs=tuple(operands), outputs=tuple(results)))
+            self._link(
+                old,
+                body if stacks else place,
+                (ends[k],) if stacks else (ends[k], inner[k]),
+                results[-1],
+            )
+        whole = Block(
+            inputs=(*operands[:num_consts], *inner), items=tuple(body.items), outputs=tuple(ends)
+        )
+        place.items.append(
+            Call(
+                kind="scan",
+                eqn=eqn,
+                blocks=(whole,),
+                inputs=tuple(operands),
+                outputs=tuple(results),
+            )
+        )
         return results
 
     def _while(self, call: Call, place: _Place) -> None:
@@ -295,16 +348,29 @@ class Emitter:
         operands = self._read_all(call, call.inputs, 0, place)
         condition, block = call.blocks
         carried = self.arrays.declare_whole(block.inputs[num_body:])
-        for old, start, new in zip(block.inputs[num_body:], operands[num_cond + num_body :], carried, strict=True):
+        for old, start, new in zip(
+            block.inputs[num_body:], operands[num_cond + num_body :], carried, strict=True
+        ):
             self._link(index_of(old), place, (start,), new)
         blocks = []
-        for body, consts in ((condition, operands[:num_cond]), (block, operands[num_cond : num_cond + num_body])):
+        for body, consts in (
+            (condition, operands[:num_cond]),
+            (block, operands[num_cond : num_cond + num_body]),
+        ):
             blocks.append(self._loop_body(body, (*consts, *carried), place))
         results = [self.arrays.new(old) for old in call.outputs]
-        for old, last, inner, new in zip(call.outputs, blocks[1].outputs, carried, results, strict=True):
+        for old, last, inner, new in zip(
+            call.outputs, blocks[1].outputs, carried, results, strict=True
+        ):
             self._link(old, place, (last, inner), new)
         place.items.append(
-            Call(kind="while", eqn=call.eqn, blocks=tuple(blocks), inputs=tuple(operands), outputs=tuple(results))
+            Call(
+                kind="while",
+                eqn=call.eqn,
+                blocks=tuple(blocks),
+                inputs=tuple(operands),
+                outputs=tuple(results),
+            )
         )
         self._define_all(call.outputs, results, place, self._like(call), call.eqn)
 
@@ -345,7 +411,15 @@ class Emitter:
                 for part, new in zip(parts, fresh, strict=True):
                     self._link(old, region, (part,), new)
                 results += fresh
-        place.items.append(Call(kind="remat", eqn=call.eqn, blocks=(body,), inputs=body.inputs, outputs=tuple(results)))
+        place.items.append(
+            Call(
+                kind="remat",
+                eqn=call.eqn,
+                blocks=(body,),
+                inputs=body.inputs,
+                outputs=tuple(results),
+            )
+        )
 
     def _cond(self, call: Call, place: _Place) -> None:
         if not opens(call):
@@ -359,7 +433,15 @@ class Emitter:
                 self._link(old, place, [block.outputs[len(results)] for block in blocks], new)
                 results.append(new)
         inputs = (which, *blocks[0].inputs)
-        place.items.append(Call(kind="cond", eqn=call.eqn, blocks=tuple(blocks), inputs=inputs, outputs=tuple(results)))
+        place.items.append(
+            Call(
+                kind="cond",
+                eqn=call.eqn,
+                blocks=tuple(blocks),
+                inputs=inputs,
+                outputs=tuple(results),
+            )
+        )
 
     def _platform_branches(self, call: Call, place: _Place) -> None:
         operands = self._read_all(call, call.inputs, 0, place)
@@ -370,6 +452,12 @@ class Emitter:
         for k, (old, new) in enumerate(zip(call.outputs, results, strict=True)):
             self._link(old, place, [block.outputs[k] for block in blocks], new)
         place.items.append(
-            Call(kind="cond", eqn=call.eqn, blocks=tuple(blocks), inputs=tuple(operands), outputs=tuple(results))
+            Call(
+                kind="cond",
+                eqn=call.eqn,
+                blocks=tuple(blocks),
+                inputs=tuple(operands),
+                outputs=tuple(results),
+            )
         )
         self._define_all(call.outputs, results, place, self._like(call), call.eqn)

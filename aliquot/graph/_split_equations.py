@@ -44,8 +44,14 @@ class Equations:
         known = self._known.get((id(eqn), rows))
         if known is None:
             known = eqn.replace(
-                invars=[_on_rows(v, rows) if has else v for v, has in zip(eqn.invars, rule.operands, strict=True)],
-                outvars=[_on_rows(v, rows) if has else v for v, has in zip(eqn.outvars, rule.results, strict=True)],
+                invars=[
+                    _on_rows(v, rows) if has else v
+                    for v, has in zip(eqn.invars, rule.operands, strict=True)
+                ],
+                outvars=[
+                    _on_rows(v, rows) if has else v
+                    for v, has in zip(eqn.outvars, rule.results, strict=True)
+                ],
                 params=rule.rewrite(eqn.params, rows),
             )
             self._known[id(eqn), rows] = known
@@ -60,14 +66,19 @@ class Equations:
             first = num_consts + carried
             known = eqn.replace(
                 invars=[*eqn.invars[:first], *(_on_rows(v, rows) for v in eqn.invars[first:])],
-                outvars=[*eqn.outvars[:carried], *(_on_rows(v, rows) for v in eqn.outvars[carried:])],
+                outvars=[
+                    *eqn.outvars[:carried],
+                    *(_on_rows(v, rows) for v in eqn.outvars[carried:]),
+                ],
                 params={**params, "length": rows, "unroll": min(params["unroll"], rows)},
             )
             self._known[id(eqn), rows] = known
         return known
 
 
-def joint(like: Any, name: str, operands: Sequence[Any], result: Any, params: Mapping[str, Any]) -> Any:
+def joint(
+    like: Any, name: str, operands: Sequence[Any], result: Any, params: Mapping[str, Any]
+) -> Any:
     """A new equation of the types `operands -> result`, under the user's line and the context of
     another one.
     """

@@ -40,7 +40,9 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
         num_consts, _ = compat.scan_counts(call.eqn.params)
         bound = call.blocks[0].inputs[num_consts:]
         ends = [links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
-        scans.append(LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1))
+        scans.append(
+            LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1)
+        )
     return tuple(scans)
 
 
@@ -81,7 +83,9 @@ def tied_values(graph: Graph, length: int, seeds: Iterable[int]) -> frozenset[in
 
 def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
     """True if a scan is one of those that are cut."""
-    return call.eqn.params["length"] == length and any(v in stacked for v in _stacked_operands(call))
+    return call.eqn.params["length"] == length and any(
+        v in stacked for v in _stacked_operands(call)
+    )
 
 
 # ---- what is tied to what ------------------------------------------------------------------------
@@ -96,7 +100,9 @@ def _stacked_operands(call: Call) -> list[Operand]:
 def opens(call: Call) -> bool:
     """True if the bodies of a call run once and can be looked into."""
     # Of branches for platforms only one exists for the compiler; they run as one operator.
-    return call.kind == "remat" or (call.kind == "cond" and call.eqn.params.get("branches_platforms") is None)
+    return call.kind == "remat" or (
+        call.kind == "cond" and call.eqn.params.get("branches_platforms") is None
+    )
 
 
 def _flat(graph: Graph, block: Block) -> Iterator[Op | Call]:
@@ -118,7 +124,10 @@ def _groups(graph: Graph, length: int) -> Iterator[tuple[int, ...]]:
         if isinstance(item, Op):
             rule = local_rule(item, values, length)
             if rule is not None:
-                both = [*zip(item.inputs, rule.operands, strict=True), *zip(item.outputs, rule.results, strict=True)]
+                both = [
+                    *zip(item.inputs, rule.operands, strict=True),
+                    *zip(item.outputs, rule.results, strict=True),
+                ]
                 yield _indices(operand for operand, has_rows in both if has_rows)
         elif item.kind == "scan":
             if item.eqn.params["length"] == length:
@@ -144,13 +153,23 @@ def _indices(operands: Iterable[Operand]) -> tuple[int, ...]:
 
 def _of_parameters(graph: Graph, length: int) -> set[int]:
     """Values that hold, in each of `length` rows, something made of that row of a parameter."""
-    marked = {i.value for i in graph.inputs if i.role is Role.PARAMETER and _rows(graph, i.value) == length}
+    marked = {
+        i.value
+        for i in graph.inputs
+        if i.role is Role.PARAMETER and _rows(graph, i.value) == length
+    }
     for op in graph.ops:
-        if op.phase is Phase.UPDATE or not any(isinstance(i, int) and i in marked for i in op.inputs):
+        if op.phase is Phase.UPDATE or not any(
+            isinstance(i, int) and i in marked for i in op.inputs
+        ):
             continue
         rule = local_rule(op, graph.values, length)
-        if rule and any(has and i in marked for i, has in zip(op.inputs, rule.operands, strict=True)):
-            marked.update(o for o, has in zip(op.outputs, rule.results, strict=True) if has and o >= 0)
+        if rule and any(
+            has and i in marked for i, has in zip(op.inputs, rule.operands, strict=True)
+        ):
+            marked.update(
+                o for o, has in zip(op.outputs, rule.results, strict=True) if has and o >= 0
+            )
     return marked
 
 
@@ -170,7 +189,10 @@ def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
     return [
         call
         for call in calls
-        if any(v in marked[call.eqn.params["length"]] for v in call.inputs[sum(compat.scan_counts(call.eqn.params)) :])
+        if any(
+            v in marked[call.eqn.params["length"]]
+            for v in call.inputs[sum(compat.scan_counts(call.eqn.params)) :]
+        )
     ]
 
 
@@ -201,20 +223,22 @@ def _check(graph: Graph, length: int, *, can_be_cut: bool) -> None:
     nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
     if any(call.eqn.params["length"] == length for call in nested):
         raise InputError(
-            f"{graph.name} runs its scan over {length} layers inside another loop (its own accumulation over "
-            "micro-batches, perhaps), and a loop cannot pass from one stage to the next and back. "
-            "Write the step for the whole batch and let num_micro_batches cut it."
+            f"{graph.name} runs its scan over {length} layers inside another loop (its own"
+            " accumulation over micro-batches, perhaps), and a loop cannot pass from one stage to"
+            " the next and back. Write the step for the whole batch and let num_micro_batches"
+            " cut it."
         )
     if can_be_cut:
         return
     lengths = sorted({scan.length for scan in scans_over_layers(graph)})
     if lengths:
         raise InputError(
-            f"Ranges of {length} layers were asked for, but {graph.name} scans over {' and '.join(map(str, lengths))} "
-            f"layers: ranges must cover all of them. Let bounds end at {lengths[0]}."
+            f"Ranges of {length} layers were asked for, but {graph.name} scans over"
+            f" {' and '.join(map(str, lengths))} layers: ranges must cover all of them. Let bounds"
+            f" end at {lengths[0]}."
         )
     raise InputError(
-        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length} layers: no "
-        "jax.lax.scan of the step takes stacked parameters as its xs. Write the layers as such a scan, or cut the "
-        "unrolled step as it is."
+        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length}"
+        " layers: no jax.lax.scan of the step takes stacked parameters as its xs. Write the layers"
+        " as such a scan, or cut the unrolled step as it is."
     )

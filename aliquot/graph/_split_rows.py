@@ -43,11 +43,18 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
     if traits.on_rows is None or declare is None:
         return None
     operands = [i if isinstance(i, Literal) else values[i] for i in op.inputs]
-    results = [values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape) for k, o in enumerate(op.outputs)]
+    results = [
+        values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape)
+        for k, o in enumerate(op.outputs)
+    ]
     if not any(shape[:1] == (rows,) for shape in (*(o.shape for o in operands), *results)):
         return None
     rule = declare(operands, results, op.params)
-    if traits.join and operands[0].shape[:1] == (rows,) and _leading(rule.operands[0]) not in _factors(rule.results):
+    if (
+        traits.join
+        and operands[0].shape[:1] == (rows,)
+        and _leading(rule.operands[0]) not in _factors(rule.results)
+    ):
         return Local(operands=(True,), results=(False,), rewrite=traits.on_rows, join=traits.join)
     if not results or any(shape[:1] != (rows,) for shape in results):
         return None
@@ -56,7 +63,12 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
     if stacked is None or (not any(stacked) and traits.on_rows is same_parameters):
         return None
     counts_rows = traits.numbers_rows and op.params["dimension"] == 0
-    return Local(operands=stacked, results=(True,) * len(results), rewrite=traits.on_rows, counts_rows=counts_rows)
+    return Local(
+        operands=stacked,
+        results=(True,) * len(results),
+        rewrite=traits.on_rows,
+        counts_rows=counts_rows,
+    )
 
 
 def _operands_with_rows(rule: DimRule) -> tuple[bool, ...] | None:

@@ -47,8 +47,12 @@ class SplitGraph:
 
     def join(self, arrays: Sequence[Any]) -> list[Any]:
         """Results of `graph` to those of the original."""
-        parts_of_outputs = [[arrays[piece.position] for piece in pieces] for pieces in self.split.outputs]
-        return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in parts_of_outputs]
+        parts_of_outputs = [
+            [arrays[piece.position] for piece in pieces] for pieces in self.split.outputs
+        ]
+        return [
+            parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in parts_of_outputs
+        ]
 
 
 def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
@@ -61,8 +65,8 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
 
     Args:
         graph: a captured step.
-        bounds: where ranges begin, and the number of layers: `(0, 5, 8)` for five layers and three. All scans over
-            `bounds[-1]` layers are cut; scans of other lengths stay as they are.
+        bounds: where ranges begin, and the number of layers: `(0, 5, 8)` for five layers and three.
+            All scans over `bounds[-1]` layers are cut; scans of other lengths stay as they are.
 
     Raises:
         InputError: the bounds are not increasing from 0 to a number of layers that some scan has,
@@ -93,7 +97,9 @@ def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) ->
 
 
 def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[int]) -> SplitGraph:
-    arrays = Pieces(graph=graph, stacked=stacked, ranges=tuple(zip(edges[:-1], edges[1:], strict=True)))
+    arrays = Pieces(
+        graph=graph, stacked=stacked, ranges=tuple(zip(edges[:-1], edges[1:], strict=True))
+    )
     emitter = Emitter(arrays=arrays)
     body = emitter.run()
     inputs = _pieces(arrays, [item.value for item in graph.inputs])
@@ -140,10 +146,15 @@ def _edges(graph: Graph, bounds: Sequence[int]) -> tuple[int, ...]:
         edges = tuple([operator.index(bound) for bound in bounds])
     except TypeError:
         edges = ()
-    if len(edges) < 2 or edges[0] != 0 or any(a >= b for a, b in zip(edges[:-1], edges[1:], strict=True)):
+    if (
+        len(edges) < 2
+        or edges[0] != 0
+        or any(a >= b for a, b in zip(edges[:-1], edges[1:], strict=True))
+    ):
         raise InputError(
-            f"bounds={tuple(bounds)} are no ranges of the layers of {graph.name}: they must increase from 0 to the "
-            "number of layers, so that each layer is in one range. For eight layers in two halves write (0, 4, 8)."
+            f"bounds={tuple(bounds)} are no ranges of the layers of {graph.name}: they must"
+            " increase from 0 to the number of layers, so that each layer is in one range. For"
+            " eight layers in two halves write (0, 4, 8)."
         )
     return edges
 
@@ -154,7 +165,11 @@ def _pieces(arrays: Pieces, values: Sequence[Any]) -> tuple[tuple[Piece, ...], .
     for value in values:
         stacked = isinstance(value, int) and value in arrays.stacked
         ranges: Sequence[tuple[int, int | None]] = arrays.ranges if stacked else ((0, None),)
-        pieces.append(tuple([Piece(position=position + k, start=a, stop=b) for k, (a, b) in enumerate(ranges)]))
+        pieces.append(
+            tuple(
+                [Piece(position=position + k, start=a, stop=b) for k, (a, b) in enumerate(ranges)]
+            )
+        )
         position += len(ranges)
     return tuple(pieces)
 

@@ -42,7 +42,9 @@ class Pieces:
         """A new value like an old one, with another number of rows if told."""
         like = self.graph.values[old]
         shape = like.shape if rows is None else (rows, *like.shape[1:])
-        self.values.append(Value(index=len(self.values), shape=shape, dtype=like.dtype, itemsize=like.itemsize))
+        self.values.append(
+            Value(index=len(self.values), shape=shape, dtype=like.dtype, itemsize=like.itemsize)
+        )
         return len(self.values) - 1
 
     def declare(self, old: int) -> tuple[int, ...]:

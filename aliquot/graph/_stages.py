@@ -48,7 +48,9 @@ def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> S
     return assign_stages(graph, layers.items, stage_of, len(first_layers))
 
 
-def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[int, int], num_stages: int) -> Staging:
+def assign_stages(
+    graph: Graph, items: Sequence[Item], forward_stage: Mapping[int, int], num_stages: int
+) -> Staging:
     """Stages of all items of a step.
 
     Args:
@@ -70,7 +72,9 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
             stages[k] = forward_stage[k]
         else:
             known = [made_by.get(i, latest.get(i)) for i in item.inputs]
-            known += [latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters]
+            known += [
+                latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters
+            ]
             stages[k] = min((s for s in known if s is not None), default=num_stages - 1)
         for i in item.inputs:
             for origin in origins.get(i, ()):
@@ -82,7 +86,9 @@ def assign_stages(graph: Graph, items: Sequence[Item], forward_stage: Mapping[in
         place = made_by if item.phase is Phase.BACKWARD else latest
         place.update(dict.fromkeys(item.outputs, stages[k]))
     update = [k for k, item in enumerate(items) if item.phase is Phase.UPDATE]
-    crossing = made_by | {o: stages[k] for k, i in enumerate(items) if i.phase is Phase.FORWARD for o in i.outputs}
+    crossing = made_by | {
+        o: stages[k] for k, i in enumerate(items) if i.phase is Phase.FORWARD for o in i.outputs
+    }
     homes = {v: min(s) for v, s in users.items()}
     home = place_update(graph, items, update, stages, crossing, homes)
     return Staging(
@@ -126,10 +132,16 @@ def place_update(
     scalar = [math.prod(v.shape) <= 1 for v in graph.values]
     arrays: dict[int, list[int]] = {}
     for k in update:
-        arrays[k] = [v for v in (*items[k].inputs, *items[k].outputs) if not scalar[v] and v not in graph.constants]
+        arrays[k] = [
+            v
+            for v in (*items[k].inputs, *items[k].outputs)
+            if not scalar[v] and v not in graph.constants
+        ]
         for v in arrays[k][1:]:
             groups.join(arrays[k][0], v)
-    kept = {i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]}
+    kept = {
+        i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]
+    }
     votes: dict[int, tuple[int, int]] = {}
 
     def vote(value: int, rank: int, stage: int) -> None:

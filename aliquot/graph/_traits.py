@@ -57,8 +57,9 @@ class Traits:
             operands first.
         join: the binary primitive that makes the result from the results on two ranges of the
             reduced dims.
-        on_rows: the parameters for fewer rows (elements of the leading dim), if the operator can run on ranges of rows;
-            `same_parameters` if they do not mention sizes. The rule says which operands are cut.
+        on_rows: the parameters for fewer rows (elements of the leading dim), if the operator can
+            run on ranges of rows; `same_parameters` if they do not mention sizes. The rule says
+            which operands are cut.
         numbers_rows: its result holds positions along `params["dimension"]`, so a range adds where
             it begins.
     """
@@ -82,5 +83,7 @@ def same_parameters(params: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def leading_size(key: str) -> Rewrite:
-    """The parameters on fewer rows of an operator that states the shape of its result under `key`."""
+    """The parameters on fewer rows of an operator that states the shape of its result under
+    `key`.
+    """
     return lambda params, rows: {**params, key: (rows, *params[key][1:])}

@@ -1,8 +1,8 @@
 """The captured training step as plain data: values, operators, and the blocks that contain them.
 
-`Graph.ops` is the flat view that rules and planners read: the operators inside scan, while, cond and remat bodies are
-listed in line, and small *link* operators say how a body's values meet the outer ones. `Graph.body` is the nested view
-of the same operators that the runtime replays.
+`Graph.ops` is the flat view that rules and planners read: the operators inside scan, while, cond
+and remat bodies are listed in line, and small *link* operators say how a body's values meet the
+outer ones. `Graph.body` is the nested view of the same operators that the runtime replays.
 """
 
 from __future__ import annotations

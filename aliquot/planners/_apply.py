@@ -18,12 +18,15 @@ from ._follow import follow
 
 
 def apply_plan(
-    plan: Plan, graph: Graph, on_missing_rule: str = "infer", measured: AbstractMeasured | None = None
+    plan: Plan,
+    graph: Graph,
+    on_missing_rule: str = "infer",
+    measured: AbstractMeasured | None = None,
 ) -> PlannedStep:
     """A step cut as its plan says.
 
-    If its operators have drifted since it was planned, and it is one program, what lies between its inputs and outputs is
-    planned anew, with a warning.
+    If its operators have drifted since it was planned, and it is one program, what lies between its
+    inputs and outputs is planned anew, with a warning.
 
     Args:
         graph: the step on its whole batch.
@@ -65,8 +68,9 @@ def _choices(plan: Plan, graph: Graph, problem: Problem) -> Sequence[Choice]:
     if graph_fingerprint(graph) == plan.graph_fingerprint:
         return decode_interior(plan.stages[0], problem.nodes)
     warnings.warn(
-        f"{graph.name} is traced into other operators than the plan was made for (another release of a library, perhaps). "
-        "Its inputs and outputs are the same: they are split as planned, and what lies between is planned anew.",
+        f"{graph.name} is traced into other operators than the plan was made for (another release"
+        " of a library, perhaps). Its inputs and outputs are the same: they are split as planned,"
+        " and what lies between is planned anew.",
         stacklevel=6,
     )
     return follow(problem, plan.stages[0])
@@ -101,7 +105,9 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
         choices = decode_interior(stage, problem.nodes)
         repeat = frozenset(k for k, entry in enumerate(stage.interior) if entry.recompute)
         stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
-    return PlannedStep(plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged)
+    return PlannedStep(
+        plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged
+    )
 
 
 def _submesh(stage: StagePlan, cluster: Cluster) -> tuple[int, int]:

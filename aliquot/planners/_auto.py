@@ -64,7 +64,9 @@ class Auto(AbstractMethod):
         program = None if cannot_fit(problem) else self._solved(problem, task.progress)
         if self.mesh_shape is not None or task.cluster.num_devices == 1:
             return self._whole(task, count, program)
-        if program is not None and program.step_time_s * (1 - self.intra.relative_gap) <= least_compute_s(problem):
+        if program is not None and program.step_time_s * (
+            1 - self.intra.relative_gap
+        ) <= least_compute_s(problem):
             return self._as_auto(task, program)
         try:
             decision = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
@@ -87,7 +89,11 @@ class Auto(AbstractMethod):
         Raises:
             InfeasibleError: None fits; describes what the fewest micro-batches need.
         """
-        most = count if task.num_micro_batches is not None else min(batch_size(task.graph), MOST_MICRO_BATCHES)
+        most = (
+            count
+            if task.num_micro_batches is not None
+            else min(batch_size(task.graph), MOST_MICRO_BATCHES)
+        )
         decision = one_program_by_doubling(
             self.program, task, first=count, most=most, until_it_fits=True, known={count: program}
         )

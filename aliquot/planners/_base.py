@@ -130,8 +130,8 @@ class Task:
     Attributes:
         graph: the step on its whole batch.
         cluster: what it runs on.
-        num_micro_batches: as the user wants; None lets methods that search for the number choose it,
-            and is 1 for the others.
+        num_micro_batches: as the user wants; None lets methods that search for the number choose
+            it, and is 1 for the others.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
@@ -145,13 +145,19 @@ class Task:
     on_missing_rule: str = "infer"
     memory_limit_bytes: float | None = None
     progress: Progress | None = None
-    _problems: dict[int, tuple[Problem, Mapping[str, str]]] = field(default_factory=dict, init=False, repr=False)
+    _problems: dict[int, tuple[Problem, Mapping[str, str]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def limit_bytes(self) -> float:
         """Memory of each device that a plan may use."""
         device = self.cluster.device
-        return target_for(device).usable_bytes(device) if self.memory_limit_bytes is None else self.memory_limit_bytes
+        return (
+            target_for(device).usable_bytes(device)
+            if self.memory_limit_bytes is None
+            else self.memory_limit_bytes
+        )
 
     def with_limit(self, memory_limit_bytes: float) -> Task:
         """The same step with a smaller memory limit."""
@@ -172,7 +178,10 @@ class Task:
             part, combine = self.graph, dict[str, str]()
             if count != 1 or self.semantics not in SEMANTICS:
                 cut = plan_micro_batches(
-                    self.graph, count, semantics=self.semantics, on_missing_rule=self.on_missing_rule
+                    self.graph,
+                    count,
+                    semantics=self.semantics,
+                    on_missing_rule=self.on_missing_rule,
                 )
                 part, combine = cut.part, cut.combine
             problem = make_problem(
@@ -208,7 +217,9 @@ class AbstractMethod(abc.ABC):
         """
         count = 1 if task.num_micro_batches is None else task.num_micro_batches
         try:
-            return replace(self.solve(task.problem(count), task.progress), combine=task.combine(count))
+            return replace(
+                self.solve(task.problem(count), task.progress), combine=task.combine(count)
+            )
         except Interrupted as interrupted:
             best = interrupted.decision
             interrupted.decision = best and replace(best, combine=task.combine(count))

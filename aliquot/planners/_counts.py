@@ -31,7 +31,9 @@ _FIGURES = (
 def batch_size(graph: Graph) -> int:
     """Size of the batch, of which numbers of micro-batches are divisors; 1 if the step has none."""
     sizes = [
-        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
+        graph.values[i.value].shape[0]
+        for i in graph.inputs
+        if i.role is Role.BATCH and graph.values[i.value].shape
     ]
     return math.gcd(*sizes) or 1
 
@@ -85,7 +87,9 @@ def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
         near, far = getattr(fine, name)[:, columns], getattr(coarse, name)
         known_both = known & np.isfinite(near) & np.isfinite(far)
         with np.errstate(invalid="ignore"):
-            between[name] = np.where(known_both, (1 - share) * near + share * far, getattr(chain, name))
+            between[name] = np.where(
+                known_both, (1 - share) * near + share * far, getattr(chain, name)
+            )
     between["weight_gradient_s"] = np.minimum(between["weight_gradient_s"], between["backward_s"])
     return replace(chain, **between)
 

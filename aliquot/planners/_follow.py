@@ -31,7 +31,9 @@ class OtherSplit:
     step_time_s: float | None
 
 
-def follow(problem: Problem, stage: StagePlan, intra: AbstractIntra | None = None) -> tuple[Choice, ...]:
+def follow(
+    problem: Problem, stage: StagePlan, intra: AbstractIntra | None = None
+) -> tuple[Choice, ...]:
     """The best choices that split the inputs as a stage does; `intra` finds them, by default
     `ILP()`.
 
@@ -44,7 +46,9 @@ def follow(problem: Problem, stage: StagePlan, intra: AbstractIntra | None = Non
     priced = _priced(problem, stage, (), intra, pinned)
     kinds = fixed.kinds_of(problem)
     pins = fixed.pinned(problem, priced, stage.shardings, stage.axis_names)
-    open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
+    open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(
+        priced
+    )
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
     decision = race(
@@ -78,24 +82,35 @@ def find_alternatives(
     kinds = fixed.kinds_of(problem)
     masks = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
     weight: dict[int, tuple[int, int]] = {}
-    for k, (item, port) in enumerate(zip(problem.graph.inputs, priced.graph.input_ports, strict=True)):
+    for k, (item, port) in enumerate(
+        zip(problem.graph.inputs, priced.graph.input_ports, strict=True)
+    ):
         if port.node >= 0:
             total, first = weight.get(port.node, (0, k))
             weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
     largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
-    alternatives = [_without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest]
+    alternatives = [
+        _without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest
+    ]
     return [alternative for alternative in alternatives if alternative is not None]
 
 
 def _priced(
-    problem: Problem, stage: StagePlan, choices: Sequence[Choice], intra: AbstractIntra, also: frozenset[int]
+    problem: Problem,
+    stage: StagePlan,
+    choices: Sequence[Choice],
+    intra: AbstractIntra,
+    also: frozenset[int],
 ) -> Priced:
     """The problem on a stage's mesh, with the stage's own choices among those that are priced."""
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
     tried = choices_to_try(problem, mesh, axes, intra, also)
     if choices:
-        tried = [np.unique(np.vstack([some, [mine]]), axis=0) for some, mine in zip(tried, choices, strict=True)]
+        tried = [
+            np.unique(np.vstack([some, [mine]]), axis=0)
+            for some, mine in zip(tried, choices, strict=True)
+        ]
     return price(problem, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=tried)
 
 

@@ -62,7 +62,10 @@ class HelperProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.end()
 
@@ -130,14 +133,18 @@ class SharedQueue(Generic[T]):
             self._feeder.start()
 
     def answers(self, report: Callable[[int, int], None] | None = None) -> list[T]:
-        """Answers of all calls, in the order in which they were added; calls `report(begun, of)`."""
+        """Answers of all calls, in the order in which they were added; calls `report(begun,
+        of)`.
+        """
         self._close()
         while (number := self._take(last=True)) is not None:
             if report:
                 report(len(self._calls) - len(self._open) - 1, len(self._calls))
             self._call(number)
         self.wait()
-        unanswered = [number for number, answer in enumerate(self._answers) if isinstance(answer, _Nothing)]
+        unanswered = [
+            number for number, answer in enumerate(self._answers) if isinstance(answer, _Nothing)
+        ]
         if unanswered:
             self._helper.end()
         for number in unanswered:

@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster, LogicalMesh, subcluster
-from ..cost import Chain, PhaseCosts, Priced, Problem, StageOption, evaluate, make_problem, phase_costs, price
+from ..cost import (
+    Chain,
+    PhaseCosts,
+    Priced,
+    Problem,
+    StageOption,
+    evaluate,
+    make_problem,
+    phase_costs,
+    price,
+)
 from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
 from ..sharding import LayeredStep, traces_in_groups
 from ._base import Progress
@@ -33,8 +43,14 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
     micro-batch; the second splits whatever is best. Tensor parallelism stays inside a host.
     """
     per_host, hosts = cluster.devices_per_host, cluster.num_hosts
-    shapes = [(1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0]
-    shapes += [(h, per_host) for h in range(2, hosts + 1) if hosts % h == 0 or micro_batch_size % (h * per_host) == 0]
+    shapes = [
+        (1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0
+    ]
+    shapes += [
+        (h, per_host)
+        for h in range(2, hosts + 1)
+        if hosts % h == 0 or micro_batch_size % (h * per_host) == 0
+    ]
     options: list[StageOption] = []
     for shape in shapes:
         size = math.prod(shape)
@@ -59,7 +75,9 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSolution:
-    """The best splits of a layer on a mesh, and what they cost. `picks` are among the choices of `price_option`."""
+    """The best splits of a layer on a mesh, and what they cost. `picks` are among the choices of
+    `price_option`.
+    """
 
     costs: PhaseCosts
     picks: NDArray[np.int64]
@@ -76,7 +94,8 @@ class LayerCosts:
         step: the step at the number of micro-batches that costs are for.
         units: of the chains; for each the layer that it is a copy of.
         kinds: for each unit the number of its kind.
-        problems, ops: for each kind the problem of its first layer, and for each operator of it its number in the step.
+        problems, ops: for each kind the problem of its first layer, and for each operator of it its
+            number in the step.
         solutions: for each kind by submesh and mesh; None where the mesh does not divide the batch.
         options: ways to run a stage.
     """
@@ -92,17 +111,26 @@ class LayerCosts:
     options: Sequence[StageOption]
 
     def chain(self, count: int, memory_limit_bytes: float) -> Chain:
-        """The chain for a number of micro-batches. For other numbers than the step's own the passes, activations and
-        transfers are scaled with the size of a micro-batch.
+        """The chain for a number of micro-batches. For other numbers than the step's own the
+        passes, activations and transfers are scaled with the size of a micro-batch.
         """
-        of_kind = [[solved[o.submesh, o.mesh_shape] for o in self.options] for solved in self.solutions]
+        of_kind = [
+            [solved[o.submesh, o.mesh_shape] for o in self.options] for solved in self.solutions
+        ]
         rows = [[None if found is None else found.costs for found in row] for row in of_kind]
         table = [rows[kind] for kind in self.kinds]
-        return _chain(self.step, self.units, self.cluster, self.options, table, count, memory_limit_bytes)
+        return _chain(
+            self.step, self.units, self.cluster, self.options, table, count, memory_limit_bytes
+        )
 
 
 def build_chains(
-    step: LayeredStep, cluster: Cluster, *, counts: Sequence[int], memory_limit_bytes: float, **settings: Any
+    step: LayeredStep,
+    cluster: Cluster,
+    *,
+    counts: Sequence[int],
+    memory_limit_bytes: float,
+    **settings: Any,
 ) -> tuple[list[Chain], list[int]]:
     """Chains of a step, one for each number of micro-batches; and for each layer the number of its
     kind.
@@ -113,7 +141,9 @@ def build_chains(
         settings: the others of `solve_layers`.
     """
     costs = solve_layers(step, cluster, counts=counts, **settings)
-    return [costs.chain(count, memory_limit_bytes) for count in dict.fromkeys(counts)], list(costs.kinds)
+    return [costs.chain(count, memory_limit_bytes) for count in dict.fromkeys(counts)], list(
+        costs.kinds
+    )
 
 
 def solve_layers(
@@ -127,7 +157,8 @@ def solve_layers(
     progress: Progress | None = None,
     helper: HelperProcess | None = None,
 ) -> LayerCosts:
-    """Costs of every distinct layer of a step on every submesh, for the step's own number of micro-batches.
+    """Costs of every distinct layer of a step on every submesh, for the step's own number of
+    micro-batches.
 
     Args:
         intra: finds the splits of each layer.
@@ -157,11 +188,16 @@ def solve_layers(
         if progress:
             progress(f"layer {step.layers.names[unit]}", number, len(representatives))
         problem = make_problem(
-            extract.graph, cluster, num_micro_batches=step.num_micro_batches, on_missing_rule=on_missing_rule
+            extract.graph,
+            cluster,
+            num_micro_batches=step.num_micro_batches,
+            on_missing_rule=on_missing_rule,
         )
         problems.append(problem)
         queue.add(_Layer(problem=_without_operators(problem), intra=intra, notes={}), meshes)
-    answers = queue.answers((lambda done, of: progress("layers on meshes", done, of)) if progress else None)
+    answers = queue.answers(
+        (lambda done, of: progress("layers on meshes", done, of)) if progress else None
+    )
     return LayerCosts(
         step=step,
         cluster=cluster,
@@ -171,7 +207,8 @@ def solve_layers(
         problems=problems,
         ops=[extract.ops for extract in extracts],
         solutions=[
-            dict(zip(meshes, answers[k : k + len(meshes)], strict=True)) for k in range(0, len(answers), len(meshes))
+            dict(zip(meshes, answers[k : k + len(meshes)], strict=True))
+            for k in range(0, len(answers), len(meshes))
         ],
         options=options,
     )
@@ -212,7 +249,9 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
         choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
     if not choices:
         return None
-    return price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+    return price(
+        problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,13 +271,25 @@ def _without_operators(problem: Problem) -> Problem:
     """
     graph, nodes = problem.graph, problem.nodes
     ops = [
-        replace(op, inputs=tuple([i for i in op.inputs if isinstance(i, int)]), params={}, scope="", eqn=None)
+        replace(
+            op,
+            inputs=tuple([i for i in op.inputs if isinstance(i, int)]),
+            params={},
+            scope="",
+            eqn=None,
+        )
         for op in graph.ops
         if op.phase is not Phase.UPDATE
     ]
     block = Block(inputs=(), items=(), outputs=())
-    graph = replace(graph, values=(), ops=tuple(ops), body=block, constants={}, calling=None, split=None)
-    return replace(problem, graph=graph, nodes=replace(nodes, sites=(), output_ports=(), op_class=(), loop_ports={}))
+    graph = replace(
+        graph, values=(), ops=tuple(ops), body=block, constants={}, calling=None, split=None
+    )
+    return replace(
+        problem,
+        graph=graph,
+        nodes=replace(nodes, sites=(), output_ports=(), op_class=(), loop_ports={}),
+    )
 
 
 def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
@@ -277,7 +328,10 @@ def _chain(
     # An option that divides micro-batches of one size may not divide those of another.
     micro_batch_size = step.micro_batch_size * step.num_micro_batches // count
     can_run = np.array(
-        [[c is not None and micro_batch_size % (o.dp or 1) == 0 for c, o in zip(row, options)] for row in table]
+        [
+            [c is not None and micro_batch_size % (o.dp or 1) == 0 for c, o in zip(row, options)]
+            for row in table
+        ]
     )
 
     def figures(name: str) -> Floats:
@@ -294,7 +348,9 @@ def _chain(
     # A stage that recomputes holds the activations of one micro-batch at a time, and keeps only its
     # input for the others. Which layers begin a stage is not known yet.
     state_bytes = np.where(recomputes, state_bytes + activation_bytes, state_bytes)
-    activation_bytes = np.where(recomputes, entering_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes)
+    activation_bytes = np.where(
+        recomputes, entering_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
+    )
     backward = np.where(recomputes, backward + forward, backward)
     # A backward pass with recomputation is not divided: its weight gradients cannot be deferred.
     weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)

@@ -16,7 +16,9 @@ _SEPARATORS = re.compile(r"[,\-+]")
 _DEGREE = re.compile(r"(dp|tp|pp|ep)(\d{1,6})")
 
 
-def layout_by_name(name: str, num_micro_batches: int | None = None, layers: str | int | None = None) -> AbstractMethod:
+def layout_by_name(
+    name: str, num_micro_batches: int | None = None, layers: str | int | None = None
+) -> AbstractMethod:
     """The layout that `tp:8` or `megatron:dp4,tp8,pp2` means. Degrees may be joined by "-" as well,
     as lists of methods need.
 
@@ -44,13 +46,17 @@ def layout_by_name(name: str, num_micro_batches: int | None = None, layers: str 
         elif word in ZERO_STAGES:
             zero.append(word)
         else:
-            faults.append(f"{word!r}: {nearest(word, [*(f'{d}8' for d in _DEGREES), *filter(None, ZERO_STAGES)])}")
+            faults.append(
+                f"{word!r}:"
+                f" {nearest(word, [*(f'{d}8' for d in _DEGREES), *filter(None, ZERO_STAGES)])}"
+            )
     if len(zero) > 1:
         faults.append(f"{' and '.join(zero)} exclude each other")
     if faults or not (degrees or zero):
         raise InputError(
-            f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has degrees dp, tp, pp and ep, and may "
-            f"end in {', '.join(filter(None, ZERO_STAGES))}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a list of methods."
+            f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has"
+            f" degrees dp, tp, pp and ep, and may end in {', '.join(filter(None, ZERO_STAGES))}:"
+            f" {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a list of methods."
         )
     return Megatron(
         data=degrees.get("dp"),
@@ -73,7 +79,11 @@ def method_names(text: str) -> list[str]:
     names: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
         # `fsdp` and `zero2` are methods of their own: after a comma they begin one.
-        if names and names[-1].startswith("megatron:") and (_DEGREE.fullmatch(part) or part == "zero1"):
+        if (
+            names
+            and names[-1].startswith("megatron:")
+            and (_DEGREE.fullmatch(part) or part == "zero1")
+        ):
             names[-1] += f",{part}"
         else:
             names.append(part)

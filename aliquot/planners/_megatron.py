@@ -18,8 +18,8 @@ from .inter import EqualStages
 from .intra import MegatronSplit, Space, fixed
 
 ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""Arrays that a layout may split over its data axis besides the batch, and the stages of ZeRO that this
-is.
+"""Arrays that a layout may split over its data axis besides the batch, and the stages of ZeRO that
+this is.
 """
 
 _ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
@@ -58,7 +58,12 @@ class Megatron(AbstractMethod):
     layers: str | int | None = None
 
     def __post_init__(self) -> None:
-        degrees = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        degrees = {
+            "data": self.data,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "expert": self.expert,
+        }
         faults = [f"{name}={n}" for name, n in degrees.items() if n is not None and n < 1]
         if faults:
             raise InputError(f"A layout has degrees of at least 1, got {', '.join(faults)}.")
@@ -66,14 +71,19 @@ class Megatron(AbstractMethod):
             raise InputError(f"zero_stage={self.zero_stage}: pass 0, 1, 2 or 3.")
         if self.pipeline > 1 and self.expert > 1:
             raise InputError(
-                "Expert parallelism is laid out in one program only: use pp or ep, not both, or method pipeshard, which splits "
-                "experts as it finds best."
+                "Expert parallelism is laid out in one program only: use pp or ep, not both, or"
+                " method pipeshard, which splits experts as it finds best."
             )
 
     @property
     def name(self) -> str:
         """As it is typed: `megatron:dp4,tp8,pp2`."""
-        degrees = (("dp", self.data), ("ep", self.expert), ("tp", self.tensor), ("pp", self.pipeline))
+        degrees = (
+            ("dp", self.data),
+            ("ep", self.expert),
+            ("tp", self.tensor),
+            ("pp", self.pipeline),
+        )
         words = [f"{word}{n}" for word, n in degrees if n is not None and (n > 1 or word == "dp")]
         zero = next(word for word, stage in ZERO_STAGES.items() if stage == self.zero_stage)
         return f"megatron:{','.join([*words, *([zero] if zero else [])])}"
@@ -102,7 +112,9 @@ class Megatron(AbstractMethod):
         """See `AbstractMethod.solve`."""
         laid_out = self.on(problem.cluster)
         if laid_out.pipeline > 1:
-            raise InputError(f"{laid_out.name} makes a pipeline, and one program was asked for. Leave pp out.")
+            raise InputError(
+                f"{laid_out.name} makes a pipeline, and one program was asked for. Leave pp out."
+            )
         return laid_out._solved(problem, progress, laid_out.name)
 
     def _fastest_pipeline(self, task: Task) -> Decision:
@@ -110,7 +122,9 @@ class Megatron(AbstractMethod):
         row on each data rank on, doubled for as long as that helps.
         """
         pipeline = PipeshardParallel(
-            inter=EqualStages(data=self.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=self.name),
+            inter=EqualStages(
+                data=self.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=self.name
+            ),
             intra=self._rule,
             layers=self.layers,
         )
@@ -138,8 +152,9 @@ class Megatron(AbstractMethod):
         if rows % (data * (asked or 1)):
             per = f" in each of {asked} micro-batches" if asked else ""
             raise InputError(
-                f"A batch of {rows} cannot be split over dp{data}{per}. Use a global batch that is a multiple of "
-                f"{data * (asked or 1)}, fewer micro-batches, or a smaller data degree."
+                f"A batch of {rows} cannot be split over dp{data}{per}. Use a global batch that is"
+                f" a multiple of {data * (asked or 1)}, fewer micro-batches, or a smaller data"
+                " degree."
             )
         if asked or not rows:
             return [asked or 1]
@@ -150,7 +165,9 @@ class Megatron(AbstractMethod):
     def _rule(self) -> MegatronSplit:
         # Where gradients wait for the last micro-batch, stages 1 and 2 of ZeRO are the same.
         stage = 2 if self.zero_stage == 1 else self.zero_stage
-        return MegatronSplit(data=self.data or 1, expert=self.expert, tensor=self.tensor, zero_stage=stage)
+        return MegatronSplit(
+            data=self.data or 1, expert=self.expert, tensor=self.tensor, zero_stage=stage
+        )
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
         rule = self._rule
@@ -172,13 +189,23 @@ class Megatron(AbstractMethod):
         choices = rule.choices(problem, names)
         data = frozenset({names.index("data")} if "data" in names else ())
         can_wait = (
-            problem.num_micro_batches > 1 and bool(data) and problem.runs_in_groups(math.prod(sizes[a] for a in data))
+            problem.num_micro_batches > 1
+            and bool(data)
+            and problem.runs_in_groups(math.prod(sizes[a] for a in data))
         )
         # Gradients that wait for the last micro-batch wait whole; where these do not fit, each
         # micro-batch adds to its shards.
         waiting = [data] if can_wait else []
-        for data_axes in [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting:
-            priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+        for data_axes in (
+            [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting
+        ):
+            priced = price(
+                problem,
+                mesh,
+                repeats=problem.num_micro_batches,
+                data_axes=data_axes,
+                choices=choices,
+            )
             each = problem.num_micro_batches > 1 and not data_axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
             space = Space(name=label, priced=priced, allowed=fixed.everything(priced))
@@ -188,14 +215,22 @@ class Megatron(AbstractMethod):
         others = self.expert * self.tensor * self.pipeline
         given = self.data or 1
         words = [("dp", self.data), ("ep", self.expert), ("tp", self.tensor), ("pp", self.pipeline)]
-        product = " x ".join(f"{word}{n}" for word, n in words if n is not None and (n > 1 or word == "dp")) or "dp1"
-        mismatch = f"{product} makes {given * others} devices, and {cluster.name} has {cluster.num_devices}."
+        product = (
+            " x ".join(
+                f"{word}{n}" for word, n in words if n is not None and (n > 1 or word == "dp")
+            )
+            or "dp1"
+        )
+        mismatch = (
+            f"{product} makes {given * others} devices, and {cluster.name} has"
+            f" {cluster.num_devices}."
+        )
         if cluster.num_devices % others == 0:
             return f"{mismatch} Use dp{cluster.num_devices // others}, or leave dp out."
         fitting = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
         return (
-            f"{mismatch} The product of the degrees ep, tp and pp, {others}, must divide the number of devices: use one of "
-            f"{', '.join(map(str, fitting))}."
+            f"{mismatch} The product of the degrees ep, tp and pp, {others}, must divide the number"
+            f" of devices: use one of {', '.join(map(str, fitting))}."
         )
 
 
@@ -220,8 +255,14 @@ class TensorParallel(AbstractMethod):
 
     def __post_init__(self) -> None:
         if self.degree < 1:
-            raise InputError(f"degree={self.degree}: tensor parallelism has a degree of at least 1.")
+            raise InputError(
+                f"degree={self.degree}: tensor parallelism has a degree of at least 1."
+            )
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return Megatron(tensor=self.degree).on(problem.cluster)._solved(problem, progress, f"tp:{self.degree}")
+        return (
+            Megatron(tensor=self.degree)
+            .on(problem.cluster)
+            ._solved(problem, progress, f"tp:{self.degree}")
+        )

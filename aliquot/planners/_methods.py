@@ -83,15 +83,21 @@ class ManualParallel(AbstractMethod):
         followed.
         """
         # Axes of size one keep their names, as patterns may use them.
-        mesh = _mesh(problem, self.mesh_shape, self.axis_names or AXIS_NAMES[: len(self.mesh_shape)])
+        mesh = _mesh(
+            problem, self.mesh_shape, self.axis_names or AXIS_NAMES[: len(self.mesh_shape)]
+        )
         entries = []
-        pinned = frozenset(problem.nodes.input_ports[k].node for k in fixed.matching(problem, self.specs))
+        pinned = frozenset(
+            problem.nodes.input_ports[k].node for k in fixed.matching(problem, self.specs)
+        )
         for axes, masks, priced in _variants(problem, mesh, self.intra, pinned):
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
             both = [a & b for a, b in zip(masks, pins, strict=True)]
             if all(m.any() for m in both):
                 name = _variant_name("manual", axes, mesh)
-                entries.append(Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra))
+                entries.append(
+                    Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra)
+                )
         return race(
             problem,
             entries,
@@ -154,7 +160,9 @@ class WholeProgram(AbstractMethod):
         if self.mesh_shape is None:
             for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):
                 try:
-                    entries += _fixed_entries(problem, name, Fixed(zero_stage=stage, rest=self.intra), None)
+                    entries += _fixed_entries(
+                        problem, name, Fixed(zero_stage=stage, rest=self.intra), None
+                    )
                 except InputError:
                     # The devices do not divide the batch; the search has other splits.
                     continue
@@ -176,8 +184,9 @@ def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()
     if int(np.prod(shape)) != devices or not shape or min(shape) < 1:
         text = "x".join(str(n) for n in shape)
         raise InputError(
-            f"A mesh {text} has {int(np.prod(shape))} devices, {problem.cluster.name} has {devices}. "
-            f"Meshes that fit: {', '.join('x'.join(map(str, s)) for s in logical_mesh_shapes(devices))}."
+            f"A mesh {text} has {int(np.prod(shape))} devices, {problem.cluster.name} has"
+            f" {devices}. Meshes that fit:"
+            f" {', '.join('x'.join(map(str, s)) for s in logical_mesh_shapes(devices))}."
         )
     names = tuple(axis_names) or AXIS_NAMES[: len(shape)]
     # An axis of one device splits nothing.
@@ -210,53 +219,80 @@ def _variants(
         sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
     for data_axes in sets:
         choices = choices_to_try(problem, mesh, data_axes, intra, also)
-        priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices)
+        priced = price(
+            problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices
+        )
         masks = fixed.data_axes_restriction(priced, kinds, data_axes)
         if masks is not None:
             yield data_axes, masks, priced
 
 
 def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool:
-    """True if gradients can be reduced after the last micro-batch on the axes' groups of devices."""
+    """True if gradients can be reduced after the last micro-batch on the axes' groups of
+    devices.
+    """
     return problem.runs_in_groups(math.prod(mesh.shape[a] for a in axes))
 
 
 def _variant_name(name: str, axes: frozenset[int], mesh: LogicalMesh) -> str:
-    return f"{name}, batch alone on {''.join(mesh.axis_names[a] for a in sorted(axes))}" if axes else name
+    return (
+        f"{name}, batch alone on {''.join(mesh.axis_names[a] for a in sorted(axes))}"
+        if axes
+        else name
+    )
 
 
-def _shard_entries(problem: Problem, meshes: Sequence[LogicalMesh], intra: AbstractIntra) -> Iterator[Entry]:
+def _shard_entries(
+    problem: Problem, meshes: Sequence[LogicalMesh], intra: AbstractIntra
+) -> Iterator[Entry]:
     for mesh in meshes:
         for axes, masks, priced in _variants(problem, mesh, intra):
             name = _variant_name(intra.name, axes, mesh)
             yield Entry(space=Space(name=name, priced=priced, allowed=masks), intra=intra)
 
 
-def _fixed_entries(problem: Problem, name: str, intra: Fixed, shard_within: str | None) -> list[Entry]:
+def _fixed_entries(
+    problem: Problem, name: str, intra: Fixed, shard_within: str | None
+) -> list[Entry]:
     cluster = problem.cluster
     if shard_within not in (None, "host"):
         raise InputError(f'shard_within={shard_within!r}: pass "host", or None for all devices.')
-    splits_in_host = shard_within == "host" and cluster.num_hosts > 1 and cluster.devices_per_host > 1
-    shape = (cluster.num_hosts, cluster.devices_per_host) if splits_in_host else (cluster.num_devices,)
+    splits_in_host = (
+        shard_within == "host" and cluster.num_hosts > 1 and cluster.devices_per_host > 1
+    )
+    shape = (
+        (cluster.num_hosts, cluster.devices_per_host) if splits_in_host else (cluster.num_devices,)
+    )
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
     rule = replace(intra, first_shard_axis=1 if splits_in_host else 0)
     # Until the last micro-batch whole gradients are accumulated; if they do not fit, each
     # micro-batch adds to shards.
-    deferring = [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
+    deferring = (
+        [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
+    )
     entries = []
-    for data_axes in [*deferring, frozenset[int]()] if intra.zero_stage >= 2 or not deferring else deferring:
+    for data_axes in (
+        [*deferring, frozenset[int]()] if intra.zero_stage >= 2 or not deferring else deferring
+    ):
         priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
         sums_each = problem.num_micro_batches > 1 and not data_axes
         label = name
         if sums_each:
-            label = f"{name}, gradients {'split' if intra.zero_stage >= 2 else 'summed'} in each micro-batch"
-        space = rule.restrict(problem, Space(name=label, priced=priced, allowed=fixed.everything(priced)))
+            label = (
+                f"{name}, gradients {'split' if intra.zero_stage >= 2 else 'summed'} in each"
+                " micro-batch"
+            )
+        space = rule.restrict(
+            problem, Space(name=label, priced=priced, allowed=fixed.everything(priced))
+        )
         entries.append(Entry(space=space, intra=rule.rest))
     return entries
 
 
-def _fixed(problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | None) -> Decision:
+def _fixed(
+    problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | None
+) -> Decision:
     return race(
         problem,
         _fixed_entries(problem, name, intra, within),

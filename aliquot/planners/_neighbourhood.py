@@ -56,7 +56,10 @@ def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
     that splits nothing.
     """
     whole: Choice = (-1,) * num_axes
-    near = {whole, *itertools.product(*({seed[a] for seed in seeds or (whole,)} for a in range(num_axes)))}
+    near = {
+        whole,
+        *itertools.product(*({seed[a] for seed in seeds or (whole,)} for a in range(num_axes))),
+    }
     for seed in {whole, *seeds}:
         for a in range(num_axes):
             near |= {(*seed[:a], f, *seed[a + 1 :]) for f in range(-1, len(node.factors))}

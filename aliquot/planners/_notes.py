@@ -32,22 +32,29 @@ def _multiples(size: int, devices: int) -> str:
 
 
 def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
-    """Batches and micro-batches that the devices do not divide, and that do not divide the devices."""
+    """Batches and micro-batches that the devices do not divide, and that do not divide the
+    devices.
+    """
     lines: dict[str, None] = {}
     for stage in stages:
         problem, devices = stage.problem, math.prod(stage.priced.mesh.shape)
-        values = [problem.graph.values[i.value] for i in problem.graph.inputs if i.role is Role.BATCH]
+        values = [
+            problem.graph.values[i.value] for i in problem.graph.inputs if i.role is Role.BATCH
+        ]
         size = math.gcd(*(v.shape[0] for v in values if v.shape))
         if size < 2 or size % devices == 0 or devices % size == 0:
             continue
         count = problem.num_micro_batches
-        what = f"the batch of {size}" if count == 1 else f"each of the {count} micro-batches of {size}"
+        what = (
+            f"the batch of {size}" if count == 1 else f"each of the {count} micro-batches of {size}"
+        )
         whose = "devices" if len(stages) == 1 else "devices of a stage"
         even = max(n for n in range(1, devices + 1) if size % n == 0)
         lines[
-            f"{devices} {whose} do not divide {what}: data parallelism can use {math.gcd(size, devices)} of them at most, and the "
-            f"others split something else or repeat work. {even} device{'s divide' if even > 1 else ' divides'} it, and so "
-            f"would {devices} a size of {_multiples(size, devices)}."
+            f"{devices} {whose} do not divide {what}: data parallelism can use"
+            f" {math.gcd(size, devices)} of them at most, and the others split something else or"
+            f" repeat work. {even} device{'s divide' if even > 1 else ' divides'} it, and so would"
+            f" {devices} a size of {_multiples(size, devices)}."
         ] = None
     yield from lines
 
@@ -63,7 +70,9 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
     share = sum(alike_s.values()) / total_s if total_s else 0.0
     if share > _ALIKE:
         largest = sorted(alike_s.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{reason} ({s / total_s:.0%})" for reason, s in largest if s > 0.01 * total_s)
+        parts = ", ".join(
+            f"{reason} ({s / total_s:.0%})" for reason, s in largest if s > 0.01 * total_s
+        )
         yield f"{share:.0%} of the computing is replicated, done by every device alike: {parts}."
 
 
@@ -82,13 +91,20 @@ def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
                 continue
             times = op.count * (1 if op.phase is Phase.UPDATE else priced.repeats)
             where = source_line(graph.ops[op.index])
-            why = "its rule lets no dim be split" if op.declared else "it has no rule, and none was found"
+            why = (
+                "its rule lets no dim be split"
+                if op.declared
+                else "it has no rule, and none was found"
+            )
             lines.append(
                 (
                     -op.num_bytes * times,
-                    f"{op.label}{f' ({where})' if where else ''} runs whole on every device, as {why}: "
-                    f"{format_bytes(op.num_bytes)} each time, {times:g} times a step; "
-                    f"{format_bytes(gathered[op.label]) if gathered[op.label] else 'nothing'} is gathered for it in a step.",
+                    (
+                        f"{op.label}{f' ({where})' if where else ''} runs whole on every device, as"
+                        f" {why}: {format_bytes(op.num_bytes)} each time, {times:g} times a step;"
+                        f" {format_bytes(gathered[op.label]) if gathered[op.label] else 'nothing'}"
+                        " is gathered for it in a step."
+                    ),
                 )
             )
     lines.sort(key=lambda line: line[0])

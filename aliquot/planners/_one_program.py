@@ -115,14 +115,22 @@ def one_program_scope(decision: Decision) -> str:
     if not decision.bound_holds_for:
         return ""
     count = decision.num_micro_batches
-    shown = "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
-    return shown + _ONE_PROGRAM_SCOPES.get(decision.bound_holds_for, f", {decision.bound_holds_for}")
+    shown = (
+        "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
+    )
+    return shown + _ONE_PROGRAM_SCOPES.get(
+        decision.bound_holds_for, f", {decision.bound_holds_for}"
+    )
 
 
 def cannot_fit(problem: Problem) -> bool:
-    """True if the arrays that are alive at once are too large even if all devices share them evenly."""
+    """True if the arrays that are alive at once are too large even if all devices share them
+    evenly.
+    """
     parts = [(r, r.num_bytes) for r in problem.residents]
-    least_bytes = float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    least_bytes = (
+        float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    )
     return least_bytes > _MARGIN * problem.memory_limit_bytes
 
 
@@ -211,5 +219,7 @@ def is_too_large(problem: Problem, count: int) -> bool:
     for r in problem.residents:
         holds_batch = r.node >= 0 and any(r.projection[f] >= 0 for f in batch_factors[r.node])
         live_ranges.append((r, r.num_bytes * (larger if holds_batch else 1.0)))
-    least_bytes = float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    least_bytes = (
+        float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    )
     return least_bytes > _MARGIN * problem.memory_limit_bytes

@@ -90,8 +90,9 @@ class PipeshardParallel(AbstractMethod):
     def decide(self, task: Task) -> Decision:
         """See `AbstractMethod.decide`: a pipeline, or one program where that is faster.
 
-        Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with the given
-        number of micro-batches or with 1, 2, 4, ... of them; see `one_program_by_doubling`.
+        Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with
+        the given number of micro-batches or with 1, 2, 4, ... of them; see
+        `one_program_by_doubling`.
         """
         return self.decide_with(task, {})
 
@@ -111,18 +112,23 @@ class PipeshardParallel(AbstractMethod):
                 raise
             refusal = error
         except (InputError, CaptureError) as error:
-            # Where stages may be cut was said wrongly, or the step cannot be cut; it may still run whole.
+            # Where stages may be cut was said wrongly, or the step cannot be cut; it may still run
+            # whole.
             if not method.may_be_one_program or method.layers is not None:
                 raise
             refusal = error
         except KeyboardInterrupt as stopped:
             # What the search of a single stage had found is no plan of the step.
-            raise Interrupted(stopped.decision if isinstance(stopped, _StoppedSearch) else None) from stopped
+            raise Interrupted(
+                stopped.decision if isinstance(stopped, _StoppedSearch) else None
+            ) from stopped
         pipeline = search.decision if search else None
         if pipeline is not None and len(pipeline.stages) > 1:
             best = pipeline
         try:
-            for single in _one_programs(method, task, pipeline, search.program if search else None, programs):
+            for single in _one_programs(
+                method, task, pipeline, search.program if search else None, programs
+            ):
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
                         single,
@@ -172,7 +178,9 @@ def _one_programs(
         )
         if by_doubling is not None:
             yield by_doubling
-    if pipeline is None or (by_doubling is not None and by_doubling.step_time_s <= pipeline.step_time_s):
+    if pipeline is None or (
+        by_doubling is not None and by_doubling.step_time_s <= pipeline.step_time_s
+    ):
         return
     fewer = _solve_one_program(method, task, pipeline, program)
     if fewer is not None:
@@ -212,7 +220,11 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
     """
     _refuse_effects(task.graph)
     given = method.num_micro_batches
-    groups = [[given]] if given is not None else [g for g in counts_to_try(task.graph, task.cluster) if g]
+    groups = (
+        [[given]]
+        if given is not None
+        else [g for g in counts_to_try(task.graph, task.cluster) if g]
+    )
     with HelperProcess(wanted=len(task.graph.ops) >= _MANY_OPS) as helper:
         for number, counts in enumerate(groups):
             try:
@@ -223,7 +235,9 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
     raise AssertionError("there is always a number of micro-batches to try")
 
 
-def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess) -> PipelineSearch:
+def _search_counts(
+    method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess
+) -> PipelineSearch:
     """The best pipeline with any of these numbers of micro-batches.
 
     Layers are priced with the fewest and with the most micro-batches; chains of the numbers between
@@ -233,7 +247,9 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
     Raises:
         InfeasibleError: nothing fits with any of them.
     """
-    price = functools.partial(price_layers, task, intra=method.intra, layers=method.layers, helper=helper)
+    price = functools.partial(
+        price_layers, task, intra=method.intra, layers=method.layers, helper=helper
+    )
     priced = {counts[0]: price(counts)}
     chains = priced[counts[0]].chains
     if len(counts) > 1:
@@ -262,7 +278,10 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
                     break
                 fastest_s = min((decision.step_time_s for decision in decisions), default=math.inf)
                 searched = len(decisions) + len(refusals)
-                if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s or searched == _MOST_COUNTS:
+                if (
+                    promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s
+                    or searched == _MOST_COUNTS
+                ):
                     break
                 count = promised.num_micro_batches
             left = [chain for chain in left if chain.num_micro_batches != count]
@@ -279,19 +298,29 @@ def _search_counts(method: PipeshardParallel, task: Task, counts: list[int], hel
     best = _fastest(decisions)
     assert best is not None
     if method.num_stages is None and method.inter.searches:
-        decisions += _with_other_numbers_of_stages(method, task, priced[best.num_micro_batches], best, helper)
+        decisions += _with_other_numbers_of_stages(
+            method, task, priced[best.num_micro_batches], best, helper
+        )
         best = _fastest(decisions)
         assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
     if left:
         tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
-    is_open = method.num_stages in (None, 1) and method.schedule is None and method.num_micro_batches is None
+    is_open = (
+        method.num_stages in (None, 1)
+        and method.schedule is None
+        and method.num_micro_batches is None
+    )
     program = as_one_program(chains) if is_open and method.inter.searches else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
 
 
 def _with_other_numbers_of_stages(
-    method: PipeshardParallel, task: Task, priced: PricedLayers, best: Decision, helper: HelperProcess
+    method: PipeshardParallel,
+    task: Task,
+    priced: PricedLayers,
+    best: Decision,
+    helper: HelperProcess,
 ) -> list[Decision]:
     """Pipelines of one stage fewer and of one more, of small steps: what stages take as wholes may
     order them otherwise than what their layers take one by one.
@@ -325,11 +354,14 @@ def _refuse_effects(graph: Graph) -> None:
     """
     effects = operators_with_effects(graph)
     if effects:
-        shown = ", ".join(dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in effects[:3]))
+        shown = ", ".join(
+            dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in effects[:3])
+        )
         raise CaptureError(
-            f"{graph.name} does more than compute its results: {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run "
-            "that as often as the plain step does. Take it out (return what it prints as a metric), or plan one program: "
-            "--method program, method=WholeProgram()."
+            f"{graph.name} does more than compute its results:"
+            f" {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run that as often as"
+            " the plain step does. Take it out (return what it prints as a metric), or plan one"
+            " program: --method program, method=WholeProgram()."
         )
 
 

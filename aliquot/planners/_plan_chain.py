@@ -42,13 +42,17 @@ def plan_chain(
     plan = inter.solve(chains, limits=limits, start=start)
     its_chains = [c for c in chains if c.num_micro_batches == plan.num_micro_batches]
     faults = (
-        find_stage_faults(its_chains[0], plan.stages, plan.schedule, num_submeshes=plan.num_submeshes)
+        find_stage_faults(
+            its_chains[0], plan.stages, plan.schedule, num_submeshes=plan.num_submeshes
+        )
         if its_chains
         else (f"it has {plan.num_micro_batches} micro-batches, for which there is no chain",)
     )
     if faults:
         name = type(inter).__name__
         raise PlanMismatchError(
-            faults, asked=f"the stages that {name} found cannot be run", advice=f"This is a fault of {name}."
+            faults,
+            asked=f"the stages that {name} found cannot be run",
+            advice=f"This is a fault of {name}.",
         )
     return plan

@@ -1,4 +1,6 @@
-"""Costs of the layers of a captured step, written out or in a loop, at a number of micro-batches."""
+"""Costs of the layers of a captured step, written out or in a loop, at a number of
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ class PricedLayers:
 
 
 def price_layers(
-    task: Task, counts: Sequence[int], *, intra: AbstractIntra, layers: str | int | Layers | None, helper: HelperProcess
+    task: Task,
+    counts: Sequence[int],
+    *,
+    intra: AbstractIntra,
+    layers: str | int | Layers | None,
+    helper: HelperProcess,
 ) -> PricedLayers:
     """Chains for numbers of micro-batches, priced at the first: the largest micro-batch can be
     split over every submesh.

@@ -82,7 +82,9 @@ def race(
                     upcoming, pool.submit(runner.bound, _cutoff_s(best and best[1], relative_gap))
                 )
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
-        unsolved = sorted((r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0)
+        unsolved = sorted(
+            (r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0
+        )
         for runner in unsolved:
             # A rounded solution that fits limits how far the bounds of the others are raised.
             runner.bound(-np.inf)
@@ -91,7 +93,9 @@ def race(
         for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in unsolved]:
             lifted.result()
             best = _better(best, runner)
-        for runner in sorted((r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0):
+        for runner in sorted(
+            (r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0
+        ):
             report(f"{runner.entry.space.name} on {runner.entry.mesh}", len(runners), len(runners))
             improved = runner.finish(best and best[1], _cutoff_s(best and best[1], relative_gap))
             if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
@@ -99,7 +103,9 @@ def race(
     except KeyboardInterrupt as error:
         best = best or _salvage(runners)
         decision = (
-            _decision(best, runners, problem, method, planner, exact_space, "interrupted", relative_gap)
+            _decision(
+                best, runners, problem, method, planner, exact_space, "interrupted", relative_gap
+            )
             if best
             else None
         )
@@ -108,7 +114,9 @@ def race(
         pool.shutdown(cancel_futures=True)
     if best is None:
         raise _infeasible(problem, runners, method)
-    return _decision(best, runners, problem, method, planner, exact_space, best[1].status, relative_gap)
+    return _decision(
+        best, runners, problem, method, planner, exact_space, best[1].status, relative_gap
+    )
 
 
 def goes_first(mesh: LogicalMesh) -> bool:
@@ -117,7 +125,10 @@ def goes_first(mesh: LogicalMesh) -> bool:
     Meshes of one axis have small programs. Hosts by devices divides more dims than one long axis
     and often fits if that does not.
     """
-    return len(mesh.shape) == 1 or mesh.shape == (mesh.cluster.num_hosts, mesh.cluster.devices_per_host)
+    return len(mesh.shape) == 1 or mesh.shape == (
+        mesh.cluster.num_hosts,
+        mesh.cluster.devices_per_host,
+    )
 
 
 def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry]:
@@ -131,7 +142,9 @@ def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry
     return ahead
 
 
-def _better(best: tuple[_Runner, IntraSolution] | None, runner: _Runner) -> tuple[_Runner, IntraSolution] | None:
+def _better(
+    best: tuple[_Runner, IntraSolution] | None, runner: _Runner
+) -> tuple[_Runner, IntraSolution] | None:
     if runner.incumbent and (best is None or runner.incumbent.step_time_s < best[1].step_time_s):
         return runner, runner.incumbent
     return best
@@ -162,10 +175,19 @@ class _Runner:
 
     @classmethod
     def start(
-        cls, entry: Entry, problem: Problem, pool: ThreadPoolExecutor, ceiling_s: float, notes: dict[str, Any]
+        cls,
+        entry: Entry,
+        problem: Problem,
+        pool: ThreadPoolExecutor,
+        ceiling_s: float,
+        notes: dict[str, Any],
     ) -> _Runner:
         search = entry.intra.begin(
-            problem, entry.space, memory_limit_bytes=problem.memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
+            problem,
+            entry.space,
+            memory_limit_bytes=problem.memory_limit_bytes,
+            ceiling_s=ceiling_s,
+            notes=notes,
         )
         return cls(entry=entry, search=search, first=pool.submit(search.start))
 
@@ -216,7 +238,9 @@ def _decision(
         small = gap <= relative_gap * bound + 1e-9 * solution.step_time_s
         # The best of its mesh need not be that of a mesh whose search was given up.
         otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else status
-        status = "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else otherwise
+        status = (
+            "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else otherwise
+        )
     if complete:
         space = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
         if any(len(r.entry.mesh.shape) > FEW_AXES for r in runners):
@@ -224,7 +248,9 @@ def _decision(
     return Decision(
         method=method,
         planner=planner,
-        stages=(StageDecision(problem=problem, priced=runner.entry.space.priced, picks=solution.picks),),
+        stages=(
+            StageDecision(problem=problem, priced=runner.entry.space.priced, picks=solution.picks),
+        ),
         step_time_s=solution.step_time_s,
         lower_bound_s=bound,
         bound_holds_for=space,
@@ -246,7 +272,9 @@ def _mesh_name(mesh: LogicalMesh) -> str:
     return "x".join(str(n) for n in mesh.shape)
 
 
-def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> InfeasibleError | InputError:
+def _infeasible(
+    problem: Problem, runners: Sequence[_Runner], method: str
+) -> InfeasibleError | InputError:
     """The error when nothing fits: the smallest plan, the parts of its memory, and remedies."""
     smallest: tuple[float, dict[str, float], _Runner] | None = None
     # The smallest plan is quick to find on few axes, which split arrays as far as many axes do.
@@ -264,33 +292,43 @@ def _infeasible(problem: Problem, runners: Sequence[_Runner], method: str) -> In
     if peak <= limit and not gave_up:
         names = " or ".join(dict.fromkeys(r.entry.intra.name for r in runners))
         return InputError(
-            f"{names} has no plan among the choices that method {method} leaves open, though memory would suffice.\n"
-            "  Leave more choices open, such as inputs without pinned splits, or use another planner, such as ILP()."
+            f"{names} has no plan among the choices that method {method} leaves open, though memory"
+            " would suffice.\n  Leave more choices open, such as inputs without pinned splits, or"
+            " use another planner, such as ILP()."
         )
     claim = f"No plan of method {method} fits"
     if gave_up:
         claim = f"Within the limits of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
     return InfeasibleError(
-        f"{claim} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n"
-        f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs {format_bytes(peak)}: "
-        f"{listed}.\n"
-        f"  {_remedy(problem, peak, parts, limit, [r.entry.space for r in runners])}",
+        f"{claim} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n  The"
+        f" smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs {format_bytes(peak)}:"
+        f" {listed}.\n  {_remedy(problem, peak, parts, limit, [r.entry.space for r in runners])}",
         required_bytes=int(peak),
         available_bytes=int(limit),
         parts=parts,
     )
 
 
-def _remedy(problem: Problem, peak: float, parts: dict[str, float], limit: float, spaces: Sequence[Space]) -> str:
+def _remedy(
+    problem: Problem, peak: float, parts: dict[str, float], limit: float, spaces: Sequence[Space]
+) -> str:
     """Changes that may make it fit; `aliquot.find_remedies` tries them."""
-    fixed = sum(v for k, v in parts.items() if k in ("parameters", "optimizer state", "gradients", "other state"))
+    fixed = sum(
+        v
+        for k, v in parts.items()
+        if k in ("parameters", "optimizer state", "gradients", "other state")
+    )
     advice = []
     if fixed < limit and peak > fixed:
         advice.append(f"more micro-batches (now {problem.num_micro_batches})")
     if not any(_can_split(problem, space, Role.PARAMETER) for space in spaces):
         advice.append("method zero3, shard or auto, which split parameters too")
-    if any(_can_split(problem, space, role) for space in spaces for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)):
+    if any(
+        _can_split(problem, space, role)
+        for space in spaces
+        for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    ):
         # More devices do not help if every device holds the whole state.
         advice.append(f"more such devices (now {problem.cluster.num_devices})")
     return "It could fit with " + ", or ".join(advice) + "."

@@ -1,8 +1,10 @@
-"""Selective recomputation: a few sets of products that the backward pass of a stage may work out again.
+"""Selective recomputation: a few sets of products that the backward pass of a stage may work out
+again.
 
-Of each kind of layer products are taken in the order of the bytes that they free for a second of repeated work. A level is
-a least number of bytes for a second, the same for all layers, so that levels of different layers go together: the first
-repeats only what frees most, such as attention scores; the last all that frees anything.
+Of each kind of layer products are taken in the order of the bytes that they free for a second of
+repeated work. A level is a least number of bytes for a second, the same for all layers, so that
+levels of different layers go together: the first repeats only what frees most, such as attention
+scores; the last all that frees anything.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class RecomputeLevels:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Increment:
-    """More products to repeat: all so far, what the last of them free, and the seconds that they take."""
+    """More products to repeat: all so far, what the last of them free, and the seconds that they
+    take.
+    """
 
     nodes: frozenset[int]
     freed_bytes: float
@@ -56,7 +60,9 @@ class _Increment:
 
 
 def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
-    """Levels for the layers of a step, the one that repeats least first; none where nothing is worth it."""
+    """Levels for the layers of a step, the one that repeats least first; none where nothing is
+    worth it.
+    """
     increments = [_increments(costs, kind) for kind in range(len(costs.problems))]
     weighted = [
         (i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind))
@@ -66,7 +72,11 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
     least = _thresholds(weighted)
     nodes = [
         [
-            max((i.nodes for i in of_kind if i.bytes_per_s >= threshold), key=len, default=frozenset[int]())
+            max(
+                (i.nodes for i in of_kind if i.bytes_per_s >= threshold),
+                key=len,
+                default=frozenset[int](),
+            )
             for of_kind in increments
         ]
         for threshold in least
@@ -77,7 +87,9 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
 def chain_with_levels(
     costs: LayerCosts, levels: RecomputeLevels, chain: Chain
 ) -> tuple[Chain, tuple[frozenset[int], ...]]:
-    """A chain with an option more for each mesh and level; and for each option the step's operators that it may repeat."""
+    """A chain with an option more for each mesh and level; and for each option the step's operators
+    that it may repeat.
+    """
     plain = [k for k, option in enumerate(chain.options) if option.recompute == "none"]
     seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
     options = list(chain.options)
@@ -98,7 +110,9 @@ def chain_with_levels(
         added["in_flight_bytes"] = np.maximum(added["in_flight_bytes"] - less, 0.0)
         for name, column in added.items():
             columns[name].append(column)
-    joined: dict[str, Any] = {name: np.concatenate(parts, axis=1) for name, parts in columns.items()}
+    joined: dict[str, Any] = {
+        name: np.concatenate(parts, axis=1) for name, parts in columns.items()
+    }
     return replace(chain, options=tuple(options), **joined), tuple(repeated)
 
 
@@ -114,7 +128,9 @@ _COLUMNS = (
 )
 
 
-def repeated_nodes(nodes: NodeGraph, ops: Sequence[int], step_ops: frozenset[int]) -> frozenset[int]:
+def repeated_nodes(
+    nodes: NodeGraph, ops: Sequence[int], step_ops: frozenset[int]
+) -> frozenset[int]:
     """Nodes of a stage's products that may be repeated.
 
     Args:
@@ -125,21 +141,28 @@ def repeated_nodes(nodes: NodeGraph, ops: Sequence[int], step_ops: frozenset[int
         node
         for node in _products(nodes)
         # A node stands for equal layers, of which the first and the last may be kinds of their own.
-        if (mine := operators_of(nodes, {node})) and 2 * sum(ops[op] in step_ops for op in mine) >= len(mine)
+        if (mine := operators_of(nodes, {node}))
+        and 2 * sum(ops[op] in step_ops for op in mine) >= len(mine)
     )
 
 
 def _option(option: StageOption, level: int) -> StageOption:
-    return replace(option, name=f"{option.name}, recompute operators ({level + 1})", recompute="operators")
+    return replace(
+        option, name=f"{option.name}, recompute operators ({level + 1})", recompute="operators"
+    )
 
 
 def _products(nodes: NodeGraph) -> list[int]:
     """Decisions about costly operators of the forward pass."""
-    return [node.index for node in nodes.nodes if node.kind == "product" and node.phase is Phase.FORWARD]
+    return [
+        node.index for node in nodes.nodes if node.kind == "product" and node.phase is Phase.FORWARD
+    ]
 
 
 def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
-    """Products of a kind of layer, on one device, by the bytes that they free for a second: a rising and convex curve."""
+    """Products of a kind of layer, on one device, by the bytes that they free for a second: a
+    rising and convex curve.
+    """
     problem = costs.problems[kind]
     solution = costs.solutions[kind].get((_ONE_DEVICE, _ONE_DEVICE))
     if solution is None:
@@ -147,8 +170,12 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
 
     products = _products(problem.nodes)
     mesh = _ONE_DEVICE, _ONE_DEVICE
-    alone = _recomputed(costs, problem, mesh, solution.picks, [frozenset({node}) for node in products])
-    worth = {node: r.freed_bytes / max(r.seconds, 1e-12) for node, r in zip(products, alone, strict=True)}
+    alone = _recomputed(
+        costs, problem, mesh, solution.picks, [frozenset({node}) for node in products]
+    )
+    worth = {
+        node: r.freed_bytes / max(r.seconds, 1e-12) for node, r in zip(products, alone, strict=True)
+    }
     order = sorted(products, key=lambda node: (-worth[node], node))
     sets = [frozenset(order[: k + 1]) for k in range(len(order))]
     points = _recomputed(costs, problem, mesh, solution.picks, sets)
@@ -168,24 +195,32 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
 
 def _step(before: Recomputation, after: Recomputation, nodes: frozenset[int]) -> _Increment:
     return _Increment(
-        nodes=nodes, freed_bytes=after.freed_bytes - before.freed_bytes, seconds=after.seconds - before.seconds
+        nodes=nodes,
+        freed_bytes=after.freed_bytes - before.freed_bytes,
+        seconds=after.seconds - before.seconds,
     )
 
 
 def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Least bytes for a second, the highest first, that free about equal parts of all that can be freed."""
+    """Least bytes for a second, the highest first, that free about equal parts of all that can be
+    freed.
+    """
     ordered = sorted(weighted, reverse=True)
     total = sum(freed for _, freed in ordered)
     sums = list(itertools.accumulate(freed for _, freed in ordered))
     least = []
     for part in range(1, _MOST_LEVELS + 1):
         wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
-        least += [worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted][:1]
+        least += [
+            worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
+        ][:1]
     return list(dict.fromkeys(least))
 
 
 def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[int]]) -> frozenset[int]:
-    """The step's operators that some products of each kind of layer stand for, in all layers of the kind."""
+    """The step's operators that some products of each kind of layer stand for, in all layers of the
+    kind.
+    """
     staged = stage_layers(costs.step.part, costs.step.layers, range(len(costs.step.layers)))
     by_layer = ops_of_layers(staged)
     found: set[int] = set()
@@ -200,7 +235,9 @@ def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[int]]) -> frozenset[i
 def _figures(
     costs: LayerCosts, levels: RecomputeLevels, options: Sequence[StageOption]
 ) -> tuple[list[Floats], list[Floats]]:
-    """For each level, seconds and freed bytes of each kind of layer under each option; 0 where it cannot run."""
+    """For each level, seconds and freed bytes of each kind of layer under each option; 0 where it
+    cannot run.
+    """
     shape = (len(costs.problems), len(options))
     seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
     for kind, problem in enumerate(costs.problems):
@@ -224,7 +261,9 @@ def _recomputed(
 ) -> list[Recomputation]:
     """What it costs and saves to repeat each of some sets of products of a layer on a mesh."""
     submesh, shape = mesh
-    priced = price_option(replace(problem, cluster=subcluster(problem.cluster, submesh)), shape, costs.intra)
+    priced = price_option(
+        replace(problem, cluster=subcluster(problem.cluster, submesh)), shape, costs.intra
+    )
     assert priced is not None
     model = known_memory(priced, picks)
     return [recomputation(priced, picks, problem.graph, model, nodes) for nodes in sets]

@@ -44,7 +44,8 @@ PIPELINES: dict[str, Callable[[], AbstractInter]] = {"pipeshard": StageDP, "grid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """Wishes for a pipeline, under the names of the command line's options. None leaves a choice to the search.
+    """Wishes for a pipeline, under the names of the command line's options. None leaves a choice to
+    the search.
 
     Raises:
         InputError: A number below 1, or a schedule that is not planned; says all that is wrong.
@@ -63,17 +64,25 @@ class PipelineOptions:
         ]
         if self.schedule is not None and self.schedule not in training_schedules():
             faults.append(
-                f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, training_schedules())}"
+                f"--schedule: there is no schedule {self.schedule!r}:"
+                f" {nearest(self.schedule, training_schedules())}"
             )
         if isinstance(self.layers, int) and self.stages is not None and self.stages > self.layers:
-            faults.append(f"--stages {self.stages} are more than --layers {self.layers}: every stage needs a layer")
+            faults.append(
+                f"--stages {self.stages} are more than --layers {self.layers}: every stage needs a"
+                " layer"
+            )
         if faults:
             raise InputError(f"this pipeline cannot be planned: {'; '.join(faults)}")
 
     @property
     def given(self) -> list[str]:
         """The options that only pipelines have and that are set."""
-        return [f"--{name}" for name in ("stages", "schedule", "layers") if getattr(self, name) is not None]
+        return [
+            f"--{name}"
+            for name in ("stages", "schedule", "layers")
+            if getattr(self, name) is not None
+        ]
 
 
 def method_by_name(
@@ -90,40 +99,61 @@ def method_by_name(
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
     if name not in METHODS and name not in SYNONYMS:
-        raise InputError(f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES, *LAYOUTS.values()])}")
+        raise InputError(
+            f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES, *LAYOUTS.values()])}"
+        )
     if pipeline.given:
         makes = "may make none" if name == "auto" else "makes none"
         raise InputError(
-            f"{', '.join(pipeline.given)}: only for pipelines, and {name} {makes}. Add --method pipeshard."
+            f"{', '.join(pipeline.given)}: only for pipelines, and {name} {makes}. Add --method"
+            " pipeshard."
         )
     if mesh_shape is None:
         return {**METHODS, **SYNONYMS}[name]()
     if name not in _ON_MESH:
-        raise InputError(f"Method {name} uses all devices as one axis; --mesh goes with {' and '.join(_ON_MESH)}.")
+        raise InputError(
+            f"Method {name} uses all devices as one axis; --mesh goes with"
+            f" {' and '.join(_ON_MESH)}."
+        )
     return _ON_MESH[name](mesh_shape)
 
 
-def _layout(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> AbstractMethod:
-    refused = [*(["--mesh"] if mesh_shape else []), *(flag for flag in options.given if flag != "--layers")]
+def _layout(
+    name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions
+) -> AbstractMethod:
+    refused = [
+        *(["--mesh"] if mesh_shape else []),
+        *(flag for flag in options.given if flag != "--layers"),
+    ]
     if refused:
         raise InputError(
-            f"{', '.join(refused)}: {name} says how devices are laid out itself, pipelines by 1f1b. Leave that out."
+            f"{', '.join(refused)}: {name} says how devices are laid out itself, pipelines by 1f1b."
+            " Leave that out."
         )
     method = layout_by_name(name, options.micro_batches, options.layers)
     if options.layers is not None and not (isinstance(method, Megatron) and method.pipeline > 1):
-        raise InputError(f"--layers: only for pipelines, and {name} makes none. Add pp, such as {name},pp2.")
+        raise InputError(
+            f"--layers: only for pipelines, and {name} makes none. Add pp, such as {name},pp2."
+        )
     return method
 
 
-def _pipeline(name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions) -> PipeshardParallel:
+def _pipeline(
+    name: str, mesh_shape: tuple[int, ...] | None, options: PipelineOptions
+) -> PipeshardParallel:
     if mesh_shape is not None:
-        raise InputError(f"The stages of {name} have meshes of their own; --mesh goes with {' and '.join(_ON_MESH)}.")
+        raise InputError(
+            f"The stages of {name} have meshes of their own; --mesh goes with"
+            f" {' and '.join(_ON_MESH)}."
+        )
     inter = PIPELINES[name]()
     try:
         inter.check_limits(StageLimits(num_stages=options.stages, schedule=options.schedule))
     except InputError as error:
         refused = [flag for flag in options.given if flag != "--layers"]
-        raise InputError(f"{', '.join(refused)}: {name} {inter.own_way}. Use --method pipeshard.") from error
+        raise InputError(
+            f"{', '.join(refused)}: {name} {inter.own_way}. Use --method pipeshard."
+        ) from error
     return PipeshardParallel(
         inter=inter,
         num_stages=options.stages,

@@ -43,11 +43,13 @@ class PipelineMethod(Protocol):
     def limits(self) -> StageLimits: ...
 
 
-def solve_with(method: PipelineMethod, task: Task, priced: PricedLayers, helper: HelperProcess) -> Decision:
+def solve_with(
+    method: PipelineMethod, task: Task, priced: PricedLayers, helper: HelperProcess
+) -> Decision:
     """The best pipeline with the number of micro-batches at which layers were priced.
 
-    Where memory decides about the stages, they are also searched with selective recomputation, and the faster pipeline
-    counts.
+    Where memory decides about the stages, they are also searched with selective recomputation, and
+    the faster pipeline counts.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -76,13 +78,20 @@ def solve_with(method: PipelineMethod, task: Task, priced: PricedLayers, helper:
 
 
 def _memory_decides(
-    method: PipelineMethod, chain: Chain, found: Decision, proposal: ChainPlan, helper: HelperProcess
+    method: PipelineMethod,
+    chain: Chain,
+    found: Decision,
+    proposal: ChainPlan,
+    helper: HelperProcess,
 ) -> bool:
     """Whether stages would be faster if devices had any amount of memory."""
     if any(stage.recompute != "none" for stage in found.stages):
         return True
     ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
-    return method.inter.solve([ample], limits=method.limits, helper=helper).step_time_s < proposal.step_time_s
+    return (
+        method.inter.solve([ample], limits=method.limits, helper=helper).step_time_s
+        < proposal.step_time_s
+    )
 
 
 def _fit(
@@ -118,7 +127,9 @@ def _fit(
         if proposal.step_time_s >= faster_than_s:
             break
         bounds = (*(s.first_unit for s in proposal.stages), length)
-        if length and (layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds):
+        if length and (
+            layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds
+        ):
             layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
         if layered is None:
             layered = layer_step(
@@ -129,15 +140,17 @@ def _fit(
                 on_missing_rule=task.on_missing_rule,
             )
             cache = StageCache()
-        result = _solve_stages(method, task, layered, chain, proposal, priced.kinds, cache, repeated)
+        result = _solve_stages(
+            method, task, layered, chain, proposal, priced.kinds, cache, repeated
+        )
         if isinstance(result, Decision):
             return result, proposal
         needed = result
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
-        f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed need "
-        f"{needed / limit:.2f} times the memory of a device when they are looked at closely.\n"
-        "  It could fit with more micro-batches, a smaller batch, or more devices.",
+        f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed"
+        f" need {needed / limit:.2f} times the memory of a device when they are looked at"
+        " closely.\n  It could fit with more micro-batches, a smaller batch, or more devices.",
         required_bytes=int(needed),
         available_bytes=int(limit),
         parts={},
@@ -166,7 +179,9 @@ def _solve_stages(
         proposal.schedule, len(proposal.stages), proposal.num_micro_batches, proposal.num_submeshes
     )
     split = layered.graph.split
-    staged = stage_step(layered, [s.first_unit if split is None else k for k, s in enumerate(proposal.stages)])
+    staged = stage_step(
+        layered, [s.first_unit if split is None else k for k, s in enumerate(proposal.stages)]
+    )
     options = [chain.options[s.option] for s in proposal.stages]
     solved: dict[int, Solved] = {}
     groups = _alike(proposal, kinds, options, staged)
@@ -176,7 +191,8 @@ def _solve_stages(
             task.progress(f"stage {first} on {options[first].name}", number, len(groups))
         # Activations of the other micro-batches in flight reduce the memory of the one that runs.
         other_bytes = [
-            proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight)) for k in members
+            proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight))
+            for k in members
         ]
         stage = cache.of(
             staged.extracts[first],
@@ -193,11 +209,17 @@ def _solve_stages(
             memory_limit_bytes=limit - max(other_bytes),
         )
         try:
-            solution = stage.solved(problem, options[first], functools.partial(_solve_stage, method))
+            solution = stage.solved(
+                problem, options[first], functools.partial(_solve_stage, method)
+            )
         except InfeasibleError as error:
-            return float(limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit))
+            return float(
+                limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit)
+            )
         if options[first].recompute == "operators":
-            solution = _with_repeats(solution, staged.extracts[first].ops, repeated[proposal.stages[first].option])
+            solution = _with_repeats(
+                solution, staged.extracts[first].ops, repeated[proposal.stages[first].option]
+            )
         solved |= dict.fromkeys(members, solution)
     prediction = predict_stages(
         [
@@ -263,7 +285,11 @@ def _alike(
 def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) -> Solved:
     priced = price_option(problem, option.mesh_shape, method.intra)
     if priced is None:
-        raise InfeasibleError("a stage's batch cannot be split as its layers' can", required_bytes=0, available_bytes=0)
+        raise InfeasibleError(
+            "a stage's batch cannot be split as its layers' can",
+            required_bytes=0,
+            available_bytes=0,
+        )
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
     space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
     decision = race(

@@ -20,7 +20,9 @@ class CachedStage:
     problem: Problem
     _solutions: dict[object, Solved] = field(default_factory=dict)
 
-    def solved(self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]) -> Solved:
+    def solved(
+        self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]
+    ) -> Solved:
         """The cached solution, or that of `solve`, which is then kept. Raises what `solve` raises.
 
         Args:

@@ -16,7 +16,10 @@ def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
     count = len(decision.stages)
     schedule = decision.pipeline.schedule.name
     return Candidate(
-        name=f"{decision.method}, {count} stages, {schedule}, {decision.num_micro_batches} micro-batches",
+        name=(
+            f"{decision.method}, {count} stages, {schedule}, {decision.num_micro_batches}"
+            " micro-batches"
+        ),
         mesh=next(iter(meshes)) if len(meshes) == 1 else f"{len(meshes)} meshes",
         lower_bound_s=decision.lower_bound_s,
         step_time_s=decision.step_time_s,
@@ -31,7 +34,11 @@ def tried_program(program: OneProgram | None) -> tuple[Candidate, ...]:
     mesh = "x".join(map(str, program.mesh_shape))
     bound_s = program.least_s
     outcome = "no faster"
-    return (Candidate(name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome),)
+    return (
+        Candidate(
+            name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome
+        ),
+    )
 
 
 def tried_counts(promised: ChainPlan | None, best: Decision, counts: Sequence[int]) -> Candidate:
@@ -44,5 +51,9 @@ def tried_counts(promised: ChainPlan | None, best: Decision, counts: Sequence[in
         mesh="",
         lower_bound_s=None,
         step_time_s=promised.step_time_s if promised else None,
-        outcome="no faster by its layers" if slower else "not searched: limit on numbers of micro-batches",
+        outcome=(
+            "no faster by its layers"
+            if slower
+            else "not searched: limit on numbers of micro-batches"
+        ),
     )

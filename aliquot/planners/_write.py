@@ -74,7 +74,9 @@ def write_plan(
                 outputs=outputs,
                 interior=_interior(stage) if stage.like is None else (),
                 like=stage.like,
-                data_axes=tuple(stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.data_axes)),
+                data_axes=tuple(
+                    stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.data_axes)
+                ),
                 first_device=stage.first_device,
                 first_layer=stage.first_layer,
                 layer_names=stage.layer_names,
@@ -82,7 +84,9 @@ def write_plan(
                 folded=stage.folded,
                 prediction=predicted,
             )
-            for stage, (inputs, outputs), predicted in zip(decision.stages, shardings, predictions, strict=True)
+            for stage, (inputs, outputs), predicted in zip(
+                decision.stages, shardings, predictions, strict=True
+            )
         ),
         inferred_rules=_inferred_rules(full, task.on_missing_rule),
         notes=notes(decision.stages),
@@ -115,7 +119,9 @@ def _prediction(decision: Decision, memory_limit_bytes: float) -> Prediction:
     # A limit may be given as an int; the file is read back with floats.
     memory_limit_bytes = float(memory_limit_bytes)
     if decision.pipeline is not None:
-        return msgspec.structs.replace(decision.pipeline.prediction.step, memory_limit_bytes=memory_limit_bytes)
+        return msgspec.structs.replace(
+            decision.pipeline.prediction.step, memory_limit_bytes=memory_limit_bytes
+        )
     (stage,) = decision.stages
     return predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph)
 
@@ -132,7 +138,9 @@ def _combine(decision: Decision) -> dict[str, str]:
 
 
 def _interior(stage: StageDecision) -> Any:
-    return encode_interior(stage.priced.graph, stage.choices, stage.priced.mesh.axis_names, stage.repeat)
+    return encode_interior(
+        stage.priced.graph, stage.choices, stage.priced.mesh.axis_names, stage.repeat
+    )
 
 
 def _shardings(decision: Decision, k: int) -> _Shardings:
@@ -140,14 +148,22 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
     returns.
     """
     stage, pipeline = decision.stages[k], decision.pipeline
-    # A stage that is like an earlier one was decided with it; its own arrays stand in the same places.
-    graph, nodes = pipeline.staged.extracts[k].graph if pipeline else stage.problem.graph, stage.problem.nodes
+    # A stage that is like an earlier one was decided with it; its own arrays stand in the same
+    # places.
+    graph, nodes = (
+        pipeline.staged.extracts[k].graph if pipeline else stage.problem.graph,
+        stage.problem.nodes,
+    )
     names, choices = stage.priced.mesh.axis_names, stage.choices
     whole: Spec = (-1,) * len(names)
 
     def dims(port: Any, operand: Any) -> _Dims:
         value = graph.values[operand] if isinstance(operand, int) else operand
-        spec = without_partial(project(choices[port.node], port.projection)) if port.node >= 0 else whole
+        spec = (
+            without_partial(project(choices[port.node], port.projection))
+            if port.node >= 0
+            else whole
+        )
         return dims_of(spec, names, len(value.shape))
 
     kept_or_read = {i.path for i in graph.inputs} if pipeline is None else _kept(pipeline.staged, k)
@@ -172,7 +188,9 @@ def _kept(staged: StagedStep, k: int) -> set[str]:
     """Inputs of a stage that are inputs of the step and kept by no other stage."""
     extract, home = staged.extracts[k], staged.staging.home
     step_inputs = {item.path for item in staged.graph.inputs}
-    homed = {item.path for item in extract.graph.inputs if home.get(extract.values[item.value], k) == k}
+    homed = {
+        item.path for item in extract.graph.inputs if home.get(extract.values[item.value], k) == k
+    }
     return homed & step_inputs
 
 
@@ -201,4 +219,6 @@ def _inferred_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ..
 
 def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:
     value = graph.values[operand] if isinstance(operand, int) else operand
-    return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role.value if role else "")
+    return ArrayInterface(
+        path=path, shape=tuple(value.shape), dtype=value.dtype, role=role.value if role else ""
+    )

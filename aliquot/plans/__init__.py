@@ -49,9 +49,9 @@ from ._schedule import Task as Task
 from ._schedule import TaskKind as TaskKind
 from ._schedule import dependencies as dependencies
 from ._schedule import round_robin as round_robin
+from ._schedule_kind import AbstractScheduleKind as AbstractScheduleKind
+from ._schedule_kind import Keeps as Keeps
 from ._schedules import SCHEDULES as SCHEDULES
-from ._schedules import AbstractScheduleKind as AbstractScheduleKind
-from ._schedules import Keeps as Keeps
 from ._schedules import make_schedule as make_schedule
 from ._schedules import schedule_kind as schedule_kind
 from ._schedules import share_submeshes as share_submeshes

@@ -55,7 +55,9 @@ def item_bytes(dtype: str) -> float:
 
 
 def num_pieces(dims: Dims, axis_sizes: Mapping[str, int]) -> int:
-    """Into how many different pieces the array is cut. Axes that the mesh does not have count as 1."""
+    """Into how many different pieces the array is cut. Axes that the mesh does not have count as
+    1.
+    """
     return math.prod(axis_sizes.get(axis, 1) for axes in dims for axis in axes)
 
 
@@ -80,7 +82,13 @@ def grouped_arrays(
     members: dict[tuple[str, tuple[int, ...], str, str, Dims], list[ArrayInterface]] = {}
     for array in arrays:
         if array.path in shardings:
-            key = (_INDEX.sub("*", array.path), array.shape, array.dtype, array.role, shardings[array.path])
+            key = (
+                _INDEX.sub("*", array.path),
+                array.shape,
+                array.dtype,
+                array.role,
+                shardings[array.path],
+            )
             members.setdefault(key, []).append(array)
     groups = []
     for (_, shape, dtype, role, dims), paths in members.items():
@@ -101,15 +109,20 @@ def grouped_arrays(
 
 
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
-    """Groups without arrays of the optimizer that have the shape and the split of the parameter that they belong to, or of
-    another moment of it that is listed.
+    """Groups without arrays of the optimizer that have the shape and the split of the parameter
+    that they belong to, or of another moment of it that is listed.
     """
     parameters = [group for group in groups if group.role == "parameter"]
     names = {name for group in parameters for name in _endings(group.pattern)}
-    known = {(name, group.shape, group.dims, group.count) for group in parameters for name in _endings(group.pattern)}
+    known = {
+        (name, group.shape, group.dims, group.count)
+        for group in parameters
+        for name in _endings(group.pattern)
+    }
     kept = []
     for group in groups:
-        # The longest path that a moment has in common with a parameter is that of the parameter which it belongs to.
+        # The longest path that a moment has in common with a parameter is that of the parameter
+        # which it belongs to.
         name = next((name for name in _endings(group.pattern) if name in names), "")
         if group.role == "optimizer_state" and name:
             key = name, group.shape, group.dims, group.count
@@ -129,7 +142,12 @@ def _endings(pattern: str) -> list[str]:
 def _pattern(paths: Sequence[str]) -> str:
     """The common pattern of several paths, with `*` for each index in which they differ."""
     indices = zip(*([match[0] for match in _INDEX.finditer(path)] for path in paths))
-    shown = iter([one[0] if len(set(one)) == 1 else "[*]" if one[0].startswith("[") else "*" for one in indices])
+    shown = iter(
+        [
+            one[0] if len(set(one)) == 1 else "[*]" if one[0].startswith("[") else "*"
+            for one in indices
+        ]
+    )
     return _INDEX.sub(lambda _: next(shown), paths[0])
 
 

@@ -77,7 +77,11 @@ class ClosedForm:
 
         maxima = []
         for term in self.maxima:
-            both = np.maximum(term.sums, term.link * edges_s) if overlaps else term.sums + term.transfers * edges_s
+            both = (
+                np.maximum(term.sums, term.link * edges_s)
+                if overlaps
+                else term.sums + term.transfers * edges_s
+            )
             maxima.append(np.asarray(both.max(-1)))
         return np.asarray((self.sums + self.transfers * edges_s).sum(-1)), tuple(maxima)
 
@@ -86,4 +90,6 @@ class ClosedForm:
         import numpy as np
 
         sums_s, maxima_s = self.parts_s(edges_s, overlaps=overlaps)
-        return np.asarray(sums_s + sum(term.weight * value for term, value in zip(self.maxima, maxima_s)))
+        return np.asarray(
+            sums_s + sum(term.weight * value for term, value in zip(self.maxima, maxima_s))
+        )

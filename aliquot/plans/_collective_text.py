@@ -19,9 +19,11 @@ def collective_table(plan: Plan) -> Section:
     uses = sorted(plan.prediction.collectives, key=lambda use: -use.seconds)
     return Section(
         kind=SectionKind.COMMUNICATION,
-        title=f"The most expensive of {len(uses)} kinds of communication in a step (predicted)"
-        if uses
-        else "No communication is predicted.",
+        title=(
+            f"The most expensive of {len(uses)} kinds of communication in a step (predicted)"
+            if uses
+            else "No communication is predicted."
+        ),
         header=_HEADER,
         rows=tuple(_cells(use) for use in uses),
         right=_RIGHT,
@@ -34,9 +36,12 @@ def stage_collective_table(plan: Plan) -> Section:
     entries = _stage_collectives(plan)
     return Section(
         kind=SectionKind.COMMUNICATION,
-        title=f"The most expensive of {len(entries)} kinds of communication within a stage in a step (predicted)"
-        if entries
-        else "No communication is predicted within stages.",
+        title=(
+            f"The most expensive of {len(entries)} kinds of communication within a stage in a step"
+            " (predicted)"
+            if entries
+            else "No communication is predicted within stages."
+        ),
         header=("stages", *_HEADER),
         rows=tuple((stage_numbers(numbers), *_cells(use)) for numbers, use in entries),
         right=tuple(position + 1 for position in _RIGHT),
@@ -53,7 +58,14 @@ def _stage_collectives(plan: Plan) -> list[tuple[tuple[int, ...], CollectiveUse]
     by_kind: dict[object, tuple[list[int], CollectiveUse]] = {}
     for index, stage in enumerate(plan.stages):
         for use in stage.prediction.collectives if stage.prediction else ():
-            key = (use.kind, use.axes, stage.mesh_shape, use.count, use.num_bytes, _DIGITS.sub("*", use.label))
+            key = (
+                use.kind,
+                use.axes,
+                stage.mesh_shape,
+                use.count,
+                use.num_bytes,
+                _DIGITS.sub("*", use.label),
+            )
             by_kind.setdefault(key, ([], use))[0].append(index)
     entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in by_kind.values()]
     return sorted(entries, key=lambda entry: -entry[1].seconds)

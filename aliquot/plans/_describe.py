@@ -60,12 +60,17 @@ def _table(section: Section, width: int | None) -> list[str]:
     if not section.rows:
         return []
     cells = [section.header, *section.rows]
-    flexible = [] if width is None else [k for k in range(len(section.header)) if k not in section.right]
+    flexible = (
+        [] if width is None else [k for k in range(len(section.header)) if k not in section.right]
+    )
     widths = fitting_widths(cells, flexible, (width or 0) - 2 * len(section.header))
     lines = []
     for row in cells:
         parts = [broken(cell, w) for cell, w in zip(row, widths, strict=True)]
         for texts in itertools.zip_longest(*parts, fillvalue=""):
-            padded = [t.rjust(w) if k in section.right else t.ljust(w) for k, (t, w) in enumerate(zip(texts, widths))]
+            padded = [
+                t.rjust(w) if k in section.right else t.ljust(w)
+                for k, (t, w) in enumerate(zip(texts, widths))
+            ]
             lines.append("  " + "  ".join(padded).rstrip())
     return lines

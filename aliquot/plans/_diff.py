@@ -1,4 +1,6 @@
-"""Two plans compared term by term: what they decide differently, and what they predict differently."""
+"""Two plans compared term by term: what they decide differently, and what they predict
+differently.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from ._stage_text import device_range, short_layers
 Term = str | int | float | None
 
 _FINGERPRINT = 12
-_OF_STAGES = ("forward_s", "backward_s", "update_s", "transfer_s", "bubble", "in_flight", "peak_memory_bytes")
+_OF_STAGES = (
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "transfer_s",
+    "bubble",
+    "in_flight",
+    "peak_memory_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +35,8 @@ class Change:
         section: `"decision"` or `"prediction"`.
         subject: what the term is about: a field, an array's path, an operator, a kind of
             collective.
-        before, after: its value in the first and in the second plan; in the unit that the subject names: `_s`,
-            `_bytes`, `_bytes_per_s`, `flops_per_s`.
+        before, after: its value in the first and in the second plan; in the unit that the subject
+            names: `_s`, `_bytes`, `_bytes_per_s`, `flops_per_s`.
     """
 
     section: str
@@ -76,10 +86,17 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     return PlanDiff(changes=tuple(changes))
 
 
-def _changes(section: str, before: Mapping[str, Term], after: Mapping[str, Term]) -> Iterator[Change]:
+def _changes(
+    section: str, before: Mapping[str, Term], after: Mapping[str, Term]
+) -> Iterator[Change]:
     for subject in dict.fromkeys([*before, *after]):
         if before.get(subject) != after.get(subject):
-            yield Change(section=section, subject=subject, before=before.get(subject), after=after.get(subject))
+            yield Change(
+                section=section,
+                subject=subject,
+                before=before.get(subject),
+                after=after.get(subject),
+            )
 
 
 def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
@@ -100,7 +117,9 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
     }
     for what, arrays in (("input", plan.inputs), ("output", plan.outputs)):
         terms |= {
-            f"interface of {what} {array.path}": f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+            f"interface of {what} {array.path}": (
+                f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+            )
             for array in arrays
         }
     for index, stage in enumerate(plan.stages):
@@ -111,7 +130,10 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         if is_pipeline(plan):
             terms |= _stage_decisions(prefix, stage)
         for op in stage.interior if operators else ():
-            split = ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items()) or "nothing split"
+            split = (
+                ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items())
+                or "nothing split"
+            )
             terms[f"{prefix}operator {op.node}"] = (
                 f"{split} ({op.copies} copies){', recomputed' if op.recompute else ''}"
             )
@@ -178,5 +200,9 @@ def _collectives(plan: Plan) -> dict[str, list[CollectiveUse]]:
 def _flat(name: str, value: Any) -> dict[str, Term]:
     """Nested mappings as single terms with dotted names."""
     if isinstance(value, Mapping):
-        return {path: term for key, item in value.items() for path, term in _flat(f"{name}.{key}", item).items()}
+        return {
+            path: term
+            for key, item in value.items()
+            for path, term in _flat(f"{name}.{key}", item).items()
+        }
     return {name: value if isinstance(value, str | int | float | None) else str(value)}

@@ -40,7 +40,10 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         *_memory_rows(plan),
         (
             "found in",
-            f"{format_seconds(plan.provenance.search_s)}, after tracing for {format_seconds(plan.provenance.trace_s)}",
+            (
+                f"{format_seconds(plan.provenance.search_s)}, after tracing for"
+                f" {format_seconds(plan.provenance.trace_s)}"
+            ),
         ),
     ]
 
@@ -69,15 +72,24 @@ def is_pipeline(plan: Plan) -> bool:
 def time_parts(plan: Plan) -> str:
     """The predicted step time as a sum of its parts; of a pipeline those of its busiest submesh."""
     p = plan.prediction
-    hidden = "" if is_pipeline(plan) and not p.hidden_s else f" - {format_seconds(p.hidden_s)} hidden behind compute"
+    hidden = (
+        ""
+        if is_pipeline(plan) and not p.hidden_s
+        else f" - {format_seconds(p.hidden_s)} hidden behind compute"
+    )
     transfers_s = idle_parts(plan)[0]
     sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
-    bubble = f"{sent} + {format_seconds(idle_parts(plan)[1])} bubble" if is_pipeline(plan) or p.bubble_s else ""
+    bubble = (
+        f"{sent} + {format_seconds(idle_parts(plan)[1])} bubble"
+        if is_pipeline(plan) or p.bubble_s
+        else ""
+    )
     whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
     return (
-        f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
-        f" + {format_seconds(p.communication_s)} communication + {format_seconds(p.gradient_s)} gradient communication"
-        f"{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
+        f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute +"
+        f" {format_seconds(p.communication_s)} communication + {format_seconds(p.gradient_s)}"
+        " gradient"
+        f" communication{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
     )
 
 
@@ -104,7 +116,10 @@ def bound(plan: Plan) -> str:
     whose = "'s closed form" if of_closed_forms else ""
     lowest = format_seconds(p.lower_bound_s)
     if p.status == "optimal" and (p.gap or 0.0) <= _ROUNDING:
-        text = f"{'closed form ' if of_closed_forms else ''}proven optimal{among}; lower bound {lowest}"
+        text = (
+            f"{'closed form ' if of_closed_forms else ''}proven optimal{among}; lower bound"
+            f" {lowest}"
+        )
     else:
         text = f"lower bound {lowest}{among}"
         if p.gap is not None:
@@ -112,7 +127,9 @@ def bound(plan: Plan) -> str:
         text += "" if p.status == _WITHIN_GAP else f"; {p.status}"
     if of_closed_forms and p.lower_bound_s:
         above = plan.prediction.step_time_s / p.lower_bound_s - 1
-        text += f"; the simulated step time is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
+        text += (
+            f"; the simulated step time is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
+        )
     return text
 
 
@@ -124,10 +141,13 @@ def micro_batches(plan: Plan) -> str:
     for path, rule in plan.combine.items():
         by_rule.setdefault(rule, []).append(path)
     rules = "; ".join(
-        f"{rule}: {paths[0] if len(paths) == 1 else f'{len(paths)} outputs'}" for rule, paths in by_rule.items()
+        f"{rule}: {paths[0] if len(paths) == 1 else f'{len(paths)} outputs'}"
+        for rule, paths in by_rule.items()
     )
     semantics = "" if plan.micro_batch_semantics == "exact" else f", {plan.micro_batch_semantics}"
-    return f"{plan.num_micro_batches}{semantics}" + (f" (outputs combine by {rules})" if rules else "")
+    return f"{plan.num_micro_batches}{semantics}" + (
+        f" (outputs combine by {rules})" if rules else ""
+    )
 
 
 def rebuild(plan: Plan) -> str:
@@ -136,7 +156,9 @@ def rebuild(plan: Plan) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in plan.model.settings.items())
         return f"aliquot.zoo.build({settings})"
     if plan.model.kind == "factory":
-        return f"{plan.model.name}({', '.join(f'{k}={v!r}' for k, v in plan.model.settings.items())})"
+        return (
+            f"{plan.model.name}({', '.join(f'{k}={v!r}' for k, v in plan.model.settings.items())})"
+        )
     return "the plan was made from a function in a running program; pass that function again"
 
 
@@ -148,12 +170,18 @@ def memory_parts(plan: Plan) -> list[tuple[str, float]]:
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     p = plan.prediction
-    share = f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit" if p.memory_limit_bytes else ""
+    share = (
+        f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit"
+        if p.memory_limit_bytes
+        else ""
+    )
     return [
         (
             "memory (predicted)",
-            f"{format_bytes(p.peak_memory_bytes)} on each device{share} of"
-            f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}",
+            (
+                f"{format_bytes(p.peak_memory_bytes)} on each device{share} of"
+                f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}"
+            ),
         ),
         ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in memory_parts(plan))),
     ]

@@ -15,7 +15,15 @@ from typing import Any
 
 import msgspec
 
-from ..core import InputError, PlanFileError, format_bytes, listing, printable, shortened, write_atomic
+from ..core import (
+    InputError,
+    PlanFileError,
+    format_bytes,
+    listing,
+    printable,
+    shortened,
+    write_atomic,
+)
 from ._plan import PLAN_VERSION, SINGLE, Plan
 from ._validate import violations
 
@@ -110,12 +118,18 @@ def load(path: str | os.PathLike[str]) -> Plan:
         with open(path, "rb") as stream:
             read = stream.read(_MOST_BYTES + 1)
         if len(read) > _MOST_BYTES:
-            raise PlanFileError(f"{source} is no plan: it has more than {format_bytes(_MOST_BYTES)}. {_AGAIN}")
+            raise PlanFileError(
+                f"{source} is no plan: it has more than {format_bytes(_MOST_BYTES)}. {_AGAIN}"
+            )
         text = read.decode()
     except UnicodeDecodeError as error:
-        raise PlanFileError(f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}") from None
+        raise PlanFileError(
+            f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}"
+        ) from None
     except OSError as error:
-        raise PlanFileError(f"{source} cannot be read: {error.strerror or error}. {_AGAIN}") from None
+        raise PlanFileError(
+            f"{source} cannot be read: {error.strerror or error}. {_AGAIN}"
+        ) from None
     except ValueError:
         raise PlanFileError(f"{source} cannot be read: that is not the name of a file.") from None
     return from_json(text, source=source)
@@ -127,7 +141,9 @@ def _decoded(text: str, source: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(source) from None
     except UnicodeEncodeError:
-        raise PlanFileError(f"{source} is not text: it holds halves of characters. {_AGAIN}") from None
+        raise PlanFileError(
+            f"{source} is not text: it holds halves of characters. {_AGAIN}"
+        ) from None
     except msgspec.DecodeError as error:
         reason = str(error)
         if not text.strip():
@@ -136,7 +152,10 @@ def _decoded(text: str, source: str) -> dict[str, Any]:
             reason = f"it ends in the middle, at {_place(text, len(text.encode()))}; it was cut off"
         elif "(byte " in reason:
             offset = int(reason.rpartition("(byte ")[2].rstrip(")"))
-            reason = f"{reason.rpartition(' (byte ')[0].removeprefix('JSON is malformed: ')} at {_place(text, offset)}"
+            reason = (
+                f"{reason.rpartition(' (byte ')[0].removeprefix('JSON is malformed: ')} at"
+                f" {_place(text, offset)}"
+            )
         elif "out of range" in reason:
             reason = "it has a number that is out of range"
         raise PlanFileError(f"{source} is not JSON: {reason}. {_AGAIN}") from None
@@ -148,14 +167,19 @@ def _decoded(text: str, source: str) -> dict[str, Any]:
         raise _invalid(source, extreme)
     if repeated := _repeated_names(text):
         raise _invalid(
-            source, [f"`{printable(name, keep='')}` stands {count} times in one object" for name, count in repeated]
+            source,
+            [
+                f"`{printable(name, keep='')}` stands {count} times in one object"
+                for name, count in repeated
+            ],
         )
     return data
 
 
 def _too_deep(source: str) -> PlanFileError:
     return PlanFileError(
-        f"{source} is no plan: it has lists or objects in each other, more than {_DEEPEST} deep. {_AGAIN}"
+        f"{source} is no plan: it has lists or objects in each other, more than {_DEEPEST} deep."
+        f" {_AGAIN}"
     )
 
 
@@ -188,8 +212,14 @@ def _extremes(value: Any, path: str) -> Iterator[str]:
             yield from _extremes(item, f"{path}[{index}]")
     elif isinstance(value, str) and len(value) > _LONGEST:
         yield f"`{path}` is a text of {len(value)} characters, and may have {_LONGEST}"
-    elif isinstance(value, int | float) and abs(value) > (_LARGEST if isinstance(value, int) else _LARGEST_FLOAT):
-        yield f"`{path}` is {shortened(f'{value:g}' if isinstance(value, float) else str(value), 30)}, out of range"
+    elif isinstance(value, int | float) and abs(value) > (
+        _LARGEST if isinstance(value, int) else _LARGEST_FLOAT
+    ):
+        yield (
+            f"`{path}` is"
+            f" {shortened(f'{value:g}' if isinstance(value, float) else str(value), 30)}, out of"
+            " range"
+        )
 
 
 def _repeated_names(text: str) -> list[tuple[str, int]]:
@@ -218,7 +248,8 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
     readable = ", ".join(map(str, [*sorted(_MIGRATIONS), PLAN_VERSION]))
     if type(given) is not int or given < 1:
         raise PlanFileError(
-            f"{source} has version {shortened(repr(given), 40)}, which is no version; this aliquot reads {readable}. {_AGAIN}"
+            f"{source} has version {shortened(repr(given), 40)}, which is no version; this aliquot"
+            f" reads {readable}. {_AGAIN}"
         )
     if given > PLAN_VERSION:
         raise PlanFileError(
@@ -227,7 +258,9 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
         )
     for version in range(given, PLAN_VERSION):
         if version not in _MIGRATIONS:
-            raise PlanFileError(f"{source} has version {given}, and this aliquot reads {readable}. {_AGAIN}")
+            raise PlanFileError(
+                f"{source} has version {given}, and this aliquot reads {readable}. {_AGAIN}"
+            )
         data = {**_MIGRATIONS[version](data), "version": version + 1}
     return data
 
@@ -286,7 +319,10 @@ def _laid_out(value: Any, margin: str) -> str:
         return line
     inner = margin + "  "
     if isinstance(value, dict):
-        items = [f"{inner}{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}" for key, v in value.items()]
+        items = [
+            f"{inner}{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}"
+            for key, v in value.items()
+        ]
         return "{\n" + ",\n".join(items) + f"\n{margin}}}"
     return "[\n" + ",\n".join(inner + _laid_out(item, inner) for item in value) + f"\n{margin}]"
 

@@ -28,7 +28,9 @@ def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
     placed: dict[str, tuple[tuple[str, ...], ...]] = {}
     for stage in reversed(plan.stages):
         placed.update(stage.shardings)
-    return {array.path: PartitionSpec(*map(_entry, placed.get(array.path, ()))) for array in plan.inputs}
+    return {
+        array.path: PartitionSpec(*map(_entry, placed.get(array.path, ()))) for array in plan.inputs
+    }
 
 
 def spec_tree(plan: Plan, tree: Any, path: str | None = None) -> Any:
@@ -80,9 +82,13 @@ def make_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
     needed = math.prod(shape)
     if len(available) < needed:
         raise PlanMismatchError(
-            f"the plan is for {needed} devices ({'x'.join(map(str, shape))}), and there are {len(available)}",
+            f"the plan is for {needed} devices ({'x'.join(map(str, shape))}), and there are"
+            f" {len(available)}",
             asked="the plan does not fit these devices",
-            advice="Pass as many devices as the plan has, or plan for those at hand (Cluster.detect()).",
+            advice=(
+                "Pass as many devices as the plan has, or plan for those at hand"
+                " (Cluster.detect())."
+            ),
         )
     grid = np.array(available[:needed], dtype=object).reshape(shape)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(shape))
@@ -91,8 +97,9 @@ def make_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
 def _refuse_pipelines(plan: Plan) -> None:
     if plan.is_pipeline or len(plan.stages) != 1:
         raise InputError(
-            f"the plan has {len(plan.stages)} stages with a mesh each, and one jitted function runs on one mesh. Run it with "
-            "aliquot.parallelize(step, plan), or plan one program with method=WholeProgram() or ShardParallel()."
+            f"the plan has {len(plan.stages)} stages with a mesh each, and one jitted function runs"
+            " on one mesh. Run it with aliquot.parallelize(step, plan), or plan one program with"
+            " method=WholeProgram() or ShardParallel()."
         )
 
 
@@ -113,17 +120,24 @@ def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -
     if not known:
         return [None] * len(leaves)
     prefixes = _prefixes(arrays, suffixes[known[0]]) if path is None else [path]
-    faults = {prefix: _faults(arrays, prefix, [(suffixes[k], shapes[k]) for k in known]) for prefix in prefixes}
+    faults = {
+        prefix: _faults(arrays, prefix, [(suffixes[k], shapes[k]) for k in known])
+        for prefix in prefixes
+    }
     good = [prefix for prefix, reasons in faults.items() if not reasons]
     if len(good) > 1:
         # A whole argument is meant before a part of one, such as the moments of an optimizer.
         whole = [prefix for prefix in good if prefix.isidentifier()]
         good = whole if len(whole) == 1 else good
     if len(good) == 1:
-        return [None if shape is None else good[0] + suffix for suffix, shape in zip(suffixes, shapes, strict=True)]
+        return [
+            None if shape is None else good[0] + suffix
+            for suffix, shape in zip(suffixes, shapes, strict=True)
+        ]
     if good:
         raise InputError(
-            f"this tree could be any of {', '.join(good[:_MOST_FAULTS])}: add path={good[0]!r} or another."
+            f"this tree could be any of {', '.join(good[:_MOST_FAULTS])}: add path={good[0]!r} or"
+            " another."
         )
     closest = min(faults, key=lambda prefix: len(faults[prefix]), default=None)
     listed = (
@@ -143,11 +157,16 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _prefixes(paths: dict[str, ArrayInterface], suffix: str) -> list[str]:
-    return sorted({p[: len(p) - len(suffix)] for p in paths if p.endswith(suffix)} - {""}, key=lambda p: (len(p), p))
+    return sorted(
+        {p[: len(p) - len(suffix)] for p in paths if p.endswith(suffix)} - {""},
+        key=lambda p: (len(p), p),
+    )
 
 
 def _faults(
-    arrays: dict[str, ArrayInterface], prefix: str, wanted: Sequence[tuple[str, tuple[int, ...] | None]]
+    arrays: dict[str, ArrayInterface],
+    prefix: str,
+    wanted: Sequence[tuple[str, tuple[int, ...] | None]],
 ) -> list[str]:
     def found() -> Iterator[str]:
         for suffix, shape in wanted:

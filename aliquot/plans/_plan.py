@@ -33,12 +33,15 @@ class ArrayInterface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: str = ""
 
 
-class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ModelReference(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Reference by which the step can be built again.
 
-    `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is `package.module:function`), or
-    "closure": the step was passed as a function and can only be passed again. `flops_per_step` are the operations of the
-    model's forward and backward pass over the whole batch, without recomputation; 0 where nobody counted them.
+    `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is
+    `package.module:function`), or "closure": the step was passed as a function and can only be
+    passed again. `flops_per_step` are the operations of the model's forward and backward pass over
+    the whole batch, without recomputation; 0 where nobody counted them.
     """
 
     kind: str
@@ -47,12 +50,15 @@ class ModelReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     flops_per_step: float = 0.0
 
 
-class OpSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class OpSharding(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The decision for one distinct operator or group of arrays: which of its factors each mesh
     axis splits.
 
     `copies` is how many equal ones of the step it stands for. Axes that split nothing are left out.
-    `recompute` says, where its stage recomputes operators, that the backward pass may work it out again.
+    `recompute` says, where its stage recomputes operators, that the backward pass may work it out
+    again.
     """
 
     node: str
@@ -77,8 +83,8 @@ class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class InferredRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The inferred rule of a primitive for which none is declared.
 
-    `rule` has a letter for each dim that may be split and "." for each that stays whole, as in `"a.,.->a."`. `count` is
-    how many operators of the step follow it.
+    `rule` has a letter for each dim that may be split and "." for each that stays whole, as in
+    `"a.,.->a."`. `count` is how many operators of the step follow it.
     """
 
     primitive: str
@@ -149,9 +155,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Predicted bytes on each device over the course of a step, at moments spread evenly over its operators.
+    """Predicted bytes on each device over the course of a step, at moments spread evenly over its
+    operators.
 
-    Each moment stands for a stretch of operators and shows the one among them at which the most memory is taken.
+    Each moment stands for a stretch of operators and shows the one among them at which the most
+    memory is taken.
 
     Attributes:
         phases: for each moment the phase of the step: "forward", "backward" or "update".
@@ -165,12 +173,13 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Estimated cost of the plan on each device.
 
-    The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline these are figures of
-    its busiest stage, and `bubble_s` is what it waits for the others and for transfers; memory is that of the fullest stage.
-    `memory_bytes` are the parts alive at the worst moment and add up to `peak_memory_bytes`. Of compute and communication
-    `measured_share` rests on measurements of operators of about the same sizes, and another `measured_compute_share` on
-    those of one device alone, with a mean relative error of `measured_error`; the rest is modelled. `memory_over_time`
-    shows memory over the course of the step; None for a pipeline.
+    The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline
+    these are figures of its busiest stage, and `bubble_s` is what it waits for the others and for
+    transfers; memory is that of the fullest stage. `memory_bytes` are the parts alive at the worst
+    moment and add up to `peak_memory_bytes`. Of compute and communication `measured_share` rests on
+    measurements of operators of about the same sizes, and another `measured_compute_share` on those
+    of one device alone, with a mean relative error of `measured_error`; the rest is modelled.
+    `memory_over_time` shows memory over the course of the step; None for a pipeline.
     """
 
     step_time_s: float
@@ -193,8 +202,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Origin of a plan: planner, bound, search time. Not part of a comparison.
 
-    `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for` names. `profiles` says
-    which measurements the plan was made from.
+    `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for`
+    names. `profiles` says which measurements the plan was made from.
     """
 
     planner: str
@@ -212,8 +221,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of the compiled plan, in bytes on each device. Not part of a comparison.
 
-    `memory_bytes` are arguments, outputs, temporaries and aliases: outputs in the place of arguments. `unintended` are
-    collectives that the plan does not explain, a line for each.
+    `memory_bytes` are arguments, outputs, temporaries and aliases: outputs in the place of
+    arguments. `unintended` are collectives that the plan does not explain, a line for each.
     """
 
     target: str
@@ -312,7 +321,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(_as_lines(data, ""))
 
     def _decisions(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND)
+        return tuple(
+            getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND
+        )
 
     def __repr__(self) -> str:
         from ._facts import headline
@@ -398,8 +409,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """A tree like `tree`, an argument of the step or a part of one, with a
         `jax.sharding.NamedSharding` for each array.
 
-        `jax.jit(step, in_shardings=(plan.shardings(state), plan.shardings(batch)))` takes them as they are, and so does
-        `jax.device_put(state, plan.shardings(state))`.
+        `jax.jit(step, in_shardings=(plan.shardings(state), plan.shardings(batch)))` takes them as
+        they are, and so does `jax.device_put(state, plan.shardings(state))`.
 
         Args:
             mesh: by default `plan.mesh()`.

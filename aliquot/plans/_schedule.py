@@ -104,19 +104,30 @@ class Schedule:
             raise InputError(f"schedule {self.name!r} cannot be run: {'; '.join(faults)}")
 
     def _faults(self) -> Iterator[str]:
-        if len(self.placement) != self.num_stages or set(self.placement) != set(range(self.num_submeshes)):
-            yield f"{self.num_stages} stages are placed on submeshes {self.placement}, and there are {self.num_submeshes}"
+        if len(self.placement) != self.num_stages or set(self.placement) != set(
+            range(self.num_submeshes)
+        ):
+            yield (
+                f"{self.num_stages} stages are placed on submeshes {self.placement}, and there are"
+                f" {self.num_submeshes}"
+            )
             return
         if len(self.lists) != self.num_submeshes:
             yield f"it has {len(self.lists)} lists for {self.num_submeshes} submeshes"
         kinds = {task.kind for tasks in self.lists for task in tasks}
         if kinds not in (_TRAINING, _SPLIT, _INFERENCE):
-            yield f"its tasks are {', '.join(sorted(kinds)) or 'none'}: neither forward alone nor forward and backward"
+            yield (
+                f"its tasks are {', '.join(sorted(kinds)) or 'none'}: neither forward alone nor"
+                " forward and backward"
+            )
             return
         first_at: dict[int, Task] = {}
         for submesh, tasks in enumerate(self.lists):
             for task in tasks:
-                if not (0 <= task.stage < self.num_stages and 0 <= task.micro_batch < self.num_micro_batches):
+                if not (
+                    0 <= task.stage < self.num_stages
+                    and 0 <= task.micro_batch < self.num_micro_batches
+                ):
                     yield f"there can be no {task}"
                     continue
                 if first_at.setdefault(self._slot(task), task) is not task:
@@ -131,7 +142,13 @@ class Schedule:
         """A number of its own for each task: a row for forward, one for backward or its first half,
         one for weights.
         """
-        row = 0 if task.kind is TaskKind.FORWARD else 2 if task.kind is TaskKind.BACKWARD_WEIGHT else 1
+        row = (
+            0
+            if task.kind is TaskKind.FORWARD
+            else 2
+            if task.kind is TaskKind.BACKWARD_WEIGHT
+            else 1
+        )
         return (row * self.num_stages + task.stage) * self.num_micro_batches + task.micro_batch
 
     def submesh_of(self, stage: int) -> int:
@@ -170,12 +187,18 @@ class Schedule:
         """
         starts, places = self._earliest_starts()
         stuck = [
-            (submesh, tasks[places[submesh]]) for submesh, tasks in enumerate(self.lists) if tasks[places[submesh] :]
+            (submesh, tasks[places[submesh]])
+            for submesh, tasks in enumerate(self.lists)
+            if tasks[places[submesh] :]
         ]
         if stuck:
             heads = "; ".join(f"submesh {submesh} at the {task}" for submesh, task in stuck)
             raise InputError(f"tasks of schedule {self.name!r} wait for one another: {heads}")
-        timed = [(starts[self._slot(t)], submesh, t) for submesh, tasks in enumerate(self.lists) for t in tasks]
+        timed = [
+            (starts[self._slot(t)], submesh, t)
+            for submesh, tasks in enumerate(self.lists)
+            for t in tasks
+        ]
         return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
 
     def _earliest_starts(self) -> tuple[list[int], list[int]]:
@@ -204,7 +227,9 @@ class Schedule:
                     waiting.setdefault(missing, []).append(submesh)
                     break
                 starts[slot] = max([free[submesh], *[ends[read] for read in reads]])
-                ends[slot] = free[submesh] = starts[slot] + (2 if task.kind is TaskKind.BACKWARD else 1)
+                ends[slot] = free[submesh] = starts[slot] + (
+                    2 if task.kind is TaskKind.BACKWARD else 1
+                )
                 places[submesh] += 1
                 awake += waiting.pop(slot, ())
         return starts, places

@@ -6,8 +6,6 @@ micro-batches they keep, and its step time in closed form.
 
 from __future__ import annotations
 
-import abc
-import enum
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,87 +13,15 @@ from typing import ClassVar
 
 from ..core import InputError, nearest
 from ._closed_form import ClosedForm, Maximum, StageTimes
-from ._schedule import Lists, Schedule, Task, TaskKind, round_robin
-
-
-class Keeps(enum.StrEnum):
-    """The number on which it depends how many micro-batches a stage keeps between forward and
-    backward. Searches over stages are faster the less it is.
-    """
-
-    ALL = "every micro-batch"
-    BEHIND = "the number of stages behind it"
-    STAGES = "the number of all stages"
-    PLACE = "its place and the number of all stages"
-
-
-class AbstractScheduleKind(abc.ABC):
-    """A schedule for any numbers of stages, micro-batches and submeshes. Frozen, without state.
-
-    Attributes:
-        name: its key in `SCHEDULES`, as plans and the command line have it.
-        trains: whether it has backward tasks; only such schedules are planned.
-        interleaves: whether it runs several stages on each submesh. Otherwise planners give each
-            stage its own.
-        splits_backward: whether it puts off gradients of weights.
-        keeps: what `in_flight` depends on.
-    """
-
-    name: ClassVar[str]
-    trains: ClassVar[bool] = True
-    interleaves: ClassVar[bool] = False
-    splits_backward: ClassVar[bool] = False
-    keeps: ClassVar[Keeps] = Keeps.PLACE
-
-    @abc.abstractmethod
-    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """The tasks of each submesh in order, stages being placed by `placement`. All numbers are
-        at least 1.
-        """
-
-    @abc.abstractmethod
-    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """The step time of stages as a formula; with t = forward + backward, see each schedule.
-
-        To each is added the largest once-a-step time. Transfers over the edge in front of a stage,
-        both ways, belong to it.
-
-        Args:
-            times: of stages, or of units as prefix sums.
-            chunks: how many stages each submesh runs.
-        """
-
-    def placement(self, num_stages: int, num_submeshes: int) -> tuple[int, ...]:
-        """The submesh of each stage. The first stages are on submeshes 0, 1, ..., and so on until
-        each has one.
-        """
-        return round_robin(num_stages, num_submeshes)
-
-    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
-        """The most micro-batches that each stage keeps between forward and backward, the running
-        one included.
-        """
-        return _counted(self, num_stages, num_micro_batches, num_submeshes)
-
-
-# Searches ask for the same ones again and again.
-@functools.lru_cache(maxsize=1024)
-def _counted(
-    kind: AbstractScheduleKind, num_stages: int, num_micro_batches: int, num_submeshes: int
-) -> tuple[int, ...]:
-    schedule = Schedule(
-        name=kind.name,
-        num_stages=num_stages,
-        num_micro_batches=num_micro_batches,
-        num_submeshes=num_submeshes,
-        lists=kind.tasks(num_stages, num_micro_batches, num_submeshes),
-        placement=kind.placement(num_stages, num_submeshes),
-    )
-    return tuple(schedule.in_flight(stage) for stage in range(num_stages))
+from ._schedule import Lists, Schedule, Task, TaskKind
+from ._schedule_kind import AbstractScheduleKind, Keeps
 
 
 def share_submeshes(
-    name: str, stage_lists: Iterable[Iterable[Task]], num_micro_batches: int, placement: Sequence[int]
+    name: str,
+    stage_lists: Iterable[Iterable[Task]],
+    num_micro_batches: int,
+    placement: Sequence[int],
 ) -> Lists:
     """The lists of stages that share submeshes, in the order of stages that have one each.
 
@@ -114,11 +40,15 @@ def share_submeshes(
         lists=lists,
     )
     order = apart.order()
-    return tuple(tuple(t for t in order if placement[t.stage] == submesh) for submesh in range(num_submeshes))
+    return tuple(
+        tuple(t for t in order if placement[t.stage] == submesh) for submesh in range(num_submeshes)
+    )
 
 
 def _interleave(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
-    """`ahead` tasks of the first list, then by turns one of each, then what is left of the second."""
+    """`ahead` tasks of the first list, then by turns one of each, then what is left of the
+    second.
+    """
     ahead = min(ahead, len(first))
     turns = [task for pair in zip(first[ahead:], second) for task in pair]
     return [*first[:ahead], *turns, *second[len(first) - ahead :]]
@@ -129,10 +59,16 @@ def _row(stage: int, kind: TaskKind, micro_batches: Iterable[int]) -> list[Task]
     return [Task(stage, micro_batch, kind) for micro_batch in micro_batches]
 
 
-def _one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int, backward: TaskKind) -> list[Task]:
-    """The list of a stage in 1F1B. A stage runs ahead by one micro-batch for each stage behind it."""
+def _one_forward_one_backward(
+    stage: int, num_stages: int, num_micro_batches: int, backward: TaskKind
+) -> list[Task]:
+    """The list of a stage in 1F1B. A stage runs ahead by one micro-batch for each stage behind
+    it.
+    """
     forwards = _row(stage, TaskKind.FORWARD, range(num_micro_batches))
-    return _interleave(forwards, _row(stage, backward, range(num_micro_batches)), num_stages - stage - 1)
+    return _interleave(
+        forwards, _row(stage, backward, range(num_micro_batches)), num_stages - stage - 1
+    )
 
 
 def _once(times: StageTimes, chunks: int = 1) -> Maximum:
@@ -161,7 +97,9 @@ class GPipe(AbstractScheduleKind):
             _row(stage, TaskKind.FORWARD, all_of_them) + _row(stage, TaskKind.BACKWARD, all_of_them)
             for stage in range(num_stages)
         )
-        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+        return share_submeshes(
+            self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
+        )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`: all forward passes stream through, then all
@@ -171,9 +109,15 @@ class GPipe(AbstractScheduleKind):
             Maximum(sums=sums, weight=num_micro_batches - 1.0, transfers=1, link=1)
             for sums in (times.forward_s, times.backward_s)
         ]
-        return ClosedForm(sums=times.forward_s + times.backward_s, transfers=2, maxima=(*passes, _once(times, chunks)))
+        return ClosedForm(
+            sums=times.forward_s + times.backward_s,
+            transfers=2,
+            maxima=(*passes, _once(times, chunks)),
+        )
 
-    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+    def in_flight(
+        self, num_stages: int, num_micro_batches: int, num_submeshes: int
+    ) -> Sequence[int]:
         """See `AbstractScheduleKind.in_flight`: all."""
         return (num_micro_batches,) * num_stages
 
@@ -199,9 +143,12 @@ class OneForwardOneBackward(AbstractScheduleKind):
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
         """See `AbstractScheduleKind.tasks`."""
         stages = (
-            _one_forward_one_backward(s, num_stages, num_micro_batches, TaskKind.BACKWARD) for s in range(num_stages)
+            _one_forward_one_backward(s, num_stages, num_micro_batches, TaskKind.BACKWARD)
+            for s in range(num_stages)
         )
-        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+        return share_submeshes(
+            self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
+        )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`: after the first micro-batch, the slowest stage
@@ -211,7 +158,9 @@ class OneForwardOneBackward(AbstractScheduleKind):
         slowest = Maximum(sums=both, weight=num_micro_batches - 1.0, transfers=2, link=1)
         return ClosedForm(sums=both, transfers=2, maxima=(slowest, _once(times, chunks)))
 
-    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+    def in_flight(
+        self, num_stages: int, num_micro_batches: int, num_submeshes: int
+    ) -> Sequence[int]:
         """See `AbstractScheduleKind.in_flight`: one for itself and each stage behind it."""
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
 
@@ -242,13 +191,17 @@ class ZeroBubble(AbstractScheduleKind):
         stages = []
         for stage in range(num_stages):
             tasks: list[Task] = []
-            for task in _one_forward_one_backward(stage, num_stages, num_micro_batches, TaskKind.BACKWARD_INPUT):
+            for task in _one_forward_one_backward(
+                stage, num_stages, num_micro_batches, TaskKind.BACKWARD_INPUT
+            ):
                 tasks.append(task)
                 if task.kind is TaskKind.BACKWARD_INPUT and task.micro_batch >= stage:
                     tasks.append(Task(stage, task.micro_batch - stage, TaskKind.BACKWARD_WEIGHT))
             left = range(max(0, num_micro_batches - stage), num_micro_batches)
             stages.append(tasks + _row(stage, TaskKind.BACKWARD_WEIGHT, left))
-        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+        return share_submeshes(
+            self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
+        )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`."""
@@ -259,9 +212,13 @@ class ZeroBubble(AbstractScheduleKind):
             transfers=2 * later,
             link=later,
         )
-        return ClosedForm(sums=times.exposed_s, transfers=2, maxima=(heaviest, _once(times, chunks)))
+        return ClosedForm(
+            sums=times.exposed_s, transfers=2, maxima=(heaviest, _once(times, chunks))
+        )
 
-    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+    def in_flight(
+        self, num_stages: int, num_micro_batches: int, num_submeshes: int
+    ) -> Sequence[int]:
         """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, as gradients of
         weights wait.
         """
@@ -304,22 +261,38 @@ class Interleaved(AbstractScheduleKind):
         lists = []
         for submesh in range(num_submeshes):
             stages = range(submesh, chunks * num_submeshes, num_submeshes)
-            forwards = [task for group in groups for stage in stages for task in _row(stage, TaskKind.FORWARD, group)]
+            forwards = [
+                task
+                for group in groups
+                for stage in stages
+                for task in _row(stage, TaskKind.FORWARD, group)
+            ]
             backwards = [
-                task for group in groups for stage in reversed(stages) for task in _row(stage, TaskKind.BACKWARD, group)
+                task
+                for group in groups
+                for stage in reversed(stages)
+                for task in _row(stage, TaskKind.BACKWARD, group)
             ]
             ahead = 2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups))
             tasks = _interleave(forwards, backwards, ahead)
-            lists.append(tuple(t for t in tasks if t.stage < num_stages and t.micro_batch < num_micro_batches))
+            lists.append(
+                tuple(
+                    t for t in tasks if t.stage < num_stages and t.micro_batch < num_micro_batches
+                )
+            )
         return tuple(lists)
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`."""
         both = times.forward_s + times.backward_s
         slowest = Maximum(sums=both, weight=num_micro_batches * chunks - 1.0, transfers=2, link=1)
-        return ClosedForm(sums=both / chunks, transfers=2 / chunks, maxima=(slowest, _once(times, chunks)))
+        return ClosedForm(
+            sums=both / chunks, transfers=2 / chunks, maxima=(slowest, _once(times, chunks))
+        )
 
-    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+    def in_flight(
+        self, num_stages: int, num_micro_batches: int, num_submeshes: int
+    ) -> Sequence[int]:
         """See `AbstractScheduleKind.in_flight`: counted without writing the lists, as a search asks
         for many of them.
         """
@@ -327,7 +300,9 @@ class Interleaved(AbstractScheduleKind):
 
 
 @functools.lru_cache(maxsize=1024)
-def _interleaved_in_flight(num_stages: int, num_micro_batches: int, num_submeshes: int) -> tuple[int, ...]:
+def _interleaved_in_flight(
+    num_stages: int, num_micro_batches: int, num_submeshes: int
+) -> tuple[int, ...]:
     if num_submeshes == num_stages:
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
     chunks = -(-num_stages // num_submeshes)
@@ -380,21 +355,28 @@ class Inference(AbstractScheduleKind):
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
         """See `AbstractScheduleKind.tasks`."""
-        stages = (_row(stage, TaskKind.FORWARD, range(num_micro_batches)) for stage in range(num_stages))
-        return share_submeshes(self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes))
+        stages = (
+            _row(stage, TaskKind.FORWARD, range(num_micro_batches)) for stage in range(num_stages)
+        )
+        return share_submeshes(
+            self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
+        )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`."""
         slowest = Maximum(sums=times.forward_s, weight=num_micro_batches - 1.0, transfers=1, link=1)
         return ClosedForm(sums=times.forward_s, transfers=1, maxima=(slowest, _once(times, chunks)))
 
-    def in_flight(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Sequence[int]:
+    def in_flight(
+        self, num_stages: int, num_micro_batches: int, num_submeshes: int
+    ) -> Sequence[int]:
         """See `AbstractScheduleKind.in_flight`: the running one."""
         return (1,) * num_stages
 
 
 SCHEDULES: dict[str, AbstractScheduleKind] = {
-    kind.name: kind for kind in (GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble(), Inference())
+    kind.name: kind
+    for kind in (GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble(), Inference())
 }
 
 
@@ -411,7 +393,9 @@ def schedule_kind(name: str) -> AbstractScheduleKind:
     return SCHEDULES[name]
 
 
-def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submeshes: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, num_stages: int, num_micro_batches: int, num_submeshes: int | None = None
+) -> Schedule:
     """The schedule of a name for so many stages and micro-batches.
 
     Args:
@@ -431,12 +415,19 @@ def make_schedule(name: str, num_stages: int, num_micro_batches: int, num_submes
     [2, 1]
     """
     submeshes = num_stages if num_submeshes is None else num_submeshes
-    faults = [] if name in SCHEDULES else [f"there is no schedule {name!r}: {nearest(name, SCHEDULES)}"]
+    faults = (
+        [] if name in SCHEDULES else [f"there is no schedule {name!r}: {nearest(name, SCHEDULES)}"]
+    )
     counts = {"stages": num_stages, "micro-batches": num_micro_batches, "submeshes": submeshes}
     given = [what for what in counts if what != "submeshes" or num_submeshes is not None]
-    faults += [f"it has {counts[what]} {what}, and needs at least 1" for what in given if counts[what] < 1]
+    faults += [
+        f"it has {counts[what]} {what}, and needs at least 1" for what in given if counts[what] < 1
+    ]
     if submeshes > num_stages >= 1:
-        faults.append(f"{submeshes} submeshes are more than the {num_stages} stages to run on them, so some would idle")
+        faults.append(
+            f"{submeshes} submeshes are more than the {num_stages} stages to run on them, so some"
+            " would idle"
+        )
     if faults:
         raise InputError(f"this pipeline cannot be scheduled: {'; '.join(faults)}")
     return Schedule(

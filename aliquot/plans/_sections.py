@@ -40,7 +40,9 @@ class Detail:
 
 
 PRINTED = Detail(tried=8, arrays=8, arrays_of_stage=4, kinds_of_stages=4, collectives=5, notes=6)
-EXPLAINED = Detail(tried=20, arrays=12, arrays_of_stage=6, kinds_of_stages=6, collectives=10, notes=None)
+EXPLAINED = Detail(
+    tried=20, arrays=12, arrays_of_stage=6, kinds_of_stages=6, collectives=10, notes=None
+)
 
 
 def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
@@ -81,7 +83,8 @@ def _tried(plan: Plan, most: int) -> Section:
     ]
     section = Section(
         kind=SectionKind.TRIED,
-        title="Tried in the search (predicted)" + (f", the first {most} of {len(rows)}" if len(rows) > most else ""),
+        title="Tried in the search (predicted)"
+        + (f", the first {most} of {len(rows)}" if len(rows) > most else ""),
         header=("method", "mesh", "step time", "lower bound", "outcome"),
         rows=tuple(rows),
         right=(2, 3),
@@ -96,7 +99,9 @@ def _memory(plan: Plan) -> Section:
     parts = memory_parts(plan)
     sizes = [*parts, ("together", p.peak_memory_bytes)]
     limit = p.memory_limit_bytes
-    rows = [(name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes]
+    rows = [
+        (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
+    ]
     return Section(
         kind=SectionKind.MEMORY,
         title=f"Memory on each device at the worst moment: {p.peak_moment} (predicted)",
@@ -111,13 +116,23 @@ def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
     """The largest arrays, once for all stages that hold equal ones."""
     kinds = list(equal_stages(plan))
     for numbers, groups in kinds[: detail.kinds_of_stages]:
-        which = f"Stage {numbers[0]}" if len(numbers) == 1 else f"Stages {stage_numbers(numbers)}, each"
-        title = f"{which}: the largest of {sum(group.count for group in groups)} inputs on each device"
+        which = (
+            f"Stage {numbers[0]}" if len(numbers) == 1 else f"Stages {stage_numbers(numbers)}, each"
+        )
+        title = (
+            f"{which}: the largest of {sum(group.count for group in groups)} inputs on each device"
+        )
         yield _arrays(groups, detail.arrays_of_stage, title)
     others = sorted(number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers)
     if others:
-        who = f"Stage {others[0]} holds" if len(others) == 1 else f"Stages {stage_numbers(others)} hold"
-        yield Section(kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`.")
+        who = (
+            f"Stage {others[0]} holds"
+            if len(others) == 1
+            else f"Stages {stage_numbers(others)} hold"
+        )
+        yield Section(
+            kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`."
+        )
 
 
 def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
@@ -145,7 +160,10 @@ def _inferred(plan: Plan) -> Section:
         kind=SectionKind.INFERRED,
         title="Inferred, as no rule is declared",
         header=("primitive", "operators", "rule", "what may be split"),
-        rows=tuple((each.primitive, str(each.count), each.rule, _splits(each.rule)) for each in plan.inferred_rules),
+        rows=tuple(
+            (each.primitive, str(each.count), each.rule, _splits(each.rule))
+            for each in plan.inferred_rules
+        ),
         right=(1,),
     )
 

@@ -35,7 +35,14 @@ def stage_table(plan: Plan) -> Section:
         row = [str(index), short_layers(stage.layer_names), *_place(plan, stage), _shape(stage)]
         row += [stage.recompute if stage.recompute != "none" else "-"] if recomputes else []
         rows.append(
-            (*row, *_figures(stage.prediction, plan.prediction.memory_limit_bytes, index + 1 < len(plan.stages)))
+            (
+                *row,
+                *_figures(
+                    stage.prediction,
+                    plan.prediction.memory_limit_bytes,
+                    index + 1 < len(plan.stages),
+                ),
+            )
         )
     return Section(
         kind=SectionKind.STAGES,
@@ -55,11 +62,18 @@ def _remarks(plan: Plan) -> list[str]:
     """Legend of the table of stages."""
     p = plan.prediction
     lines = [
-        "forward, backward, to next: for one micro-batch; update, its gradient synchronisation included: for a step"
+        "forward, backward, to next: for one micro-batch; update, its gradient synchronisation"
+        " included: for a step"
     ]
     if p.memory_limit_bytes:
-        lines.append(f"memory: on each device, and its share of the limit of {format_bytes(p.memory_limit_bytes)}")
-    lines.append("in flight: micro-batches kept at once, at most; bubble: share of the step in which the devices wait")
+        lines.append(
+            "memory: on each device, and its share of the limit of"
+            f" {format_bytes(p.memory_limit_bytes)}"
+        )
+    lines.append(
+        "in flight: micro-batches kept at once, at most; bubble: share of the step in which the"
+        " devices wait"
+    )
     return lines
 
 
@@ -82,7 +96,12 @@ def short_layers(names: Sequence[str]) -> str:
         stop = int(match["stop"]) if match["stop"] else start + 1
         parts = (match["stem"], start, stop, match["rest"], bool(match["stop"]))
         last = stretches[-1] if stretches else None
-        if last and (last[0], last[2], last[3], last[4]) == (parts[0], parts[1], parts[3], parts[4]):
+        if last and (last[0], last[2], last[3], last[4]) == (
+            parts[0],
+            parts[1],
+            parts[3],
+            parts[4],
+        ):
             stretches[-1] = (last[0], last[1], stop, last[3], last[4])
         else:
             stretches.append(parts)
@@ -92,7 +111,9 @@ def short_layers(names: Sequence[str]) -> str:
         elif rows:
             shown.append(f"{stem}{start}:{stop}{rest}")
         else:
-            shown.append(f"{stem}{start}{rest}" if stop == start + 1 else f"{stem}{start}..{stop - 1}{rest}")
+            shown.append(
+                f"{stem}{start}{rest}" if stop == start + 1 else f"{stem}{start}..{stop - 1}{rest}"
+            )
     if len(shown) > _FEW:
         return f"{shown[0]} .. {shown[-1]} ({len(names)})"
     return ", ".join(shown)
@@ -128,11 +149,18 @@ def meshes(plan: Plan) -> str:
         counts[_devices(stage)] = counts.get(_devices(stage), 0) + 1
     if len(submeshes) < len(stages):
         what = f"{len(stages)} stages on {len(submeshes)} submeshes of"
-        return f"{what} {next(iter(counts))} each" if len(counts) == 1 else f"{what} {', '.join(counts)}"
+        return (
+            f"{what} {next(iter(counts))} each"
+            if len(counts) == 1
+            else f"{what} {', '.join(counts)}"
+        )
     if len(counts) == 1:
         return f"{len(stages)} stages on {next(iter(counts))} each"
     if len(counts) <= _FEW:
-        listed = ", ".join(f"{count} on {devices}{' each' if count > 1 else ''}" for devices, count in counts.items())
+        listed = ", ".join(
+            f"{count} on {devices}{' each' if count > 1 else ''}"
+            for devices, count in counts.items()
+        )
         return f"{len(stages)} stages, {listed}"
     sizes = sorted(math.prod(stage.mesh_shape) for stage in stages)
     return f"{len(stages)} stages on {sizes[0]} to {sizes[-1]} devices"
@@ -150,15 +178,23 @@ def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]
         looks = (
             stage.mesh_shape,
             stage.axis_names,
-            tuple(sorted((_DIGITS.sub("*", g.pattern), g.count, g.shape, g.dtype, g.dims) for g in groups)),
+            tuple(
+                sorted(
+                    (_DIGITS.sub("*", g.pattern), g.count, g.shape, g.dtype, g.dims) for g in groups
+                )
+            ),
         )
         alike.setdefault(looks, []).append(index)
     for numbers in alike.values():
         first, *others = (sorted(arrays[number], key=_sorted_as) for number in numbers)
         shown = [
-            replace(g, pattern=_common([g.pattern, *(o.pattern for o in same)])) for g, *same in zip(first, *others)
+            replace(g, pattern=_common([g.pattern, *(o.pattern for o in same)]))
+            for g, *same in zip(first, *others)
         ]
-        yield tuple(numbers), sorted(shown, key=lambda g: (-g.local_bytes, -g.total_bytes, g.pattern))
+        yield (
+            tuple(numbers),
+            sorted(shown, key=lambda g: (-g.local_bytes, -g.total_bytes, g.pattern)),
+        )
 
 
 def _sorted_as(group: ArrayGroup) -> tuple[str, str]:
@@ -184,8 +220,15 @@ def submesh_name(submesh: int, stages: Sequence[int], first_device: int, last_de
     >>> submesh_name(0, [0, 2], 0, 3)
     'submesh 0: stages 0, 2 on devices 0-3'
     """
-    devices = f"device {first_device}" if first_device == last_device else f"devices {first_device}-{last_device}"
-    return f"submesh {submesh}: stage{'s' if len(stages) > 1 else ''} {stage_numbers(stages)} on {devices}"
+    devices = (
+        f"device {first_device}"
+        if first_device == last_device
+        else f"devices {first_device}-{last_device}"
+    )
+    return (
+        f"submesh {submesh}: stage{'s' if len(stages) > 1 else ''} {stage_numbers(stages)} on"
+        f" {devices}"
+    )
 
 
 def submesh_names(plan: Plan) -> tuple[str, ...]:

@@ -43,16 +43,24 @@ def _splits_of_stages(plan: Plan) -> Iterator[str]:
     for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)
     for numbers in list(kinds.values())[:_MOST_KINDS]:
-        held = {path: dims for number in numbers for path, dims in plan.stages[number].shardings.items()}
+        held = {
+            path: dims for number in numbers for path, dims in plan.stages[number].shardings.items()
+        }
         together = msgspec.structs.replace(plan.stages[numbers[0]], shardings=held)
         which = "" if len(kinds) == 1 else f" {stage_numbers(numbers)} of"
-        yield f"pipeline:{which} {len(plan.stages)} stages, {plan.schedule}; {'; '.join(_axes(plan, together))}"
+        yield (
+            f"pipeline:{which} {len(plan.stages)} stages, {plan.schedule};"
+            f" {'; '.join(_axes(plan, together))}"
+        )
 
 
 def _axes(plan: Plan, stage: StagePlan) -> Iterator[str]:
     for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False):
         # An axis may be named for what it does.
-        yield f"{axis} ({size}): {_role_of(plan, stage, axis).removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
+        yield (
+            f"{axis} ({size}):"
+            f" {_role_of(plan, stage, axis).removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
+        )
 
 
 def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
@@ -64,23 +72,38 @@ def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
         for dim, axes in enumerate(stage.shardings.get(array.path, ()))
         if axis in axes
     }
-    parameters, state = _share(plan, stage, axis, "parameter"), _share(plan, stage, axis, "optimizer_state")
+    parameters, state = (
+        _share(plan, stage, axis, "parameter"),
+        _share(plan, stage, axis, "optimizer_state"),
+    )
     expert = _share(plan, stage, axis, "parameter", _is_expert)
     dense = _share(plan, stage, axis, "parameter", lambda path: not _is_expert(path))
     names = [name for name in ("data", "sequence") if name in batch]
     if "data" in names:
         if expert > _MOST and dense <= _MOST:
-            return f"{', '.join(names)} and expert: {expert:.0%} of the experts' parameters are split"
+            return (
+                f"{', '.join(names)} and expert: {expert:.0%} of the experts' parameters are split"
+            )
         if parameters > _MOST:
             return f"{', '.join(names)} with FSDP: {parameters:.0%} of the parameters are split too"
         if state > _MOST:
-            return f"{', '.join(names)} with ZeRO-2: {state:.0%} of the optimizer state is split, parameters are whole"
-        whole = f"{parameters:.0%} of the parameters are split too" if parameters else "parameters are whole"
+            return (
+                f"{', '.join(names)} with ZeRO-2: {state:.0%} of the optimizer state is split,"
+                " parameters are whole"
+            )
+        whole = (
+            f"{parameters:.0%} of the parameters are split too"
+            if parameters
+            else "parameters are whole"
+        )
         return f"{', '.join(names)}: {whole}"
     if parameters > _MOST:
         what = "expert" if expert > _MOST and dense <= _MOST else "tensor"
         also = f"; {expert:.0%} of the experts" if expert else ""
-        return f"{what}: {parameters:.0%} of the parameters are split, the batch's arrays are not{also}"
+        return (
+            f"{what}: {parameters:.0%} of the parameters are split, the batch's arrays are"
+            f" not{also}"
+        )
     if axis in stage.data_axes and not names:
         return "data"
     if names or parameters or state:
@@ -94,7 +117,11 @@ def _is_expert(path: str) -> bool:
 
 
 def _share(
-    plan: Plan, stage: StagePlan, axis: str, role: str, among: Callable[[str], bool] = lambda path: True
+    plan: Plan,
+    stage: StagePlan,
+    axis: str,
+    role: str,
+    among: Callable[[str], bool] = lambda path: True,
 ) -> float:
     """The share of the bytes of a role that an axis splits, among arrays of some paths."""
     split = total = 0.0
@@ -129,10 +156,20 @@ def _basis(plan: Plan) -> str:
     origin = f"predicted from {short}" if short else "predicted"
     if plan.provenance.profiles:
         p = plan.prediction
-        shares = [f"{p.measured_share:.0%} of it measured"] if p.measured_share or not p.measured_compute_share else []
+        shares = (
+            [f"{p.measured_share:.0%} of it measured"]
+            if p.measured_share or not p.measured_compute_share
+            else []
+        )
         if p.measured_compute_share:
-            shares.append(f"{p.measured_compute_share:.0%} of it measured on one device alone (measured-compute)")
-        origin = f"{' and '.join(shares)}, with a mean error of {p.measured_error:.0%}, the rest {origin}"
+            shares.append(
+                f"{p.measured_compute_share:.0%} of it measured on one device alone"
+                " (measured-compute)"
+            )
+        origin = (
+            f"{' and '.join(shares)}, with a mean error of {p.measured_error:.0%}, the rest"
+            f" {origin}"
+        )
     return f"{origin}; compiled for {plan.compiled.target}" if plan.compiled else origin
 
 
@@ -142,10 +179,18 @@ def _largest_costs(plan: Plan) -> str:
     parts = [
         ("compute", p.compute_s, ""),
         ("communication", p.communication_s, _dearest(plan, of_gradients=False)),
-        ("gradient communication that is not hidden", p.gradient_s - p.hidden_s, _dearest(plan, of_gradients=True)),
+        (
+            "gradient communication that is not hidden",
+            p.gradient_s - p.hidden_s,
+            _dearest(plan, of_gradients=True),
+        ),
         ("waiting for other stages", p.bubble_s, ""),
     ]
-    largest = [part for part in sorted(parts, key=lambda part: -part[1])[:2] if part[1] > 0 and p.step_time_s]
+    largest = [
+        part
+        for part in sorted(parts, key=lambda part: -part[1])[:2]
+        if part[1] > 0 and p.step_time_s
+    ]
     return "; ".join(
         f"{name} {seconds / p.step_time_s:.0%}{f', most of it {behind}' if behind else ''}"
         for name, seconds, behind in largest
@@ -153,7 +198,11 @@ def _largest_costs(plan: Plan) -> str:
 
 
 def _dearest(plan: Plan, *, of_gradients: bool) -> str:
-    uses = [use for use in plan.prediction.collectives if use.label.startswith("gradient") == of_gradients]
+    uses = [
+        use
+        for use in plan.prediction.collectives
+        if use.label.startswith("gradient") == of_gradients
+    ]
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
     for use in uses:
         sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds

@@ -115,11 +115,23 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     for submesh, name in enumerate(trace.submeshes):
         records.append(_named("process_name", submesh, 0, name))
         records.append(
-            {"name": "process_sort_index", "ph": "M", "pid": submesh, "tid": 0, "args": {"sort_index": submesh}}
+            {
+                "name": "process_sort_index",
+                "ph": "M",
+                "pid": submesh,
+                "tid": 0,
+                "args": {"sort_index": submesh},
+            }
         )
         used = {event.lane for event in trace.events if event.submesh == submesh}
-        records += [_named("thread_name", submesh, tid, lane) for tid, lane in enumerate(_LANES) if lane in used]
-    for event in sorted(trace.events, key=lambda event: (event.start_s, event.submesh, event.end_s)):
+        records += [
+            _named("thread_name", submesh, tid, lane)
+            for tid, lane in enumerate(_LANES)
+            if lane in used
+        ]
+    for event in sorted(
+        trace.events, key=lambda event: (event.start_s, event.submesh, event.end_s)
+    ):
         start, end = _us(event.start_s), _us(event.end_s)
         args: dict[str, Any] = {"stage": event.stage}
         if event.micro_batch >= 0:
@@ -152,7 +164,11 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     return {
         "traceEvents": records,
         "displayTimeUnit": "ms",
-        "otherData": {"title": trace.title, "source": trace.source, "step_time_s": trace.step_time_s},
+        "otherData": {
+            "title": trace.title,
+            "source": trace.source,
+            "step_time_s": trace.step_time_s,
+        },
     }
 
 

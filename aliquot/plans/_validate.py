@@ -71,17 +71,24 @@ def require_match(
     Raises:
         PlanMismatchError: There is any violation. `asked` opens the message.
     """
-    faults = violations(plan, inputs=inputs, outputs=outputs, num_devices=num_devices, num_processes=num_processes)
+    faults = violations(
+        plan, inputs=inputs, outputs=outputs, num_devices=num_devices, num_processes=num_processes
+    )
     if faults:
         shown = faults
         if len(faults) > _LISTED:
             shown = [f"{'; '.join(faults[:_FIRST])}; and {len(faults) - _FIRST} more problems"]
-        raise PlanMismatchError(shown, asked=asked, advice=_advice(plan, num_devices, num_processes))
+        raise PlanMismatchError(
+            shown, asked=asked, advice=_advice(plan, num_devices, num_processes)
+        )
 
 
 def _advice(plan: Plan, num_devices: int | None, num_processes: int | None) -> str:
     if num_processes is not None and list(process_violations(plan, num_processes)):
-        return "Start one process on each host of the plan's cluster, or make a plan for these processes."
+        return (
+            "Start one process on each host of the plan's cluster, or make a plan for these"
+            " processes."
+        )
     if num_devices is not None and num_devices != plan_devices(plan):
         return "Run it on the devices it was made for, or make a plan for these (--cluster detect)."
     return "Make a plan for this step, or run the step that the plan was made for."
@@ -93,7 +100,9 @@ def plan_devices(plan: Plan) -> int:
     return hosts * each if isinstance(hosts, int) and isinstance(each, int) else 0
 
 
-def _interface(what: str, planned: Sequence[ArrayInterface], given: Sequence[ArrayInterface]) -> Iterator[str]:
+def _interface(
+    what: str, planned: Sequence[ArrayInterface], given: Sequence[ArrayInterface]
+) -> Iterator[str]:
     before, now = {array.path: array for array in planned}, {array.path: array for array in given}
     for array in given:
         known = before.get(array.path)
@@ -113,7 +122,10 @@ def _form(array: ArrayInterface) -> str:
 def _device_count(plan: Plan, num_devices: int) -> Iterator[str]:
     planned = plan_devices(plan)
     if planned != num_devices:
-        yield f"the plan is for {_counted(planned, 'device')} ({plan.cluster.get('name')}), and there are {num_devices}"
+        yield (
+            f"the plan is for {_counted(planned, 'device')} ({plan.cluster.get('name')}), and there"
+            f" are {num_devices}"
+        )
 
 
 def _own_interface(plan: Plan) -> Iterator[str]:
@@ -145,8 +157,16 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield from _splits("output", stage, where, plan.outputs, stage.outputs)
         yield from _recompute(stage, where)
     for what, arrays, placed in (
-        ("input", plan.inputs, {unranged(path) for stage in plan.stages for path in stage.shardings}),
-        ("output", plan.outputs, {unranged(path) for stage in plan.stages for path in stage.outputs}),
+        (
+            "input",
+            plan.inputs,
+            {unranged(path) for stage in plan.stages for path in stage.shardings},
+        ),
+        (
+            "output",
+            plan.outputs,
+            {unranged(path) for stage in plan.stages for path in stage.outputs},
+        ),
     ):
         missing = [array.path for array in arrays if array.path not in placed]
         if missing and plan.stages:
@@ -160,7 +180,10 @@ def _recompute(stage: StagePlan, where: str) -> Iterator[str]:
     elif stage.recompute == "operators" and not named and stage.like is None:
         yield f"{where} recomputes operators, and its interior names none"
     elif stage.recompute != "operators" and named:
-        yield f"{where} names operators to recompute, such as `{named[0]}`, and says {stage.recompute!r}"
+        yield (
+            f"{where} names operators to recompute, such as `{named[0]}`, and says"
+            f" {stage.recompute!r}"
+        )
 
 
 def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[str]:
@@ -169,7 +192,10 @@ def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[
     if not stage.mesh_shape or any(axis < 1 for axis in stage.mesh_shape):
         yield f"{where} has mesh {shape}, and every axis needs at least one device"
     elif (size != total) if alone else (size > total):
-        yield f"{where} has mesh {shape} of {_counted(size, 'device')}, and the plan's cluster has {total}"
+        yield (
+            f"{where} has mesh {shape} of {_counted(size, 'device')}, and the plan's cluster has"
+            f" {total}"
+        )
     if len(stage.axis_names) != len(stage.mesh_shape):
         yield f"{where} has {len(stage.mesh_shape)} mesh axes with {len(stage.axis_names)} names"
     for name, count in Counter(stage.axis_names).items():
@@ -177,7 +203,10 @@ def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[
             yield f"{where} names {count} axes {name!r}"
     for name in stage.data_axes:
         if name not in stage.axis_names:
-            yield f"{where} has the data axis {name!r}, no axis of its mesh: {nearest(name, stage.axis_names)}"
+            yield (
+                f"{where} has the data axis {name!r}, no axis of its mesh:"
+                f" {nearest(name, stage.axis_names)}"
+            )
 
 
 def _splits(
@@ -197,16 +226,25 @@ def _splits(
         named = [axis for axes in dims for axis in axes]
         for axis in dict.fromkeys(named):
             if axis not in sizes:
-                yield f"{what} `{path}` is split by {axis!r}, no axis of the mesh: {nearest(axis, sizes)}"
+                yield (
+                    f"{what} `{path}` is split by {axis!r}, no axis of the mesh:"
+                    f" {nearest(axis, sizes)}"
+                )
             elif named.count(axis) > 1:
                 yield f"{what} `{path}` uses axis {axis!r} {named.count(axis)} times"
         if len(dims) != len(array.shape):
-            yield f"{what} `{path}` has {_counted(len(array.shape), 'dim')}, and its split names {len(dims)}"
+            yield (
+                f"{what} `{path}` has {_counted(len(array.shape), 'dim')}, and its split names"
+                f" {len(dims)}"
+            )
             continue
         for dim, (length, axes) in enumerate(zip(array.shape, dims, strict=True)):
             pieces = math.prod(sizes.get(axis, 1) for axis in axes)
             if pieces > 0 and length % pieces:
-                yield f"{what} `{path}` has {length} in dim {dim}, which {'x'.join(axes)} = {pieces} does not divide"
+                yield (
+                    f"{what} `{path}` has {length} in dim {dim}, which {'x'.join(axes)} = {pieces}"
+                    " does not divide"
+                )
 
 
 def _micro_batches(plan: Plan) -> Iterator[str]:
@@ -218,9 +256,15 @@ def _micro_batches(plan: Plan) -> Iterator[str]:
     elif count > 1:
         batch = [array for array in plan.inputs if array.role == "batch" and array.shape]
         if batch and all(array.shape[0] % count for array in batch):
-            yield f"{count} micro-batches do not divide the batch of {batch[0].shape[0]} (`{batch[0].path}`)"
+            yield (
+                f"{count} micro-batches do not divide the batch of {batch[0].shape[0]}"
+                f" (`{batch[0].path}`)"
+            )
     if plan.micro_batch_semantics not in ("exact", "independent"):
-        yield f"micro_batch_semantics is {plan.micro_batch_semantics!r}, and must be 'exact' or 'independent'"
+        yield (
+            f"micro_batch_semantics is {plan.micro_batch_semantics!r}, and must be 'exact' or"
+            " 'independent'"
+        )
     known = {array.path for array in plan.outputs}
     strangers = [path for path in plan.combine if path not in known]
     if strangers:
@@ -245,7 +289,10 @@ def _sums(plan: Plan) -> Iterator[str]:
             yield f"prediction.{name} is {value}, and must be finite and not negative"
     parts_bytes = sum(p.memory_bytes.values())
     if not math.isclose(parts_bytes, p.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
-        yield f"the parts of memory add up to {parts_bytes:.0f} bytes, not to the peak of {p.peak_memory_bytes:.0f}"
+        yield (
+            f"the parts of memory add up to {parts_bytes:.0f} bytes, not to the peak of"
+            f" {p.peak_memory_bytes:.0f}"
+        )
     yield from _memory_over_time(p)
     parts_s = p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s
     if not math.isclose(parts_s, p.step_time_s, rel_tol=_TOLERANCE, abs_tol=1e-12):
@@ -258,15 +305,23 @@ def _memory_over_time(prediction: Prediction) -> Iterator[str]:
         return
     uneven = [part for part, values in curve.parts.items() if len(values) != len(curve.phases)]
     if uneven:
-        yield f"memory_over_time has {len(curve.phases)} moments, and another number of them for {_list(uneven)}"
+        yield (
+            f"memory_over_time has {len(curve.phases)} moments, and another number of them for"
+            f" {_list(uneven)}"
+        )
         return
-    if not all(math.isfinite(value) and value >= 0 for values in curve.parts.values() for value in values):
+    if not all(
+        math.isfinite(value) and value >= 0 for values in curve.parts.values() for value in values
+    ):
         yield "memory_over_time holds bytes that are not finite or are negative"
         return
-    most_bytes = max((sum(values) for values in zip(*curve.parts.values(), strict=True)), default=0.0)
+    most_bytes = max(
+        (sum(values) for values in zip(*curve.parts.values(), strict=True)), default=0.0
+    )
     if not math.isclose(most_bytes, prediction.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
         yield (
-            f"memory_over_time rises to {most_bytes:.0f} bytes, and the peak is {prediction.peak_memory_bytes:.0f} bytes"
+            f"memory_over_time rises to {most_bytes:.0f} bytes, and the peak is"
+            f" {prediction.peak_memory_bytes:.0f} bytes"
         )
 
 

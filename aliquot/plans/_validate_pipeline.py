@@ -42,8 +42,8 @@ def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
     within = num_processes % hosts == 0 and each % (num_processes // hosts) == 0
     if not within and hosts % num_processes:
         yield (
-            f"the plan is for {hosts} host{'' if hosts == 1 else 's'} of {each} devices, which {num_processes} processes "
-            "cannot share equally"
+            f"the plan is for {hosts} host{'' if hosts == 1 else 's'} of {each} devices, which"
+            f" {num_processes} processes cannot share equally"
         )
 
 
@@ -54,15 +54,25 @@ def _layers(plan: Plan) -> Iterator[str]:
             yield f"stage {index} has no layers"
         if stage.first_layer > end:
             last = stage.first_layer - 1
-            yield f"layer {end} is in no stage" if last == end else f"layers {end}-{last} are in no stage"
+            yield (
+                f"layer {end} is in no stage"
+                if last == end
+                else f"layers {end}-{last} are in no stage"
+            )
         elif stage.first_layer < end:
-            yield f"stage {index} begins with layer {stage.first_layer}, and the stages before it have all up to {end - 1}"
+            yield (
+                f"stage {index} begins with layer {stage.first_layer}, and the stages before it"
+                f" have all up to {end - 1}"
+            )
         end = max(end, stage.first_layer + len(stage.layer_names))
     if plan.num_layers is not None and end != plan.num_layers:
         yield f"the stages have {end} layers, and the plan cuts the step into {plan.layers}"
     bounds = plan.scan_bounds
     if bounds and (bounds[0] != 0 or any(a >= b for a, b in zip(bounds, bounds[1:]))):
-        yield f"scan_bounds are {', '.join(map(str, bounds))}, and must rise from 0 to the length of the loops"
+        yield (
+            f"scan_bounds are {', '.join(map(str, bounds))}, and must rise from 0 to the length of"
+            " the loops"
+        )
 
 
 def _devices(plan: Plan) -> Iterator[str]:
@@ -71,7 +81,11 @@ def _devices(plan: Plan) -> Iterator[str]:
         yield f"{len(plan.stages)} stages cannot be dealt out to {submeshes} submeshes equally"
         submeshes = len(plan.stages)
     kind = SCHEDULES.get(plan.schedule)
-    placement = kind.placement(len(plan.stages), submeshes) if kind else round_robin(len(plan.stages), submeshes)
+    placement = (
+        kind.placement(len(plan.stages), submeshes)
+        if kind
+        else round_robin(len(plan.stages), submeshes)
+    )
     each, total = _cluster_size(plan)
     users: dict[int, list[int]] = {}
     for index, stage in enumerate(plan.stages):
@@ -79,8 +93,13 @@ def _devices(plan: Plan) -> Iterator[str]:
         where = f"stage {index} on devices {start} to {stop - 1}"
         if stop <= start:
             continue  # Its mesh is a violation of its own.
-        if placement[index] != index and (start, stop) != device_range(plan.stages[placement[index]]):
-            yield f"{where} should be on those of stage {placement[index]}, with which it shares a submesh"
+        if placement[index] != index and (start, stop) != device_range(
+            plan.stages[placement[index]]
+        ):
+            yield (
+                f"{where} should be on those of stage {placement[index]}, with which it shares a"
+                " submesh"
+            )
             continue
         if start < 0 or stop > total > 0:
             yield f"{where} reaches outside the cluster of {total}"
@@ -94,7 +113,11 @@ def _devices(plan: Plan) -> Iterator[str]:
         if len(stages) > 1:
             shared.setdefault(tuple(stages), []).append(device)
     for owners, devices in shared.items():
-        what = f"device {devices[0]} is" if len(devices) == 1 else f"devices {stage_numbers(devices)} are"
+        what = (
+            f"device {devices[0]} is"
+            if len(devices) == 1
+            else f"devices {stage_numbers(devices)} are"
+        )
         yield f"{what} in the submeshes of stages {stage_numbers(owners)} at once"
 
 
@@ -130,11 +153,20 @@ def _figures(plan: Plan, stage: StagePlan, where: str) -> Iterator[str]:
         if not (math.isfinite(value) and value >= 0):
             yield f"{where} predicts {name} {value}, which must be finite and not negative"
     if p.weight_gradient_s > p.backward_s * (1 + _TOLERANCE):
-        yield f"{where} predicts {p.weight_gradient_s:.6g} s for gradients of weights, more than its backward pass"
+        yield (
+            f"{where} predicts {p.weight_gradient_s:.6g} s for gradients of weights, more than its"
+            " backward pass"
+        )
     if not -_TOLERANCE <= p.bubble <= 1:
         yield f"{where} predicts a bubble of {p.bubble}, which is no share of the step"
     if not 1 <= p.in_flight <= max(plan.num_micro_batches, 1):
-        yield f"{where} keeps {p.in_flight} micro-batches in flight, and there are {plan.num_micro_batches}"
+        yield (
+            f"{where} keeps {p.in_flight} micro-batches in flight, and there are"
+            f" {plan.num_micro_batches}"
+        )
     parts_bytes = sum(p.memory_bytes.values())
     if not math.isclose(parts_bytes, p.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
-        yield f"the parts of memory of {where} add up to {parts_bytes:.0f} bytes, not to {p.peak_memory_bytes:.0f}"
+        yield (
+            f"the parts of memory of {where} add up to {parts_bytes:.0f} bytes, not to"
+            f" {p.peak_memory_bytes:.0f}"
+        )

@@ -1,4 +1,6 @@
-"""Measure programs where there is hardware, once for each distinct one, and keep what was measured."""
+"""Measure programs where there is hardware, once for each distinct one, and keep what was
+measured.
+"""
 
 from ._compose import Composed as Composed
 from ._compose import MeasuredStep as MeasuredStep

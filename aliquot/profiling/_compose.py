@@ -32,8 +32,8 @@ class MeasuredStep:
     """Measurements of the programs of a step.
 
     Attributes:
-        kinds: for each kind of segment the seconds of its combinations; infinite for what ran out of
-            memory.
+        kinds: for each kind of segment the seconds of its combinations; infinite for what ran out
+            of memory.
         conversions: seconds of arrays that cross between segments.
         launch_s: of a program that does nothing, which is part of all others.
     """
@@ -76,7 +76,10 @@ def compose(
         most: how many to return.
     """
     known = _WithoutLaunch(step, measured)
-    kept = [_undominated(some, functools.partial(known.seconds, k)) for k, some in enumerate(combinations)]
+    kept = [
+        _undominated(some, functools.partial(known.seconds, k))
+        for k, some in enumerate(combinations)
+    ]
     while math.prod(len(some) for some in kept) > _MOST:
         longest = max(range(len(kept)), key=lambda k: len(kept[k]))
         by_time = sorted(kept[longest], key=lambda c: known.seconds(longest, c)[0])
@@ -112,10 +115,19 @@ def compose(
     order = np.argsort(flat, kind="stable")[:most]
     return [
         Composed(
-            options=tuple([some[int(p)].options for some, p in zip(kept, np.unravel_index(index, shape), strict=True)]),
+            options=tuple(
+                [
+                    some[int(p)].options
+                    for some, p in zip(kept, np.unravel_index(index, shape), strict=True)
+                ]
+            ),
             seconds=float(seconds.flat[index]),
             memory_bytes=float(memory.flat[index]),
-            measured_share=float(of_it_measured.flat[index] / seconds.flat[index]) if seconds.flat[index] else 0.0,
+            measured_share=(
+                float(of_it_measured.flat[index] / seconds.flat[index])
+                if seconds.flat[index]
+                else 0.0
+            ),
         )
         for index in order.tolist()
         if np.isfinite(flat[index])
@@ -135,17 +147,26 @@ class _WithoutLaunch:
         known_s = self._measured.kinds[kind].get(combination.options) if self._measured else None
         return (combination.seconds, 0.0) if known_s is None else self._net(known_s)
 
-    def between(self, kinds: tuple[int, int], before: Combination, after: Combination) -> tuple[float, float]:
-        """Of bringing what crosses between two segments, forward and backward, from the split of one to that of the other."""
+    def between(
+        self, kinds: tuple[int, int], before: Combination, after: Combination
+    ) -> tuple[float, float]:
+        """Of bringing what crosses between two segments, forward and backward, from the split of
+        one to that of the other.
+        """
         total_s = measured_s = 0.0
         for crossing, conversion in conversions_between(self._step.crossings[kinds], before, after):
             known_s = self._measured.conversions.get(conversion) if self._measured else None
             if known_s is not None:
-                total_s, measured_s = total_s + self._net(known_s)[0], measured_s + self._net(known_s)[1]
+                total_s, measured_s = (
+                    total_s + self._net(known_s)[0],
+                    measured_s + self._net(known_s)[1],
+                )
                 continue
             if conversion not in self._modelled_s:
                 source, target, mesh = conversion.source, conversion.target, self._step.mesh
-                self._modelled_s[conversion] = resharding_seconds(source, target, crossing.num_bytes, mesh)
+                self._modelled_s[conversion] = resharding_seconds(
+                    source, target, crossing.num_bytes, mesh
+                )
             total_s += self._modelled_s[conversion]
         return total_s, measured_s
 
@@ -160,8 +181,13 @@ def _undominated(
     """Combinations to which no other with the same boundary is better in time and in memory."""
     groups: dict[tuple[object, ...], list[Combination]] = {}
     for c in sorted(some, key=lambda c: (seconds(c)[0], c.options)):
-        group = groups.setdefault((tuple(sorted(c.enters.items())), tuple(sorted(c.leaves.items()))), [])
+        group = groups.setdefault(
+            (tuple(sorted(c.enters.items())), tuple(sorted(c.leaves.items()))), []
+        )
         held = c.state_bytes + c.kept_bytes
-        if not any(o.state_bytes + o.kept_bytes <= held and o.working_bytes <= c.working_bytes for o in group):
+        if not any(
+            o.state_bytes + o.kept_bytes <= held and o.working_bytes <= c.working_bytes
+            for o in group
+        ):
             group.append(c)
     return [c for group in groups.values() for c in group]

@@ -1,4 +1,6 @@
-"""Conversions of the arrays that cross between segments from one split to another, measured as programs like segments."""
+"""Conversions of the arrays that cross between segments from one split to another, measured as
+programs like segments.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Conversion(NamedTuple):
 
 
 LAUNCH = Conversion(shape=(), dtype="float32", source=(), target=())
-"""A program that does next to nothing. Every program takes as long; a step that is one program takes it once."""
+"""A program that does next to nothing. Every program takes as long; a step that is one program
+takes it once.
+"""
 
 
 def conversions_between(
@@ -47,18 +51,26 @@ def conversions_between(
             yield crossing, Conversion(crossing.shape, crossing.dtype, source, target)
 
 
-def all_conversions(step: SegmentedStep, combinations: Sequence[Sequence[Combination]]) -> list[Conversion]:
+def all_conversions(
+    step: SegmentedStep, combinations: Sequence[Sequence[Combination]]
+) -> list[Conversion]:
     """All that any neighbours of a step may need, each once, and `LAUNCH` before them."""
     found = {LAUNCH: None}
     for (a, b), crossings in step.crossings.items():
-        for before, after in itertools.product(_by_boundary(combinations[a]), _by_boundary(combinations[b])):
-            found |= {conversion: None for _, conversion in conversions_between(crossings, before, after)}
+        for before, after in itertools.product(
+            _by_boundary(combinations[a]), _by_boundary(combinations[b])
+        ):
+            found |= {
+                conversion: None for _, conversion in conversions_between(crossings, before, after)
+            }
     return list(found)
 
 
 def _by_boundary(combinations: Sequence[Combination]) -> list[Combination]:
     """One combination for each way to split what crosses."""
-    return list({(tuple(c.enters.items()), tuple(c.leaves.items())): c for c in combinations}.values())
+    return list(
+        {(tuple(c.enters.items()), tuple(c.leaves.items())): c for c in combinations}.values()
+    )
 
 
 def conversion_key(conversion: Conversion, mesh_shape: tuple[int, ...]) -> ProgramKey:
@@ -75,10 +87,18 @@ def compile_conversion(
         whole = NamedSharding(mesh, PartitionSpec())
         jitted = jax.jit(lambda x: x + 1, out_shardings=whole)
         argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
-        return compile_program(jitted, [argument], mesh_shape, axis_names, label="launch of a program")
-    source, target = (_sharding(mesh, spec, len(conversion.shape)) for spec in (conversion.source, conversion.target))
+        return compile_program(
+            jitted, [argument], mesh_shape, axis_names, label="launch of a program"
+        )
+    source, target = (
+        _sharding(mesh, spec, len(conversion.shape))
+        for spec in (conversion.source, conversion.target)
+    )
     argument = jax.ShapeDtypeStruct(conversion.shape, jnp.dtype(conversion.dtype), sharding=source)
-    names = [format_spec(spec, axis_names, len(conversion.shape)) for spec in (conversion.source, conversion.target)]
+    names = [
+        format_spec(spec, axis_names, len(conversion.shape))
+        for spec in (conversion.source, conversion.target)
+    ]
     label = f"{conversion.dtype}{list(conversion.shape)} from {names[0]} to {names[1]}"
     jitted = jax.jit(lambda x: x, out_shardings=target)
     return compile_program(jitted, [argument], mesh_shape, axis_names, label=label)

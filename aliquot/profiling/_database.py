@@ -1,7 +1,7 @@
 """The profile database: one row for each program that was measured.
 
-It is an SQLite file in WAL mode. Every measurement is a transaction of its own, so that a run that is
-killed keeps what it has finished and goes on from there, and readers never wait.
+It is an SQLite file in WAL mode. Every measurement is a transaction of its own, so that a run that
+is killed keeps what it has finished and goes on from there, and readers never wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ CREATE TABLE IF NOT EXISTS measurements (
     outcome TEXT NOT NULL
 );
 """
-_COLUMNS = "key, program, device, num_devices, mesh, jax_version, label, grade, seconds, spread, repeats, memory_bytes, outcome"
+_COLUMNS = (
+    "key, program, device, num_devices, mesh, jax_version, label, grade, seconds, spread, repeats,"
+    " memory_bytes, outcome"
+)
 _WAIT_S = 10.0
 _FAILED = "failed: "
 _LONGEST_ERROR = 200
@@ -76,8 +79,10 @@ class Measurement:
         spread: half of what lies between the quartiles, as a share of the median.
         repeats: how many were timed; fewer where the first was already hopeless.
         memory_bytes: of each device, as the compiler says.
-        outcome: `"ok"`, `"stopped early"`, `"out of memory"`, or `"failed: "` and the error; see `failed`.
-        grade: `MEASURED` if all devices ran, `MEASURED_COMPUTE` if one ran alone what each of many would.
+        outcome: `"ok"`, `"stopped early"`, `"out of memory"`, or `"failed: "` and the error; see
+            `failed`.
+        grade: `MEASURED` if all devices ran, `MEASURED_COMPUTE` if one ran alone what each of many
+            would.
         label: for people.
     """
 
@@ -91,7 +96,9 @@ class Measurement:
 
     @property
     def has_failed(self) -> bool:
-        """True if the program ended with another error than too little memory; it is worth another try."""
+        """True if the program ended with another error than too little memory; it is worth another
+        try.
+        """
         return self.outcome.startswith(_FAILED)
 
 
@@ -102,7 +109,8 @@ def failed(error: str) -> str:
 
 
 class ProfileDatabase:
-    """A file of measurements; see the module's description. Use it in a `with` statement, or `close` it.
+    """A file of measurements; see the module's description. Use it in a `with` statement, or
+    `close` it.
 
     Args:
         path: of the file; made if there is none, unless `must_exist`.
@@ -116,9 +124,9 @@ class ProfileDatabase:
         self.path = Path(path)
         if must_exist and not self.path.exists():
             raise InputError(
-                f"There is no profile database {self.path}. "
-                f"Make one of operators with: aliquot profile run MODEL --database {self.path}, or of segments with: "
-                f"aliquot blocks profile MODEL --database {self.path}"
+                f"There is no profile database {self.path}. Make one of operators with: aliquot"
+                f" profile run MODEL --database {self.path}, or of segments with: aliquot blocks"
+                f" profile MODEL --database {self.path}"
             )
         with self._named_faults():
             self._connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
@@ -138,15 +146,19 @@ class ProfileDatabase:
                 self._connection.execute("INSERT INTO format VALUES (?)", (_FORMAT,))
         if versions and versions[0][0] != _FORMAT:
             raise InputError(
-                f"{self.path} has format {versions[0][0]}, and this version of aliquot reads {_FORMAT}. "
-                "Read it with the version that wrote it, or measure again into another file."
+                f"{self.path} has format {versions[0][0]}, and this version of aliquot reads"
+                f" {_FORMAT}. Read it with the version that wrote it, or measure again into another"
+                " file."
             )
 
     def __enter__(self) -> ProfileDatabase:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -158,7 +170,8 @@ class ProfileDatabase:
         """The measurement of a program, or None."""
         with self._named_faults():
             row = self._connection.execute(
-                "SELECT seconds, spread, repeats, memory_bytes, outcome, grade, label FROM measurements WHERE key = ?",
+                "SELECT seconds, spread, repeats, memory_bytes, outcome, grade, label FROM"
+                " measurements WHERE key = ?",
                 (key.digest,),
             ).fetchone()
         if row is None:
@@ -178,7 +191,9 @@ class ProfileDatabase:
         row = (*of_key, m.label, m.grade, m.seconds, m.spread, m.repeats, m.memory_bytes, m.outcome)
         with self._named_faults():
             marks = ", ".join("?" * len(row))
-            self._connection.execute(f"INSERT OR REPLACE INTO measurements ({_COLUMNS}) VALUES ({marks})", row)
+            self._connection.execute(
+                f"INSERT OR REPLACE INTO measurements ({_COLUMNS}) VALUES ({marks})", row
+            )
 
     def merge(self, other: str | os.PathLike[str]) -> int:
         """Take over what another database has measured and this one has not.
@@ -208,9 +223,27 @@ class ProfileDatabase:
     def rows(self) -> Iterator[tuple[ProgramKey, Measurement]]:
         """All measurements, by label."""
         with self._named_faults():
-            found = self._connection.execute(f"SELECT {_COLUMNS} FROM measurements ORDER BY label, key").fetchall()
-        for _, program, device, count, mesh, version, label, grade, seconds, spread, repeats, memory, outcome in found:
-            key = ProgramKey(program=program, device=device, num_devices=count, mesh=mesh, jax_version=version)
+            found = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM measurements ORDER BY label, key"
+            ).fetchall()
+        for (
+            _,
+            program,
+            device,
+            count,
+            mesh,
+            version,
+            label,
+            grade,
+            seconds,
+            spread,
+            repeats,
+            memory,
+            outcome,
+        ) in found:
+            key = ProgramKey(
+                program=program, device=device, num_devices=count, mesh=mesh, jax_version=version
+            )
             yield (
                 key,
                 Measurement(
@@ -233,15 +266,19 @@ class ProfileDatabase:
             said = str(error)
             if "locked" in said:
                 raise InputError(
-                    f"{self.path} is locked by another process, which has held it for over {_WAIT_S:g} s. "
-                    "Wait for it, or measure into another file and merge the two."
+                    f"{self.path} is locked by another process, which has held it for over"
+                    f" {_WAIT_S:g} s. Wait for it, or measure into another file and merge the two."
                 ) from error
             if "full" in said:
                 raise InputError(
-                    f"The disk is full: {self.path} keeps what was measured before. Make room and run the same command again."
+                    f"The disk is full: {self.path} keeps what was measured before. Make room and"
+                    " run the same command again."
                 ) from error
-            raise InputError(f"{self.path} cannot be opened or written as a profile database: {said}.") from error
+            raise InputError(
+                f"{self.path} cannot be opened or written as a profile database: {said}."
+            ) from error
         except sqlite3.DatabaseError as error:
             raise InputError(
-                f"{self.path} is no profile database, or it is damaged ({error}). Give another file, or move this one away."
+                f"{self.path} is no profile database, or it is damaged ({error}). Give another"
+                " file, or move this one away."
             ) from error

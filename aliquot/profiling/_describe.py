@@ -16,7 +16,8 @@ from ._segments import SegmentedStep
 def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
     """The blocks of a step with their products and options, and its segments.
 
-    Under `"plans"` each product has for each option of its block the split that follows, as text; "free" where the option does not say.
+    Under `"plans"` each product has for each option of its block the split that follows, as text;
+    "free" where the option does not say.
     """
     return {
         "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
@@ -60,7 +61,11 @@ def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str,
 
 def _option(step: SegmentedStep, node: int, choice: Choice) -> str:
     axes = step.mesh.axis_names
-    parts = [f"{_factor(step, node, f)} on {axis}" for axis, f in zip(axes, choice, strict=True) if f >= 0]
+    parts = [
+        f"{_factor(step, node, f)} on {axis}"
+        for axis, f in zip(axes, choice, strict=True)
+        if f >= 0
+    ]
     return ", ".join(parts) or "whole"
 
 
@@ -72,7 +77,9 @@ def _factor(step: SegmentedStep, node: int, factor: int) -> str:
     results = [e.source_projection[factor] for e in nodes.edges if e.source == node]
     if results and all(dim < 0 for dim in results):
         return "contraction"
-    operands = [e.target_projection[factor] for e in nodes.edges if e.target == node and e.kind == "operand"]
+    operands = [
+        e.target_projection[factor] for e in nodes.edges if e.target == node and e.kind == "operand"
+    ]
     given = {port.node for port in nodes.input_ports}
     of_parameter = any(
         e.target_projection[factor] >= 0 and e.source in given

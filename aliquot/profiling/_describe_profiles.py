@@ -32,12 +32,16 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
         kind = "segment or conversion" if operator is None else _family(operator)
         by_kind[kind, _devices(key), measurement.grade].append(measurement)
         if measurement.spread > _NOISY and measurement.seconds is not None:
-            outliers.append(_outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}"))
+            outliers.append(
+                _outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}")
+            )
     kinds = [_kind(*which, some) for which, some in sorted(by_kind.items())]
     return {
         "kinds": kinds,
         "tables": [] if cluster is None else _tables(database, cluster),
-        "outliers": sorted(outliers + _unlike_neighbours(database), key=lambda row: -float(row["seconds"])),
+        "outliers": sorted(
+            outliers + _unlike_neighbours(database), key=lambda row: -float(row["seconds"])
+        ),
     }
 
 
@@ -46,7 +50,11 @@ def _devices(key: ProgramKey) -> str:
 
 
 def _family(operator: Operator) -> str:
-    return operator.kind if operator.kind in (*COLLECTIVES, LAUNCH.kind) else f"{operator.kind} {operator.dtype}"
+    return (
+        operator.kind
+        if operator.kind in (*COLLECTIVES, LAUNCH.kind)
+        else f"{operator.kind} {operator.dtype}"
+    )
 
 
 def _kind(kind: str, devices: str, grade: str, some: list[Measurement]) -> dict[str, Any]:
@@ -88,7 +96,9 @@ def _tables(database: ProfileDatabase, cluster: Cluster) -> list[dict[str, Any]]
 
 def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
     """Curves to draw: rates over sizes, for each family of operators and each number of devices."""
-    series: defaultdict[str, defaultdict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
+    series: defaultdict[str, defaultdict[str, dict[float, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for key, measurement in database.rows():
         operator = Operator.parse(key.program)
         if operator is None or operator == LAUNCH or not measurement.seconds:
@@ -96,7 +106,9 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
         where = f"{key.num_devices} x {key.device}"
         if operator.kind == "product":
             flops = 2.0 * math.prod(operator.sizes)
-            series["products"][f"{operator.dtype}, {where}"][flops] = flops / measurement.seconds / 1e9
+            series["products"][f"{operator.dtype}, {where}"][flops] = (
+                flops / measurement.seconds / 1e9
+            )
         elif operator.kind in ("traffic", TRANSFER):
             size = float(operator.sizes[0])
             series[operator.kind][where][size] = size / measurement.seconds / 1e9
@@ -119,11 +131,17 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
 
 def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:
     """Operators that are slower than a larger one of the same kind, by more than twice."""
-    groups: defaultdict[tuple[str, str, str, tuple[int, ...]], list[tuple[float, ProgramKey, Measurement]]]
+    groups: defaultdict[
+        tuple[str, str, str, tuple[int, ...]], list[tuple[float, ProgramKey, Measurement]]
+    ]
     groups = defaultdict(list)
     for key, measurement in database.rows():
         operator = Operator.parse(key.program)
-        if operator is not None and operator.kind not in (LAUNCH.kind, "product") and measurement.seconds:
+        if (
+            operator is not None
+            and operator.kind not in (LAUNCH.kind, "product")
+            and measurement.seconds
+        ):
             groups[operator.kind, _devices(key), key.mesh, operator.axes].append(
                 (float(operator.sizes[0]), key, measurement)
             )
@@ -133,5 +151,7 @@ def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:
         for (_, key, measurement), (_, _, larger) in zip(some, some[1:], strict=False):
             assert measurement.seconds is not None and larger.seconds is not None
             if measurement.seconds > (1 + _FAR_OFF) * larger.seconds:
-                found.append(_outlier(key, measurement, "four times the size takes less than half as long"))
+                found.append(
+                    _outlier(key, measurement, "four times the size takes less than half as long")
+                )
     return found

@@ -1,4 +1,5 @@
-"""Fit the figures of the analytic cost model to measured operators, and write them as a cluster file.
+"""Fit the figures of the analytic cost model to measured operators, and write them as a cluster
+file.
 
 Every second size is fitted; the others show how well the figures predict.
 """
@@ -35,8 +36,8 @@ class Fit:
     Attributes:
         cluster: with the figures; `to_toml` writes it down.
         figures: by name: `value`, `before` and `source`.
-        errors: for each kind of operator, of the sizes that were not fitted: how many, and the median error with the
-            figures from before and with these.
+        errors: for each kind of operator, of the sizes that were not fitted: how many, and the
+            median error with the figures from before and with these.
     """
 
     cluster: Cluster
@@ -66,8 +67,9 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
     figures |= _fit_collectives(used, plain)
     if not figures:
         raise InputError(
-            f"{database.path} holds too few operators to fit anything: a fit needs products, traffic, or collectives of at "
-            "least two sizes. Measure more: aliquot profile run MODEL."
+            f"{database.path} holds too few operators to fit anything: a fit needs products,"
+            " traffic, or collectives of at least two sizes. Measure more: aliquot profile run"
+            " MODEL."
         )
     fitted = _with_figures(plain, {name: value for name, (value, _) in figures.items()})
     before = {name: _figure(target, name) for name in figures}
@@ -85,11 +87,19 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
     )
 
 
-def _halves(timed: Sequence[tuple[_Row, float]]) -> tuple[list[tuple[_Row, float]], list[tuple[_Row, float]]]:
-    """Every second size of each kind of operator, and the others; where there are few, all are in the first half."""
-    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(list)
+def _halves(
+    timed: Sequence[tuple[_Row, float]],
+) -> tuple[list[tuple[_Row, float]], list[tuple[_Row, float]]]:
+    """Every second size of each kind of operator, and the others; where there are few, all are in
+    the first half.
+    """
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(
+        list
+    )
     for (operator, key, measurement), seconds in timed:
-        groups[operator.kind, key.mesh, operator.axes].append(((operator, key, measurement), seconds))
+        groups[operator.kind, key.mesh, operator.axes].append(
+            ((operator, key, measurement), seconds)
+        )
     used, held_out = [], []
     for some in groups.values():
         some.sort(key=lambda each: each[0][0].sizes)
@@ -107,19 +117,30 @@ _PEAKS = {
 
 
 def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """A cluster with fitted figures; where more than a peak was measured, the peak is raised to it."""
+    """A cluster with fitted figures; where more than a peak was measured, the peak is raised to
+    it.
+    """
     scale = {name: max(figures.get(name, 1.0), 1.0) for name in _PEAKS}
     device = replace(
         cluster.device,
-        peak_flops_per_s={d: scale["matmul_efficiency"] * p for d, p in cluster.device.peak_flops_per_s.items()},
-        memory_bandwidth_bytes_per_s=scale["bandwidth_efficiency"] * cluster.device.memory_bandwidth_bytes_per_s,
+        peak_flops_per_s={
+            d: scale["matmul_efficiency"] * p for d, p in cluster.device.peak_flops_per_s.items()
+        },
+        memory_bandwidth_bytes_per_s=scale["bandwidth_efficiency"]
+        * cluster.device.memory_bandwidth_bytes_per_s,
         calibration={name: value / scale.get(name, 1.0) for name, value in figures.items()},
     )
     links = scale["collective_efficiency"]
-    intra = replace(cluster.intra, bandwidth_bytes_per_s=links * cluster.intra.bandwidth_bytes_per_s)
+    intra = replace(
+        cluster.intra, bandwidth_bytes_per_s=links * cluster.intra.bandwidth_bytes_per_s
+    )
     if "all_to_all_efficiency" in figures:
         # It is a share of the same links.
-        shares = {"all_to_all_efficiency": float(np.clip(figures["all_to_all_efficiency"] / links, _LEAST, _MOST))}
+        shares = {
+            "all_to_all_efficiency": float(
+                np.clip(figures["all_to_all_efficiency"] / links, _LEAST, _MOST)
+            )
+        }
         device = replace(device, calibration={**device.calibration, **shares})
     return replace(cluster, device=device, intra=intra)
 
@@ -136,7 +157,9 @@ def _figure(target: Any, name: str) -> float:
     return float(getattr(target, name))
 
 
-def _fit_products(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[str, tuple[float, str]]:
+def _fit_products(
+    timed: Sequence[tuple[_Row, float]], cluster: Cluster
+) -> dict[str, tuple[float, str]]:
     """Efficiency of large products, and how small ones fall behind; see `Products`."""
     some = [(row, seconds) for row, seconds in timed if row[0].kind == "product"]
     if len(some) < 3:
@@ -151,7 +174,9 @@ def _fit_products(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict
 
     def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
         calibrated = _with_figures(cluster, figures(values))
-        return np.log([modelled_operator(row[0], row[1], calibrated)[2] for row, _ in some]) - measured
+        return (
+            np.log([modelled_operator(row[0], row[1], calibrated)[2] for row, _ in some]) - measured
+        )
 
     low, high = np.full(len(names), _LEAST), np.full(len(names), _MOST)
     high[0] = _HIGHEST
@@ -163,18 +188,27 @@ def _fit_products(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict
     return {name: (value, source) for name, value in figures(found.x).items()}
 
 
-def _fit_traffic(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[str, tuple[float, str]]:
+def _fit_traffic(
+    timed: Sequence[tuple[_Row, float]], cluster: Cluster
+) -> dict[str, tuple[float, str]]:
     some = [(row, seconds) for row, seconds in timed if row[0].kind == "traffic"]
     if len(some) < 2:
         return {}
-    slope, _ = fit_line(np.array([row[0].sizes[0] for row, _ in some], np.float64), np.array([s for _, s in some]))
+    slope, _ = fit_line(
+        np.array([row[0].sizes[0] for row, _ in some], np.float64), np.array([s for _, s in some])
+    )
     share = 1 / slope / cluster.device.memory_bandwidth_bytes_per_s
     return {
-        "bandwidth_efficiency": (_share([share], _HIGHEST), f"a line through elementwise traffic of {_where(some)}")
+        "bandwidth_efficiency": (
+            _share([share], _HIGHEST),
+            f"a line through elementwise traffic of {_where(some)}",
+        )
     }
 
 
-def _fit_collectives(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> dict[str, tuple[float, str]]:
+def _fit_collectives(
+    timed: Sequence[tuple[_Row, float]], cluster: Cluster
+) -> dict[str, tuple[float, str]]:
     """Shares of the links' bandwidth, and the time to start, from lines through the measured sizes.
 
     The line of the cost model itself, with shares of 1, says what the links could do.
@@ -186,7 +220,9 @@ def _fit_collectives(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> d
         "collective_overhead_s": 0.0,
     }
     best = replace(cluster, device=replace(cluster.device, calibration=ideal))
-    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(
+        list
+    )
     for row, seconds in timed:
         if row[0].kind in COLLECTIVES:
             groups[row[0].kind, row[1].mesh, row[0].axes].append((row, seconds))
@@ -197,20 +233,29 @@ def _fit_collectives(timed: Sequence[tuple[_Row, float]], cluster: Cluster) -> d
         if len(set(sizes.tolist())) < 2:
             continue
         slope, start = fit_line(sizes, np.array([seconds for _, seconds in some]))
-        two = [modelled_operator(some[k][0][0], some[k][0][1], best) for k in (sizes.argmin(), sizes.argmax())]
+        two = [
+            modelled_operator(some[k][0][0], some[k][0][1], best)
+            for k in (sizes.argmin(), sizes.argmax())
+        ]
         fastest = (two[1][2] - two[0][2]) / (sizes.max() - sizes.min())
         shares[kind].append(fastest / slope if slope > 0 else _MOST)
         overheads.append(max(start - (two[0][2] - fastest * sizes.min()), 0.0))
     figures: dict[str, tuple[float, str]] = {}
     if not shares:
         return figures
-    source = f"lines through collectives of {_where([each for some in groups.values() for each in some])}"
+    source = (
+        "lines through collectives of"
+        f" {_where([each for some in groups.values() for each in some])}"
+    )
     rings = shares["all-reduce"] or shares["collective-permute"]
     if rings:
         figures["collective_efficiency"] = _share(rings, _HIGHEST), source
         gathers = [*shares["all-gather"], *shares["reduce-scatter"]]
         if gathers:
-            figures["scatter_gather_share"] = _share([_share(gathers, _HIGHEST) / _share(rings, _HIGHEST)]), source
+            figures["scatter_gather_share"] = (
+                _share([_share(gathers, _HIGHEST) / _share(rings, _HIGHEST)]),
+                source,
+            )
     if shares["all-to-all"]:
         figures["all_to_all_efficiency"] = _share(shares["all-to-all"], _HIGHEST), source
     figures["collective_overhead_s"] = float(np.median(overheads)), source
@@ -225,7 +270,9 @@ def _where(some: Sequence[tuple[_Row, float]]) -> str:
     return ", ".join(sorted({f"{key.num_devices} x {key.device}" for (_, key, _), _ in some}))
 
 
-def _errors(timed: Sequence[tuple[_Row, float]], before: Cluster, after: Cluster) -> list[dict[str, Any]]:
+def _errors(
+    timed: Sequence[tuple[_Row, float]], before: Cluster, after: Cluster
+) -> list[dict[str, Any]]:
     found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for (operator, key, _), seconds in timed:
         if operator == LAUNCH:
@@ -247,7 +294,11 @@ def to_toml(fit: Fit) -> str:
     """A cluster file with the fitted figures, which `Cluster.load` reads."""
     cluster, device = fit.cluster, fit.cluster.device
     plain = replace(device, calibration={})
-    lines = ["# Written by aliquot profile fit: figures fitted to measured operators.", "", "[cluster]"]
+    lines = [
+        "# Written by aliquot profile fit: figures fitted to measured operators.",
+        "",
+        "[cluster]",
+    ]
     lines += [f"name = {_text(cluster.name)}"]
     known = DEVICES.get(device.name) == plain
     lines += [f"device = {_text(device.name)}"] if known else []
@@ -255,10 +306,18 @@ def to_toml(fit: Fit) -> str:
     if not known:
         peaks = ", ".join(f"{dtype} = {peak!r}" for dtype, peak in device.peak_flops_per_s.items())
         lines += ["", "[device]", f"name = {_text(device.name)}", f"kind = {_text(device.kind)}"]
-        lines += [f"memory = {device.memory_bytes}", f"memory_bandwidth = {device.memory_bandwidth_bytes_per_s!r}"]
+        lines += [
+            f"memory = {device.memory_bytes}",
+            f"memory_bandwidth = {device.memory_bandwidth_bytes_per_s!r}",
+        ]
         lines += [f"source = {_text(device.source)}", f"peak = {{ {peaks} }}"]
     for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
-        lines += ["", f"[{name}]", f"latency = {link.latency_s!r}", f"bandwidth = {link.bandwidth_bytes_per_s!r}"]
+        lines += [
+            "",
+            f"[{name}]",
+            f"latency = {link.latency_s!r}",
+            f"bandwidth = {link.bandwidth_bytes_per_s!r}",
+        ]
         if name == "intra" and cluster.wires:
             rows = ", ".join(f"[{', '.join(map(repr, row))}]" for row in cluster.wires)
             lines.append(f"wires = [{rows}]")
@@ -266,7 +325,10 @@ def to_toml(fit: Fit) -> str:
     for name in CALIBRATED:
         if name in fit.figures:
             row = fit.figures[name]
-            lines += [f"# {row['source']}; {row['before']:.4g} before", f"{name} = {_significant(row['value'])!r}"]
+            lines += [
+                f"# {row['source']}; {row['before']:.4g} before",
+                f"{name} = {_significant(row['value'])!r}",
+            ]
     return "\n".join(lines) + "\n"
 
 

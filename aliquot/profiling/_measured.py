@@ -12,9 +12,26 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, Link, LogicalMesh, catalogue_name, subcluster, target_for
+from ..cluster import (
+    MEASURED,
+    MEASURED_COMPUTE,
+    Cluster,
+    Link,
+    LogicalMesh,
+    catalogue_name,
+    subcluster,
+    target_for,
+)
 from ..core import ClusterError, InputError
-from ..cost import Measured, RatioTable, Work, collective_kind, collective_line, collective_points, work_seconds
+from ..cost import (
+    Measured,
+    RatioTable,
+    Work,
+    collective_kind,
+    collective_line,
+    collective_points,
+    work_seconds,
+)
 from ..graph import Phase
 from ..plans import item_bytes
 from ._database import Measurement, ProfileDatabase, ProgramKey
@@ -22,12 +39,14 @@ from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 from ._programs import host_device
 
 Floats = NDArray[np.float64]
-# An operator that takes less than this share of a launch cannot be told apart from it, and stays as modelled.
+# An operator that takes less than this share of a launch cannot be told apart from it, and stays as
+# modelled.
 _LEAST_OF_LAUNCH = 0.25
 
 
 def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False) -> Measured:
-    """Freeze what a database knows of a cluster's devices, as this release of JAX compiles for them. Touches no device.
+    """Freeze what a database knows of a cluster's devices, as this release of JAX compiles for
+    them. Touches no device.
 
     Args:
         of_any: take measurements of other releases of JAX and of other kinds of devices too.
@@ -37,7 +56,11 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
     """
     fitting, devices = fitting_rows(database, cluster, of_any=of_any)
     tables = _tables(_correct_rows(fitting, cluster))
-    transfers = {crosses: link for crosses in (False, True) if (link := _transfer_link(fitting, cluster, crosses))}
+    transfers = {
+        crosses: link
+        for crosses in (False, True)
+        if (link := _transfer_link(fitting, cluster, crosses))
+    }
     what = f"{sum(len(table.points) for table in tables.values())} operators of {devices}"
     compute_only = not any(operator.axes for operator, _, _ in fitting) and cluster.num_devices > 1
     if any(table.grade == MEASURED_COMPUTE for table in tables.values()):
@@ -49,8 +72,12 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
 Row = tuple[Operator, ProgramKey, Measurement]
 
 
-def fitting_rows(database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False) -> tuple[list[Row], str]:
-    """Measured operators of a cluster's devices, and what these are in words. Raises as `read_measured` does."""
+def fitting_rows(
+    database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False
+) -> tuple[list[Row], str]:
+    """Measured operators of a cluster's devices, and what these are in words. Raises as
+    `read_measured` does.
+    """
     rows = [
         (operator, key, measurement)
         for key, measurement in database.rows()
@@ -58,31 +85,39 @@ def fitting_rows(database: ProfileDatabase, cluster: Cluster, *, of_any: bool = 
     ]
     if not rows:
         raise InputError(
-            f"{database.path} holds no measured operators. Measure some: aliquot profile run MODEL --database {database.path}"
+            f"{database.path} holds no measured operators. Measure some: aliquot profile run MODEL"
+            f" --database {database.path}"
         )
     fitting = [row for row in rows if of_any or _fits(row[1], row[2].grade, cluster)]
     if not fitting:
         device = host_device() if cluster.device.kind == "cpu" else cluster.device.name
         raise InputError(
-            f"{database.path} holds measurements of {_devices_of(rows)}, and the plan is for {cluster.num_devices} x {device} "
-            f"with JAX {jax.__version__}. Measure there (aliquot profile run), or take these as they are: --profiles-of-any."
+            f"{database.path} holds measurements of {_devices_of(rows)}, and the plan is for"
+            f" {cluster.num_devices} x {device} with JAX {jax.__version__}. Measure there (aliquot"
+            " profile run), or take these as they are: --profiles-of-any."
         )
     return fitting, _devices_of(fitting)
 
 
 def _devices_of(rows: Iterable[Row]) -> str:
-    return ", ".join(sorted({f"{key.num_devices} x {key.device} with JAX {key.jax_version}" for _, key, _ in rows}))
+    return ", ".join(
+        sorted(
+            {f"{key.num_devices} x {key.device} with JAX {key.jax_version}" for _, key, _ in rows}
+        )
+    )
 
 
 def _fits(key: ProgramKey, grade: str, cluster: Cluster) -> bool:
-    """Virtual devices share cores, so that their number counts, unless one was to stand for many; real ones work each by
-    itself.
+    """Virtual devices share cores, so that their number counts, unless one was to stand for many;
+    real ones work each by itself.
     """
     if key.jax_version != jax.__version__:
         return False
     if cluster.device.kind == "cpu":
         stands_for_many = grade == MEASURED_COMPUTE
-        return key.device == host_device() and (key.num_devices == cluster.num_devices or stands_for_many)
+        return key.device == host_device() and (
+            key.num_devices == cluster.num_devices or stands_for_many
+        )
     return _is_of(key.device, cluster.device.name)
 
 
@@ -101,7 +136,9 @@ def without_launch(row: Row, rows: Iterable[Row]) -> float | None:
     """
     operator, key, measurement = row
     assert measurement.seconds is not None
-    launches = [m.seconds for other, k, m in rows if other == LAUNCH and k.num_devices == key.num_devices]
+    launches = [
+        m.seconds for other, k, m in rows if other == LAUNCH and k.num_devices == key.num_devices
+    ]
     launch_s = launches[0] or 0.0 if launches else 0.0
     seconds = measurement.seconds - launch_s
     return None if operator == LAUNCH or seconds <= _LEAST_OF_LAUNCH * launch_s else seconds
@@ -125,11 +162,19 @@ def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
         seconds = without_launch(row, launches)
         if seconds is not None and _runs_on(operator, key, plain):
             table, point, modelled_s = modelled_operator(operator, key, plain)
-            yield _Entry(table, point, seconds / modelled_s, measurement.spread, _grade(key, measurement, cluster))
+            yield _Entry(
+                table,
+                point,
+                seconds / modelled_s,
+                measurement.spread,
+                _grade(key, measurement, cluster),
+            )
 
 
 def _grade(key: ProgramKey, measurement: Measurement, cluster: Cluster) -> str:
-    """That of a measurement for a cluster: one device that ran alone says nothing of others that run beside it."""
+    """That of a measurement for a cluster: one device that ran alone says nothing of others that
+    run beside it.
+    """
     return MEASURED_COMPUTE if key.num_devices == 1 < cluster.num_devices else measurement.grade
 
 
@@ -140,11 +185,16 @@ def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
 
 
 def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -> Link | None:
-    """A line through the measured transfers, for each device of a host or for each host; see `transfer_seconds`."""
+    """A line through the measured transfers, for each device of a host or for each host; see
+    `transfer_seconds`.
+    """
     sizes, seconds = [], []
     for operator, key, measurement in rows:
         half = key.num_devices // 2
-        if operator.kind == TRANSFER and (key.num_devices > cluster.devices_per_host) is crosses_hosts:
+        if (
+            operator.kind == TRANSFER
+            and (key.num_devices > cluster.devices_per_host) is crosses_hosts
+        ):
             lanes = max(half // cluster.devices_per_host, 1) if crosses_hosts else half
             sizes.append(operator.sizes[0] / lanes)
             seconds.append(measurement.seconds)
@@ -159,17 +209,27 @@ def fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
     from scipy.optimize import least_squares
 
     start = np.log([seconds.max() / sizes.max(), seconds.min()])
-    found = least_squares(lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1, start, loss="soft_l1")
+    found = least_squares(
+        lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1,
+        start,
+        loss="soft_l1",
+    )
     return float(np.exp(found.x[0])), float(np.exp(found.x[1]))
 
 
-def modelled_operator(operator: Operator, key: ProgramKey, cluster: Cluster) -> tuple[str, Floats, float]:
-    """Table and point of an operator, and what the cost model of a cluster says of it, in seconds."""
+def modelled_operator(
+    operator: Operator, key: ProgramKey, cluster: Cluster
+) -> tuple[str, Floats, float]:
+    """Table and point of an operator, and what the cost model of a cluster says of it, in
+    seconds.
+    """
     if operator.kind in COLLECTIVES:
         part = part_of(cluster, key.num_devices) or cluster
         mesh = LogicalMesh(shape=tuple(int(size) for size in key.mesh.split("x")), cluster=part)
         (num_bytes,) = operator.sizes
-        latency, per_byte = collective_line(operator.kind, operator.axes, mesh, target_for(cluster.device))
+        latency, per_byte = collective_line(
+            operator.kind, operator.axes, mesh, target_for(cluster.device)
+        )
         crosses = mesh.link(tuple(mesh.axis_names[axis] for axis in operator.axes)).crosses_hosts
         points = collective_points(np.array([float(num_bytes)]), operator.axes, mesh)
         return collective_kind(operator.kind, crosses), points[0], latency + per_byte * num_bytes
@@ -186,11 +246,20 @@ _WHOLE = np.array([[-1]], np.int64)
 def _work(operator: Operator) -> Work:
     """An operator as a step's node states it, of which nothing is split."""
     if operator.kind != "product":
-        return Work(phase=Phase.FORWARD, split_by=(), arrays=((float(operator.sizes[0]), (False,)),), kernels=1.0)
+        return Work(
+            phase=Phase.FORWARD,
+            split_by=(),
+            arrays=((float(operator.sizes[0]), (False,)),),
+            kernels=1.0,
+        )
     batch, rows, columns, depth = operator.sizes
     bytes_each = float(item_bytes(operator.dtype))
     # Factors: products, rows, columns, and what is summed over.
-    left, right, result = (True, True, False, True), (True, False, True, True), (True, True, True, False)
+    left, right, result = (
+        (True, True, False, True),
+        (True, False, True, True),
+        (True, True, True, False),
+    )
     return Work(
         phase=Phase.FORWARD,
         split_by=(True, True, True, True),
@@ -210,7 +279,10 @@ def is_measured(operator: Operator, mesh_shape: tuple[int, ...], cluster: Cluste
     if operator == LAUNCH or cluster.measured is None:
         return operator == LAUNCH
     if operator.kind == TRANSFER:
-        return cluster.measured.transfer_link(math.prod(mesh_shape) > cluster.devices_per_host) is not None
+        return (
+            cluster.measured.transfer_link(math.prod(mesh_shape) > cluster.devices_per_host)
+            is not None
+        )
     key = ProgramKey(
         program=str(operator),
         device="",
@@ -223,7 +295,9 @@ def is_measured(operator: Operator, mesh_shape: tuple[int, ...], cluster: Cluste
 
 
 def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:
-    """So many devices of a cluster: of one host, or of several whole ones; None if there are none such."""
+    """So many devices of a cluster: of one host, or of several whole ones; None if there are none
+    such.
+    """
     per_host = cluster.devices_per_host
     if num_devices > cluster.num_devices or (num_devices > per_host and num_devices % per_host):
         return None
@@ -248,7 +322,9 @@ def _tables(corrected: Iterable[_Entry]) -> dict[str, RatioTable]:
         some = [by_point[key] for key in sorted(by_point)]
         tables[table] = RatioTable(
             points=np.stack([same[0].point for same in some]),
-            ratios=np.array([np.exp(np.mean([np.log(each.ratio) for each in same])) for same in some]),
+            ratios=np.array(
+                [np.exp(np.mean([np.log(each.ratio) for each in same])) for same in some]
+            ),
             spreads=np.array([max(each.spread for each in same) for same in some]),
             grade=grade,
         )

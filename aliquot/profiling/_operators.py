@@ -32,12 +32,12 @@ class Operator(NamedTuple):
     """One operator as each device runs it.
 
     Attributes:
-        kind: `"product"`, `"traffic"`, `"transfer"` from the first half of the devices to the other, `"launch"`, or one of
-            `COLLECTIVES`.
+        kind: `"product"`, `"traffic"`, `"transfer"` from the first half of the devices to the
+            other, `"launch"`, or one of `COLLECTIVES`.
         dtype: of its arrays.
         sizes: of a product the number of products, rows, columns and the length of the sums; of
-            traffic the bytes that it reads and writes; of a collective the bytes that enter it on each device; of a transfer
-            those of the whole array.
+            traffic the bytes that it reads and writes; of a collective the bytes that enter it on
+            each device; of a transfer those of the whole array.
         axes: of the mesh that a collective runs along, by position.
     """
 
@@ -48,7 +48,9 @@ class Operator(NamedTuple):
 
     def __str__(self) -> str:
         along = "along " + ",".join(map(str, self.axes)) if self.axes else ""
-        return " ".join(part for part in (self.kind, self.dtype, "x".join(map(str, self.sizes)), along) if part)
+        return " ".join(
+            part for part in (self.kind, self.dtype, "x".join(map(str, self.sizes)), along) if part
+        )
 
     @staticmethod
     def parse(text: str) -> Operator | None:
@@ -61,13 +63,17 @@ class Operator(NamedTuple):
             return None
         try:
             sizes = tuple(int(size) for size in rest[1].split("x"))
-            return Operator(kind, rest[0], sizes, tuple(int(axis) for axis in along.split(",")) if along else ())
+            return Operator(
+                kind, rest[0], sizes, tuple(int(axis) for axis in along.split(",")) if along else ()
+            )
         except ValueError:
             return None
 
 
 LAUNCH = Operator(_LAUNCH)
-"""A program that does next to nothing: what every program takes, and an operator inside a step does not."""
+"""A program that does next to nothing: what every program takes, and an operator inside a step does
+not.
+"""
 
 
 def operator_key(operator: Operator, mesh_shape: tuple[int, ...]) -> ProgramKey:
@@ -77,7 +83,9 @@ def operator_key(operator: Operator, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 
 def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> CompiledPart:
-    """Compile an operator for the first devices of this process. May be called in several threads."""
+    """Compile an operator for the first devices of this process. May be called in several
+    threads.
+    """
     if operator.kind == TRANSFER:
         return _transfer(operator, math.prod(mesh_shape))
     names = _AXES[: len(mesh_shape)]
@@ -86,14 +94,17 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
     split = PartitionSpec(names)
     devices = math.prod(mesh_shape)
     arguments = [
-        jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=NamedSharding(mesh, split)) for shape in shapes
+        jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=NamedSharding(mesh, split))
+        for shape in shapes
     ]
 
     def on_each(*blocks: Any) -> Any:
         return function(*(block[0] for block in blocks))[None]
 
     jitted = jax.jit(
-        jax.shard_map(on_each, mesh=mesh, in_specs=(split,) * len(shapes), out_specs=split, check_vma=False)
+        jax.shard_map(
+            on_each, mesh=mesh, in_specs=(split,) * len(shapes), out_specs=split, check_vma=False
+        )
     )
     return compile_program(jitted, arguments, mesh_shape, names, label=str(operator))
 
@@ -111,10 +122,14 @@ def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
         return jax.device_put(x, there)
 
     # JAX moves arrays without a program.
-    return CompiledPart(arguments=(argument,), successors={}, compiled=move, memory_bytes=0.0, label=str(operator))
+    return CompiledPart(
+        arguments=(argument,), successors={}, compiled=move, memory_bytes=0.0, label=str(operator)
+    )
 
 
-def _local_program(operator: Operator, axes: tuple[str, ...]) -> tuple[Callable[..., Any], list[tuple[int, ...]], Any]:
+def _local_program(
+    operator: Operator, axes: tuple[str, ...]
+) -> tuple[Callable[..., Any], list[tuple[int, ...]], Any]:
     """A program of one device: a function, the shapes of its arguments, and their dtype."""
     dtype = jnp.dtype(operator.dtype)
     if operator.kind == _LAUNCH:
@@ -152,7 +167,9 @@ def _shift(x: Any, axes: tuple[str, ...]) -> Any:
     return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
 
 
-def collective_operator(kind: str, mesh_shape: tuple[int, ...], axes: tuple[int, ...], num_bytes: float) -> Operator:
+def collective_operator(
+    kind: str, mesh_shape: tuple[int, ...], axes: tuple[int, ...], num_bytes: float
+) -> Operator:
     """A collective on about so many bytes, which its devices divide."""
     size = math.prod(mesh_shape[axis] for axis in axes)
     unit = _FLOAT32_BYTES * size

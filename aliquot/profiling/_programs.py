@@ -1,4 +1,6 @@
-"""Programs compiled for the devices at hand, and the keys by which a database knows them; `_timing.py` runs them."""
+"""Programs compiled for the devices at hand, and the keys by which a database knows them;
+`_timing.py` runs them.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,12 @@ def compile_part(
     program = _program(graph, problem, choices, mesh_shape, axis_names, problem.target)
     successors = {position: _successor(graph.inputs[position]) for position in program.donated}
     return compile_program(
-        program.jitted, _shapes(graph, program), mesh_shape, axis_names, successors=successors, label=label
+        program.jitted,
+        _shapes(graph, program),
+        mesh_shape,
+        axis_names,
+        successors=successors,
+        label=label,
     )
 
 

@@ -22,7 +22,14 @@ from ..cost import (
     price,
 )
 from ._measured import part_of
-from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator, collective_operator, transfer_operator
+from ._operators import (
+    COLLECTIVES,
+    LAUNCH,
+    TRANSFER,
+    Operator,
+    collective_operator,
+    transfer_operator,
+)
 
 _STEP = 4.0
 """Between neighbouring sizes of traffic and collectives."""
@@ -31,10 +38,11 @@ _TRANSFERS = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 @dataclass(frozen=True, eq=False)
 class _Asked(AbstractMeasured):
-    """Corrects nothing, and notes what it is asked: for each kind points, each with what it may save.
+    """Corrects nothing, and notes what it is asked: for each kind points, each with what it may
+    save.
 
-    Of an operator that may be split in several ways, the fastest count most: its time, times the square of how near to
-    the fastest another is.
+    Of an operator that may be split in several ways, the fastest count most: its time, times the
+    square of how near to the fastest another is.
     """
 
     points: dict[str, dict[tuple[float, ...], float]] = field(default_factory=dict)
@@ -42,8 +50,12 @@ class _Asked(AbstractMeasured):
     def correct(self, kind: str, points: np.ndarray, seconds: np.ndarray) -> Corrections:
         known, least = self.points.setdefault(kind, {}), float(seconds.min(initial=np.inf))
         for point, each in zip(points.tolist(), seconds.tolist(), strict=True):
-            known[tuple(point)] = known.get(tuple(point), 0.0) + (least**3 / each**2 if each else 0.0)
-        return Corrections(np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points)))
+            known[tuple(point)] = known.get(tuple(point), 0.0) + (
+                least**3 / each**2 if each else 0.0
+            )
+        return Corrections(
+            np.ones(len(points)), np.zeros(len(points), np.bool_), np.zeros(len(points))
+        )
 
     def transfer_link(self, crosses_hosts: bool) -> None:
         return None
@@ -71,24 +83,33 @@ def required_operators(
     cluster = replace(problem.cluster, measured=asked)
     for shape in mesh_shapes:
         price(problem, LogicalMesh(shape=shape, cluster=cluster), repeats=problem.num_micro_batches)
-    return _listed(asked, mesh_shapes, cluster, (largest_in_host_bytes, largest_between_hosts_bytes), transfers=True)
+    return _listed(
+        asked,
+        mesh_shapes,
+        cluster,
+        (largest_in_host_bytes, largest_between_hosts_bytes),
+        transfers=True,
+    )
 
 
 def alone_on_one_device(
     operators: Sequence[tuple[Operator, tuple[int, ...]]],
 ) -> list[tuple[Operator, tuple[int, ...]]]:
-    """Those operators that one device can run by itself, to be run there: no collectives and no transfers.
+    """Those operators that one device can run by itself, to be run there: no collectives and no
+    transfers.
 
     Their measurements have the grade `MEASURED_COMPUTE`.
     """
-    return list(dict.fromkeys((op, (1,)) for op, _ in operators if not op.axes and op.kind != TRANSFER))
+    return list(
+        dict.fromkeys((op, (1,)) for op, _ in operators if not op.axes and op.kind != TRANSFER)
+    )
 
 
 def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, ...]]]:
     """Operators that a plan's prediction is made of; as `required_operators` lists them.
 
-    Stages of a pipeline run at the same time, so that their products are measured on all devices; their collectives run
-    on the devices of a stage.
+    Stages of a pipeline run at the same time, so that their products are measured on all devices;
+    their collectives run on the devices of a stage.
     """
     asked = _Asked()
     shapes: dict[tuple[int, ...], None] = {}
@@ -119,8 +140,16 @@ def _listed(
     found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
         [(worth, operator, alone) for worth, operator in _products(asked)],
         [(worth, operator, alone) for worth, operator in _traffic(asked)],
-        [(worth, op, shape) for shape in mesh_shapes for worth, op in _collectives(asked, shape, cluster, limits)],
-        [(worth, operator, alone) for worth, operator in _transfers(cluster, limits)] if transfers else [],
+        [
+            (worth, op, shape)
+            for shape in mesh_shapes
+            for worth, op in _collectives(asked, shape, cluster, limits)
+        ],
+        (
+            [(worth, operator, alone) for worth, operator in _transfers(cluster, limits)]
+            if transfers
+            else []
+        ),
     ]
     for some in found:
         some.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
@@ -146,7 +175,10 @@ def _traffic(asked: _Asked) -> list[tuple[float, Operator]]:
     if not points:
         return []
     logs = [point[0] for point in points]
-    return [(float(size), Operator("traffic", "float32", (size,))) for size in _sizes(min(logs), max(logs))]
+    return [
+        (float(size), Operator("traffic", "float32", (size,)))
+        for size in _sizes(min(logs), max(logs))
+    ]
 
 
 def _collectives(
@@ -181,11 +213,17 @@ def _transfers(cluster: Cluster, limits: tuple[float, float]) -> list[tuple[floa
     if cluster.num_devices % 2:
         return []
     largest = limits[cluster.num_hosts > 1]
-    return [(float(size), transfer_operator(size, cluster.num_devices)) for size in _TRANSFERS if size <= largest]
+    return [
+        (float(size), transfer_operator(size, cluster.num_devices))
+        for size in _TRANSFERS
+        if size <= largest
+    ]
 
 
 def _sizes(least_log: float, largest_log: float) -> list[int]:
-    """Sizes in bytes, each four times the one before, so that all between two powers of two lie among them."""
+    """Sizes in bytes, each four times the one before, so that all between two powers of two lie
+    among them.
+    """
     first = max(2.0**least_log, LEAST_MEASURED_BYTES)
     count = math.ceil(max(largest_log - math.log2(first), 0.0) / math.log2(_STEP)) + 1
     return [round(first * _STEP**k) for k in range(count)]

@@ -22,11 +22,13 @@ from ._timing import Timing, time_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """Outcome of a run: the number of programs it had to measure, and of those that it measured or not.
+    """Outcome of a run: the number of programs it had to measure, and of those that it measured or
+    not.
 
     Attributes:
         num_known: measured by an earlier run.
-        failures: programs that failed, each with the error. They count as measured, and the next run tries them again.
+        failures: programs that failed, each with the error. They count as measured, and the next
+            run tries them again.
     """
 
     num_programs: int
@@ -42,8 +44,8 @@ class ProfileRun:
 
 
 def priced_combinations(step: SegmentedStep) -> list[list[Combination]]:
-    """For each kind of segment the combinations that can be split so, or the most promising of very many, with what the
-    cost model says of them.
+    """For each kind of segment the combinations that can be split so, or the most promising of very
+    many, with what the cost model says of them.
     """
     return [kind.promising() for kind in step.kinds]
 
@@ -65,12 +67,16 @@ def measured_step(
         measurement = database.get(conversion_key(conversion, mesh_shape))
         if measurement is not None and measurement.seconds is not None:
             conversions[conversion] = measurement.seconds
-    return MeasuredStep(kinds=tuple(kinds), conversions=conversions, launch_s=conversions.pop(LAUNCH, 0.0))
+    return MeasuredStep(
+        kinds=tuple(kinds), conversions=conversions, launch_s=conversions.pop(LAUNCH, 0.0)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A program to measure; those of one group do the same work, and the slow ones of them are not repeated."""
+    """A program to measure; those of one group do the same work, and the slow ones of them are not
+    repeated.
+    """
 
     group: int
     key: ProgramKey
@@ -78,17 +84,27 @@ class _Job:
 
 
 def _jobs(step: SegmentedStep) -> list[_Job]:
-    """All programs of a step: the segments', most promising first, and the conversions between them."""
+    """All programs of a step: the segments', most promising first, and the conversions between
+    them.
+    """
     shape, names = step.mesh.shape, step.mesh.axis_names
     jobs, combinations = [], priced_combinations(step)
     for k, (kind, some) in enumerate(zip(step.kinds, combinations, strict=True)):
         for c in sorted(some, key=lambda c: c.seconds):
             label = f"{kind.name} {list(c.options)}"
-            build = functools.partial(compile_part, kind.problem, c.choices, shape, names, label=label)
-            jobs.append(_Job(group=k, key=program_key(kind.problem.graph, c.choices, shape), compile=build))
+            build = functools.partial(
+                compile_part, kind.problem, c.choices, shape, names, label=label
+            )
+            jobs.append(
+                _Job(group=k, key=program_key(kind.problem.graph, c.choices, shape), compile=build)
+            )
     for number, conversion in enumerate(all_conversions(step, combinations)):
         build = functools.partial(compile_conversion, conversion, shape, names)
-        jobs.append(_Job(group=len(step.kinds) + number, key=conversion_key(conversion, shape), compile=build))
+        jobs.append(
+            _Job(
+                group=len(step.kinds) + number, key=conversion_key(conversion, shape), compile=build
+            )
+        )
     return jobs
 
 
@@ -101,7 +117,8 @@ def profile_segments(
     budget_s: float = math.inf,
     progress: Progress | None = None,
 ) -> ProfileRun:
-    """Measure what a database does not hold yet, most promising first; each measurement is kept at once.
+    """Measure what a database does not hold yet, most promising first; each measurement is kept at
+    once.
 
     Args:
         share: `(k, n)` measures every n-th program from the k-th on, as one of n hosts.
@@ -132,12 +149,13 @@ def profile_operators(
     grade: str = MEASURED,
     progress: Progress | None = None,
 ) -> ProfileRun:
-    """Measure the operators that a database does not hold yet, in the order given; each measurement is kept at once.
+    """Measure the operators that a database does not hold yet, in the order given; each measurement
+    is kept at once.
 
     Args:
         operators: each with the mesh to run it on; see `required_operators`.
-        share, timing, budget_s, progress: as in `profile_segments`. No two operators do the same work, so that none is
-            stopped early.
+        share, timing, budget_s, progress: as in `profile_segments`. No two operators do the same
+            work, so that none is stopped early.
         grade: kept with each measurement: `MEASURED_COMPUTE` for one device that stands for many.
 
     Raises:
@@ -178,7 +196,9 @@ def _run_jobs(
     start, (number, of) = time.perf_counter(), share
     jobs = jobs[number - 1 :: of]
     held = [database.get(job.key) for job in jobs]
-    missing = [job for job, found in zip(jobs, held, strict=True) if found is None or found.has_failed]
+    missing = [
+        job for job, found in zip(jobs, held, strict=True) if found is None or found.has_failed
+    ]
     known, best_s = len(jobs) - len(missing), defaultdict[int, float](lambda: math.inf)
     report = progress or (lambda what, done, of: None)
 

@@ -20,7 +20,15 @@ from ..cluster import AXIS_NAMES, LogicalMesh
 from ..core import InputError
 from ..cost import Problem, evaluate, make_problem, phase_costs, picked_choices, price
 from ..graph import Extract, Graph, Layers
-from ..planners import ILP, AbstractIntra, BlockOptions, IntraSolution, Space, block_options, restrict_blocks
+from ..planners import (
+    ILP,
+    AbstractIntra,
+    BlockOptions,
+    IntraSolution,
+    Space,
+    block_options,
+    restrict_blocks,
+)
 from ..sharding import (
     Choice,
     LayeredStep,
@@ -45,8 +53,8 @@ class Crossing(NamedTuple):
     """An array that crosses between two neighbouring segments.
 
     Attributes:
-        leaves: its position among the outputs of the segment that makes it: the first of the two, or
-            the second one if it crosses in the backward pass.
+        leaves: its position among the outputs of the segment that makes it: the first of the two,
+            or the second one if it crosses in the backward pass.
         enters: its position among the inputs of the other.
     """
 
@@ -60,7 +68,8 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Combination:
-    """A segment whose blocks follow given options; everything else is split as the integer program finds best.
+    """A segment whose blocks follow given options; everything else is split as the integer program
+    finds best.
 
     Attributes:
         options: of its blocks.
@@ -114,8 +123,9 @@ class SegmentKind:
     def promising(self) -> list[Combination]:
         """All combinations priced, or, of very many, the 243 that promise most by the cost model.
 
-        These are found best first: options are given to one block after the other, and what has the least lower bound
-        goes on. A combination whose bound is 1.5 times the best one's is hopeless.
+        These are found best first: options are given to one block after the other, and what has the
+        least lower bound goes on. A combination whose bound is 1.5 times the best one's is
+        hopeless.
         """
         if math.prod(len(block) for block in self.blocks) <= _MOST:
             return [c for options in self.combinations() if (c := self.combination(options))]
@@ -210,14 +220,19 @@ class SegmentedStep:
         """Positions in `blocks` of those of a kind."""
         return () if kind == 0 else self.segments.kinds[kind - 1]
 
-    def whole(self, options: Sequence[Options], intra: AbstractIntra | None = None) -> IntraSolution | None:
-        """The whole step with every segment of a kind following the same options; None if nothing fits.
+    def whole(
+        self, options: Sequence[Options], intra: AbstractIntra | None = None
+    ) -> IntraSolution | None:
+        """The whole step with every segment of a kind following the same options; None if nothing
+        fits.
 
         Args:
             options: for each kind.
         """
         fixed = {
-            b: (o,) for kind, chosen in enumerate(options) for b, o in zip(self.blocks_of(kind), chosen, strict=True)
+            b: (o,)
+            for kind, chosen in enumerate(options)
+            for b, o in zip(self.blocks_of(kind), chosen, strict=True)
         }
         space = restrict_blocks(self.space, self.blocks, fixed)
         if not all(mask.any() for mask in space.allowed):
@@ -227,7 +242,11 @@ class SegmentedStep:
 
 
 def segment_step(
-    problem: Problem, mesh_shape: tuple[int, ...], *, factors: str = "cfp", intra: AbstractIntra | None = None
+    problem: Problem,
+    mesh_shape: tuple[int, ...],
+    *,
+    factors: str = "cfp",
+    intra: AbstractIntra | None = None,
 ) -> SegmentedStep:
     """A step as segments, each of which can be measured by itself.
 
@@ -240,10 +259,14 @@ def segment_step(
         InputError: the step has no blocks, or its layers are in a loop, which cannot be cut.
     """
     intra = intra or ILP()
-    mesh = LogicalMesh(shape=mesh_shape, axis_names=AXIS_NAMES[: len(mesh_shape)], cluster=problem.cluster)
+    mesh = LogicalMesh(
+        shape=mesh_shape, axis_names=AXIS_NAMES[: len(mesh_shape)], cluster=problem.cluster
+    )
     space = _space(problem, mesh)
     blocks = block_options(problem, space, factors=factors)
-    segments = find_segments(problem.graph, problem.nodes, [b.block for b in blocks], [len(b) for b in blocks])
+    segments = find_segments(
+        problem.graph, problem.nodes, [b.block for b in blocks], [len(b) for b in blocks]
+    )
     layers = segment_layers(problem.graph, segments)
     extracts = stage_step(_layered(problem.graph, layers), range(len(layers))).extracts
     kinds = []
@@ -255,8 +278,9 @@ def segment_step(
         wanted = () if number < 0 else segments.kinds[number]
         if len(found) != len(wanted):
             raise InputError(
-                f"{problem.graph.name} cannot be profiled by segments: one of them has {len(found)} blocks by itself and "
-                f"{len(wanted)} in the whole step, so a product spans two segments."
+                f"{problem.graph.name} cannot be profiled by segments: one of them has {len(found)}"
+                f" blocks by itself and {len(wanted)} in the whole step, so a product spans two"
+                " segments."
             )
         kinds.append(
             SegmentKind(
@@ -269,7 +293,10 @@ def segment_step(
             )
         )
     sequence = (0, *[1 + kind for kind in segments.sequence])
-    examples = [extracts[0], *[extracts[1 + segments.example(kind)] for kind in range(len(segments.kinds))]]
+    examples = [
+        extracts[0],
+        *[extracts[1 + segments.example(kind)] for kind in range(len(segments.kinds))],
+    ]
     return SegmentedStep(
         problem=problem,
         mesh=mesh,
@@ -278,14 +305,18 @@ def segment_step(
         blocks=blocks,
         kinds=tuple(kinds),
         sequence=sequence,
-        crossings=_crossings(problem.graph, extracts, [examples[kind] for kind in sequence], sequence),
+        crossings=_crossings(
+            problem.graph, extracts, [examples[kind] for kind in sequence], sequence
+        ),
     )
 
 
 def _crossings(
     graph: Graph, extracts: Sequence[Extract], examples: Sequence[Extract], sequence: Sequence[int]
 ) -> dict[tuple[int, int], tuple[Crossing, ...]]:
-    """Arrays that cross between neighbours of each pair of kinds, by the positions that it has in the example of each kind."""
+    """Arrays that cross between neighbours of each pair of kinds, by the positions that it has in
+    the example of each kind.
+    """
     found: dict[tuple[int, int], tuple[Crossing, ...]] = {}
     for k, pair in enumerate(itertools.pairwise(sequence)):
         if pair in found:
@@ -299,7 +330,14 @@ def _crossings(
                 if v in leaves and v in enters:
                     value = graph.values[v]
                     crossing.append(
-                        Crossing(leaves[v], enters[v], maker > reader, value.shape, value.dtype, value.num_bytes)
+                        Crossing(
+                            leaves[v],
+                            enters[v],
+                            maker > reader,
+                            value.shape,
+                            value.dtype,
+                            value.num_bytes,
+                        )
                     )
         found[pair] = tuple(crossing)
     return found
@@ -310,14 +348,16 @@ def _inputs(extract: Extract) -> list[int]:
 
 
 def _outputs(extract: Extract) -> list[int]:
-    return [extract.values[o.value] if isinstance(o.value, int) else -1 for o in extract.graph.outputs]
+    return [
+        extract.values[o.value] if isinstance(o.value, int) else -1 for o in extract.graph.outputs
+    ]
 
 
 def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> dict[int, int]:
     """For arrays of a segment the positions of those that they are in the example of its kind.
 
-    The first and the last of equal segments may have inputs and outputs of their own; then arrays of
-    one shape and type come in the same order.
+    The first and the last of equal segments may have inputs and outputs of their own; then arrays
+    of one shape and type come in the same order.
     """
 
     def look(v: int) -> tuple[object, ...]:
@@ -333,12 +373,19 @@ def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> d
 
 def _space(problem: Problem, mesh: LogicalMesh) -> Space:
     priced = price(problem, mesh)
-    return Space(name="blocks", priced=priced, allowed=[np.ones(len(n.choices), bool) for n in priced.nodes])
+    return Space(
+        name="blocks", priced=priced, allowed=[np.ones(len(n.choices), bool) for n in priced.nodes]
+    )
 
 
 def _layered(graph: Graph, layers: Layers) -> LayeredStep:
     return LayeredStep(
-        graph=graph, part=graph, layers=layers, batch_dims=batch_dims(graph), num_micro_batches=1, combine={}
+        graph=graph,
+        part=graph,
+        layers=layers,
+        batch_dims=batch_dims(graph),
+        num_micro_batches=1,
+        combine={},
     )
 
 

@@ -29,11 +29,14 @@ class Timing:
         warm_up: runs before any is timed.
         repeats: timed runs at least.
         most_repeats: timed runs at most.
-        least_s: short programs run again until their timed runs took so long together, or reach `most_repeats`.
-        early_stop: of programs that do the same work, one whose best run before the timed ones takes so many times as
-            long as the best is not repeated; infinite for never.
-        retries: how many times a measurement that failed or is noisy is made again. Of noisy ones the least noisy is kept.
-        noisy: a measurement is noisy if half of what lies between its quartiles is more than this share of the median.
+        least_s: short programs run again until their timed runs took so long together, or reach
+            `most_repeats`.
+        early_stop: of programs that do the same work, one whose best run before the timed ones
+            takes so many times as long as the best is not repeated; infinite for never.
+        retries: how many times a measurement that failed or is noisy is made again. Of noisy ones
+            the least noisy is kept.
+        noisy: a measurement is noisy if half of what lies between its quartiles is more than this
+            share of the median.
 
     Reference: arXiv 2504.00598, whose profiler stops early at the same factor.
     """
@@ -65,7 +68,11 @@ class Timing:
 
 
 def time_part(
-    part: CompiledPart, timing: Timing | None = None, *, best_s: float = math.inf, evicts: bool = False
+    part: CompiledPart,
+    timing: Timing | None = None,
+    *,
+    best_s: float = math.inf,
+    evicts: bool = False,
 ) -> Measurement:
     """Run a program, and time it.
 
@@ -73,8 +80,9 @@ def time_part(
 
     Args:
         best_s: seconds of the best of the programs that do the same work; see `Timing.early_stop`.
-        evicts: take turns with other arguments of the same shapes, so that none is in a cache when its turn comes: as it is
-            with single operators in a step. Not for programs with donated arguments.
+        evicts: take turns with other arguments of the same shapes, so that none is in a cache when
+            its turn comes: as it is with single operators in a step. Not for programs with donated
+            arguments.
     """
     timing = timing or Timing()
     best = _attempt(part, timing, best_s, evicts)
@@ -99,14 +107,25 @@ def _attempt(part: CompiledPart, timing: Timing, best_s: float, evicts: bool) ->
         before = [_run(part, next(turns)) for _ in range(timing.warm_up)]
         if min(before) > timing.early_stop * best_s:
             return Measurement(
-                seconds=min(before), memory_bytes=part.memory_bytes, outcome="stopped early", label=part.label
+                seconds=min(before),
+                memory_bytes=part.memory_bytes,
+                outcome="stopped early",
+                label=part.label,
             )
         times: list[float] = []
-        while len(times) < timing.repeats or (sum(times) < timing.least_s and len(times) < timing.most_repeats):
+        while len(times) < timing.repeats or (
+            sum(times) < timing.least_s and len(times) < timing.most_repeats
+        ):
             times.append(_run(part, next(turns)))
     except jax.errors.JaxRuntimeError as error:
         outcome = "out of memory" if is_out_of_memory(error) else failed(str(error))
-        return Measurement(seconds=None, repeats=0, memory_bytes=part.memory_bytes, outcome=outcome, label=part.label)
+        return Measurement(
+            seconds=None,
+            repeats=0,
+            memory_bytes=part.memory_bytes,
+            outcome=outcome,
+            label=part.label,
+        )
     low, median, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
     return Measurement(
         seconds=median,
@@ -118,7 +137,9 @@ def _attempt(part: CompiledPart, timing: Timing, best_s: float, evicts: bool) ->
 
 
 def _arguments_in_turn(part: CompiledPart, evicts: bool) -> Iterator[list[Any]]:
-    """Arguments of a program for run after run: always the same, or so many in turn that none stays in a cache."""
+    """Arguments of a program for run after run: always the same, or so many in turn that none stays
+    in a cache.
+    """
     leaves = [_filled(shape) for shape in part.arguments]
     num_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in part.arguments)
     wanted = math.ceil(_LARGER_THAN_CACHES_BYTES / max(num_bytes, 1)) if evicts else 1
@@ -137,7 +158,9 @@ def _run(part: CompiledPart, leaves: list[Any]) -> float:
 
 
 def _filled(shape: jax.ShapeDtypeStruct) -> Any:
-    """An array of small numbers: zeros may be faster, and denormal numbers slower, than what training has."""
+    """An array of small numbers: zeros may be faster, and denormal numbers slower, than what
+    training has.
+    """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), shape.sharding)
 

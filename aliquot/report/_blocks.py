@@ -17,8 +17,8 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
     mesh = " x ".join(f"{axis}={size}" for axis, size in answer["mesh"].items())
     kinds = segments["kinds"]
     head = (
-        f"{len(blocks)} distinct ParallelBlocks on a mesh {mesh}, in {len(kinds) - 1} kinds of segment: "
-        f"{answer['num_programs']} programs to measure, whatever the depth."
+        f"{len(blocks)} distinct ParallelBlocks on a mesh {mesh}, in {len(kinds) - 1} kinds of"
+        f" segment: {answer['num_programs']} programs to measure, whatever the depth."
     )
     table = columns(
         "Blocks",
@@ -57,8 +57,9 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     """The answer of `aliquot blocks search`."""
     best = answer["found"][0]
     head = (
-        f"Fastest: {format_seconds(best['step_time_s'])} a step with {format_bytes(best['memory_bytes'])} on each device, "
-        f"{best['measured_share']:.0%} of it measured."
+        f"Fastest: {format_seconds(best['step_time_s'])} a step with"
+        f" {format_bytes(best['memory_bytes'])} on each device, {best['measured_share']:.0%} of it"
+        " measured."
     )
     if best.get("measured_s") is not None:
         head += f" As a whole step it takes {format_seconds(best['measured_s'])}."
@@ -66,7 +67,13 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
         head += f" Plan: {answer['plan']}"
     table = columns(
         "Composed of segments",
-        ("step time", "memory", "measured", "as a whole", *[f"options of {name}" for name in answer["kinds"][1:]]),
+        (
+            "step time",
+            "memory",
+            "measured",
+            "as a whole",
+            *[f"options of {name}" for name in answer["kinds"][1:]],
+        ),
         [
             (
                 format_seconds(row["step_time_s"]),
@@ -87,7 +94,16 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
     rows = answer["rows"]
     return columns(
         "All layers alike",
-        ("options", "bytes moved", "communication", "predicted", "composed", "measured", "memory", "compiled"),
+        (
+            "options",
+            "bytes moved",
+            "communication",
+            "predicted",
+            "composed",
+            "measured",
+            "memory",
+            "compiled",
+        ),
         [
             (
                 " ".join(map(str, row["options"])),
@@ -108,8 +124,9 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
 def cfp_text(answer: Mapping[str, Any]) -> RenderableType:
     """The answer of `aliquot bench cfp`."""
     head = (
-        f"CFP's cases on {answer['device']}, whole models in float32, no recomputation, all devices on one axis. Times are "
-        "predicted. Options of a block: 0 batch (of experts the expert), then contraction and output."
+        f"CFP's cases on {answer['device']}, whole models in float32, no recomputation, all devices"
+        " on one axis. Times are predicted. Options of a block: 0 batch (of experts the expert),"
+        " then contraction and output."
     )
     ran = any("small_measured_s" in row for row in answer["rows"])
     table = columns(
@@ -127,17 +144,26 @@ def cfp_text(answer: Mapping[str, Any]) -> RenderableType:
         ),
         [
             (
-                "{title} {model}: batch {global_batch}, {num_layers} layers, {num_devices} devices".format(
-                    **row["case"]
+                (
+                    "{title} {model}: batch {global_batch}, {num_layers} layers,"
+                    " {num_devices} devices".format(**row["case"])
                 ),
-                " | ".join(" ".join(map(str, o)) for o in row["options"]) if row["options"] else "does not fit",
+                (
+                    " | ".join(" ".join(map(str, o)) for o in row["options"])
+                    if row["options"]
+                    else "does not fit"
+                ),
                 _seconds(row["step_time_s"]),
                 format_bytes(row["memory_bytes"]) if row["memory_bytes"] else "",
                 format_flops(row["flops"]),
                 format_flops_per_s(row["flops_per_s"]) if row["flops_per_s"] else "",
                 _seconds(row["data_parallel_s"]),
                 _seconds(row["integer_program_s"]),
-                *((_seconds(row["small_measured_s"]), _seconds(row["small_data_parallel_s"])) if ran else ()),
+                *(
+                    (_seconds(row["small_measured_s"]), _seconds(row["small_data_parallel_s"]))
+                    if ran
+                    else ()
+                ),
             )
             for row in answer["rows"]
         ],

@@ -36,7 +36,13 @@ def bar_chart(
     for k, (name, values) in enumerate(series.items()):
         shown = [(i, value) for i, value in enumerate(values) if value]
         places = [i + (k - (len(series) - 1) / 2) * width for i, _ in shown]
-        bars = axes.bar(places, [value for _, value in shown], width, label=name, color=_COLOURS[k % len(_COLOURS)])
+        bars = axes.bar(
+            places,
+            [value for _, value in shown],
+            width,
+            label=name,
+            color=_COLOURS[k % len(_COLOURS)],
+        )
         axes.bar_label(bars, fmt=lambda value: f"{value:.3g}", fontsize=7, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), groups)
     if logarithmic:

@@ -63,38 +63,67 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
     """
     total = memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
     arguments = sum(
-        group.local_bytes for stage in plan.stages for group in grouped_arrays(plan.inputs, stage, stage.shardings)
+        group.local_bytes
+        for stage in plan.stages
+        for group in grouped_arrays(plan.inputs, stage, stage.shardings)
     )
     rows: dict[tuple[str, str], dict[str, float]] = {}
-    for source, uses in (("predicted", plan.prediction.collectives), ("compiled", tuple(collectives))):
+    for source, uses in (
+        ("predicted", plan.prediction.collectives),
+        ("compiled", tuple(collectives)),
+    ):
         for use in uses:
             row = rows.setdefault((use.kind, ", ".join(use.axes)), _NOTHING.copy())
             row[f"{source}_count"] += use.count
             row[f"{source}_bytes"] += use.num_bytes
     return {
         "memory": [
-            {"what": "state and batch", "predicted_bytes": arguments, "compiled_bytes": memory.argument_bytes},
+            {
+                "what": "state and batch",
+                "predicted_bytes": arguments,
+                "compiled_bytes": memory.argument_bytes,
+            },
             {
                 "what": "memory, worst moment",
                 "predicted_bytes": plan.prediction.peak_memory_bytes,
                 "compiled_bytes": total,
             },
         ],
-        "collectives": [{"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())],
+        "collectives": [
+            {"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())
+        ],
     }
 
 
-_NOTHING = {"predicted_count": 0.0, "compiled_count": 0.0, "predicted_bytes": 0.0, "compiled_bytes": 0.0}
+_NOTHING = {
+    "predicted_count": 0.0,
+    "compiled_count": 0.0,
+    "predicted_bytes": 0.0,
+    "compiled_bytes": 0.0,
+}
 
 
 def comparison(figures: dict[str, Any]) -> RenderableType:
     """The figures of `compared` as a table."""
     rows = [(row["what"], "", "", "", *_bytes_of(row)) for row in figures["memory"]]
     rows += [
-        (row["kind"], row["axes"], f"{row['predicted_count']:g}", f"{row['compiled_count']:g}", *_bytes_of(row))
+        (
+            row["kind"],
+            row["axes"],
+            f"{row['predicted_count']:g}",
+            f"{row['compiled_count']:g}",
+            *_bytes_of(row),
+        )
         for row in figures["collectives"]
     ]
-    header = ("on each device", "axes", "predicted count", "compiled count", "predicted bytes", "compiled bytes")
+    header = (
+        "on each device",
+        "axes",
+        "predicted count",
+        "compiled count",
+        "predicted bytes",
+        "compiled bytes",
+    )
     return columns("One step, predicted beside compiled", header, rows, right=(2, 3, 4, 5))
 
 

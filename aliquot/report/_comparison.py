@@ -112,29 +112,50 @@ def comparison_table(comparison: Comparison) -> Group:
     first = [*(["cluster"] if several else []), *(["method"] if methods or not several else [])]
     counted = any(c.plan and mfu(c.plan) is not None for c in comparison.candidates)
     tokens = any(c.plan and tokens_per_step(c.plan) for c in comparison.candidates)
-    header = [*first, "mesh", "step", *(["MFU"] if counted else []), "tokens/s" if tokens else "examples/s", "memory"]
+    header = [
+        *first,
+        "mesh",
+        "step",
+        *(["MFU"] if counted else []),
+        "tokens/s" if tokens else "examples/s",
+        "memory",
+    ]
     rows: list[list[str]] = []
     lines: list[RenderableType] = []
     for candidate in comparison.candidates:
-        names = [*([candidate.cluster] if several else []), *([candidate.method] if methods or not several else [])]
+        names = [
+            *([candidate.cluster] if several else []),
+            *([candidate.method] if methods or not several else []),
+        ]
         rows.append([*names, *_cells(candidate, counted=counted, tokens=tokens)])
         if why := comparison.why_not(candidate):
             lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))
     title = (
-        f"{comparison.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest first (predicted)"
+        f"{comparison.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest"
+        " first (predicted)"
     )
     right = range(len(first) + 1, len(header))
     table = columns(title, header, rows, right=right, narrow=True)
     parts: list[RenderableType] = [table]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
     uneven = _uneven_batches(comparison)
-    parts += [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in uneven)] if uneven else []
+    parts += (
+        [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in uneven)]
+        if uneven
+        else []
+    )
     return Group(*parts) if len(parts) > 1 else table
 
 
 def _uneven_batches(comparison: Comparison) -> list[str]:
     """Notes of the plans on batches that the devices do not divide, each once."""
-    notes = [note for c in comparison.candidates if c.plan for note in c.plan.notes if "do not divide" in note]
+    notes = [
+        note
+        for c in comparison.candidates
+        if c.plan
+        for note in c.plan.notes
+        if "do not divide" in note
+    ]
     return list(dict.fromkeys(notes))
 
 
@@ -190,7 +211,9 @@ def _parts(plan: Plan) -> dict[str, float]:
 def _dearest(plan: Plan) -> str:
     uses = [*plan.prediction.collectives]
     if not uses and is_pipeline(plan):
-        uses = [use for stage in plan.stages if stage.prediction for use in stage.prediction.collectives]
+        uses = [
+            use for stage in plan.stages if stage.prediction for use in stage.prediction.collectives
+        ]
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
     for use in uses:
         sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds

@@ -30,14 +30,23 @@ def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height
         raise InputError("a chart needs at least one finite value, got none.")
     low, high = min(finite), max(finite)
     length = max(len(values) for values in series.values())
-    frame = _Frame(low=low, high=high if high > low else low + 1.0, length=length, width=width, height=height)
+    frame = _Frame(
+        low=low, high=high if high > low else low + 1.0, length=length, width=width, height=height
+    )
     names = list(series)
     frame.line(series[names[0]])
     for name, mark in zip(names[1:], _MARKS, strict=False):
         frame.marks(series[name], mark)
-    legend = [f"⠒ {names[0]}", *(f"{mark} {name}" for name, mark in zip(names[1:], _MARKS, strict=False))]
+    legend = [
+        f"⠒ {names[0]}",
+        *(f"{mark} {name}" for name, mark in zip(names[1:], _MARKS, strict=False)),
+    ]
     return "\n".join(
-        [*frame.rows(), f"{'':>8}  {'step 0':<{max(width - 8, 6)}}{length - 1:>8}", f"{'':>8}  {'   '.join(legend)}"]
+        [
+            *frame.rows(),
+            f"{'':>8}  {'step 0':<{max(width - 8, 6)}}{length - 1:>8}",
+            f"{'':>8}  {'   '.join(legend)}",
+        ]
     )
 
 
@@ -72,7 +81,10 @@ class _Frame:
         for row in range(self._height):
             value = self._high - (self._high - self._low) * row / max(self._height - 1, 1)
             label = f"{value:8.3f}" if row % 3 == 0 or row == self._height - 1 else " " * 8
-            cells = (m or (chr(_BRAILLE + d) if d else " ") for m, d in zip(self._marks[row], self._dots[row]))
+            cells = (
+                m or (chr(_BRAILLE + d) if d else " ")
+                for m, d in zip(self._marks[row], self._dots[row])
+            )
             lines.append(f"{label} ┤{''.join(cells)}".rstrip())
         return lines
 
@@ -80,4 +92,6 @@ class _Frame:
         return round(index / max(self._length - 1, 1) * (self._width * per_cell - 1))
 
     def _y(self, value: float, per_cell: int) -> int:
-        return round((self._high - value) / (self._high - self._low) * (self._height * per_cell - 1))
+        return round(
+            (self._high - value) / (self._high - self._low) * (self._height * per_cell - 1)
+        )

@@ -27,7 +27,11 @@ def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
     if changes.decisions:
         parts.append(_table("What they decide", changes.decisions, before, after))
     if changes.predictions:
-        parts.append(_table("What they are predicted to cost on each device", changes.predictions, before, after))
+        parts.append(
+            _table(
+                "What they are predicted to cost on each device", changes.predictions, before, after
+            )
+        )
     return Group(*parts)
 
 
@@ -41,7 +45,10 @@ def _table(title: str, changes: Sequence[Change], before: str, after: str) -> Gr
             _relative(change),
         )
         merged.setdefault(key, []).append(change.subject)
-    rows = [(_together(what, subjects), old, new, relative) for (what, old, new, relative), subjects in merged.items()]
+    rows = [
+        (_together(what, subjects), old, new, relative)
+        for (what, old, new, relative), subjects in merged.items()
+    ]
     return columns(title, ("what", before, after, "change"), rows, right=(3,))
 
 
@@ -75,6 +82,9 @@ def _shown(subject: str, value: str | int | float | None) -> str:
 
 
 def _relative(change: Change) -> str:
-    if not (isinstance(change.before, int | float) and isinstance(change.after, int | float)) or not change.before:
+    if (
+        not (isinstance(change.before, int | float) and isinstance(change.after, int | float))
+        or not change.before
+    ):
         return ""
     return f"{change.after / change.before - 1:+.1%}"

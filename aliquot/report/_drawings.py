@@ -1,4 +1,5 @@
-"""Pictures of a plan's page as inline SVG: bars, stacked areas over time, devices of a mesh, and a pipeline's schedule.
+"""Pictures of a plan's page as inline SVG: bars, stacked areas over time, devices of a mesh, and a
+pipeline's schedule.
 
 A colour stands for the same thing in every picture.
 """
@@ -9,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-# Colours that people who see few colours can tell apart (Okabe and Ito), and lighter ones of the same hues.
+# Colours that people who see few colours can tell apart (Okabe and Ito), and lighter ones of the
+# same hues.
 _COLOURS = {
     "parameters": "#0072b2",
     "state": "#0072b2",
@@ -39,11 +41,15 @@ _ROW = 22
 _GAP = 4
 _LEAST_WIDTH = 0.4
 _FARTHEST_LIMIT = 2.5
-"""A limit is drawn up to so many times the highest value; beyond, the values would be too flat to read."""
+"""A limit is drawn up to so many times the highest value; beyond, the values would be too flat to
+read.
+"""
 
 
 class Segment(NamedTuple):
-    """A stretch of a row: from where to where, what it is (which gives its colour), and a text for its tooltip."""
+    """A stretch of a row: from where to where, what it is (which gives its colour), and a text for
+    its tooltip.
+    """
 
     start: float
     end: float
@@ -52,7 +58,9 @@ class Segment(NamedTuple):
 
 
 def colour_of(name: str, names: Sequence[str]) -> str:
-    """The colour of a part or of a kind of task; of an unknown one by its place among the unknown ones of `names`."""
+    """The colour of a part or of a kind of task; of an unknown one by its place among the unknown
+    ones of `names`.
+    """
     if name in _COLOURS:
         return _COLOURS[name]
     unknown = [other for other in names if other not in _COLOURS]
@@ -68,8 +76,9 @@ def bar(share: float, name: str, parts: Sequence[str] = ()) -> str:
     """
     colour = colour_of(name, parts) if name in parts else "#3b6ea5"
     return (
-        f'<svg width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" role="img" aria-label="{escape(name)}: {share:.0%}">'
-        f'<rect fill="{colour}" width="{_BAR_WIDTH * share:.1f}" height="{_BAR_HEIGHT}"/></svg>'
+        f'<svg width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" role="img" aria-label="{escape(name)}:'
+        f' {share:.0%}"><rect fill="{colour}" width="{_BAR_WIDTH * share:.1f}"'
+        f' height="{_BAR_HEIGHT}"/></svg>'
     )
 
 
@@ -84,7 +93,8 @@ def areas(
     label: str,
     steps: bool = False,
 ) -> str:
-    """Values stacked upon each other over a horizontal axis, with a line at their limit and a legend.
+    """Values stacked upon each other over a horizontal axis, with a line at their limit and a
+    legend.
 
     A limit far above all values is only written down.
 
@@ -95,7 +105,8 @@ def areas(
         format_value: text of a value at the vertical axis.
         marks: places on the axis with a text each.
         label: what the picture shows, for those who cannot see it.
-        steps: whether a value holds until the next place, instead of leading to it in a straight line.
+        steps: whether a value holds until the next place, instead of leading to it in a straight
+            line.
     """
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
     most = max(totals)
@@ -115,7 +126,8 @@ def areas(
         back = _corners(places, bottom, steps)[::-1]
         points = " ".join(at(place, value) for place, value in [*there, *back])
         drawn.append(
-            f'<polygon points="{points}" fill="{colour_of(name, list(series))}"><title>{escape(name)}</title></polygon>'
+            f'<polygon points="{points}"'
+            f' fill="{colour_of(name, list(series))}"><title>{escape(name)}</title></polygon>'
         )
         bottom = upper
     height = _TOP + _AREA_HEIGHT
@@ -123,18 +135,25 @@ def areas(
         x = at(place, 0).partition(",")[0]
         drawn.append(f'<line x1="{x}" x2="{x}" y1="{_TOP}" y2="{height + 5}" class="mark"/>')
         anchor = "end" if (place - first) / extent > 0.9 else "start"
-        drawn.append(f'<text x="{x}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>')
+        drawn.append(
+            f'<text x="{x}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
     (left, y), right = at(places[0], limit).split(","), _WIDTH - _RIGHT
     if is_near:
         drawn.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" class="limit"/>')
-        drawn.append(f'<text x="{right}" y="{float(y) - 4:.1f}" text-anchor="end">{escape(limit_text)}</text>')
+        drawn.append(
+            f'<text x="{right}" y="{float(y) - 4:.1f}"'
+            f' text-anchor="end">{escape(limit_text)}</text>'
+        )
     else:
         text = escape(f"{limit_text}, above the picture")
         drawn.append(f'<text x="{right}" y="{_TOP + 12}" text-anchor="end">{text}</text>')
     return _picture(_WIDTH, height + _BOTTOM, drawn, label) + legend(list(series))
 
 
-def _corners(places: Sequence[float], values: Sequence[float], steps: bool) -> list[tuple[float, float]]:
+def _corners(
+    places: Sequence[float], values: Sequence[float], steps: bool
+) -> list[tuple[float, float]]:
     corners = list(zip(places, values, strict=True))
     if not steps:
         return corners
@@ -146,7 +165,9 @@ def _grid(top: float, format_value: Callable[[float], str]) -> str:
     lines = []
     for quarter in range(5):
         y = _TOP + (1 - quarter / 4) * _AREA_HEIGHT
-        lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        lines.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+        )
         text = escape(format_value(top * quarter / 4))
         lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     return "".join(lines)
@@ -155,17 +176,22 @@ def _grid(top: float, format_value: Callable[[float], str]) -> str:
 def legend(names: Sequence[str]) -> str:
     """Each name beside its colour."""
     entries = "".join(
-        f'<span><svg width="12" height="12"><rect width="12" height="12" fill="{colour_of(name, names)}"/></svg> '
-        f"{escape(name)}</span>"
+        '<span><svg width="12" height="12"><rect width="12" height="12"'
+        f' fill="{colour_of(name, names)}"/></svg> {escape(name)}</span>'
         for name in names
     )
     return f'<p class="legend">{entries}</p>'
 
 
 def rows_over_time(
-    names: Sequence[str], rows: Sequence[Sequence[Segment]], *, marks: Iterable[tuple[float, str]], label: str
+    names: Sequence[str],
+    rows: Sequence[Sequence[Segment]],
+    *,
+    marks: Iterable[tuple[float, str]],
+    label: str,
 ) -> str:
-    """Rows of segments over a common axis, each with its name in front, and a legend of the kinds of segments.
+    """Rows of segments over a common axis, each with its name in front, and a legend of the kinds
+    of segments.
 
     Args:
         names: one for each row.
@@ -180,26 +206,34 @@ def rows_over_time(
     drawn = []
     for index, (name, row) in enumerate(zip(names, rows, strict=True)):
         y = _TOP + index * _ROW
-        drawn.append(f'<text x="{_LEFT - 8}" y="{y + _ROW - 8}" text-anchor="end">{escape(name)}</text>')
+        drawn.append(
+            f'<text x="{_LEFT - 8}" y="{y + _ROW - 8}" text-anchor="end">{escape(name)}</text>'
+        )
         for segment in row:
             width = max((segment.end - segment.start) * scale - _LEAST_WIDTH, _LEAST_WIDTH)
             drawn.append(
-                f'<rect x="{_LEFT + segment.start * scale:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - _GAP}" '
-                f'fill="{colour_of(segment.kind, kinds)}"><title>{escape(segment.text)}</title></rect>'
+                f'<rect x="{_LEFT + segment.start * scale:.2f}" y="{y}" width="{width:.2f}"'
+                f' height="{_ROW - _GAP}" fill="{colour_of(segment.kind, kinds)}">'
+                f"<title>{escape(segment.text)}</title></rect>"
             )
     for place, text in marks:
         x = _LEFT + place * scale
         anchor = "end" if place > 0.9 * extent else "start"
-        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height + 5}" class="mark"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>')
+        drawn.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height + 5}" class="mark"/>'
+        )
+        drawn.append(
+            f'<text x="{x:.1f}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
     return _picture(_WIDTH, height + _BOTTOM, drawn, label) + legend(kinds)
 
 
 def cells(numbers: Sequence[int], columns: int, label: str) -> str:
     """Devices as numbered squares, `columns` in each row."""
     drawn = [
-        f'<rect x="{k % columns * _CELL + 1}" y="{k // columns * _CELL + 1}" width="{_CELL - 4}" height="{_CELL - 4}"'
-        f' rx="4" class="device"/><text x="{k % columns * _CELL + _CELL / 2 - 1:.0f}" y="{k // columns * _CELL + 21}"'
+        f'<rect x="{k % columns * _CELL + 1}" y="{k // columns * _CELL + 1}" width="{_CELL - 4}"'
+        f' height="{_CELL - 4}" rx="4" class="device"/><text'
+        f' x="{k % columns * _CELL + _CELL / 2 - 1:.0f}" y="{k // columns * _CELL + 21}"'
         f' text-anchor="middle">{number}</text>'
         for k, number in enumerate(numbers)
     ]
@@ -208,6 +242,7 @@ def cells(numbers: Sequence[int], columns: int, label: str) -> str:
 
 def _picture(width: int, height: int, drawn: Iterable[str], label: str) -> str:
     return (
-        f'<svg viewBox="0 0 {width} {height}" style="width:{width}px" role="img" aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {width} {height}" style="width:{width}px" role="img"'
+        f' aria-label="{escape(label)}">'
         f"{''.join(drawn)}</svg>"
     )

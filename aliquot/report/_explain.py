@@ -1,4 +1,6 @@
-"""Explanation of a plan: its choices, their predicted cost, and the cost of the best alternatives."""
+"""Explanation of a plan: its choices, their predicted cost, and the cost of the best
+alternatives.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,11 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     """
     # A row without a name has the parts of the memory, which have a table here.
     rows = [(name, text) for name, text in fact_rows(plan) if name]
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), Facts([*rows, *origin_rows(plan)]), ""]
+    parts: list[RenderableType] = [
+        Text(headline(plan), style="bold"),
+        Facts([*rows, *origin_rows(plan)]),
+        "",
+    ]
     parts += _sections(plan, {alternative.subject: alternative for alternative in alternatives})
     told = _subjects(plan)
     rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
@@ -148,7 +154,9 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
 def _sections(plan: Plan, others: Mapping[str, Alternative]) -> Iterator[RenderableType]:
     for section in sections(plan, EXPLAINED):
-        yield SectionTable(_with_alternatives(section, others), narrow=section.kind == SectionKind.STAGES)
+        yield SectionTable(
+            _with_alternatives(section, others), narrow=section.kind == SectionKind.STAGES
+        )
         if section.kind == SectionKind.STAGES and all(stage.prediction for stage in plan.stages):
             yield Timeline(plan)
 
@@ -193,7 +201,10 @@ def _best_other(other: Alternative | None) -> str:
 def _is_as_fast(other: Alternative) -> bool:
     """True if an alternative costs the same but for rounding, and so speaks for nothing."""
     seconds = other.alternative_step_time_s
-    return seconds is not None and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
+    return (
+        seconds is not None
+        and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
+    )
 
 
 def _alternatives(others: Sequence[Alternative]) -> Group:

@@ -1,5 +1,5 @@
-"""A plan as one self-contained HTML page: facts, the mesh, the schedule, memory, communication and alternatives.
-Needs no network.
+"""A plan as one self-contained HTML page: facts, the mesh, the schedule, memory, communication and
+alternatives. Needs no network.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from ._drawings import areas, bar, cells, rows_over_time
 from ._page_series import memory_series, schedule_rows
 
 _MOST_CELLS = 64
-_STYLE = """:root{color-scheme:light}body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
-padding:0 1rem;color:#1c2733;background:#fff}h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
+_STYLE = """:root{color-scheme:light}
+body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
+padding:0 1rem;color:#1c2733;background:#fff}
+h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
 table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;
 overflow-wrap:anywhere}th{font-weight:600;overflow-wrap:break-word}
 .number{text-align:right;white-space:nowrap}svg{max-width:100%;height:auto}
 svg text{font-size:12px;fill:#1c2733}.device{fill:#dbe7f3;stroke:#3b6ea5}.grid{stroke:#e3e7eb}
-.mark{stroke:#8a949e;stroke-dasharray:2 3}.limit{stroke:#b03030;stroke-width:2}.legend span{margin-right:1.2rem}
+.mark{stroke:#8a949e;stroke-dasharray:2 3}.limit{stroke:#b03030;stroke-width:2}
+.legend span{margin-right:1.2rem}
 .legend svg{vertical-align:-1px}"""
 
 
@@ -61,7 +64,11 @@ def _section(section: Section) -> str:
     """A section as a table, with a bar beside each row that has an amount, and its remarks."""
     most = max(section.amounts, default=0.0)
     parts = [row[0] for row in section.rows] if section.kind == SectionKind.MEMORY else []
-    pictures = [bar(amount / most, row[0], parts) for row, amount in zip(section.rows, section.amounts) if most]
+    pictures = [
+        bar(amount / most, row[0], parts)
+        for row, amount in zip(section.rows, section.amounts)
+        if most
+    ]
     table = _table(section.header, section.rows, section.right, pictures) if section.rows else ""
     # A title alone says that there is nothing to list.
     return table + "".join(f"<p>{escape(remark)}</p>" for remark in section.remarks) or "<p></p>"
@@ -82,7 +89,10 @@ def _memory_over_time(plan: Plan) -> Iterator[tuple[str, str]]:
         steps=series.steps,
     )
     across = "time" if series.steps else "operators of the step in the order in which they run"
-    yield f"Memory over the course of a step{series.who} (predicted)", f"{drawn}<p>From left to right: {across}.</p>"
+    yield (
+        f"Memory over the course of a step{series.who} (predicted)",
+        f"{drawn}<p>From left to right: {across}.</p>",
+    )
 
 
 def _stages(numbers: Sequence[int]) -> str:
@@ -94,19 +104,24 @@ def _schedule(plan: Plan) -> str:
     if not any(drawn.rows):
         return ""
     marks = [(0.0, "0 s"), (drawn.shown_s, format_seconds(drawn.shown_s))]
-    text = rows_over_time(drawn.names, drawn.rows, marks=marks, label="tasks of each submesh over time")
+    text = rows_over_time(
+        drawn.names, drawn.rows, marks=marks, label="tasks of each submesh over time"
+    )
     if drawn.num_left_out:
         text += f"<p>And {drawn.num_left_out} more submeshes.</p>"
     if drawn.shown_s < drawn.step_time_s:
         text += (
-            f"<p>The beginning of a step of {format_seconds(drawn.step_time_s)}; the whole of it is in the trace that "
-            "<code>aliquot explain PLAN --trace FILE</code> writes.</p>"
+            f"<p>The beginning of a step of {format_seconds(drawn.step_time_s)}; the whole of it is"
+            " in the trace that <code>aliquot explain PLAN --trace FILE</code> writes.</p>"
         )
     return text
 
 
 def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), pictures: Sequence[str] = ()
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    pictures: Sequence[str] = (),
 ) -> str:
     """A table of texts.
 
@@ -117,7 +132,9 @@ def _table(
 
     def cells_of(row: Sequence[str], tag: str) -> str:
         kinds = [' class="number"' if k in right else "" for k in range(len(row))]
-        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
+        return "".join(
+            f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True)
+        )
 
     lines = [cells_of(header, "th")] if header else []
     for row, picture in itertools.zip_longest(rows, pictures, fillvalue=""):
@@ -126,7 +143,9 @@ def _table(
 
 
 def _meshes(plan: Plan) -> str:
-    """Devices as cells, the last axis along rows, all others down; stages with equal meshes share a line of text."""
+    """Devices as cells, the last axis along rows, all others down; stages with equal meshes share a
+    line of text.
+    """
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index, stage in enumerate(plan.stages):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(index)
@@ -135,11 +154,17 @@ def _meshes(plan: Plan) -> str:
         axes = " x ".join(f"{name} ({size})" for name, size in zip(names, shape, strict=False))
         places = [device_range(plan.stages[index]) for index in indices]
         first, last = min(start for start, _ in places), max(stop for _, stop in places) - 1
-        who = "" if len(plan.stages) == 1 else f"{_stages(indices)}, {'each ' * (len(indices) > 1)}on a mesh of "
+        who = (
+            ""
+            if len(plan.stages) == 1
+            else f"{_stages(indices)}, {'each ' * (len(indices) > 1)}on a mesh of "
+        )
         drawn.append(f"<p>{escape(who + axes)}: devices {first} to {last}</p>")
         total = math.prod(shape)
         if len(places) * total > _MOST_CELLS or shape[-1] > _MOST_CELLS // 2:
             continue
         for start, stop in dict.fromkeys(places):
-            drawn.append(f"<p>{cells(range(start, stop), shape[-1], f'devices {start} to {stop - 1}')}</p>")
+            drawn.append(
+                f"<p>{cells(range(start, stop), shape[-1], f'devices {start} to {stop - 1}')}</p>"
+            )
     return "".join(drawn)

@@ -1,4 +1,6 @@
-"""Data of the pictures of a plan's page: memory over the course of a step, and the tasks of a pipeline's schedule."""
+"""Data of the pictures of a plan's page: memory over the course of a step, and the tasks of a
+pipeline's schedule.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class MemorySeries:
 
 
 def memory_series(plan: Plan) -> MemorySeries | None:
-    """The memory to draw: of one program as its prediction stores it, of a pipeline that of its fullest stage.
+    """The memory to draw: of one program as its prediction stores it, of a pipeline that of its
+    fullest stage.
 
-    None for plans of one program whose file was written before predictions held it, and for pipelines without a backward
-    pass, which keep nothing.
+    None for plans of one program whose file was written before predictions held it, and for
+    pipelines without a backward pass, which keep nothing.
     """
     if plan.is_pipeline:
         return _fullest_stage(plan)
@@ -77,15 +80,25 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
         key=lambda item: item[1].peak_memory_bytes,
     )
     trace = planned_trace(plan)
-    held = {second: count for second, _, stage, count in in_flight_events(trace.events) if stage == index}
+    held = {
+        second: count
+        for second, _, stage, count in in_flight_events(trace.events)
+        if stage == index
+    }
     if not held or not prediction.in_flight:
         return None
     places = [0.0, *(second for second in held if second > 0), trace.step_time_s]
     counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
     parts = {
-        name: tuple(count * each_bytes for count in counts) if name == _KEPT else (num_bytes,) * len(places)
-        for name, num_bytes in sorted(prediction.memory_bytes.items(), key=lambda item: item[0] == _KEPT)
+        name: (
+            tuple(count * each_bytes for count in counts)
+            if name == _KEPT
+            else (num_bytes,) * len(places)
+        )
+        for name, num_bytes in sorted(
+            prediction.memory_bytes.items(), key=lambda item: item[0] == _KEPT
+        )
         if num_bytes
     }
     return MemorySeries(
@@ -99,7 +112,9 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleRows:
-    """Tasks of each submesh in the order of time. `shown_s`: how much of the step they cover from its beginning."""
+    """Tasks of each submesh in the order of time. `shown_s`: how much of the step they cover from
+    its beginning.
+    """
 
     names: tuple[str, ...]
     rows: tuple[tuple[Segment, ...], ...]
@@ -113,7 +128,8 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
     trace = planned_trace(plan)
     shown = min(plan.num_submeshes, _MOST_SUBMESHES)
     events = sorted(
-        (e for e in trace.events if e.lane == "compute" and e.submesh < shown), key=lambda event: event.end_s
+        (e for e in trace.events if e.lane == "compute" and e.submesh < shown),
+        key=lambda event: event.end_s,
     )
     splits_backward = any(event.kind == TaskKind.BACKWARD_WEIGHT for event in events)
     rows: list[list[Segment]] = [[] for _ in range(shown)]

@@ -16,7 +16,8 @@ _MOST_OUTLIERS = 10
 
 
 def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
-    """Tables of what was measured: kinds of programs, and those that are noisy or differ from their neighbours.
+    """Tables of what was measured: kinds of programs, and those that are noisy or differ from their
+    neighbours.
 
     Args:
         answer: as `describe_profiles` gives it.
@@ -28,19 +29,31 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
             row["grade"],
             str(row["measured"]),
             str(row["failed"] or ""),
-            f"{format_seconds(row['least_s'])} to {format_seconds(row['most_s'])}" if row["measured"] else "",
+            (
+                f"{format_seconds(row['least_s'])} to {format_seconds(row['most_s'])}"
+                if row["measured"]
+                else ""
+            ),
             f"{row['spread']:.0%}" if row["measured"] else "",
         )
         for row in answer["kinds"]
     ]
     parts: list[RenderableType] = [
         columns(
-            "Programs", ("kind", "devices", "grade", "programs", "failed", "seconds", "spread"), kinds, right=(3, 4, 6)
+            "Programs",
+            ("kind", "devices", "grade", "programs", "failed", "seconds", "spread"),
+            kinds,
+            right=(3, 4, 6),
         )
     ]
     if answer["tables"]:
         tables = [
-            (row["table"], str(row["sizes"]), f"{row['median_ratio']:.2f}", f"{row['interpolation_error']:.0%}")
+            (
+                row["table"],
+                str(row["sizes"]),
+                f"{row['median_ratio']:.2f}",
+                f"{row['interpolation_error']:.0%}",
+            )
             for row in answer["tables"]
         ]
         header = ("priced as", "sizes", "measured / modelled", "error between sizes")
@@ -50,7 +63,9 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
             (row["program"], row["devices"], format_seconds(row["seconds"]), row["reason"])
             for row in answer["outliers"][:_MOST_OUTLIERS]
         ]
-        parts.append(columns("Outliers", ("program", "devices", "seconds", "why"), rows, right=(2,)))
+        parts.append(
+            columns("Outliers", ("program", "devices", "seconds", "why"), rows, right=(2,))
+        )
     return Group(*parts)
 
 
@@ -73,7 +88,10 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
             horizontal=curve["horizontal"],
             unit=curve["unit"],
             points=points,
-            series={name: [values.get(point) for point in points] for name, values in curve["series"].items()},
+            series={
+                name: [values.get(point) for point in points]
+                for name, values in curve["series"].items()
+            },
         )
         written.append(folder / f"{curve['file']}.png")
     return written
@@ -84,25 +102,33 @@ def check_text(answer: Mapping[str, Any]) -> RenderableType:
     alone = answer["measured_compute_share"]
     also = f", another {alone:.0%} on one device alone (measured-compute)" if alone else ""
     lines = [
-        f"{answer['measured_share']:.0%} of the plan's compute and communication was measured{also}, with a mean error of "
-        f"{answer['measured_error']:.0%}.",
-        f"step time       {format_seconds(answer['step_time_s'])} with these measurements, "
-        f"{format_seconds(answer['modelled_step_time_s'])} by the cost model alone",
+        (
+            f"{answer['measured_share']:.0%} of the plan's compute and communication was"
+            f" measured{also}, with a mean error of {answer['measured_error']:.0%}."
+        ),
+        (
+            f"step time       {format_seconds(answer['step_time_s'])} with these measurements, "
+            f"{format_seconds(answer['modelled_step_time_s'])} by the cost model alone"
+        ),
         f"still to do     {answer['missing']} of {answer['operators']} operators",
     ]
     if not answer["most_wanted"]:
         return "\n".join(lines)
     rows = [(text, mesh) for text, mesh in answer["most_wanted"][:_MOST_OUTLIERS]]
-    return Group("\n".join(lines), columns("Missing, most useful first", ("operator", "mesh"), rows))
+    return Group(
+        "\n".join(lines), columns("Missing, most useful first", ("operator", "mesh"), rows)
+    )
 
 
 def fit_text(answer: Mapping[str, Any]) -> RenderableType:
     """Fitted figures, and how well they predict what they were not fitted to."""
     rows = [
-        (name, f"{row['before']:.4g}", f"{row['value']:.4g}", row["source"]) for name, row in answer["figures"].items()
+        (name, f"{row['before']:.4g}", f"{row['value']:.4g}", row["source"])
+        for name, row in answer["figures"].items()
     ]
     errors = [
-        (row["table"], str(row["sizes"]), f"{row['before']:.0%}", f"{row['after']:.0%}") for row in answer["errors"]
+        (row["table"], str(row["sizes"]), f"{row['before']:.0%}", f"{row['after']:.0%}")
+        for row in answer["errors"]
     ]
     return Group(
         columns("Figures", ("figure", "before", "fitted", "from"), rows, right=(1, 2)),

@@ -56,7 +56,11 @@ class BatchSearch:
     @property
     def fastest(self) -> BatchTrial | None:
         """The batch with the highest throughput among those tried."""
-        return max((t for t in self.trials if t.plan), key=lambda t: (t.examples_per_s, -t.global_batch), default=None)
+        return max(
+            (t for t in self.trials if t.plan),
+            key=lambda t: (t.examples_per_s, -t.global_batch),
+            default=None,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -76,7 +80,9 @@ class BatchSearch:
                     "step_time_s": t.plan.prediction.step_time_s if t.plan else None,
                     "examples_per_s": t.examples_per_s or None,
                     "mfu": mfu(t.plan) if t.plan else None,
-                    "memory_bytes_per_device": t.plan.prediction.peak_memory_bytes if t.plan else None,
+                    "memory_bytes_per_device": (
+                        t.plan.prediction.peak_memory_bytes if t.plan else None
+                    ),
                     "num_micro_batches": t.plan.num_micro_batches if t.plan else None,
                     "reason": t.refusal,
                 }
@@ -93,9 +99,16 @@ class BatchSearch:
 def batch_table(search: BatchSearch) -> Group:
     """Table of the batches that were tried, headed by the largest and the fastest."""
     largest, fastest = search.largest, search.fastest
-    lines: list[RenderableType] = [Text(f"{search.model} on {search.cluster} (predicted)", style="bold")]
+    lines: list[RenderableType] = [
+        Text(f"{search.model} on {search.cluster} (predicted)", style="bold")
+    ]
     if largest is None or fastest is None:
-        lines.append(Text("  No batch fits: " + (search.trials[0].refusal if search.trials else "none was tried")))
+        lines.append(
+            Text(
+                "  No batch fits: "
+                + (search.trials[0].refusal if search.trials else "none was tried")
+            )
+        )
         return Group(*lines)
     end = (
         f"; {largest.global_batch + search.unit} does not fit"
@@ -127,7 +140,11 @@ def _what(trial: BatchTrial) -> str:
 
 def _per_s(trial: BatchTrial) -> float:
     tokens = tokens_per_step(trial.plan) if trial.plan else 0
-    return tokens / trial.plan.prediction.step_time_s if trial.plan and tokens else trial.examples_per_s
+    return (
+        tokens / trial.plan.prediction.step_time_s
+        if trial.plan and tokens
+        else trial.examples_per_s
+    )
 
 
 def _percent(value: float | None) -> str:
@@ -183,11 +200,19 @@ class Sizing:
     @property
     def fewest(self) -> ClusterOption | None:
         """The fewest hosts on which the model fits at all."""
-        return min((o for o in self.options if o.plan), key=lambda o: (o.num_hosts, o.training_s), default=None)
+        return min(
+            (o for o in self.options if o.plan),
+            key=lambda o: (o.num_hosts, o.training_s),
+            default=None,
+        )
 
     def in_time(self, slower: float = 1.0) -> list[ClusterOption]:
         """Options that meet the deadline if steps take `slower` times what is predicted."""
-        return [o for o in self.options if o.training_s is not None and o.training_s * slower <= self.by_s]
+        return [
+            o
+            for o in self.options
+            if o.training_s is not None and o.training_s * slower <= self.by_s
+        ]
 
     def choice(self, slower: float = 1.0) -> ClusterOption | None:
         """The cheapest in time; without prices, the one of the fewest hosts."""
@@ -211,7 +236,9 @@ class Sizing:
                 {
                     "slower": slower,
                     "choice": option.cluster if option else None,
-                    "training_s": option.training_s * slower if option and option.training_s else None,
+                    "training_s": (
+                        option.training_s * slower if option and option.training_s else None
+                    ),
                     "cost": option.cost * slower if option and option.cost is not None else None,
                 }
                 for slower, option in ((s, self.choice(s)) for s in SLOWER)
@@ -246,10 +273,15 @@ SLOWER = (0.8, 1.0, 1.25, 1.5)
 
 def sizing_table(sizing: Sizing) -> Group:
     """The choice, what it becomes if predictions are off, and all that was planned."""
-    goal = f"{sizing.model}: {format_count(sizing.tokens)} tokens in {sizing.by_s / _DAY_S:g} days, batch {sizing.global_batch}"
+    goal = (
+        f"{sizing.model}: {format_count(sizing.tokens)} tokens in {sizing.by_s / _DAY_S:g} days,"
+        f" batch {sizing.global_batch}"
+    )
     lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
     fewest, choice = sizing.fewest, sizing.choice()
-    lines.append(Text(f"  fewest hosts that fit  {_named(fewest) if fewest else 'none that was tried'}"))
+    lines.append(
+        Text(f"  fewest hosts that fit  {_named(fewest) if fewest else 'none that was tried'}")
+    )
     best = "cheapest in time" if sizing.prices else "fewest hosts in time"
     lines.append(Text(f"  {best.ljust(22)} {_named(choice) if choice else 'none that was tried'}"))
     lines += [Text(""), Text("If steps take more or less than predicted", style="bold")]
@@ -260,7 +292,14 @@ def sizing_table(sizing: Sizing) -> Group:
             lines.append(Padding(Text(f"{slower:g}x: {text}"), (0, 0, 0, 2)))
     lines.append(Text(""))
     priced = any(o.cost is not None for o in sizing.options)
-    header = ["cluster", "step", "MFU", "days", "in time", *(["per hour", "cost"] if priced else [])]
+    header = [
+        "cluster",
+        "step",
+        "MFU",
+        "days",
+        "in time",
+        *(["per hour", "cost"] if priced else []),
+    ]
     rows = []
     for o in sizing.options:
         row = [o.cluster, "does not fit", "", "", ""]
@@ -276,9 +315,14 @@ def sizing_table(sizing: Sizing) -> Group:
 
 
 def _named(option: ClusterOption, slower: float = 1.0) -> str:
-    days = f", {option.training_s * slower / _DAY_S:.1f} days" if option.training_s is not None else ""
+    days = (
+        f", {option.training_s * slower / _DAY_S:.1f} days" if option.training_s is not None else ""
+    )
     cost = f", {_money(option.cost * slower)}" if option.cost is not None else ""
-    return f"{option.cluster} ({option.num_hosts} host{'' if option.num_hosts == 1 else 's'}){days}{cost}"
+    return (
+        f"{option.cluster} ({option.num_hosts}"
+        f" host{'' if option.num_hosts == 1 else 's'}){days}{cost}"
+    )
 
 
 def _money(value: float | None) -> str:
@@ -287,5 +331,8 @@ def _money(value: float | None) -> str:
 
 def sorted_options(options: Sequence[ClusterOption]) -> tuple[ClusterOption, ...]:
     """By device as first asked for, then by number of hosts."""
-    order = {name: k for k, name in enumerate(dict.fromkeys(o.cluster.rpartition("x")[2] for o in options))}
+    order = {
+        name: k
+        for k, name in enumerate(dict.fromkeys(o.cluster.rpartition("x")[2] for o in options))
+    }
     return tuple(sorted(options, key=lambda o: (order[o.cluster.rpartition("x")[2]], o.num_hosts)))

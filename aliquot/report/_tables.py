@@ -17,7 +17,13 @@ from ..plans import Section
 
 def as_text(renderable: RenderableType, *, width: int = 120) -> str:
     """A report as plain text without colours, `width` columns wide."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
+    )
     with console.capture() as captured:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
@@ -45,22 +51,32 @@ class _Columns:
     spaces and before dots.
     """
 
-    def __init__(self, header: list[str], rows: list[list[str]], right: frozenset[int], narrow: bool) -> None:
+    def __init__(
+        self, header: list[str], rows: list[list[str]], right: frozenset[int], narrow: bool
+    ) -> None:
         self._header, self._rows, self._right, self._narrow = header, rows, right, narrow
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        natural = sum(max(map(len, column)) for column in zip(self._header, *self._rows, strict=True))
+        natural = sum(
+            max(map(len, column)) for column in zip(self._header, *self._rows, strict=True)
+        )
         narrow = self._narrow or natural + 3 * len(self._header) > options.max_width
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1)
+        )
         for position, name in enumerate(self._header):
             flush = position in self._right
-            table.add_column(Text(name), justify="right" if flush else "left", overflow="fold", no_wrap=flush)
+            table.add_column(
+                Text(name), justify="right" if flush else "left", overflow="fold", no_wrap=flush
+            )
         flexible = [k for k in range(len(self._header)) if k not in self._right]
         available = options.max_width - (2 if narrow else 3) * len(self._header)
         widths = fitting_widths([self._header, *self._rows], flexible, available)
         for row in self._rows:
             # Paths hold brackets, which would be taken for markup.
-            table.add_row(*(Text("\n".join(broken(cell, w))) for cell, w in zip(row, widths, strict=True)))
+            table.add_row(
+                *(Text("\n".join(broken(cell, w))) for cell, w in zip(row, widths, strict=True))
+            )
         yield table
 
 
@@ -91,7 +107,13 @@ class SectionTable:
         if not section.rows:
             yield Text(section.title, style="bold" if section.remarks else "")
         elif not section.parts or _natural_width(section) <= options.max_width:
-            yield columns(section.title, section.header, section.rows, right=section.right, narrow=self._narrow)
+            yield columns(
+                section.title,
+                section.header,
+                section.rows,
+                right=section.right,
+                narrow=self._narrow,
+            )
         else:
             for title, positions in section.parts:
                 part = section.columns(positions)
@@ -103,4 +125,6 @@ class SectionTable:
 
 
 def _natural_width(section: Section) -> int:
-    return sum(max(map(len, column)) + 2 for column in zip(section.header, *section.rows, strict=True))
+    return sum(
+        max(map(len, column)) + 2 for column in zip(section.header, *section.rows, strict=True)
+    )

@@ -45,7 +45,9 @@ class Timeline:
         shown = range(min(self._num_submeshes, _MOST_SUBMESHES))
         names = [f"  {k} " if self._num_submeshes < 10 else f"  {k:>2} " for k in shown]
         room = max(width - len(names[-1]), 20)
-        shortest_s = min((e.end_s - e.start_s for e in self._events if e.kind == TaskKind.FORWARD), default=end_s)
+        shortest_s = min(
+            (e.end_s - e.start_s for e in self._events if e.kind == TaskKind.FORWARD), default=end_s
+        )
         column_s = max(end_s / room, shortest_s / _COLUMNS_OF_TASK)
         if end_s / room >= shortest_s / _COLUMNS_OF_TASK * (1 + 1e-9):
             column_s = shortest_s / _COLUMNS_OF_TASK
@@ -58,7 +60,10 @@ class Timeline:
         for event in self._events:
             by_submesh[event.submesh].append(event)
         lines = [
-            name + " ... ".join(_drawn(by_submesh[k], since, columns, column_s) for since, columns in parts)
+            name
+            + " ... ".join(
+                _drawn(by_submesh[k], since, columns, column_s) for since, columns in parts
+            )
             for k, name in enumerate(names)
         ]
         if len(shown) < self._num_submeshes:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core import InputError, printable, shortened
-from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, make_schedule, submesh_names
+from ..plans import (
+    Plan,
+    Schedule,
+    TaskKind,
+    Trace,
+    TraceEvent,
+    headline,
+    make_schedule,
+    submesh_names,
+)
 
 if TYPE_CHECKING:
     from ..cost import PipelineTimes, StageCosts
@@ -25,15 +34,23 @@ def planned_trace(plan: Plan) -> Trace:
     predicted = [stage.prediction for stage in plan.stages]
     if not plan.is_pipeline or not predicted or None in predicted:
         raise InputError(
-            f"this plan ({shortened(printable(plan.method, keep=''), 60)}) is no pipeline with predicted stages, so it has no "
-            "schedule to trace. Make one with: aliquot plan ... --method pipeshard"
+            f"this plan ({shortened(printable(plan.method, keep=''), 60)}) is no pipeline with"
+            " predicted stages, so it has no schedule to trace. Make one with: aliquot plan ..."
+            " --method pipeshard"
         )
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes)
+    schedule = make_schedule(
+        plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes
+    )
     costs = _costs(plan)
     times = simulate(schedule, costs)
     events = [*_tasks(schedule, times), *_transfers(times)]
     events += _updates(schedule, costs, events)
-    return Trace(title=headline(plan), source="predicted", submeshes=submesh_names(plan), events=tuple(events))
+    return Trace(
+        title=headline(plan),
+        source="predicted",
+        submeshes=submesh_names(plan),
+        events=tuple(events),
+    )
 
 
 def _costs(plan: Plan) -> StageCosts:
@@ -90,9 +107,20 @@ def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) ->
     """Stage by stage behind everything that keeps a submesh busy."""
     updates = []
     for submesh in range(schedule.num_submeshes):
-        now = max((e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0)
+        now = max(
+            (e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0
+        )
         if not costs.overlaps_transfers:
-            now = max([now, *(e.end_s for e in events if e.lane != "compute" and _touches(schedule, e, submesh))])
+            now = max(
+                [
+                    now,
+                    *(
+                        e.end_s
+                        for e in events
+                        if e.lane != "compute" and _touches(schedule, e, submesh)
+                    ),
+                ]
+            )
         for stage in schedule.stages_of(submesh):
             end = now + float(costs.update_s[stage])
             updates.append(

@@ -44,11 +44,25 @@ def _shared(figures: Mapping[str, Any]) -> str:
 
 
 def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    predicted, compiled, limit = stage["predicted_bytes"], stage["compiled_bytes"], figures["limit_bytes"]
-    share = f", {compiled / limit:.0%} of the {format_bytes(limit)} that a program may take" if limit else ""
-    yield "memory", f"{format_bytes(compiled)} on each device{share}; predicted {format_bytes(predicted)}"
+    predicted, compiled, limit = (
+        stage["predicted_bytes"],
+        stage["compiled_bytes"],
+        figures["limit_bytes"],
+    )
+    share = (
+        f", {compiled / limit:.0%} of the {format_bytes(limit)} that a program may take"
+        if limit
+        else ""
+    )
+    yield (
+        "memory",
+        f"{format_bytes(compiled)} on each device{share}; predicted {format_bytes(predicted)}",
+    )
     if predicted:
-        yield "prediction", f"{abs(predicted / compiled - 1):.1%} too {'high' if predicted > compiled else 'low'}"
+        yield (
+            "prediction",
+            f"{abs(predicted / compiled - 1):.1%} too {'high' if predicted > compiled else 'low'}",
+        )
     if not stage["refusal"]:
         again = " (kept from an earlier run)" if stage["cached"] else ""
         yield "compiled in", f"{format_seconds(stage['compile_s'])}{again}"
@@ -58,8 +72,10 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
         cycles, seconds = stage["compiler_cycles"], figures["predicted_compute_s"]
         yield (
             "compute",
-            f"{cycles:.3g} cycles, expects the compiler; the plan's {format_seconds(seconds)} of compute are that many at "
-            f"a clock of {cycles / seconds / 1e9:.2f} GHz",
+            (
+                f"{cycles:.3g} cycles, expects the compiler; the plan's {format_seconds(seconds)}"
+                f" of compute are that many at a clock of {cycles / seconds / 1e9:.2f} GHz"
+            ),
         )
 
 
@@ -67,7 +83,11 @@ def _program(figures: Mapping[str, Any]) -> str:
     """Such as `forward 8 times`; a program that another stage has as well says so."""
     name = figures["name"].split(" ", 2)[2].replace("update", "update round")
     times = f" {figures['runs']} times" if figures["runs"] != 1 else ""
-    return f"{name}{times} (the same as {figures['same_as']})" if figures["same_as"] else f"{name}{times}"
+    return (
+        f"{name}{times} (the same as {figures['same_as']})"
+        if figures["same_as"]
+        else f"{name}{times}"
+    )
 
 
 def _tables(stage: Mapping[str, Any]) -> Iterable[RenderableType]:
@@ -87,25 +107,46 @@ def _tables(stage: Mapping[str, Any]) -> Iterable[RenderableType]:
         for row in stage["collectives"]
     ]
     title = "Collectives in a step (the compiler merges small ones)"
-    yield columns(title, _COLLECTIVES, rows, right=(2, 3, 4, 5)) if rows else Text("No communication at all.")
+    yield (
+        columns(title, _COLLECTIVES, rows, right=(2, 3, 4, 5))
+        if rows
+        else Text("No communication at all.")
+    )
     odd = stage["unintended"]
     if not odd:
         yield Text("Every collective is one that the plan intends.")
         return
     listed = [
-        (each["kind"], ", ".join(each["axes"]) or "-", f"{each['count']:g}", format_bytes(each["bytes"]), each["cause"])
+        (
+            each["kind"],
+            ", ".join(each["axes"]) or "-",
+            f"{each['count']:g}",
+            format_bytes(each["bytes"]),
+            each["cause"],
+        )
         for each in odd[:_MOST]
     ]
     more = f"; the largest {_MOST} of {len(odd)}" if len(odd) > _MOST else ""
-    yield columns(f"Collectives that the plan did not intend{more}", _UNINTENDED, listed, right=(2, 3))
+    yield columns(
+        f"Collectives that the plan did not intend{more}", _UNINTENDED, listed, right=(2, 3)
+    )
 
 
 _MEMORY = ("predicted", "", "compiled", "")
-_COLLECTIVES = ("kind", "axes", "predicted count", "compiled count", "predicted bytes", "compiled bytes")
+_COLLECTIVES = (
+    "kind",
+    "axes",
+    "predicted count",
+    "compiled count",
+    "predicted bytes",
+    "compiled bytes",
+)
 _UNINTENDED = ("kind", "axes", "count", "bytes", "what it moves, or the operator that makes it")
 
 
-def _memory_rows(predicted: Mapping[str, float], compiled: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
+def _memory_rows(
+    predicted: Mapping[str, float], compiled: Mapping[str, float]
+) -> list[tuple[str, str, str, str]]:
     """Two accounts side by side. They are cut differently: what lives where is the compiler's own
     affair.
     """

@@ -35,7 +35,11 @@ class Arguments:
         names = tuple(kwargs)
         flat, tree = jax.tree.flatten((tuple(args), tuple(kwargs.values())))
         known = self._seen
-        if known is not None and known[0] == (names, tree) and all(flat[k] is static for k, static in known[1]):
+        if (
+            known is not None
+            and known[0] == (names, tree)
+            and all(flat[k] is static for k, static in known[1])
+        ):
             skipped = {k for k, _ in known[1]}
             leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped]
             if all(hasattr(leaf, "dtype") for leaf in leaves):
@@ -71,21 +75,26 @@ class Arguments:
     def check_alive(self, leaves: Sequence[Any]) -> None:
         """Refuse arrays that an earlier call has donated. Raises `InputError` naming them."""
         traced = [
-            i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if isinstance(leaf, jax.core.Tracer)
+            i.path
+            for i, leaf in zip(self._graph.inputs, leaves, strict=True)
+            if isinstance(leaf, jax.core.Tracer)
         ]
         if traced:
             raise InputError(
-                f"{self._graph.name} is called inside a function that JAX traces (jit, grad, vmap or make_jaxpr): {traced[0]} "
-                "has no numbers yet. A parallel step runs compiled programs on several devices; call it outside, or plan the "
-                "function around it."
+                f"{self._graph.name} is called inside a function that JAX traces (jit, grad, vmap"
+                f" or make_jaxpr): {traced[0]} has no numbers yet. A parallel step runs compiled"
+                " programs on several devices; call it outside, or plan the function around it."
             )
-        gone = [i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if _is_deleted(leaf)]
+        gone = [
+            i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if _is_deleted(leaf)
+        ]
         if gone:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             raise InputError(
-                f"{self._graph.name} is called with arrays that no longer exist: {', '.join(gone[:3])}{more}. A call donates "
-                "the state that it replaces, so that both need not be held. Pass the state that the last call returned; "
-                "to keep an old one, copy it first: jax.tree.map(jnp.copy, state)."
+                f"{self._graph.name} is called with arrays that no longer exist:"
+                f" {', '.join(gone[:3])}{more}. A call donates the state that it replaces, so that"
+                " both need not be held. Pass the state that the last call returned; to keep an"
+                " old one, copy it first: jax.tree.map(jnp.copy, state)."
             )
 
     def _refuse(self, problems: Sequence[str]) -> None:
@@ -114,7 +123,9 @@ def _canonical(dtype: Any) -> Any:
 def _is_deleted(leaf: Any) -> bool:
     if isinstance(leaf, PiecedArray):
         return any(map(_is_deleted, leaf.pieces))
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+    return (
+        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+    )
 
 
 def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:

@@ -18,8 +18,8 @@ from .transport import PiecedArray, gather
 class LeafDifference:
     """Difference of one output from the plain step's.
 
-    `relative` is the largest difference over the plain output's largest magnitude (over 1 where that is zero); infinite
-    where one side is not a number and the other is.
+    `relative` is the largest difference over the plain output's largest magnitude (over 1 where
+    that is zero); infinite where one side is not a number and the other is.
     """
 
     path: str
@@ -52,13 +52,16 @@ class StepCheck:
         if not self.leaves:
             return "the step returns no array"
         worst = self.worst
-        return f"largest relative difference {worst.relative:.2e} at {worst.path or 'the result'} of {len(self.leaves)}"
+        return (
+            f"largest relative difference {worst.relative:.2e} at {worst.path or 'the result'} of"
+            f" {len(self.leaves)}"
+        )
 
 
 def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
     """Results of the user's own step for flat arrays, on one device; nothing is donated."""
     calling = replace(graph.calling)
-    (device, *_) = jax.local_devices()
+    device, *_ = jax.local_devices()
     with jax.default_device(device):
         on_one = [_whole(leaf) for leaf in leaves]
         return list(jax.jit(lambda *flat: calling.run(flat))(*on_one))
@@ -69,22 +72,31 @@ def _whole(leaf: Any) -> Any:
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jax.device_put(gather(leaf)), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(
+            jax.device_put(gather(leaf)), impl=jax.random.key_impl(leaf)
+        )
     return jax.device_put(gather(leaf))
 
 
 def compare(paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:
     """Differences between two flat results. Waits for both."""
-    leaves = [_difference(p, gather(a), gather(b)) for p, a, b in zip(paths, results, wanted, strict=True)]
+    leaves = [
+        _difference(p, gather(a), gather(b)) for p, a, b in zip(paths, results, wanted, strict=True)
+    ]
     return StepCheck(leaves=tuple(leaves))
 
 
 def _difference(path: str, result: Any, wanted: Any) -> LeafDifference:
-    a, b = (np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False) for x in (result, wanted))
+    a, b = (
+        np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False)
+        for x in (result, wanted)
+    )
     if not a.size:
         return LeafDifference(path=path, largest=0.0, magnitude=0.0)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         gaps = np.where(same, 0.0, np.abs(a - b))
     magnitude = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
-    return LeafDifference(path=path, largest=float(np.where(np.isnan(gaps), np.inf, gaps).max()), magnitude=magnitude)
+    return LeafDifference(
+        path=path, largest=float(np.where(np.isnan(gaps), np.inf, gaps).max()), magnitude=magnitude
+    )

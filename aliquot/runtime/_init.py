@@ -53,7 +53,11 @@ def init_state(
             filled[position] = array
         positional, keywords = tree_unflatten(tree, filled)
         results, kept["tree"] = tree_flatten(init_fn(*positional, **keywords))
-        kept["statics"] = {k: leaf for k, leaf in enumerate(results) if not _is_array(leaf) and not _is_number(leaf)}
+        kept["statics"] = {
+            k: leaf
+            for k, leaf in enumerate(results)
+            if not _is_array(leaf) and not _is_number(leaf)
+        }
         return [leaf for k, leaf in enumerate(results) if k not in kept["statics"]]
 
     arrays = [leaves[position] for position in dynamic]
@@ -62,7 +66,12 @@ def init_state(
     stacks = _stacks(run, arrays, wanted)
     arrays_made: dict[tuple[int, Rows], Any] = {}
     for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
-        on_mesh = [(k, rows) for k, place in enumerate(wanted) for rows in place if rows.sharding.mesh == mesh]
+        on_mesh = [
+            (k, rows)
+            for k, place in enumerate(wanted)
+            for rows in place
+            if rows.sharding.mesh == mesh
+        ]
         if not mesh.local_devices:
             # Other processes make these.
             for k, rows in on_mesh:
@@ -73,19 +82,26 @@ def init_state(
         def part(*dynamic: Any, on_mesh: Sequence[tuple[int, Rows]] = on_mesh) -> list[Any]:
             # What none of these needs is left out by the compiler.
             results, pieces = run(*dynamic), _pieces(stacks, dynamic)
-            return [results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in on_mesh]
+            return [
+                results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in on_mesh
+            ]
 
         whole = NamedSharding(mesh, PartitionSpec())
         replicated = [_replicate(array, whole) for array in arrays]
         created = jax.jit(part, out_shardings=[rows.sharding for _, rows in on_mesh])(*replicated)
         arrays_made |= zip(on_mesh, created, strict=True)
-    return _rebuild(kept, [joined([arrays_made[k, rows] for rows in place], place) for k, place in enumerate(wanted)])
+    return _rebuild(
+        kept,
+        [joined([arrays_made[k, rows] for rows in place], place) for k, place in enumerate(wanted)],
+    )
 
 
 _Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
 
 
-def _stacks(run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequence[Sequence[Rows]]) -> _Stacks:
+def _stacks(
+    run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequence[Sequence[Rows]]
+) -> _Stacks:
     """Functions that make the stacked arrays of the result, cut so that a stage makes its own rows
     without the others.
 
@@ -169,20 +185,26 @@ def _places(
         wanted = inputs.pop(path)
         if (tuple(leaf.shape), str(leaf.dtype)) != (wanted.shape, wanted.dtype):
             described = f"{leaf.dtype}{list(leaf.shape)}"
-            problems.append(f"{path} is made as {described}, the step takes {wanted.dtype}{list(wanted.shape)}")
+            problems.append(
+                f"{path} is made as {described}, the step takes {wanted.dtype}{list(wanted.shape)}"
+            )
         rows_of[id(leaf)] = places[path]
     problems += [f"{path} is missing" for path in inputs]
     if problems:
         raise PlanMismatchError(
             problems,
             asked=f"what the function given to init returns is not the step's {', '.join(given)}",
-            advice="Return exactly what the step takes there (or a tuple of its state arguments, in order).",
+            advice=(
+                "Return exactly what the step takes there (or a tuple of its state arguments, in"
+                " order)."
+            ),
         )
     missing = [leaf for leaf in shapes if id(leaf) not in rows_of]
     if missing:
         raise CaptureError(
-            f"{len(missing)} arrays of what the function given to init returns cannot be found again among the step's "
-            "arguments. Make the state without init and pass it to the step."
+            f"{len(missing)} arrays of what the function given to init returns cannot be found"
+            " again among the step's arguments. Make the state without init and pass it to the"
+            " step."
         )
     return [rows_of[id(leaf)] for leaf in shapes]
 

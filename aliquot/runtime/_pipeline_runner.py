@@ -19,7 +19,15 @@ from ._arguments import Arguments
 from ._runner import AbstractRunner, interface_of
 from .compiled import Stats
 from .pipeline import Key, Pipeline, Span, build_plan_pipeline, measured_trace, pipeline_stats
-from .transport import agree_on_step, cut_leaves, input_pieces, join_results, original_of, output_pieces, place
+from .transport import (
+    agree_on_step,
+    cut_leaves,
+    input_pieces,
+    join_results,
+    original_of,
+    output_pieces,
+    place,
+)
 
 
 class PipelineRunner(AbstractRunner):
@@ -40,7 +48,9 @@ class PipelineRunner(AbstractRunner):
         self._inputs, self._outputs = input_pieces(graph), output_pieces(graph)
         self._paths = [item.path for item in self.graph.inputs]
         self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
-        self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values())
+        self._donated = frozenset(
+            k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values()
+        )
         self._arguments = Arguments(self.graph)
         self._stats: Stats | None = None
         self._is_agreed = plan is None or not pipeline.is_shared
@@ -59,7 +69,10 @@ class PipelineRunner(AbstractRunner):
     @property
     def shardings(self) -> dict[str, NamedSharding]:
         """See `AbstractRunner.shardings`."""
-        return {item.path: sharding for item, sharding in zip(self._pieces_graph.inputs, self._homes(), strict=True)}
+        return {
+            item.path: sharding
+            for item, sharding in zip(self._pieces_graph.inputs, self._homes(), strict=True)
+        }
 
     @property
     def interface(self) -> tuple[ArrayInterface, ...]:
@@ -72,7 +85,10 @@ class PipelineRunner(AbstractRunner):
         return [homes[pieces[0].position] for pieces in self._inputs]
 
     def _homes(self) -> list[NamedSharding]:
-        return [next(iter(places.values()))[1] if places else self._anywhere() for places in self._places]
+        return [
+            next(iter(places.values()))[1] if places else self._anywhere()
+            for places in self._places
+        ]
 
     def _anywhere(self) -> NamedSharding:
         return NamedSharding(self.meshes[0], PartitionSpec())
@@ -97,7 +113,9 @@ class PipelineRunner(AbstractRunner):
         for position, leaf in enumerate(cut_leaves(leaves, self._inputs, self._paths)):
             item = self._pieces_graph.inputs[position]
             shape = self._pieces_graph.values[item.value].shape
-            placed.append(place(leaf, homes[position], shape, keep=position in self._donated, path=item.path))
+            placed.append(
+                place(leaf, homes[position], shape, keep=position in self._donated, path=item.path)
+            )
         return join_results(placed, self._inputs)
 
     def stats(self) -> Stats:
@@ -142,7 +160,9 @@ class PipelineRunner(AbstractRunner):
             self.compile()
             return self._run_alone(whole, run, keep=keep)
 
-    def _run_alone(self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool) -> list[Any]:
+    def _run_alone(
+        self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool
+    ) -> list[Any]:
         graph = self._pieces_graph
         leaves = cut_leaves(whole, self._inputs, self._paths)
         shared = Counter(id(leaf) for leaf in leaves)
@@ -153,10 +173,14 @@ class PipelineRunner(AbstractRunner):
             mine = keep or (donated and shared[id(leaf)] > 1)
             arrays = []
             for slot, sharding in places.values():
-                moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+                moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(
+                    sharding, leaf.ndim
+                )
                 item = graph.inputs[position]
                 shape = graph.values[item.value].shape
-                arrays.append(place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path))
+                arrays.append(
+                    place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path)
+                )
                 given[slot] = arrays[-1]
             first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
         results = run(given)

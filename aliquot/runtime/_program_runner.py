@@ -54,7 +54,9 @@ class ProgramRunner(AbstractRunner):
         """
         (stage,) = step.plan.stages
         mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
-        return cls(graph=step.graph, plan=step.plan, mesh=mesh, program=build_plan_program(step, mesh))
+        return cls(
+            graph=step.graph, plan=step.plan, mesh=mesh, program=build_plan_program(step, mesh)
+        )
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -64,7 +66,9 @@ class ProgramRunner(AbstractRunner):
     @property
     def shardings(self) -> dict[str, NamedSharding]:
         """See `AbstractRunner.shardings`."""
-        return {i.path: s for i, s in zip(self.graph.inputs, self.program.in_shardings, strict=True)}
+        return {
+            i.path: s for i, s in zip(self.graph.inputs, self.program.in_shardings, strict=True)
+        }
 
     @property
     def interface(self) -> tuple[ArrayInterface, ...]:
@@ -97,7 +101,9 @@ class ProgramRunner(AbstractRunner):
         peers = watched()
         shared = Counter(id(leaf) for leaf in leaves)
         placed = [
-            self._placed(position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1))
+            self._placed(
+                position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1)
+            )
             for position, leaf in enumerate(leaves)
         ]
         if peers is not None:
@@ -118,7 +124,9 @@ class ProgramRunner(AbstractRunner):
         donated = position in self._donated
         if isinstance(leaf, PiecedArray):
             leaf = jnp.asarray(leaf)
-        moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(
+            sharding, leaf.ndim
+        )
         path = self.graph.inputs[position].path
         # What had to be moved here is still the caller's where it came from.
         return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
@@ -167,5 +175,7 @@ class ProgramRunner(AbstractRunner):
             end_s=time.perf_counter() - start,
         )
         devices = [device.id for device in self._mesh.devices.flat]
-        name = f"devices {min(devices)}-{max(devices)}" if len(devices) > 1 else f"device {devices[0]}"
+        name = (
+            f"devices {min(devices)}-{max(devices)}" if len(devices) > 1 else f"device {devices[0]}"
+        )
         return Trace(title=title, source="measured", submeshes=(name,), events=(event,))

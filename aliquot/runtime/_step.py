@@ -65,8 +65,9 @@ class Step:
 
     def __reduce__(self) -> Any:
         raise InputError(
-            f"{self.__name__} holds compiled programs and devices, and cannot be pickled. Save its plan, step.plan.save(path), "
-            "and make the step again where it is needed: parallelize(train_step, Plan.load(path))."
+            f"{self.__name__} holds compiled programs and devices, and cannot be pickled. Save its"
+            " plan, step.plan.save(path), and make the step again where it is needed:"
+            " parallelize(train_step, Plan.load(path))."
         )
 
     # ---- before the first call -------------------------------------------------------------------
@@ -78,8 +79,9 @@ class Step:
         """
         if self._plan is None:
             raise InputError(
-                f"{self.__name__} is planned from the arguments of its first call, and was not called yet. Call it first, "
-                "or make a plan with aliquot.plan(step, ...) and pass it: parallelize(step, plan)."
+                f"{self.__name__} is planned from the arguments of its first call, and was not"
+                " called yet. Call it first, or make a plan with aliquot.plan(step, ...) and pass"
+                " it: parallelize(step, plan)."
             )
         return self._plan
 
@@ -90,7 +92,8 @@ class Step:
             return self._runner.meshes
         devices = list(jax.devices() if self._devices is None else self._devices)
         return tuple(
-            make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :]) for stage in self.plan.stages
+            make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :])
+            for stage in self.plan.stages
         )
 
     @property
@@ -98,12 +101,17 @@ class Step:
         """The devices it runs on. Raises `InputError` for a pipeline, which has `meshes`."""
         meshes = self.meshes
         if len(meshes) > 1:
-            raise InputError(f"{self.__name__} runs as {len(meshes)} stages, each on a mesh of its own: see .meshes.")
+            raise InputError(
+                f"{self.__name__} runs as {len(meshes)} stages, each on a mesh of its own: see"
+                " .meshes."
+            )
         return meshes[0]
 
     @property
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """Sharding of each input, by path; of those that several stages read, on the first of them."""
+        """Sharding of each input, by path; of those that several stages read, on the first of
+        them.
+        """
         if self._runner is not None:
             return self._runner.shardings
         return {
@@ -125,7 +133,9 @@ class Step:
                 differ.
         """
         # Another plan in one process would place other pieces, and hang the first collective.
-        if self._plan is not None and spans_processes([d for mesh in self.meshes for d in mesh.devices.flat]):
+        if self._plan is not None and spans_processes(
+            [d for mesh in self.meshes for d in mesh.devices.flat]
+        ):
             agree(plan_lines(self._plan))
         inputs = self._runner.interface if self._runner is not None else self.plan.inputs
         return init_state(self._fn, inputs, places_of(self.shardings), init_fn, args, kwargs)
@@ -174,7 +184,11 @@ class Step:
         runner, arguments = self.prepare(*args, **kwargs)._ready("check()")
         call = arguments.call(args, kwargs)
         results = runner.run(call.leaves, keep=True)
-        return compare([o.path for o in runner.graph.outputs], results, plain_results(runner.graph, call.leaves))
+        return compare(
+            [o.path for o in runner.graph.outputs],
+            results,
+            plain_results(runner.graph, call.leaves),
+        )
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments with every array where the step wants it, for loops that prepare their next
@@ -185,8 +199,13 @@ class Step:
         runner, arguments = self.prepare(*args, **kwargs)._ready("place()")
         call = arguments.call(args, kwargs)
         # Leaves that are no arrays of the step, such as flags, come back as they are.
-        by_leaf = {id(leaf): placed for leaf, placed in zip(call.leaves, runner.place(call.leaves), strict=True)}
-        return tuple(jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values())))
+        by_leaf = {
+            id(leaf): placed
+            for leaf, placed in zip(call.leaves, runner.place(call.leaves), strict=True)
+        }
+        return tuple(
+            jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values()))
+        )
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one step program by program, each waiting for the one before, and return when each
@@ -211,7 +230,8 @@ class Step:
         runner, _ = self._ready("local_part()")
         if len(runner.meshes) > 1:
             raise InputError(
-                f"{self.__name__} is a pipeline, whose processes each pass whole batches: leave local_part() out."
+                f"{self.__name__} is a pipeline, whose processes each pass whole batches: leave"
+                " local_part() out."
             )
         calling = runner.graph.calling
         name = argument or calling.names[calling.num_positional - 1]
@@ -221,7 +241,9 @@ class Step:
             if parts[0] == name
         ]
         leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)])
+        return jax.tree.unflatten(
+            tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
+        )
 
     # ---- the compiled programs -------------------------------------------------------------------
 
@@ -252,7 +274,7 @@ class Step:
     def _ready(self, what: str) -> tuple[AbstractRunner, Arguments]:
         if self._runner is None or self._arguments is None:
             raise InputError(
-                f"{self.__name__}.{what} needs the traced step. Call the step once, or step.prepare(...) with arrays or "
-                "shapes of its arguments."
+                f"{self.__name__}.{what} needs the traced step. Call the step once, or"
+                " step.prepare(...) with arrays or shapes of its arguments."
             )
         return self._runner, self._arguments

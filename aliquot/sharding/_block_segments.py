@@ -1,9 +1,10 @@
-"""Segments: runs of ParallelBlocks that repeat by structure, so that one measurement serves all of them.
+"""Segments: runs of ParallelBlocks that repeat by structure, so that one measurement serves all of
+them.
 
-Segments end where few bytes cross from one block to the next, have up to five blocks (more only in a
-loop over layers, which cannot be cut), and are chosen so that the options of all distinct kinds make as
-few combinations as possible: that is how many programs there are to measure, whatever the depth of the
-model.
+Segments end where few bytes cross from one block to the next, have up to five blocks (more only in
+a loop over layers, which cannot be cut), and are chosen so that the options of all distinct kinds
+make as few combinations as possible: that is how many programs there are to measure, whatever the
+depth of the model.
 
 Reference: arXiv 2504.00598, whose released code covers the blocks with as few kinds as it can.
 """
@@ -22,7 +23,8 @@ from ._nodes import NodeGraph
 
 _LONGEST = 5
 _SHORTEST = 3
-# A boundary is one where at most so many times the bytes cross that cross at the narrowest, or fewer than beside it.
+# A boundary is one where at most so many times the bytes cross that cross at the narrowest, or
+# fewer than beside it.
 _NARROW = 1.5
 # How many sets of kinds are followed at each place of the sequence.
 _KEPT = 32
@@ -68,17 +70,21 @@ def find_segments(
     """
     if not blocks:
         raise InputError(
-            f"{graph.name} has no product with a parameter in its forward pass, so there is nothing to profile."
+            f"{graph.name} has no product with a parameter in its forward pass, so there is nothing"
+            " to profile."
         )
     instances = _instances(nodes, blocks)
     of_block = [block for _, block in instances]
     crossing = narrowest_bytes(graph, [(a, b) for (a, _), (b, _) in itertools.pairwise(instances)])
     is_boundary = [True, *_narrow(crossing), True]
-    # A loop over layers, or a rematerialised region, cannot be cut: the blocks in it are one segment, however many they are.
+    # A loop over layers, or a rematerialised region, cannot be cut: the blocks in it are one
+    # segment, however many they are.
     limits = ((_SHORTEST, _LONGEST), (1, _LONGEST), (1, len(of_block)))
     covers = (_cover(of_block, is_boundary, num_options, *lengths) for lengths in limits)
     starts = next(cover for cover in covers if cover is not None)
-    pieces = [tuple(of_block[a:b]) for a, b in zip(starts, [*starts[1:], len(of_block)], strict=True)]
+    pieces = [
+        tuple(of_block[a:b]) for a, b in zip(starts, [*starts[1:], len(of_block)], strict=True)
+    ]
     kinds = tuple(dict.fromkeys(pieces))
     return Segments(
         blocks=tuple(blocks),
@@ -94,7 +100,8 @@ def find_segments(
 
 
 def segment_layers(graph: Graph, segments: Segments) -> Layers:
-    """A step's layers, one for each segment, and one before them for what comes before the first block.
+    """A step's layers, one for each segment, and one before them for what comes before the first
+    block.
 
     Raises:
         InputError: two segments lie in one loop, which cannot be cut.
@@ -105,10 +112,12 @@ def segment_layers(graph: Graph, segments: Segments) -> Layers:
 
 
 def _narrow(crossing: Sequence[float]) -> list[bool]:
-    """True for each place where a segment may end, given the bytes that cross there; nothing can be cut where none do.
+    """True for each place where a segment may end, given the bytes that cross there; nothing can be
+    cut where none do.
 
-    What crosses at the narrowest place of a step is no measure for all of it: an encoder may be wider than its decoder, and what
-    it gives crosses every layer of the decoder. So places narrower than those beside them count as well.
+    What crosses at the narrowest place of a step is no measure for all of it: an encoder may be
+    wider than its decoder, and what it gives crosses every layer of the decoder. So places narrower
+    than those beside them count as well.
     """
     open_bytes = [c if c > 0 else math.inf for c in crossing]
     narrowest = min(open_bytes, default=math.inf)
@@ -130,7 +139,11 @@ def _instances(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[
         and site.results[0][0].node in block_of
         and _is_product(nodes, site.results[0][0].node)
     }
-    return [(op, of_class[op_class]) for op, op_class in enumerate(nodes.op_class) if op_class in of_class]
+    return [
+        (op, of_class[op_class])
+        for op, op_class in enumerate(nodes.op_class)
+        if op_class in of_class
+    ]
 
 
 def _is_product(nodes: NodeGraph, node: int) -> bool:
@@ -138,15 +151,23 @@ def _is_product(nodes: NodeGraph, node: int) -> bool:
 
 
 def _cover(
-    of_block: Sequence[int], is_boundary: Sequence[bool], num_options: Sequence[int], shortest: int, longest: int
+    of_block: Sequence[int],
+    is_boundary: Sequence[bool],
+    num_options: Sequence[int],
+    shortest: int,
+    longest: int,
 ) -> list[int] | None:
-    """Where segments start: fewest combinations of options over distinct kinds, then fewest segments; None if none do."""
+    """Where segments start: fewest combinations of options over distinct kinds, then fewest
+    segments; None if none do.
+    """
     count = len(of_block)
 
     def combinations(kinds: frozenset[tuple[int, ...]]) -> int:
         return sum(math.prod(num_options[b] for b in kind) for kind in kinds)
 
-    reached: list[dict[frozenset[tuple[int, ...]], tuple[int, ...]]] = [{} for _ in range(count + 1)]
+    reached: list[dict[frozenset[tuple[int, ...]], tuple[int, ...]]] = [
+        {} for _ in range(count + 1)
+    ]
     reached[0][frozenset()] = ()
     for end in range(1, count + 1):
         if not is_boundary[end]:
@@ -158,13 +179,17 @@ def _cover(
                 known = reached[end].get(more)
                 if known is None or len(longer) < len(known):
                     reached[end][more] = longer
-        best = sorted(reached[end].items(), key=lambda item: (combinations(item[0]), len(item[1]), item[1]))
+        best = sorted(
+            reached[end].items(), key=lambda item: (combinations(item[0]), len(item[1]), item[1])
+        )
         reached[end] = dict(best[:_KEPT])
     return list(next(iter(reached[count].values()))) if reached[count] else None
 
 
 def _starts(end: int, is_boundary: Sequence[bool], shortest: int, longest: int) -> list[int]:
-    """Where a segment with this end may start; at the end of the step, the head, it may be shorter than usual."""
+    """Where a segment with this end may start; at the end of the step, the head, it may be shorter
+    than usual.
+    """
     open_starts = [start for start in range(end) if is_boundary[start]]
     shortest = 1 if end == len(is_boundary) - 1 else shortest
     return [start for start in open_starts if shortest <= end - start <= longest]

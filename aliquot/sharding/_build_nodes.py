@@ -27,10 +27,15 @@ def index_nodes(graph: Graph, *, repeats: bool = True, on_missing_rule: str = "i
     Raises:
         MissingRuleError: a primitive has no rule.
     """
-    return NodeIndex(cuts=cut(graph, fold(graph, repeats=repeats), on_missing_rule), on_missing_rule=on_missing_rule)
+    return NodeIndex(
+        cuts=cut(graph, fold(graph, repeats=repeats), on_missing_rule),
+        on_missing_rule=on_missing_rule,
+    )
 
 
-def build_nodes(naming: NodeIndex, *, merges_partial_sums: bool = False, sums_gradients: bool = False) -> NodeGraph:
+def build_nodes(
+    naming: NodeIndex, *, merges_partial_sums: bool = False, sums_gradients: bool = False
+) -> NodeGraph:
     """Everything there is to decide about a step, for any mesh.
 
     Args:
@@ -38,7 +43,9 @@ def build_nodes(naming: NodeIndex, *, merges_partial_sums: bool = False, sums_gr
         sums_gradients: whether gradients are summed over micro-batches before they are reduced.
     """
     cuts, graph = naming.cuts, naming.cuts.graph
-    edges = EdgeBuilder(naming=naming, merges_partial_sums=merges_partial_sums, sums_gradients=sums_gradients)
+    edges = EdgeBuilder(
+        naming=naming, merges_partial_sums=merges_partial_sums, sums_gradients=sums_gradients
+    )
     for op_class in naming.order:
         edges.add_operator(op_class)
     edges.add_crossings()
@@ -112,7 +119,9 @@ def _group_factors(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Fac
             factor = naming.factor_of.get(store.dim_class(element))
             if factor is not None:
                 sizes[factor] = math.gcd(sizes[factor], store.sizes[element])
-                labels[factor] = labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
+                labels[factor] = (
+                    labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
+                )
     return tuple(Factor(size=s, label=t) for s, t in zip(sizes, _distinct(labels), strict=True))
 
 
@@ -154,7 +163,9 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 for k, i in enumerate(op.inputs)
             )
             results = []
-            result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
+            result_classes = [
+                int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs
+            ]
             for position, value_class in enumerate(result_classes):
                 port = naming.product_port(op_class, rule.results[position], result=True)
                 landed = naming.landed_ports(value_class) if value_class >= 0 else []
@@ -177,13 +188,27 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 ports[position] = naming.slot_port(slot)
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is transposed is what they convert.
-        read = [v in readers and cuts.home(v) is not None and op.name != "transpose" for v in result_classes]
+        read = [
+            v in readers and cuts.home(v) is not None and op.name != "transpose"
+            for v in result_classes
+        ]
         if any(p is not None for p in ports) or any(read):
-            passed = tuple((naming.class_port(v),) if r else () for v, r in zip(result_classes, read, strict=True))
-            read_by = tuple(tuple(readers[v]) if r else () for v, r in zip(result_classes, read, strict=True))
+            passed = tuple(
+                (naming.class_port(v),) if r else ()
+                for v, r in zip(result_classes, read, strict=True)
+            )
+            read_by = tuple(
+                tuple(readers[v]) if r else () for v, r in zip(result_classes, read, strict=True)
+            )
             sources = _sources(naming, op_class, ports)
             sites.append(
-                Site(op_class=op_class, operands=tuple(ports), sources=sources, results=passed, readers=read_by)
+                Site(
+                    op_class=op_class,
+                    operands=tuple(ports),
+                    sources=sources,
+                    results=passed,
+                    readers=read_by,
+                )
             )
     return sites
 
@@ -198,7 +223,9 @@ def _given_port(naming: NodeIndex, operand: object) -> Port:
     return port
 
 
-def _sources(naming: NodeIndex, op_class: int, operands: Sequence[Port | None]) -> tuple[Port | None, ...]:
+def _sources(
+    naming: NodeIndex, op_class: int, operands: Sequence[Port | None]
+) -> tuple[Port | None, ...]:
     """Sources of the operands that are pinned, if all copies read the same."""
     sources: list[Port | None] = [None] * len(operands)
     for position, value_class, _ in naming.cuts.operands(op_class):
@@ -223,7 +250,9 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
             elif cuts.first[op_class].name == "scan_stack":
                 port = naming.slot_port(cuts.operand_slot(op_class, value_class))
                 stacked.setdefault(value_class, []).append(port)
-    return {value_class: ports + stacked.get(value_class, []) for value_class, ports in readers.items()}
+    return {
+        value_class: ports + stacked.get(value_class, []) for value_class, ports in readers.items()
+    }
 
 
 def _loop_ports(naming: NodeIndex) -> dict[int, Port]:
@@ -242,7 +271,9 @@ def _loop_ports(naming: NodeIndex) -> dict[int, Port]:
     return ports
 
 
-def _batch_factors(naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...]) -> tuple[frozenset[int], ...]:
+def _batch_factors(
+    naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...]
+) -> tuple[frozenset[int], ...]:
     """For each node the factors reached from the batch inputs' leading dim.
 
     Where that one is what a loop runs over, the next counts; a batch of one row has no such dim.
@@ -272,9 +303,15 @@ def _batch_factors(naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...
     outgoing: dict[int, list[tuple[int, Projection, Projection]]] = {}
     for e in edges.edges:
         if e.phase is not Phase.UPDATE and not e.gradient:
-            outgoing.setdefault(e.source, []).append((e.target, e.source_projection, e.target_projection))
-            outgoing.setdefault(e.target, []).append((e.source, e.target_projection, e.source_projection))
-    parameter_nodes = {naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER}
+            outgoing.setdefault(e.source, []).append(
+                (e.target, e.source_projection, e.target_projection)
+            )
+            outgoing.setdefault(e.target, []).append(
+                (e.source, e.target_projection, e.source_projection)
+            )
+    parameter_nodes = {
+        naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER
+    }
     while pending:
         node, factor = pending.pop()
         for target, mine, theirs in outgoing.get(node, []):

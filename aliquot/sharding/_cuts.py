@@ -47,7 +47,11 @@ class Cuts:
         if producer is None:
             return 1.0
         op = self.first[producer[0]]
-        return op.trips / max(self.shape(value_class)[0], 1) if op.name == "scan_stack" else float(op.trips)
+        return (
+            op.trips / max(self.shape(value_class)[0], 1)
+            if op.name == "scan_stack"
+            else float(op.trips)
+        )
 
     def by_product(self, value_class: int) -> bool:
         """True if a product makes it."""
@@ -56,7 +60,11 @@ class Cuts:
 
     def home(self, value_class: int) -> int | None:
         """The slot in which a value arises; None for products, constants and scalars."""
-        if self.const_only[value_class] or self.by_product(value_class) or not self.shape(value_class):
+        if (
+            self.const_only[value_class]
+            or self.by_product(value_class)
+            or not self.shape(value_class)
+        ):
             return None
         return self.slots.get(value_class, self.shape(value_class))
 
@@ -94,11 +102,16 @@ class Cuts:
 
     def makes_param_only(self, op_class: int) -> bool:
         """True if an operator computes on parameters alone."""
-        return any(o >= 0 and self.param_only[int(self.folding.value_class[o])] for o in self.first[op_class].outputs)
+        return any(
+            o >= 0 and self.param_only[int(self.folding.value_class[o])]
+            for o in self.first[op_class].outputs
+        )
 
     def made_of_constants(self, op_class: int) -> bool:
         """True if all that an operator makes follows from constants alone."""
-        result_classes = [int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0]
+        result_classes = [
+            int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0
+        ]
         return all(self.const_only[v] for v in result_classes)
 
     def operands(self, op_class: int) -> Iterator[tuple[int, int, int]]:
@@ -205,7 +218,8 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     for op_class in reversed(order):
         op = cuts.first[op_class]
         passes = op.phase is Phase.UPDATE or (
-            rearranging[op_class] and all(only_update[int(value_class[o])] for o in op.outputs if o >= 0)
+            rearranging[op_class]
+            and all(only_update[int(value_class[o])] for o in op.outputs if o >= 0)
         )
         if not passes:
             for _, read, _ in cuts.operands(op_class):

@@ -30,7 +30,8 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         raise InputError(f"on_missing_rule is {on_missing_rule!r}, and can be {known}.")
     operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
     results = [
-        graph.values[o].shape if o >= 0 else tuple(v.aval.shape) for o, v in zip(op.outputs, _outvars(op), strict=True)
+        graph.values[o].shape if o >= 0 else tuple(v.aval.shape)
+        for o, v in zip(op.outputs, _outvars(op), strict=True)
     ]
     fn = declared_rule(op.name)
     if fn is not None:
@@ -41,9 +42,12 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         return whole(operands, results)
     shapes = ", ".join(str(o.shape) for o in operands)
     raise MissingRuleError(
-        f"No dimension rule for primitive `{op.name}` (operand shapes {shapes}; in {op.scope or graph.name}). Without one the "
-        "planner cannot tell which dimensions may be split. Register one with `@aliquot.register_dim_rule"
-        f'("{op.name}")`, or pass on_missing_rule="infer" to have one found out by evaluating it on small arrays, or '
+        f"No dimension rule for primitive `{op.name}` (operand shapes {shapes}; in"
+        f" {op.scope or graph.name}). Without one the "
+        "planner cannot tell which dimensions may be split. Register one with"
+        " `@aliquot.register_dim_rule"
+        f'("{op.name}")`, or pass on_missing_rule="infer" to have one found out by evaluating it on'
+        " small arrays, or "
         'on_missing_rule="replicate" to run it whole on every device.'
     )
 

@@ -51,7 +51,9 @@ class EdgeBuilder:
         for position, value_class, count in cuts.operands(op_class):
             target = self.naming.product_port(op_class, rule.operands[position])
             readers = self._readers(op_class, position, value_class)
-            copies = frozenset(self._copy[cuts.graph.ops[m].inputs[position]] for m in readers.tolist())
+            copies = frozenset(
+                self._copy[cuts.graph.ops[m].inputs[position]] for m in readers.tolist()
+            )
             root, target = self._before_transposes(value_class, target)
             self._add(
                 root,
@@ -74,11 +76,17 @@ class EdgeBuilder:
         A compiler converts an array once and transposes copies of it locally.
         """
         cuts = self.naming.cuts
-        while (producer := cuts.producer[value_class]) is not None and cuts.first[producer[0]].name == "transpose":
+        while (producer := cuts.producer[value_class]) is not None and cuts.first[
+            producer[0]
+        ].name == "transpose":
             op = cuts.first[producer[0]]
             sources = cuts.sources[producer[0]][0]
             root = next(iter(sources), -1)
-            if len(sources) != 1 or cuts.operand_slot(producer[0], root) != cuts.home(root) or cuts.home(root) is None:
+            if (
+                len(sources) != 1
+                or cuts.operand_slot(producer[0], root) != cuts.home(root)
+                or cuts.home(root) is None
+            ):
                 break
             order = op.params["permutation"]
             projection = tuple(order[dim] if dim >= 0 else dim for dim in target.projection)
@@ -146,7 +154,10 @@ class EdgeBuilder:
                 continue
             successor = graph.outputs[item.output].value
             if isinstance(successor, int) and successor != item.value:
-                pair = int(cuts.folding.value_class[successor]), int(cuts.folding.value_class[item.value])
+                pair = (
+                    int(cuts.folding.value_class[successor]),
+                    int(cuts.folding.value_class[item.value]),
+                )
                 pairs.setdefault(pair, []).append(successor)
                 labels.setdefault(pair, f"new {wildcard(item.path)}")
         for (made_class, input_class), values in pairs.items():
@@ -188,7 +199,9 @@ class EdgeBuilder:
             return
         if source.node == target.node and source.projection == target.projection:
             return
-        value = self.naming.cuts.graph.values[self.naming.cuts.folding.value_members[value_class][0]]
+        value = self.naming.cuts.graph.values[
+            self.naming.cuts.folding.value_members[value_class][0]
+        ]
         # Barriers around a remat region keep its conversions apart from those outside.
         # Other copies have conversions of their own.
         share = self._shares.setdefault(
@@ -202,7 +215,14 @@ class EdgeBuilder:
             ),
             len(self._shares),
         )
-        identity = (share, source.node, source.projection, target.node, target.projection, kind == "alias")
+        identity = (
+            share,
+            source.node,
+            source.projection,
+            target.node,
+            target.projection,
+            kind == "alias",
+        )
         if identity in self._known:
             self._widen(self._known[identity], starts, ends, deferrable)
             return
@@ -232,20 +252,28 @@ class EdgeBuilder:
             )
         )
 
-    def _widen(self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64], deferrable: bool) -> None:
+    def _widen(
+        self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64], deferrable: bool
+    ) -> None:
         """One conversion serves two equal uses: its array lives from the first to the last."""
         edge = self.edges[index]
         if edge.deferrable and not deferrable:
             edge = dataclasses.replace(edge, deferrable=False)
         if len(edge.starts) == len(starts):
-            edge = dataclasses.replace(edge, starts=np.minimum(edge.starts, starts), ends=np.maximum(edge.ends, ends))
+            edge = dataclasses.replace(
+                edge, starts=np.minimum(edge.starts, starts), ends=np.maximum(edge.ends, ends)
+            )
         self.edges[index] = edge
 
     def _is_masked(self, value_class: int) -> bool:
         """True if it is the result of a lookup in which rows outside the table are filled."""
         producer = self.naming.cuts.producer[value_class]
         maker = self.naming.cuts.first[producer[0]] if producer is not None else None
-        return maker is not None and maker.name == "gather" and maker.params["mode"] == GatherScatterMode.FILL_OR_DROP
+        return (
+            maker is not None
+            and maker.name == "gather"
+            and maker.params["mode"] == GatherScatterMode.FILL_OR_DROP
+        )
 
     def _births(self, value_class: int) -> NDArray[np.int64]:
         cuts = self.naming.cuts

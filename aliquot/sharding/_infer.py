@@ -1,10 +1,10 @@
 """Rules of primitives for which none is declared, found out by evaluating the operator alone.
 
 A factor that runs through some operands and through every result may be split if the slices of the
-results are the results of the slices. That is tried on small random operands of two sizes, as it may
-hold by chance for one. A dim that the operator's parameters name cannot
-be cut, as the operator takes no other size there. Factors that are reduced are not inferred, nor is
-linearity: without them a plan is slower, never wrong.
+results are the results of the slices. That is tried on small random operands of two sizes, as it
+may hold by chance for one. A dim that the operator's parameters name cannot be cut, as the operator
+takes no other size there. Factors that are reduced are not inferred, nor is linearity: without them
+a plan is slower, never wrong.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape])
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> tuple[_Factor, ...]:
+def _factors(
+    lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...]
+) -> tuple[_Factor, ...]:
     """The factors that may be split, no two of which share a dim."""
     small = [_small_shapes(lone, shapes, which) for which in range(len(_SMALL))]
     tests: list[tuple[_Factor, tuple[_Trial, ...]]] = []
@@ -78,7 +80,10 @@ def _factors(lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape
     factors: list[_Factor] = []
     # A dim belongs to one factor: of candidates that share one, the first that passes is taken.
     for factor in _passing(lone, tuple(tests)):
-        if all(f.operands.isdisjoint(factor.operands) and f.results.isdisjoint(factor.results) for f in factors):
+        if all(
+            f.operands.isdisjoint(factor.operands) and f.results.isdisjoint(factor.results)
+            for f in factors
+        ):
             factors.append(factor)
     return tuple(sorted(factors, key=lambda factor: min(factor.operands)))
 
@@ -94,7 +99,11 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
         yield from (frozenset({(k, d)}) for k, dims in enumerate(having) for d in dims)
         seen: set[Places] = set()
         for from_end in (False, True):
-            offsets = {d - (len(shapes[k]) if from_end else 0) for k, dims in enumerate(having) for d in dims}
+            offsets = {
+                d - (len(shapes[k]) if from_end else 0)
+                for k, dims in enumerate(having)
+                for d in dims
+            }
             for offset in sorted(offsets):
                 places = frozenset(
                     (k, offset + (len(shapes[k]) if from_end else 0))
@@ -145,7 +154,9 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> 
     """
     small = shapes
     for size in _sizes(shapes):
-        places = frozenset((k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size)
+        places = frozenset(
+            (k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size
+        )
         trial = _resized(small, places, _stand_in(shapes, size, which))
         # A size that the operator's parameters name is refused, and stays.
         if lone.shapes_made(trial) is not None:
@@ -154,7 +165,10 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> 
 
 
 def _trials(
-    lone: LoneOperator, shapes: tuple[Shape, ...], small: Sequence[tuple[Shape, ...]], factor: _Factor
+    lone: LoneOperator,
+    shapes: tuple[Shape, ...],
+    small: Sequence[tuple[Shape, ...]],
+    factor: _Factor,
 ) -> tuple[_Trial, ...] | None:
     """Trials of a factor at small shapes; None if the operator does not take these, or they are too
     large.
@@ -168,7 +182,8 @@ def _trials(
         pieces = [lone.shapes_made(_resized(whole, factor.operands, n)) for n in (at, size - at)]
         result_shapes = lone.shapes_made(whole)
         if result_shapes is None or any(
-            p != _resized(result_shapes, factor.results, n) for p, n in zip(pieces, (at, size - at), strict=True)
+            p != _resized(result_shapes, factor.results, n)
+            for p, n in zip(pieces, (at, size - at), strict=True)
         ):
             return None
         if (
@@ -191,16 +206,21 @@ def _stand_in(shapes: Sequence[Shape], size: int, which: int) -> int:
 
 def _size_at(shapes: Sequence[Shape], places: Places) -> int:
     """The size of dims that are equally long; 0 if they are not."""
-    (size, *others) = {shapes[k][d] for k, d in places}
+    size, *others = {shapes[k][d] for k, d in places}
     return 0 if others else size
 
 
 def _resized(shapes: Sequence[Shape], places: Places, size: int) -> tuple[Shape, ...]:
-    return tuple(tuple(size if (k, d) in places else n for d, n in enumerate(shape)) for k, shape in enumerate(shapes))
+    return tuple(
+        tuple(size if (k, d) in places else n for d, n in enumerate(shape))
+        for k, shape in enumerate(shapes)
+    )
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _passing(lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]], ...]) -> tuple[_Factor, ...]:
+def _passing(
+    lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]], ...]
+) -> tuple[_Factor, ...]:
     """The factors that pass: the slices of the results are the results of the slices, at both sizes
     and for all draws of random operands.
 
@@ -216,7 +236,9 @@ def _passing(lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]]
     return tuple(factor for (factor, _), good in zip(tests, passed, strict=True) if good)
 
 
-def _pass_together(lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]) -> list[bool] | None:
+def _pass_together(
+    lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]
+) -> list[bool] | None:
     wholes = list(dict.fromkeys(trial.shapes for _, trials in tests for trial in trials))
     # Whole operands first, then both pieces of each trial; results come in the same order.
     draws = []
@@ -241,7 +263,9 @@ def _pass_together(lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Tri
             compared = False
             for results in results_of_draws:
                 want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.at)
-                good &= all(_same(a, b) for a, b in zip(results[position : position + 2], want, strict=True))
+                good &= all(
+                    _same(a, b) for a, b in zip(results[position : position + 2], want, strict=True)
+                )
                 compared |= all(_is_mostly_finite(r) for r in results[wholes.index(trial.shapes)])
             good &= compared
             position += 2
@@ -268,8 +292,8 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
         return False
     if result.dtype.kind in "biu":
         return bool((result == wanted).all())
-    # Slices may be summed in another order than the whole. A factor that may not be split differs by
-    # far more.
+    # Slices may be summed in another order than the whole. A factor that may not be split differs
+    # by far more.
     rounding = min(64 * _epsilon(result.dtype), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)
@@ -289,7 +313,9 @@ def _is_mostly_finite(array: NDArray[Any]) -> bool:
     return bool(np.isfinite(wide).mean() > 0.25) if array.size else False
 
 
-def _as_rule(factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]) -> DimRule:
+def _as_rule(
+    factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]
+) -> DimRule:
     f = Factors()
     shapes = [o.shape for o in operands]
     # Dims that belong to no factor stay whole.
@@ -298,7 +324,11 @@ def _as_rule(factors: Sequence[_Factor], operands: Sequence[HasShape], results: 
     def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
         return tuple(
             next(
-                (letter for letter, dims_of_factor in zip(letters, places, strict=True) if (k, d) in dims_of_factor),
+                (
+                    letter
+                    for letter, dims_of_factor in zip(letters, places, strict=True)
+                    if (k, d) in dims_of_factor
+                ),
                 None,
             )
             or f.whole(n)

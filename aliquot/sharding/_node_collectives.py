@@ -48,7 +48,10 @@ def whole_bytes(naming: NodeIndex, op_class: int) -> float:
     cuts = naming.cuts
     op = cuts.first[op_class]
     arrays = {i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0}
-    return max(float(sum(cuts.graph.values[i].num_bytes for i in arrays)), cuts.rules[op_class].accessed_bytes)
+    return max(
+        float(sum(cuts.graph.values[i].num_bytes for i in arrays)),
+        cuts.rules[op_class].accessed_bytes,
+    )
 
 
 def group_collectives(naming: NodeIndex, index: int) -> tuple[NodeCollective, ...]:

@@ -136,8 +136,14 @@ class NodeIndex:
     def class_port(self, value_class: int) -> Port:
         """The split in which a value arises: its slot, or the product that makes it."""
         producer = self.cuts.producer[value_class]
-        if producer is not None and self.cuts.by_product(value_class) and not self.cuts.const_only[value_class]:
-            return self.product_port(producer[0], self.cuts.rules[producer[0]].results[producer[1]], result=True)
+        if (
+            producer is not None
+            and self.cuts.by_product(value_class)
+            and not self.cuts.const_only[value_class]
+        ):
+            return self.product_port(
+                producer[0], self.cuts.rules[producer[0]].results[producer[1]], result=True
+            )
         return self.slot_port(self.cuts.home(value_class))
 
     def value_port(self, value: int) -> Port:
@@ -146,7 +152,9 @@ class NodeIndex:
 
     def operand_port(self, operand: object) -> Port:
         """As `value_port`; nothing for a literal."""
-        return self.value_port(operand) if isinstance(operand, int) else Port(node=-1, projection=())
+        return (
+            self.value_port(operand) if isinstance(operand, int) else Port(node=-1, projection=())
+        )
 
     def landed_ports(self, value_class: int) -> list[Port]:
         """The slots in which a product's result is used."""
@@ -170,7 +178,10 @@ class NodeIndex:
             if out < 0:
                 continue
             projection = self.slot_port(cuts.home(int(cuts.folding.value_class[out]))).projection
-            carried = any(letters[0] == letter and projection[factor] == dim for dim, letters in enumerate(dims))
+            carried = any(
+                letters[0] == letter and projection[factor] == dim
+                for dim, letters in enumerate(dims)
+            )
             if projection and not carried:
                 return False
         return True
@@ -181,7 +192,13 @@ class NodeIndex:
         """
         cuts = self.cuts
         op, rule = cuts.first[op_class], cuts.rules[op_class]
-        if op.is_link or rearranges(op) or rule.contracts or rule.factors or cuts.made_of_constants(op_class):
+        if (
+            op.is_link
+            or rearranges(op)
+            or rule.contracts
+            or rule.factors
+            or cuts.made_of_constants(op_class)
+        ):
             return False
         return any(n > 1 for n in rule.sizes.values())
 
@@ -191,7 +208,10 @@ class NodeIndex:
         return Phase.UPDATE in self.value_read_phases[value_class]
 
     def serves(
-        self, value_class: int, through: Callable[[Op], bool], ending: Callable[[Op], bool] | None = None
+        self,
+        value_class: int,
+        through: Callable[[Op], bool],
+        ending: Callable[[Op], bool] | None = None,
     ) -> int:
         """The last value that a value only serves to make, or the value itself.
 
@@ -204,7 +224,11 @@ class NodeIndex:
             op = cuts.first[next(iter(readers))]
             # The terms of a running total over equal layers are one class, which serves itself.
             seen.add(value_class)
-            if not through(op) or op.outputs[0] < 0 or int(cuts.folding.value_class[op.outputs[0]]) in seen:
+            if (
+                not through(op)
+                or op.outputs[0] < 0
+                or int(cuts.folding.value_class[op.outputs[0]]) in seen
+            ):
                 break
             value_class = int(cuts.folding.value_class[op.outputs[0]])
             last = value_class if ending is None or ending(op) else last
@@ -216,11 +240,17 @@ class NodeIndex:
         if producer is not None:
             return self.label(producer[0])
         member = self.cuts.folding.value_members[value_class][0]
-        return next((i.path for i in self.cuts.graph.inputs if i.value == member), f"constant:{member}")
+        return next(
+            (i.path for i in self.cuts.graph.inputs if i.value == member), f"constant:{member}"
+        )
 
     def name_of_value(self, value_class: int) -> str:
-        """A name for readers: of a cast, slice or rearrangement of a parameter, the parameter's path."""
-        parameters = self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
+        """A name for readers: of a cast, slice or rearrangement of a parameter, the parameter's
+        path.
+        """
+        parameters = (
+            self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
+        )
         paths = {self.label_of_value(v) for v in parameters}
         if len(paths) > 1 or any(len(self.cuts.folding.value_members[v]) > 1 for v in parameters):
             paths = {wildcard(path) for path in paths}

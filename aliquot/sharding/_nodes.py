@@ -48,8 +48,8 @@ class NodeCollective:
     """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction,
     or a gather of what must be whole. All axes that do join in one collective.
 
-    `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens `count` times a step. For
-    `deferrable` see `Op`.
+    `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens
+    `count` times a step. For `deferrable` see `Op`.
     """
 
     kind: str
@@ -68,7 +68,8 @@ class NodeCollective:
 class Node:
     """One decision. `copies` is how many equal operators or arrays of the step it stands for.
 
-    Of a product, `phase` is that in which it runs, and `multiplies` tells whether it does arithmetic; lookups only move.
+    Of a product, `phase` is that in which it runs, and `multiplies` tells whether it does
+    arithmetic; lookups only move.
     """
 
     index: int
@@ -220,7 +221,9 @@ def project(choice: Choice, projection: Projection) -> Spec:
 
 def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> int:
     """Into how many pieces a choice cuts what the factors in `split_by` divide."""
-    return math.prod(size for size, f in zip(axis_sizes, choice, strict=True) if f >= 0 and split_by[f])
+    return math.prod(
+        size for size, f in zip(axis_sizes, choice, strict=True) if f >= 0 and split_by[f]
+    )
 
 
 def operators_of(nodes: NodeGraph, products: Collection[int]) -> frozenset[int]:
@@ -230,4 +233,6 @@ def operators_of(nodes: NodeGraph, products: Collection[int]) -> frozenset[int]:
         for site in nodes.sites
         if site.results and site.results[0] and site.results[0][0].node in products
     }
-    return frozenset(number for number, op_class in enumerate(nodes.op_class) if op_class in classes)
+    return frozenset(
+        number for number, op_class in enumerate(nodes.op_class) if op_class in classes
+    )

@@ -32,7 +32,8 @@ class Pin:
     result the axes in `minor` subdivide tiles last. `totals` are those of its running total, once
     that is added up over data axes.
 
-    `on_pieces`: each device runs the product on its pieces of the operands, and the runtime scatters the sums to the first of
+    `on_pieces`: each device runs the product on its pieces of the operands, and the runtime
+        scatters the sums to the first of
     the result's splits.
     """
 
@@ -123,7 +124,9 @@ def make_pins(
                 pairs.append((_looked_up(each, shape, axis_sizes), ()))
                 totals.append(())
                 continue
-            on_pieces = site.on_pieces and _is_scattered(each, shape, axis_sizes, in_part=reduce_scatter)
+            on_pieces = site.on_pieces and _is_scattered(
+                each, shape, axis_sizes, in_part=reduce_scatter
+            )
             pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter or on_pieces))
             totals.append(_landing(total, shape, axis_sizes, reduce_scatter))
         chains = [chain for chain, _ in pairs]
@@ -132,7 +135,10 @@ def make_pins(
                 chains[position] = ()
         by_class[site.op_class] = Pin(
             operands=tuple(None if p is None else spec(p) for p in site.operands),
-            between=tuple(between(*where) for where in zip(op.inputs, site.sources, site.operands, strict=True)),
+            between=tuple(
+                between(*where)
+                for where in zip(op.inputs, site.sources, site.operands, strict=True)
+            ),
             results=tuple(chains),
             minor=tuple(minor for _, minor in pairs),
             totals=tuple(totals),
@@ -144,11 +150,20 @@ def make_pins(
     for item, input_spec in zip(graph.inputs, inputs, strict=True):
         if item.output is None:
             continue
-        new, old, output_spec = graph.outputs[item.output].value, graph.values[item.value], outputs[item.output]
+        new, old, output_spec = (
+            graph.outputs[item.output].value,
+            graph.values[item.value],
+            outputs[item.output],
+        )
         outputs[item.output] = input_spec
-        if isinstance(new, int) and (old.shape, old.dtype) == (graph.values[new].shape, graph.values[new].dtype):
+        if isinstance(new, int) and (old.shape, old.dtype) == (
+            graph.values[new].shape,
+            graph.values[new].dtype,
+        ):
             length = next(iter(old.shape), 1)
-            if gathered_by_rows(length, len(old.shape), old.num_bytes, output_spec, input_spec, rows_above_bytes):
+            if gathered_by_rows(
+                length, len(old.shape), old.num_bytes, output_spec, input_spec, rows_above_bytes
+            ):
                 rows[new] = item.value, output_spec, input_spec
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
     sums = {}
@@ -180,7 +195,9 @@ def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], lis
     return list(each), list(total)
 
 
-def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], *, in_part: bool) -> bool:
+def _is_scattered(
+    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], *, in_part: bool
+) -> bool:
     """True if partial sums are reduce-scattered from a result's own split towards its users', if
     anything does that.
 
@@ -190,15 +207,21 @@ def _is_scattered(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[
     product_spec, wanted = specs
     arrived = landing(product_spec, wanted, True)
     scattered = {d >= 0 for s, d in zip(product_spec, arrived, strict=True) if s <= PARTIAL}
-    return divides(shape, arrived, axis_sizes) and (scattered == {True, False} if in_part else True in scattered)
+    return divides(shape, arrived, axis_sizes) and (
+        scattered == {True, False} if in_part else True in scattered
+    )
 
 
-def _landing(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool) -> Landing:
+def _landing(
+    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool
+) -> Landing:
     chain, behind = _result_chain(specs, shape, axis_sizes, reduce_scatter)
     return tuple((spec, () if number else behind) for number, spec in enumerate(chain))
 
 
-def _looked_up(specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
+def _looked_up(
+    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]
+) -> tuple[Spec, ...]:
     """A lookup's own split with its partial sums finished, then its users'.
 
     Asked for the users' at once, XLA gathers the table, or exchanges rows among all devices.
@@ -227,10 +250,15 @@ def _result_chain(
     behind = scattered_behind(product_spec, arrived)
     if behind:
         return (arrived, wanted), behind
-    return tuple(dict.fromkeys((arrived, *_between(arrived, wanted, shape, axis_sizes), wanted))), ()
+    return (
+        tuple(dict.fromkeys((arrived, *_between(arrived, wanted, shape, axis_sizes), wanted))),
+        (),
+    )
 
 
-def _between(source: Spec, target: Spec, shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[Spec, ...]:
+def _between(
+    source: Spec, target: Spec, shape: Sequence[int], axis_sizes: Sequence[int]
+) -> tuple[Spec, ...]:
     """Splits to pin an array to between two others; see `way`."""
     *between, _ = way(source, target, tuple(axis_sizes))
     return tuple(between) if all(divides(shape, spec, axis_sizes) for spec in between) else ()

@@ -21,8 +21,8 @@ from ._tilings import Step, is_direct, steps, tiling
 class Move:
     """One collective among groups of `group` devices along some mesh axes (by position).
 
-    `kind` is "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute"; `fraction` of the whole
-    array's bytes enters it on each device.
+    `kind` is "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute";
+    `fraction` of the whole array's bytes enters it on each device.
     """
 
     kind: str
@@ -32,7 +32,9 @@ class Move:
 
 
 @functools.lru_cache(maxsize=1 << 18)
-def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool) -> tuple[Move, ...] | None:
+def reshard(
+    source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool
+) -> tuple[Move, ...] | None:
     """The collectives that turn `source` into `target`; None if nothing can (an array cannot become
     a partial sum).
 
@@ -53,15 +55,22 @@ def reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scat
 
 @functools.lru_cache(maxsize=1 << 14)
 def _in_order(source: Spec, target: Spec) -> tuple[Spec, Spec]:
-    """The same change with its dims and its sums numbered from the first: only their order matters."""
+    """The same change with its dims and its sums numbered from the first: only their order
+    matters.
+    """
     dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}
-    sums = {p: PARTIAL - k for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True))}
+    sums = {
+        p: PARTIAL - k
+        for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True))
+    }
     names = {**dims, **sums, REPLICATED: REPLICATED}
     return tuple(names[p] for p in source), tuple(names[p] for p in target)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool) -> tuple[Move, ...] | None:
+def _reshard(
+    source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool
+) -> tuple[Move, ...] | None:
     axes = range(len(axis_sizes))
     if any(target[a] <= PARTIAL and source[a] != target[a] for a in axes):
         return None
@@ -90,7 +99,9 @@ def _reshard(source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_sca
     for spec in (target,) if behind else way(tuple(now), target, axis_sizes):
         wanted = tiling(spec, axis_sizes)
         for step in steps(arrived, wanted):
-            moves.append(Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles))
+            moves.append(
+                Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles)
+            )
         arrived = wanted
     return tuple(moves)
 
@@ -109,7 +120,10 @@ def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, 
     >>> way((0, -1), (1, -1), (4, 2))
     ((1, -1),)
     """
-    tilings = {spec: tiling(spec, axis_sizes) for spec in itertools.product(*zip(source, target, strict=True))}
+    tilings = {
+        spec: tiling(spec, axis_sizes)
+        for spec in itertools.product(*zip(source, target, strict=True))
+    }
     if min((*source, *target)) <= PARTIAL or is_direct(tilings[source], tilings[target]):
         return (target,)
     reached: set[Spec] = set()
@@ -158,7 +172,9 @@ def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
     return tuple(landed)
 
 
-def waiting_apart(source: Spec, target: Spec, waiting: Collection[int]) -> tuple[tuple[Spec, Spec], tuple[Spec, Spec]]:
+def waiting_apart(
+    source: Spec, target: Spec, waiting: Collection[int]
+) -> tuple[tuple[Spec, Spec], tuple[Spec, Spec]]:
     """The change from `source` to `target` in two, where sums over some axes wait: of each summand,
     and of their sum.
 

@@ -13,7 +13,9 @@ from ._spec import REPLICATED, Spec
 _LEAST_ROW_BYTES = 2**20
 
 
-def gathered_by_rows(length: int, rank: int, num_bytes: int, source: Spec, target: Spec, above_bytes: float) -> bool:
+def gathered_by_rows(
+    length: int, rank: int, num_bytes: int, source: Spec, target: Spec, above_bytes: float
+) -> bool:
     """True if an array that replaces another one is gathered along its first dim's rows.
 
     Args:
@@ -23,10 +25,12 @@ def gathered_by_rows(length: int, rank: int, num_bytes: int, source: Spec, targe
         source, target: its split, and that of what it replaces.
         above_bytes: smaller arrays are gathered together with others instead.
 
-    >>> gathered_by_rows(32, 3, 2**30, (1,), (-1,), 2**24), gathered_by_rows(32, 3, 2**30, (0,), (-1,), 2**24)
+    >>> [gathered_by_rows(32, 3, 2**30, (dim,), (-1,), 2**24) for dim in (1, 0)]
     (True, False)
     """
     if rank < 3 or num_bytes <= above_bytes or num_bytes < length * _LEAST_ROW_BYTES:
         return False
     pairs = list(zip(source, target, strict=True))
-    return source != target and all(s != 0 and (t == s or (s > 0 and t == REPLICATED)) for s, t in pairs)
+    return source != target and all(
+        s != 0 and (t == s or (s > 0 and t == REPLICATED)) for s, t in pairs
+    )

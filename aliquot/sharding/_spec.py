@@ -43,7 +43,9 @@ def cutting_order(num_axes: int, minor: Collection[int]) -> list[int]:
     return sorted(range(num_axes), key=lambda a: (a in minor, a))
 
 
-def spec_from_dims(dims: Sequence[Sequence[str]], axis_names: Sequence[str], partial: Sequence[str] = ()) -> Spec:
+def spec_from_dims(
+    dims: Sequence[Sequence[str]], axis_names: Sequence[str], partial: Sequence[str] = ()
+) -> Spec:
     """The reverse of `dims_of`, with the axes along which the array is a partial sum."""
     placements = []
     for name in axis_names:
@@ -54,7 +56,9 @@ def spec_from_dims(dims: Sequence[Sequence[str]], axis_names: Sequence[str], par
 
 def num_shards(spec: Spec, axis_sizes: Sequence[int]) -> int:
     """Into how many different pieces the array is cut (partial sums and copies do not count)."""
-    return math.prod(size for size, placement in zip(axis_sizes, spec, strict=True) if placement >= 0)
+    return math.prod(
+        size for size, placement in zip(axis_sizes, spec, strict=True) if placement >= 0
+    )
 
 
 def divides(shape: Sequence[int], spec: Spec, axis_sizes: Sequence[int]) -> bool:

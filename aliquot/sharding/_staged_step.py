@@ -45,7 +45,9 @@ class LayeredStep:
     @property
     def micro_batch_size(self) -> int:
         """Examples in a micro-batch; 1 for a step without a batch."""
-        sizes = [self.part.values[i.value].shape[0] for i in self.part.inputs if i.role is Role.BATCH]
+        sizes = [
+            self.part.values[i.value].shape[0] for i in self.part.inputs if i.role is Role.BATCH
+        ]
         return sizes[0] if sizes else 1
 
     def boundary_bytes(self, last_layers: Sequence[int]) -> tuple[float, ...]:
@@ -95,9 +97,13 @@ def layer_step(
     part, combine = graph, dict[str, str]()
     dims = batch_dims(graph)
     if num_micro_batches > 1:
-        plan = plan_micro_batches(graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule)
+        plan = plan_micro_batches(
+            graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule
+        )
         part, combine = plan.part, plan.combine
-        dims = {v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE}
+        dims = {
+            v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE
+        }
     return LayeredStep(
         graph=graph,
         part=part,
@@ -109,7 +115,11 @@ def layer_step(
 
 
 def sketch_step(
-    graph: Graph, num_micro_batches: int, *, layers: str | int | Layers | None = None, on_missing_rule: str = "infer"
+    graph: Graph,
+    num_micro_batches: int,
+    *,
+    layers: str | int | Layers | None = None,
+    on_missing_rule: str = "infer",
 ) -> LayeredStep:
     """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as
     `trace_part` does.
@@ -124,7 +134,11 @@ def sketch_step(
         graph=graph,
         part=part,
         layers=_layers(part, layers),
-        batch_dims={v.index: d for v, w in zip(part.values, graph.values) for d in _differing(v.shape, w.shape)},
+        batch_dims={
+            v.index: d
+            for v, w in zip(part.values, graph.values)
+            for d in _differing(v.shape, w.shape)
+        },
         num_micro_batches=num_micro_batches,
         combine={},
     )
@@ -133,7 +147,9 @@ def sketch_step(
 def _layers(part: Graph, layers: str | int | Layers | None) -> Layers:
     if part.split is not None:
         return range_layers(part)
-    return cut_alike(layers, part) if isinstance(layers, Layers) else cut_layers(part, layers=layers)
+    return (
+        cut_alike(layers, part) if isinstance(layers, Layers) else cut_layers(part, layers=layers)
+    )
 
 
 def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
@@ -145,12 +161,18 @@ def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
     """A step cut into stages; `first_layers` is where each begins."""
     staging = stage_layers(step.part, step.layers, first_layers)
-    return StagedStep(graph=step.graph, staging=staging, extracts=extract_stages(step.part, staging, step.batch_dims))
+    return StagedStep(
+        graph=step.graph,
+        staging=staging,
+        extracts=extract_stages(step.part, staging, step.batch_dims),
+    )
 
 
 def batch_dims(graph: Graph) -> dict[int, int]:
     """Without micro-batches: arrays whose first dim is as long as the batch."""
     sizes = {
-        graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape
+        graph.values[i.value].shape[0]
+        for i in graph.inputs
+        if i.role is Role.BATCH and graph.values[i.value].shape
     }
     return {v.index: 0 for v in graph.values if v.shape and v.shape[0] in sizes}

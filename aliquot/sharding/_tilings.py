@@ -95,7 +95,9 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
         return way
     # Only what both tilings have in common is kept.
     want = target.counts
-    common = {d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims}
+    common = {
+        d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
+    }
     kept = {a for atoms in common.values() for a in atoms}
     repeated = [a for _, atoms in now.dims for a in atoms if a not in kept]
     coarser = _tiling(common, (*now.repeated, *repeated))
@@ -297,7 +299,9 @@ def _take(atoms: Atoms, count: int) -> tuple[Atoms, Atoms]:
 
 def _tiling(dims: Mapping[int, Atoms], repeated: Iterable[Atom]) -> Tiling:
     # Repeats have no order of their own.
-    return Tiling(dims=tuple(sorted((d, a) for d, a in dims.items() if a)), repeated=tuple(sorted(repeated)))
+    return Tiling(
+        dims=tuple(sorted((d, a) for d, a in dims.items() if a)), repeated=tuple(sorted(repeated))
+    )
 
 
 def _axes(atoms: Iterable[Atom]) -> tuple[int, ...]:

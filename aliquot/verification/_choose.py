@@ -14,7 +14,10 @@ _TRIES = 3
 
 
 def first_that_fits(
-    propose: Callable[[float | None], Plan], check: Callable[[Plan], Verification], *, tries: int = _TRIES
+    propose: Callable[[float | None], Plan],
+    check: Callable[[Plan], Verification],
+    *,
+    tries: int = _TRIES,
 ) -> Plan:
     """The best plan that fits by its compiler's account, with the compiled figures in it.
 
@@ -39,7 +42,8 @@ def first_that_fits(
             if not failed:
                 raise
             raise _none(
-                failed, f"With a limit corrected by that, none is left: {str(error).partition(chr(10))[0]}"
+                failed,
+                f"With a limit corrected by that, none is left: {str(error).partition(chr(10))[0]}",
             ) from None
         verified = check(plan)
         if verified.fits:
@@ -78,7 +82,9 @@ def _noted(plan: Plan, verified: Verification, failed: Sequence[tuple[Plan, Veri
         f"{format_bytes(plan.prediction.peak_memory_bytes)} were predicted."
     ]
     notes += [f"Not in the plan, but in its program: {each}." for each in figures.unintended]
-    notes += [f"A plan that was predicted to be faster does not fit: {_line(*each)}." for each in failed]
+    notes += [
+        f"A plan that was predicted to be faster does not fit: {_line(*each)}." for each in failed
+    ]
     return msgspec.structs.replace(plan, compiled=figures, notes=(*notes, *plan.notes))
 
 
@@ -86,7 +92,8 @@ def _none(failed: Sequence[tuple[Plan, Verification]], why: str) -> InfeasibleEr
     best_plan, best = min(failed, key=lambda each: each[1].compiled_bytes)
     listed = "".join(f"\n  - {_line(*each)}" for each in failed)
     return InfeasibleError(
-        f"no plan fits {best.num_devices} x {best.target.name} by its compiler's account:{listed}\n  {why}",
+        f"no plan fits {best.num_devices} x {best.target.name} by its compiler's account:{listed}\n"
+        f"  {why}",
         required_bytes=best.compiled_bytes,
         available_bytes=best.limit_bytes,
         parts=best_plan.prediction.memory_bytes,

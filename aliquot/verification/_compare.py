@@ -47,8 +47,8 @@ class CollectiveComparison:
 class UnintendedCollective:
     """Collectives of one kind, axes and cause that no predicted one explains.
 
-    `cause` is the operator, with its line, whose result they move; an input's path; or empty if the compiler does not
-    say.
+    `cause` is the operator, with its line, whose result they move; an input's path; or empty if the
+    compiler does not say.
     """
 
     kind: str
@@ -71,7 +71,10 @@ class UnintendedCollective:
 
     def __str__(self) -> str:
         where = f"{self.kind} over {', '.join(self.axes) or 'no axis'}"
-        return f"{where}: {self.count:g} times, {format_bytes(self.num_bytes)}, {self.cause or 'cause unknown'}"
+        return (
+            f"{where}: {self.count:g} times, {format_bytes(self.num_bytes)},"
+            f" {self.cause or 'cause unknown'}"
+        )
 
 
 def compare_collectives(
@@ -96,7 +99,11 @@ def compare_collectives(
         )
         for (kind, axes), row in rows.items()
     ]
-    return tuple(sorted(comparisons, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)))
+    return tuple(
+        sorted(
+            comparisons, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)
+        )
+    )
 
 
 def unintended_collectives(
@@ -134,7 +141,9 @@ def unintended_collectives(
         groups.setdefault((each.kind, each.axes), []).append(each)
     for (kind, axes), num_bytes in list(budget.items()):
         if kind == "all-reduce":
-            spared = max(0.0, num_bytes - sum(each.num_bytes for each in groups.get((kind, axes), ())))
+            spared = max(
+                0.0, num_bytes - sum(each.num_bytes for each in groups.get((kind, axes), ()))
+            )
             half = "reduce-scatter", axes
             budget[half] = budget.get(half, 0.0) + spared / math.prod(axis_sizes[a] for a in axes)
     by_cause: dict[tuple[str, tuple[str, ...], str], list[CompiledCollective]] = {}
@@ -161,7 +170,9 @@ def unintended_collectives(
         )
         for (kind, axes, cause), members in by_cause.items()
     ]
-    return tuple(sorted(summed, key=lambda each: (-each.num_bytes, each.kind, each.axes, each.cause)))
+    return tuple(
+        sorted(summed, key=lambda each: (-each.num_bytes, each.kind, each.axes, each.cause))
+    )
 
 
 def _is_known(each: CompiledCollective, units: set[int]) -> bool:

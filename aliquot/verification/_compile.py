@@ -112,7 +112,9 @@ class Compiler:
         """Start the process now, while the first program is still made."""
         self._process.start()
 
-    def compile(self, program: PortableProgram, *, devices_per_host: int, name: str = "") -> CompiledProgram:
+    def compile(
+        self, program: PortableProgram, *, devices_per_host: int, name: str = ""
+    ) -> CompiledProgram:
         """The compiler's account of a program.
 
         Args:
@@ -145,7 +147,9 @@ class Compiler:
             "donated": program.donated,
             "x64": program.x64,
         }
-        answer = self._process.compile(program, request, what=what, report=self._folder / f"{key[:16]}.txt")
+        answer = self._process.compile(
+            program, request, what=what, report=self._folder / f"{key[:16]}.txt"
+        )
         remark = keep_answer(self._folder, key, answer)
         return _compiled(target, answer, remark=remark)
 
@@ -157,15 +161,27 @@ def _environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
     variables = require_compiler(target)
     # Of a flag that is given twice the last counts.
     flags = variables.get("XLA_FLAGS", "").split()
-    flags += [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _DEVICE_COUNT]
+    flags += [
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if flag.split("=")[0] != _DEVICE_COUNT
+    ]
     if target.kind == "cpu":
         flags.append(f"{_DEVICE_COUNT}={num_devices}")
     # Where this package and the compiler were found, they must be found again.
     paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
-    return {**os.environ, **variables, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    return {
+        **os.environ,
+        **variables,
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": paths,
+    }
 
 
-def _key(program: PortableProgram, target: CompileTarget, topology: str, environment: Mapping[str, str]) -> str:
+def _key(
+    program: PortableProgram, target: CompileTarget, topology: str, environment: Mapping[str, str]
+) -> str:
     parts = [
         _FORMAT,
         version("jax"),
@@ -199,7 +215,9 @@ def _compiled(
         temp_bytes=memory["temp_bytes"],
         alias_bytes=memory["alias_bytes"],
         live_bytes=memory["live_bytes"],
-        collectives=tuple(CompiledCollective(**{**c, "axes": tuple(c["axes"])}) for c in answer["collectives"]),
+        collectives=tuple(
+            CompiledCollective(**{**c, "axes": tuple(c["axes"])}) for c in answer["collectives"]
+        ),
         out_dims=tuple(_read_dims(dims) for dims in answer["out_dims"]),
         out_bytes=tuple(answer["out_bytes"]),
         cycles=answer["cycles"],

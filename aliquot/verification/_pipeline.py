@@ -12,7 +12,14 @@ from pathlib import Path
 from ..cluster import Cluster
 from ..cost import PlannedStep
 from ..plans import ArrayInterface, Plan, StagePlan, grouped_arrays
-from ..runtime import CompiledCollective, StageExport, StageMemory, abstract_pipeline, export_stages, exported_memory
+from ..runtime import (
+    CompiledCollective,
+    StageExport,
+    StageMemory,
+    abstract_pipeline,
+    export_stages,
+    exported_memory,
+)
 from ._compare import compare_collectives, unintended_collectives
 from ._compile import CompiledProgram, Compiler
 from ._process import Progress
@@ -50,7 +57,8 @@ def verify_pipeline(
             exports,
             stages,
             out_bytes=[
-                p.compiled.out_bytes or (0,) * len(e.form.results) for e, p in zip(exports, programs, strict=True)
+                p.compiled.out_bytes or (0,) * len(e.form.results)
+                for e, p in zip(exports, programs, strict=True)
             ],
             temps=[p.compiled.temp_bytes for p in programs],
             aliases=[p.compiled.alias_bytes for p in programs],
@@ -65,7 +73,9 @@ def verify_pipeline(
     every = range(len(plan.stages))
     verified = []
     for number in every:
-        positions = [k for k, export in enumerate(exports) if export.stage == number and export.runs]
+        positions = [
+            k for k, export in enumerate(exports) if export.stage == number and export.runs
+        ]
         verified.append(
             _stage(
                 plan,
@@ -76,10 +86,15 @@ def verify_pipeline(
                 memory([number]),
             )
         )
-    together = [[k for k in every if pipeline.schedule.submesh_of(k) == s] for s in range(plan.num_submeshes)]
+    together = [
+        [k for k in every if pipeline.schedule.submesh_of(k) == s]
+        for s in range(plan.num_submeshes)
+    ]
     return Verification(
         target=chosen,
-        num_devices=len({d for stage, n in zip(plan.stages, sizes, strict=True) for d in _devices(stage, n)}),
+        num_devices=len(
+            {d for stage, n in zip(plan.stages, sizes, strict=True) for d in _devices(stage, n)}
+        ),
         limit_bytes=chosen.limit_bytes,
         predicted_step_time_s=plan.prediction.step_time_s,
         predicted_compute_s=plan.prediction.compute_s,
@@ -100,7 +115,11 @@ def _devices(stage: StagePlan, count: int) -> range:
 
 
 def _compile_all(
-    plan: Plan, exports: Sequence[StageExport], cluster: Cluster, target: CompileTarget, compiler: Compiler
+    plan: Plan,
+    exports: Sequence[StageExport],
+    cluster: Cluster,
+    target: CompileTarget,
+    compiler: Compiler,
 ) -> list[ProgramVerification]:
     """Every program, in order: what one leaves, split as its compiler chose, is what the next one
     takes.
@@ -109,7 +128,11 @@ def _compile_all(
     known: dict[tuple[str, int], ProgramVerification] = {}
     for export in exports:
         if not export.runs:
-            verified.append(ProgramVerification(name=export.name, runs=0, compiled=CompiledProgram(target=target)))
+            verified.append(
+                ProgramVerification(
+                    name=export.name, runs=0, compiled=CompiledProgram(target=target)
+                )
+            )
             continue
         stage = plan.stages[export.stage]
         per_host = _devices_per_host(stage, cluster.devices_per_host)
@@ -117,7 +140,9 @@ def _compile_all(
         same = known.get((program.fingerprint, per_host))
         if same is None:
             compiled = compiler.compile(program, devices_per_host=per_host, name=export.name)
-            verified.append(ProgramVerification(name=export.name, runs=export.runs, compiled=compiled))
+            verified.append(
+                ProgramVerification(name=export.name, runs=export.runs, compiled=compiled)
+            )
             known[program.fingerprint, per_host] = verified[-1]
         else:
             verified.append(replace(same, name=export.name, runs=export.runs, same_as=same.name))
@@ -142,7 +167,8 @@ def _devices_per_host(stage: StagePlan, per_host: int) -> int:
     equal pieces.
 
     >>> from types import SimpleNamespace as Stage
-    >>> [_devices_per_host(Stage(first_device=f, mesh_shape=(n,)), 8) for f, n in ((0, 16), (4, 4), (4, 8), (6, 4))]
+    >>> places = ((0, 16), (4, 4), (4, 8), (6, 4))
+    >>> [_devices_per_host(Stage(first_device=f, mesh_shape=(n,)), 8) for f, n in places]
     [8, 4, 4, 2]
     """
     count, offset = math.prod(stage.mesh_shape), stage.first_device % per_host
@@ -170,10 +196,14 @@ def _stage(
     return StageVerification(
         predicted_bytes=predicted.peak_memory_bytes,
         predicted_parts=dict(predicted.memory_bytes),
-        argument_bytes=sum(group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)),
+        argument_bytes=sum(
+            group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)
+        ),
         compiled=_together(programs, memory, used, refused),
         collectives=compare_collectives(predicted.collectives, used) if not refused else (),
-        unintended=unintended_collectives(predicted.collectives, used, (), sizes) if not refused else (),
+        unintended=(
+            unintended_collectives(predicted.collectives, used, (), sizes) if not refused else ()
+        ),
         held={kind: float(num_bytes) for kind, num_bytes in memory.parts.items()},
         programs=tuple(programs),
     )

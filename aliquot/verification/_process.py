@@ -27,7 +27,8 @@ Progress: TypeAlias = Callable[[str], None]
 
 _POLL_S = 0.05
 _OUT_OF_MEMORY = re.compile(
-    r"(?:(?:Used|total hbm usage >=|requires?|allocat\w+) +|total memory required for HLO temporaries \()"
+    r"(?:(?:Used|total hbm usage >=|requires?|allocat\w+) +|total memory required for HLO"
+    r" temporaries \()"
     r"([\d.]+)([KMGT])(?:i?B)?(?: of|\) exceeds)",
     re.IGNORECASE,
 )
@@ -44,7 +45,9 @@ class CompilerProcess:
     `close` ends it.
     """
 
-    def __init__(self, target: CompileTarget, environment: Mapping[str, str], progress: Progress) -> None:
+    def __init__(
+        self, target: CompileTarget, environment: Mapping[str, str], progress: Progress
+    ) -> None:
         self._target, self._environment, self._progress = target, dict(environment), progress
         self._process: subprocess.Popen[bytes] | None = None
         self._place: Path | None = None
@@ -92,7 +95,9 @@ class CompilerProcess:
         if answer is None:
             raise _died(process.returncode, most, words, program, self._target, report)
         if "error" in answer:
-            return _refused(str(answer["error"]), str(answer["message"]), words, self._target, report)
+            return _refused(
+                str(answer["error"]), str(answer["message"]), words, self._target, report
+            )
         return answer
 
     def _started(self) -> tuple[subprocess.Popen[bytes], Path]:
@@ -111,7 +116,9 @@ class CompilerProcess:
                 )
         return self._process, self._place
 
-    def _send(self, program: PortableProgram, request: Mapping[str, Any]) -> tuple[subprocess.Popen[bytes], Path]:
+    def _send(
+        self, program: PortableProgram, request: Mapping[str, Any]
+    ) -> tuple[subprocess.Popen[bytes], Path]:
         """Give it a program; returns the process and the folder for its answer."""
         try:
             process, place = self._started()
@@ -121,8 +128,9 @@ class CompilerProcess:
             (folder / "module.bin").write_bytes(program.module)
         except OSError as error:
             raise InputError(
-                f"the program ({format_bytes(len(program.module))}) cannot be written to {tempfile.gettempdir()!r} for its "
-                f"compiler: {error.strerror or error}. Free some space, or set TMPDIR to another folder."
+                f"the program ({format_bytes(len(program.module))}) cannot be written to"
+                f" {tempfile.gettempdir()!r} for its compiler: {error.strerror or error}. Free some"
+                " space, or set TMPDIR to another folder."
             ) from None
         self._count += 1
         assert process.stdin is not None
@@ -152,31 +160,42 @@ def _died(
     size = f"a program of {format_bytes(len(program.module))}"
     if code == -9 or "bad_alloc" in words or "MemoryError" in words:
         return CompileError(
-            f"compiling {size} for {target.name} was stopped when it had taken {format_bytes(most)} of memory, most "
-            f"likely because there was no more.\n  Free memory, or plan the model with --scan: loops compile smaller."
+            f"compiling {size} for {target.name} was stopped when it had taken {format_bytes(most)}"
+            " of memory, most likely because there was no more.\n  Free memory, or plan the model"
+            " with --scan: loops compile smaller."
         )
     lines = [line for line in words.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     return CompileError(
-        f"the compiler for {target.name} ended with code {code} on {size}: {last:.200}\n  {_filed(report, words)}"
+        f"the compiler for {target.name} ended with code {code} on {size}: {last:.200}\n "
+        f" {_filed(report, words)}"
     )
 
 
-def _refused(error: str, message: str, words: str, target: CompileTarget, report: Path) -> dict[str, Any]:
+def _refused(
+    error: str, message: str, words: str, target: CompileTarget, report: Path
+) -> dict[str, Any]:
     """The answer if the program is too big for the device; otherwise an error."""
     match = _OUT_OF_MEMORY.search(message)
     if "RESOURCE_EXHAUSTED" in message and match:
         scale = 1024 ** ("KMGT".index(match.group(2).upper()) + 1)
-        return {"refusal": message.strip().partition("\n")[0][:300], "needed_bytes": float(match.group(1)) * scale}
+        return {
+            "refusal": message.strip().partition("\n")[0][:300],
+            "needed_bytes": float(match.group(1)) * scale,
+        }
     first = message.strip().partition("\n")[0]
-    if target.description and ("target_config" in message or "TextFormat" in words or "GpuTargetConfig" in message):
+    if target.description and (
+        "target_config" in message or "TextFormat" in words or "GpuTargetConfig" in message
+    ):
         raise InputError(
-            f"the description of {target.name} is not understood by the compiler of JAX {version('jax')}: {first:.200}\n"
-            "  It may be of another release; take the file that this release of OpenXLA has."
+            f"the description of {target.name} is not understood by the compiler of JAX"
+            f" {version('jax')}: {first:.200}\n  It may be of another release; take the file that"
+            " this release of OpenXLA has."
         )
     everything = f"{message}\n\n{words}"
     raise CompileError(
-        f"the program does not compile for {target.name}: {error}: {first:.300}\n  {_filed(report, everything)}"
+        f"the program does not compile for {target.name}: {error}: {first:.300}\n "
+        f" {_filed(report, everything)}"
     )
 
 

@@ -85,11 +85,14 @@ def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
     graph, (stage,) = step.graph, step.plan.stages
     # Positions of devices do not matter for an exported program, so the mesh needs none.
     mesh: Any = AbstractMesh(
-        tuple(stage.mesh_shape), tuple(stage.axis_names), axis_types=(AxisType.Auto,) * len(stage.mesh_shape)
+        tuple(stage.mesh_shape),
+        tuple(stage.axis_names),
+        axis_types=(AxisType.Auto,) * len(stage.mesh_shape),
     )
     program = build_plan_program(step, mesh)
     structs = [
-        _struct(leaf, sharding) for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
+        _struct(leaf, sharding)
+        for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
     ]
     return PortableProgram(
         module=bytes(_exported(program.jitted, structs, platform).serialize()),
@@ -160,4 +163,7 @@ def _struct(leaf: Any, sharding: NamedSharding) -> Any:
 
 def _dims(sharding: NamedSharding) -> Dims:
     entries: Any = tuple(sharding.spec)
-    return tuple(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in entries)
+    return tuple(
+        () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for axes in entries
+    )

@@ -35,7 +35,8 @@ per compute capability".
 class GPUDescription:
     """One GPU as its compiler must know it; fields are named as in XLA's target description.
 
-    `capability` is the compute capability, `accelerated` whether features of this very architecture may be used.
+    `capability` is the compute capability, `accelerated` whether features of this very architecture
+    may be used.
     """
 
     name: str
@@ -68,10 +69,13 @@ class GPUDescription:
         fields = " ".join(f"{name}: {value}" for name, value in {**_LIMITS, **figures}.items())
         extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
         major, minor = self.capability
-        capability = f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}"
+        capability = (
+            f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension:"
+            f" {extension} }}"
+        )
         return (
-            f'gpu_device_info {{ {fields} {capability} }} platform_name: "CUDA" '
-            f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{self.name}"'
+            f'gpu_device_info {{ {fields} {capability} }} platform_name: "CUDA" dnn_version_info {{'
+            f' major: 9 minor: 10 patch: 0 }} device_description_str: "{self.name}"'
         )
 
 
@@ -109,8 +113,12 @@ _HOPPER = ((132, 128), (233_472, 232_448))
 _DESCRIPTIONS = (
     _gpu("V100-16GB", *_VOLTA, (6_291_456, 16_935_682_048, 898_048_000_000), 1.53, (7, 0), False),
     _gpu("V100-32GB", *_VOLTA, (6_291_456, 34_089_730_048, 898_048_000_000), 1.53, (7, 0), False),
-    _gpu("A100-40GB", *_AMPERE, (41_943_040, 42_331_013_120, 1_555_200_000_000), 1.41, (8, 0), False),
-    _gpu("A100-80GB", *_AMPERE, (41_943_040, 85_100_068_864, 2_039_040_000_000), 1.41, (8, 0), False),
+    _gpu(
+        "A100-40GB", *_AMPERE, (41_943_040, 42_331_013_120, 1_555_200_000_000), 1.41, (8, 0), False
+    ),
+    _gpu(
+        "A100-80GB", *_AMPERE, (41_943_040, 85_100_068_864, 2_039_040_000_000), 1.41, (8, 0), False
+    ),
     _gpu("H100", *_HOPPER, (52_428_800, 84_942_979_072, 3_352_320_000_000), 1.98, (9, 0), True),
     _gpu("H200", *_HOPPER, (52_428_800, 151_397_597_184, 4_800_000_000_000), 1.98, (9, 0), True),
     _gpu(
@@ -164,7 +172,9 @@ class CompileTarget:
         return ""
 
 
-def resolve_target(name: str | None, cluster: Cluster, *, limit_bytes: float | None = None) -> CompileTarget:
+def resolve_target(
+    name: str | None, cluster: Cluster, *, limit_bytes: float | None = None
+) -> CompileTarget:
     """The target to compile for.
 
     Args:
@@ -180,12 +190,18 @@ def resolve_target(name: str | None, cluster: Cluster, *, limit_bytes: float | N
     chosen = cluster.device.name if name is None else name
     limit: float | None
     if chosen == cluster.device.name:
-        limit = limit_bytes if limit_bytes is not None else target_for(cluster.device).usable_bytes(cluster.device)
+        limit = (
+            limit_bytes
+            if limit_bytes is not None
+            else target_for(cluster.device).usable_bytes(cluster.device)
+        )
     else:
         device = DEVICES.get(chosen)
         limit = target_for(device).usable_bytes(device) if device else None
     if chosen in GPU_DESCRIPTIONS:
-        return CompileTarget(name=chosen, kind="gpu", limit_bytes=limit, description=GPU_DESCRIPTIONS[chosen].text())
+        return CompileTarget(
+            name=chosen, kind="gpu", limit_bytes=limit, description=GPU_DESCRIPTIONS[chosen].text()
+        )
     if chosen in TPU_DIMS:
         return CompileTarget(name=chosen, kind="tpu", limit_bytes=limit)
     if chosen == "cpu" or (name is None and cluster.device.kind == "cpu"):
@@ -207,11 +223,14 @@ def _from_file(path: Path) -> CompileTarget:
     size = re.search(r"\bdevice_memory_size\s*:\s*(\d+)", text)
     if "gpu_device_info" not in text or size is None:
         raise InputError(
-            f"{str(path)!r} is no description of a GPU: it needs `gpu_device_info {{ ... device_memory_size: N ... }}`, "
-            "as in the files of xla/backends/gpu/target_config/specs in OpenXLA's sources."
+            f"{str(path)!r} is no description of a GPU: it needs `gpu_device_info {{ ..."
+            " device_memory_size: N ... }`, as in the files of"
+            " xla/backends/gpu/target_config/specs in OpenXLA's sources."
         )
     share = target_for(DEVICES["H100"]).usable_memory_fraction
-    return CompileTarget(name=path.stem, kind="gpu", limit_bytes=int(size.group(1)) * share, description=text)
+    return CompileTarget(
+        name=path.stem, kind="gpu", limit_bytes=int(size.group(1)) * share, description=text
+    )
 
 
 def _torus(num_devices: int, dims: int) -> tuple[int, ...]:
@@ -233,5 +252,7 @@ def _factorisations(number: int, parts: int, least: int = 1) -> list[tuple[int, 
     factorisations = []
     for side in range(least, math.isqrt(number) + 1):
         if number % side == 0:
-            factorisations += [(side, *rest) for rest in _factorisations(number // side, parts - 1, side)]
+            factorisations += [
+                (side, *rest) for rest in _factorisations(number // side, parts - 1, side)
+            ]
     return factorisations

@@ -161,7 +161,9 @@ def _phase(op_name: str) -> str:
 
 
 def _texts(rows: Sequence[str]) -> dict[int, str]:
-    return {int(number): text.strip('"') for number, _, text in (row.partition(" ") for row in rows)}
+    return {
+        int(number): text.strip('"') for number, _, text in (row.partition(" ") for row in rows)
+    }
 
 
 def _numbers(rows: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
@@ -202,9 +204,13 @@ def estimated_cycles(text: str) -> float:
             body = _BODY.search(line) if " while(" in line else None
             if body:
                 trips = _TRIPS.search(line)
-                bodies.setdefault(current, []).append((body.group(1), int(trips.group(1)) if trips else 1))
+                bodies.setdefault(current, []).append(
+                    (body.group(1), int(trips.group(1)) if trips else 1)
+                )
 
     def total(name: str) -> float:
-        return cycles.get(name, 0.0) + sum(trips * total(body) for body, trips in bodies.get(name, ()))
+        return cycles.get(name, 0.0) + sum(
+            trips * total(body) for body, trips in bodies.get(name, ())
+        )
 
     return total(entry)

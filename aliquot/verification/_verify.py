@@ -12,7 +12,12 @@ from ..cluster import Cluster
 from ..core import format_bytes, format_seconds
 from ..cost import PlannedStep
 from ..plans import Plan, StagePlan, grouped_arrays
-from ._compare import CollectiveComparison, UnintendedCollective, compare_collectives, unintended_collectives
+from ._compare import (
+    CollectiveComparison,
+    UnintendedCollective,
+    compare_collectives,
+    unintended_collectives,
+)
 from ._compile import CompiledProgram, Compiler
 from ._process import Progress
 from ._program import portable_program
@@ -24,7 +29,8 @@ class ProgramVerification:
     """One program of a pipeline's stage: how often a step runs it, and the compiler's account of
     it.
 
-    `same_as` names the program of another stage that is the same and was compiled once for both; else it is empty.
+    `same_as` names the program of another stage that is the same and was compiled once for both;
+    else it is empty.
     """
 
     name: str
@@ -161,12 +167,17 @@ class Verification:
         for number, stage in enumerate(self.stages):
             which = f"stage {number}: " if len(self.stages) > 1 else ""
             statements.append(
-                f"{which}{format_bytes(stage.compiled_bytes)}{limit} on each device (predicted "
-                f"{format_bytes(stage.predicted_bytes)}), compiled in {format_seconds(stage.compiled.compile_s)}"
+                f"{which}{format_bytes(stage.compiled_bytes)}{limit} on each device (predicted"
+                f" {format_bytes(stage.predicted_bytes)}), compiled in"
+                f" {format_seconds(stage.compiled.compile_s)}"
             )
             statements += [f"not in the plan: {each}" for each in stage.unintended]
         head = f"{verdict} {self.num_devices} x {self.target.name}"
-        lines = [f"{head}: {statements[0]}", *statements[1:]] if len(self.stages) == 1 else [head, *statements]
+        lines = (
+            [f"{head}: {statements[0]}", *statements[1:]]
+            if len(self.stages) == 1
+            else [head, *statements]
+        )
         return "\n".join([*lines, *self.remarks])
 
 
@@ -183,7 +194,9 @@ def verify_program(
     chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
     (stage,) = plan.stages
     tell = progress or (lambda line: None)
-    with Compiler(chosen, num_devices=math.prod(stage.mesh_shape), progress=tell, cache=cache) as compiler:
+    with Compiler(
+        chosen, num_devices=math.prod(stage.mesh_shape), progress=tell, cache=cache
+    ) as compiler:
         compiler.start()
         tell("exporting the program")
         program = portable_program(step, chosen.platform)
@@ -207,7 +220,9 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
     return StageVerification(
         predicted_bytes=plan.prediction.peak_memory_bytes,
         predicted_parts=dict(plan.prediction.memory_bytes),
-        argument_bytes=sum(group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)),
+        argument_bytes=sum(
+            group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)
+        ),
         compiled=compiled,
         collectives=compare_collectives(uses, collectives) if not compiled.refusal else (),
         unintended=unintended_collectives(
@@ -216,11 +231,17 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
     )
 
 
-def remarks_on(cluster: Cluster, target: CompileTarget, compiled: Sequence[CompiledProgram]) -> tuple[str, ...]:
-    """Remarks on a target that is not the plan's device, and those of the compiler on its programs."""
+def remarks_on(
+    cluster: Cluster, target: CompileTarget, compiled: Sequence[CompiledProgram]
+) -> tuple[str, ...]:
+    """Remarks on a target that is not the plan's device, and those of the compiler on its
+    programs.
+    """
     remarks = []
     if target.name != cluster.device.name:
-        remarks.append(f"The plan was made for {cluster.device.name}, and its predictions are for that.")
+        remarks.append(
+            f"The plan was made for {cluster.device.name}, and its predictions are for that."
+        )
     for each in compiled:
         if each.remark:
             remarks.append(each.remark)

@@ -43,27 +43,34 @@ _UNTUNED = {"--xla_gpu_enable_triton_gemm": "false"}
 
 def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
     jax_version = version("jax")
-    fitting = f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
+    fitting = (
+        f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
+    )
     versions = {name: _version(name) for name in _GPU_PACKAGES}
     missing = [name for name, number in versions.items() if number is None]
     if missing:
         raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
-    wrong = [f"{name} {versions[name]}" for name in _GPU_PACKAGES[:2] if versions[name] != jax_version]
+    wrong = [
+        f"{name} {versions[name]}" for name in _GPU_PACKAGES[:2] if versions[name] != jax_version
+    ]
     if wrong:
         raise CompilerMissingError(
-            f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is {jax_version}: they must be the same "
-            f"release.\n  Run: pip install --no-deps {fitting}"
+            f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is {jax_version}:"
+            f" they must be the same release.\n  Run: pip install --no-deps {fitting}"
         )
     folder = _cuda_folder()
     if folder is None:
-        raise _missing(target, "the assembler of nvidia-cuda-nvcc-cu12", "verify-gpu", f"--no-deps {fitting}")
+        raise _missing(
+            target, "the assembler of nvidia-cuda-nvcc-cu12", "verify-gpu", f"--no-deps {fitting}"
+        )
     return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", _UNTUNED)}
 
 
 def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:
     return CompilerMissingError(
-        f"compiling for {target.name} needs its compiler, which is not installed (missing: {what}).\n"
-        f"  Run: pip install 'aliquot[{extra}]'   (or only the compiler: pip install {packages})"
+        f"compiling for {target.name} needs its compiler, which is not installed (missing:"
+        f" {what}).\n  Run: pip install 'aliquot[{extra}]'   (or only the compiler: pip install"
+        f" {packages})"
     )
 
 

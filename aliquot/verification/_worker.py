@@ -1,8 +1,8 @@
 """The other process: compiles programs for their target and writes down what the compiler says.
 
-Run as `python -m aliquot.verification._worker`. Folders are read from standard input, one a line, until it ends; each holds
-`request.json` and `module.bin`, and gets `result.json`.
-Flags and platforms were set by the parent in this process's environment.
+Run as `python -m aliquot.verification._worker`. Folders are read from standard input, one a line,
+until it ends; each holds `request.json` and `module.bin`, and gets `result.json`. Flags and
+platforms were set by the parent in this process's environment.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:
     For TPUs, `memory_analysis` has a figure up to a fifth higher (libtpu 0.0.42): programs compile
     within limits below it, and where one is refused, the compiler names the sum of its report.
     """
-    totals = [total for path in reports.glob(_REPORT) if (total := reported_bytes(path.read_text())) is not None]
+    totals = [
+        total
+        for path in reports.glob(_REPORT)
+        if (total := reported_bytes(path.read_text())) is not None
+    ]
     if totals:
         held = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
         memory["temp_bytes"] = max(max(totals) - held, 0)
@@ -77,7 +81,11 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
 
     def shardings(arrays: Any) -> tuple[NamedSharding | None, ...]:
         return tuple(
-            None if dims is None else NamedSharding(mesh, PartitionSpec(*[tuple(axes) or None for axes in dims]))
+            (
+                None
+                if dims is None
+                else NamedSharding(mesh, PartitionSpec(*[tuple(axes) or None for axes in dims]))
+            )
             for dims in arrays
         )
 
@@ -131,7 +139,9 @@ def _dims(sharding: Any) -> list[list[str]] | None:
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
-    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec]
+    return [
+        [] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec
+    ]
 
 
 def _mesh(request: dict[str, Any]) -> Any:

@@ -1,5 +1,5 @@
-"""Models to plan, train and measure: GPT, BERT, Llama, MoE, T5 and Wide-ResNet of the usual sizes in
-Flax NNX, and text to train on.
+"""Models to plan, train and measure: GPT, BERT, Llama, MoE, T5 and Wide-ResNet of the usual sizes
+in Flax NNX, and text to train on.
 
 Importing this needs neither Flax nor JAX; `build` does.
 """

@@ -22,7 +22,9 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def attention(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, *, is_causal: bool) -> jax.Array:
+def attention(
+    q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, *, is_causal: bool
+) -> jax.Array:
     """Softmax attention to all positions, or, if causal, to a position itself and those before it;
     returns `(B, S, H, E)`.
 
@@ -54,6 +56,8 @@ def _causal_softmax(scores: jax.Array) -> jax.Array:
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     square = scores.shape[-2:]
     # Two iotas, not a table: a constant of the trace would be one more array to place and to move.
-    visible = jax.lax.broadcasted_iota(jnp.int32, square, 0) >= jax.lax.broadcasted_iota(jnp.int32, square, 1)
+    visible = jax.lax.broadcasted_iota(jnp.int32, square, 0) >= jax.lax.broadcasted_iota(
+        jnp.int32, square, 1
+    )
     masked = jnp.where(visible, wide, -1e30)
     return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)

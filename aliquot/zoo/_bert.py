@@ -49,7 +49,9 @@ class Ends(nnx.Module):
         self.transform_norm = _gpt.norm(config, precision, rngs)
         self.bias = nnx.Param(jnp.zeros((config.vocab_size,), precision.params))
         if not self.tied:
-            self.head = _gpt.linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
+            self.head = _gpt.linear(
+                config.hidden_size, config.vocab_size, precision, rngs, use_bias=False
+            )
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """`(B, S)` token ids to `(B, S, hidden_size)`."""

@@ -20,15 +20,23 @@ LARGEST = 2**31 - 1
 
 _MOST_LAYERS = 10_000
 _ALIKE = ("gpt", "llama", "bert")
-_POSITIVE = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "seq_len")
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "ffn_size",
+    "vocab_size",
+    "seq_len",
+)
 
 
 class AbstractConfig(abc.ABC):
     """Base of all model configurations: frozen fields, checked when they are set.
 
-    `name` is the model's, `family` decides the operators. `examples` is what a batch counts; `loops` says whether the
-    layers can be stacked and looped over; `usual_dtype` is what the model is computed in unless somebody asks for
-    another, None where the device decides.
+    `name` is the model's, `family` decides the operators. `examples` is what a batch counts;
+    `loops` says whether the layers can be stacked and looped over; `usual_dtype` is what the model
+    is computed in unless somebody asks for another, None where the device decides.
     """
 
     __slots__ = ()
@@ -136,12 +144,18 @@ class ModelConfig(AbstractTextConfig):
     def _indivisible(self) -> list[str]:
         faults = []
         if not self.head_size and self.hidden_size % self.num_heads:
-            faults.append(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+            faults.append(
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}"
+            )
         elif self.family == "llama" and self.head_dim % 2:
             what = "head_size" if self.head_size else "hidden_size / num_heads"
-            faults.append(f"{what} = {self.head_dim} is odd, rotary positions turn pairs of elements")
+            faults.append(
+                f"{what} = {self.head_dim} is odd, rotary positions turn pairs of elements"
+            )
         if self.num_heads % self.num_kv_heads:
-            faults.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            faults.append(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         return faults
 
     @property
@@ -170,7 +184,9 @@ class ModelConfig(AbstractTextConfig):
         """
         heads = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         ffn = (3 if self.family == "llama" else 2) * self.hidden_size * self.ffn_size
-        head = self.hidden_size * (self.vocab_size + (self.hidden_size if self.family == "bert" else 0))
+        head = self.hidden_size * (
+            self.vocab_size + (self.hidden_size if self.family == "bert" else 0)
+        )
         attention = 12 * self.num_layers * self.seq_len * self.num_heads * self.head_dim
         return 6 * (self.num_layers * (heads + ffn) + head) + attention
 
@@ -180,7 +196,9 @@ class ModelConfig(AbstractTextConfig):
         if "hidden_size" in changes:
             follow["ffn_size"] = scaled_ffn(self.ffn_size, self.hidden_size, changes["hidden_size"])
         if "num_heads" in changes:
-            follow["num_kv_heads"] = max(1, changes["num_heads"] * self.num_kv_heads // self.num_heads)
+            follow["num_kv_heads"] = max(
+                1, changes["num_heads"] * self.num_kv_heads // self.num_heads
+            )
         return follow
 
 
@@ -218,11 +236,21 @@ class MoEConfig(AbstractTextConfig):
 
     def __post_init__(self) -> None:
         faults = [] if self.family == "moe" else [f"family={self.family!r} is not moe"]
-        sizes = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_len", "group_size")
+        sizes = (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "ffn_size",
+            "vocab_size",
+            "seq_len",
+            "group_size",
+        )
         small = out_of_range(self, sizes)
         faults += small
         if self.num_experts < 2:
-            faults.append(f"num_experts={self.num_experts} must be at least 2, as each token goes to two")
+            faults.append(
+                f"num_experts={self.num_experts} must be at least 2, as each token goes to two"
+            )
         if not small:
             faults += self._indivisible()
         faults += not_positive(self, ("norm_epsilon", "capacity_factor"))
@@ -233,12 +261,17 @@ class MoEConfig(AbstractTextConfig):
     def _indivisible(self) -> list[str]:
         faults = []
         if self.hidden_size % self.num_heads:
-            faults.append(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+            faults.append(
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}"
+            )
         if self.num_layers % 2:
-            faults.append(f"num_layers={self.num_layers} must be even, as every other layer has experts")
+            faults.append(
+                f"num_layers={self.num_layers} must be even, as every other layer has experts"
+            )
         if self.seq_len % self.group_size and self.group_size % self.seq_len:
             faults.append(
-                f"seq_len={self.seq_len} is not a multiple of group_size={self.group_size}, nor the other way round"
+                f"seq_len={self.seq_len} is not a multiple of group_size={self.group_size}, nor the"
+                " other way round"
             )
         return faults
 
@@ -325,6 +358,8 @@ def refuse(name: str, faults: list[str]) -> None:
 
 
 def scaled_ffn(ffn_size: int, hidden_size: int, new_hidden_size: int) -> int:
-    """The feed-forward size with the old ratio to the hidden size, rounded up to a multiple of 8."""
+    """The feed-forward size with the old ratio to the hidden size, rounded up to a multiple of
+    8.
+    """
     exact = -(-ffn_size * new_hidden_size // hidden_size)
     return -(-exact // 8) * 8

@@ -34,9 +34,9 @@ _STDLIB_BYTES = 8_000_000
 class ByteData:
     """Random windows of a text, reproducible from `seed` and the number of the step.
 
-    A batch is `{"inputs", "targets"}`, int32 of shape `(batch, seq_len)`; each target is the byte after its input. Step
-    `i` gives the same batch whether or not the steps before it were asked for, so training may resume anywhere, and
-    several processes may each take their rows of it.
+    A batch is `{"inputs", "targets"}`, int32 of shape `(batch, seq_len)`; each target is the byte
+    after its input. Step `i` gives the same batch whether or not the steps before it were asked
+    for, so training may resume anywhere, and several processes may each take their rows of it.
 
     With a `masked_share`, inputs are to be restored instead: that share of the bytes is chosen at
     random and is the target, at all other positions the target is -1. Of the chosen ones 80 % read
@@ -85,11 +85,14 @@ class ByteData:
             )
         text = _standard_library() if self.paths is None else _read_all(self.paths)
         if len(text) < self._window:
-            source = "the standard library" if self.paths is None else ", ".join(map(str, self.paths))
+            source = (
+                "the standard library" if self.paths is None else ", ".join(map(str, self.paths))
+            )
             target = f" with target_len={self.target_len}" if self.target_len else ""
             raise InputError(
-                f"The text in {source} has {len(text)} bytes; a sequence of seq_len={self.seq_len}{target} needs at "
-                f"least {self._window}. Give more text, or a smaller seq_len."
+                f"The text in {source} has {len(text)} bytes; a sequence of"
+                f" seq_len={self.seq_len}{target} needs at least {self._window}. Give more text, or"
+                " a smaller seq_len."
             )
         object.__setattr__(self, "text", text)
 
@@ -121,7 +124,9 @@ class ByteData:
             step += 1
 
 
-def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None, seed: int = 0) -> ByteData:
+def text_for(
+    workload: Workload, *, paths: tuple[str | Path, ...] | None = None, seed: int = 0
+) -> ByteData:
     """Text in batches as a workload takes them: for BERT with 15 % of the bytes masked, for T5
     with what comes next as targets.
 
@@ -132,16 +137,17 @@ def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None,
     config = workload.config
     if not isinstance(config, AbstractTextConfig):
         raise InputError(
-            f"{config.name} reads {config.examples}, and the data here are text. Train it from Python on batches of your "
-            f"own ({', '.join(workload.batch)}): step = aliquot.parallelize(workload.train_step, plan)."
+            f"{config.name} reads {config.examples}, and the data here are text. Train it from"
+            f" Python on batches of your own ({', '.join(workload.batch)}): step ="
+            " aliquot.parallelize(workload.train_step, plan)."
         )
     is_masked = config.family == "bert"
     needed = BYTE_VOCABULARY + is_masked
     if config.vocab_size < needed:
         mask = " with a mask" if is_masked else ""
         raise InputError(
-            f"{config.name} knows {config.vocab_size} tokens, and text as bytes{mask} has {needed}. "
-            f"Plan it with --set vocab_size={needed} or more."
+            f"{config.name} knows {config.vocab_size} tokens, and text as bytes{mask} has {needed}."
+            f" Plan it with --set vocab_size={needed} or more."
         )
     return ByteData(
         paths=paths,
@@ -153,7 +159,9 @@ def text_for(workload: Workload, *, paths: tuple[str | Path, ...] | None = None,
     )
 
 
-def _masked(tokens: NDArray[np.int32], share: float, random: np.random.Generator) -> dict[str, NDArray[np.int32]]:
+def _masked(
+    tokens: NDArray[np.int32], share: float, random: np.random.Generator
+) -> dict[str, NDArray[np.int32]]:
     is_chosen = random.random(tokens.shape) < share
     fate = random.random(tokens.shape)
     others = random.integers(0, BYTE_VOCABULARY, tokens.shape, np.int32)
@@ -180,7 +188,10 @@ def _standard_library() -> bytes:
             continue
         size_bytes += len(chunks[-1])
     if not chunks:
-        raise InputError(f"No readable .py file in {folder}, where Python's own sources should be. Give files of text.")
+        raise InputError(
+            f"No readable .py file in {folder}, where Python's own sources should be. Give files of"
+            " text."
+        )
     return b"\n".join(chunks)[:_STDLIB_BYTES]
 
 
@@ -198,5 +209,7 @@ def _read_all(paths: tuple[str | Path, ...]) -> bytes:
             faults.append(f"{path} is empty")
         chunks.append(text)
     if faults:
-        raise InputError(f"Training data: {'; '.join(faults)}. Give files, or folders of files, that hold text.")
+        raise InputError(
+            f"Training data: {'; '.join(faults)}. Give files, or folders of files, that hold text."
+        )
     return b"\n".join(chunks)

@@ -22,14 +22,23 @@ _NORMAL = nnx.initializers.normal(0.02)
 
 
 class Attention(nnx.Module):
-    """Attention with separate query, key and value projections; queries are made of `x`, keys and values of `source`,
-    by default of `x` as well.
+    """Attention with separate query, key and value projections; queries are made of `x`, keys and
+    values of `source`, by default of `x` as well.
     """
 
     def __init__(
-        self, config: ModelConfig | T5Config, precision: Precision, *, is_causal: bool = True, rngs: nnx.Rngs
+        self,
+        config: ModelConfig | T5Config,
+        precision: Precision,
+        *,
+        is_causal: bool = True,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.num_heads, self.num_kv_heads, self.is_causal = config.num_heads, config.num_kv_heads, is_causal
+        self.num_heads, self.num_kv_heads, self.is_causal = (
+            config.num_heads,
+            config.num_kv_heads,
+            is_causal,
+        )
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         self.q = linear(config.hidden_size, q_size, precision, rngs)
@@ -48,9 +57,13 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """Two projections with a GELU (in its tanh form) between them."""
 
-    def __init__(self, config: ModelConfig | T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig | T5Config, precision: Precision, *, rngs: nnx.Rngs
+    ) -> None:
         self.up = linear(config.hidden_size, config.ffn_size, precision, rngs)
-        self.down = linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.down = linear(
+            config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x)))
@@ -79,7 +92,9 @@ class Ends(nnx.Module):
         self.position = positions(config.seq_len, config.hidden_size, precision, rngs)
         self.norm = norm(config, precision, rngs)
         if not self.tied:
-            self.head = linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
+            self.head = linear(
+                config.hidden_size, config.vocab_size, precision, rngs, use_bias=False
+            )
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """`(B, S)` token ids to `(B, S, hidden_size)`."""
@@ -104,13 +119,21 @@ def embedding(config: ModelConfig | T5Config, precision: Precision, rngs: nnx.Rn
     )
 
 
-def positions(seq_len: int, hidden_size: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+def positions(
+    seq_len: int, hidden_size: int, precision: Precision, rngs: nnx.Rngs
+) -> nnx.Param[jax.Array]:
     """Learned position embeddings."""
     return nnx.Param(_NORMAL(rngs.params(), (seq_len, hidden_size), precision.params))
 
 
 def linear(
-    size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0, use_bias: bool = True
+    size_in: int,
+    size_out: int,
+    precision: Precision,
+    rngs: nnx.Rngs,
+    *,
+    depth: int = 0,
+    use_bias: bool = True,
 ) -> nnx.Linear:
     """A projection; with the number of layers as `depth`, one whose result adds to the residual
     stream.

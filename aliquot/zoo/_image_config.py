@@ -10,7 +10,13 @@ from ._config import AbstractConfig, out_of_range, refuse
 
 # Bottlenecks in each of the four stages, by the number of layers: three each, the first convolution
 # and the head.
-_STAGES = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+_STAGES = {
+    14: (1, 1, 1, 1),
+    26: (2, 2, 2, 2),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
 _IMAGE_CHANNELS = 3
 
 
@@ -19,7 +25,8 @@ class BottleneckConfig:
     """The shape of one bottleneck: channels that enter it, lie inside around and at its 3 x 3
     convolution, and leave.
 
-    `stride` is that of the 3 x 3 convolution and of the shortcut; `size_in` is the side in points of what enters.
+    `stride` is that of the 3 x 3 convolution and of the shortcut; `size_in` is the side in points
+    of what enters.
     """
 
     channels_in: int
@@ -59,8 +66,9 @@ class WideResNetConfig(AbstractConfig):
     """The shape of a ResNet of bottlenecks whose 3 x 3 convolutions are `width_factor` times as
     wide.
 
-    `num_layers` is one of 14, 26, 50, 101 and 152; `num_channels` are those of the first convolution and of the first
-    stage, and double from stage to stage. Images are squares of `image_size` points in three colours.
+    `num_layers` is one of 14, 26, 50, 101 and 152; `num_channels` are those of the first
+    convolution and of the first stage, and double from stage to stage. Images are squares of
+    `image_size` points in three colours.
 
     Raises:
         InputError: some sizes are out of range; every such fault is listed.
@@ -79,9 +87,13 @@ class WideResNetConfig(AbstractConfig):
     num_classes: int = 1024
 
     def __post_init__(self) -> None:
-        faults = [] if self.family == "wide-resnet" else [f"family={self.family!r} is not wide-resnet"]
+        faults = (
+            [] if self.family == "wide-resnet" else [f"family={self.family!r} is not wide-resnet"]
+        )
         if self.num_layers not in _STAGES:
-            faults.append(f"num_layers={self.num_layers} is not one of {', '.join(map(str, _STAGES))}")
+            faults.append(
+                f"num_layers={self.num_layers} is not one of {', '.join(map(str, _STAGES))}"
+            )
         faults += out_of_range(self, ("num_channels", "width_factor", "image_size", "num_classes"))
         refuse(self.name, faults)
 

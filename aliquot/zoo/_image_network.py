@@ -1,7 +1,8 @@
 """Models of images as pure functions of plain trees; see `_network.py` for what that means.
 
-Bottlenecks differ in shape from stage to stage, so each shape is described and traced once. Besides parameters there is
-`batch_stats`, the running averages of BatchNorm, in a tree like that of the parameters.
+Bottlenecks differ in shape from stage to stage, so each shape is described and traced once. Besides
+parameters there is `batch_stats`, the running averages of BatchNorm, in a tree like that of the
+parameters.
 """
 
 from __future__ import annotations
@@ -34,16 +35,22 @@ class ImageNetwork(AbstractNetwork):
         }
         self._stem = _Part(functools.partial(Stem, config, precision), recompute="none")
         self._layers = [networks[shape] for shape in shapes]
-        self._head = _Part(functools.partial(Head, shapes[-1].channels_out, config, precision), recompute="none")
+        self._head = _Part(
+            functools.partial(Head, shapes[-1].channels_out, config, precision), recompute="none"
+        )
 
     def shapes(self) -> dict[str, Tree]:
         """Parameters and running averages."""
-        return self._trees(self._stem.shapes, [part.shapes for part in self._layers], self._head.shapes)
+        return self._trees(
+            self._stem.shapes, [part.shapes for part in self._layers], self._head.shapes
+        )
 
     def init(self, key: jax.Array) -> dict[str, Tree]:
         """Their initial values."""
         stem_key, layers_key, head_key = jax.random.split(key, 3)
-        layers = [part.init(jax.random.fold_in(layers_key, i)) for i, part in enumerate(self._layers)]
+        layers = [
+            part.init(jax.random.fold_in(layers_key, i)) for i, part in enumerate(self._layers)
+        ]
         return self._trees(self._stem.init(stem_key), layers, self._head.init(head_key))
 
     def loss(
@@ -55,16 +62,28 @@ class ImageNetwork(AbstractNetwork):
         averages = state["batch_stats"]
         x, stem = self._stem.apply(params["stem"], averages["stem"], batch["images"])
         layers = []
-        for part, layer_params, average in zip(self._layers, params["layers"], averages["layers"], strict=True):
+        for part, layer_params, average in zip(
+            self._layers, params["layers"], averages["layers"], strict=True
+        ):
             x, moved = part.apply(layer_params, average, x)
             layers.append(moved)
         logits, _ = self._head.apply(params["head"], {}, x)
-        return cross_entropy(logits, batch["labels"]), {}, {"batch_stats": {"stem": stem, "layers": layers}}
+        return (
+            cross_entropy(logits, batch["labels"]),
+            {},
+            {"batch_stats": {"stem": stem, "layers": layers}},
+        )
 
     @staticmethod
-    def _trees(stem: tuple[Tree, Tree], layers: list[tuple[Tree, Tree]], head: tuple[Tree, Tree]) -> dict[str, Tree]:
+    def _trees(
+        stem: tuple[Tree, Tree], layers: list[tuple[Tree, Tree]], head: tuple[Tree, Tree]
+    ) -> dict[str, Tree]:
         return {
-            "params": {"stem": stem[0], "layers": [layer_params for layer_params, _ in layers], "head": head[0]},
+            "params": {
+                "stem": stem[0],
+                "layers": [layer_params for layer_params, _ in layers],
+                "head": head[0],
+            },
             "batch_stats": {"stem": stem[1], "layers": [average for _, average in layers]},
         }
 
@@ -77,7 +96,9 @@ class _Part:
     def __init__(self, make: Callable[..., nnx.Module], *, recompute: str) -> None:
         key = jax.eval_shape(lambda: jax.random.key(0))
         self._make = make
-        self._definition, self._shapes = _split(nnx.eval_shape(lambda k: make(rngs=nnx.Rngs(params=k)), key))
+        self._definition, self._shapes = _split(
+            nnx.eval_shape(lambda k: make(rngs=nnx.Rngs(params=k)), key)
+        )
         self.init = jax.jit(self._init)
         self.apply = _once(self._apply, recompute=recompute, scan=False)
 

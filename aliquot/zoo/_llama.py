@@ -22,7 +22,11 @@ class Attention(nnx.Module):
     """Self-attention with separate query, key and value projections and rotary positions."""
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.num_heads, self.num_kv_heads, self.theta = config.num_heads, config.num_kv_heads, config.rope_theta
+        self.num_heads, self.num_kv_heads, self.theta = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.rope_theta,
+        )
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         self.q = _linear(config.hidden_size, q_size, precision, rngs)
@@ -43,7 +47,9 @@ class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.gate = _linear(config.hidden_size, config.ffn_size, precision, rngs)
         self.up = _linear(config.hidden_size, config.ffn_size, precision, rngs)
-        self.down = _linear(config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.down = _linear(
+            config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -108,7 +114,9 @@ def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x_bshe.dtype)
 
 
-def _linear(size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0) -> nnx.Linear:
+def _linear(
+    size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0
+) -> nnx.Linear:
     # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps
     # its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5

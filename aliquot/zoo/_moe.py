@@ -28,7 +28,11 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.group_size, self.capacity, self.compute = config.group_size, config.capacity, precision.compute
+        self.group_size, self.capacity, self.compute = (
+            config.group_size,
+            config.capacity,
+            precision.compute,
+        )
         # What adds to the residual stream starts smaller the deeper the model, so that the stream
         # keeps its variance.
         small = 0.02 / (2 * config.num_layers) ** 0.5
@@ -41,11 +45,15 @@ class Experts(nnx.Module):
         x_gsm = x.reshape(-1, self.group_size, x.shape[-1])
         # The choice is made in float32 or wider: rounding would send tokens elsewhere.
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        gates_gse = jax.nn.softmax(jnp.einsum("gsm,me->gse", x_gsm.astype(wide), self.gate[...].astype(wide)))
+        gates_gse = jax.nn.softmax(
+            jnp.einsum("gsm,me->gse", x_gsm.astype(wide), self.gate[...].astype(wide))
+        )
         combine_gsec, balance = top2_gating(gates_gse, self.capacity)
         dispatch_gsec = (combine_gsec > 0).astype(self.compute)
         taken_egcm = jnp.einsum("gsec,gsm->egcm", dispatch_gsec, x_gsm)
-        inner_egcf = jax.nn.relu(jnp.einsum("egcm,emf->egcf", taken_egcm, self.up[...].astype(self.compute)))
+        inner_egcf = jax.nn.relu(
+            jnp.einsum("egcm,emf->egcf", taken_egcm, self.up[...].astype(self.compute))
+        )
         made_egcm = jnp.einsum("egcf,efm->egcm", inner_egcf, self.down[...].astype(self.compute))
         y_gsm = jnp.einsum("gsec,egcm->gsm", combine_gsec.astype(self.compute), made_egcm)
         return y_gsm.reshape(x.shape), balance
@@ -106,12 +114,16 @@ def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Arr
     weight2_gs = jnp.sum(gates_gse * second_gse, axis=-1)
     total_gs = weight1_gs + weight2_gs
     before1_gse = jnp.cumsum(first_gse, axis=1) - first_gse
-    before2_gse = jnp.cumsum(second_gse, axis=1) - second_gse + jnp.sum(first_gse, axis=1, keepdims=True)
+    before2_gse = (
+        jnp.cumsum(second_gse, axis=1) - second_gse + jnp.sum(first_gse, axis=1, keepdims=True)
+    )
     combine_gsec = _placed(first_gse, before1_gse, weight1_gs / total_gs, capacity)
     return combine_gsec + _placed(second_gse, before2_gse, weight2_gs / total_gs, capacity), balance
 
 
-def _placed(chosen_gse: jax.Array, before_gse: jax.Array, weight_gs: jax.Array, capacity: int) -> jax.Array:
+def _placed(
+    chosen_gse: jax.Array, before_gse: jax.Array, weight_gs: jax.Array, capacity: int
+) -> jax.Array:
     """The weight at the place that is free when `before_gse` tokens have come; nowhere if there is
     none any more.
     """
@@ -122,5 +134,7 @@ def _placed(chosen_gse: jax.Array, before_gse: jax.Array, weight_gs: jax.Array, 
     return weight_gse[..., None] * place_gsc[:, :, None, :]
 
 
-def _weight(shape: tuple[int, ...], scale: float, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+def _weight(
+    shape: tuple[int, ...], scale: float, precision: Precision, rngs: nnx.Rngs
+) -> nnx.Param[jax.Array]:
     return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shape, precision.params))

@@ -3,8 +3,8 @@ the models of text.
 
 Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it:
 what costs tens of seconds for 96 layers costs the same as for one. The families supply what stands
-around the layers and the kinds of layers (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`); `_t5_network.py`
-has encoder-decoder models, `_image_network.py` the models of images.
+around the layers and the kinds of layers (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`);
+`_t5_network.py` has encoder-decoder models, `_image_network.py` the models of images.
 """
 
 from __future__ import annotations
@@ -59,16 +59,20 @@ class AbstractNetwork(abc.ABC):
 class Network(AbstractNetwork):
     """A model of text.
 
-    `layers` is a list with one dict for each layer, or, with `scan`, a dict whose arrays have a leading layer dim: one
-    such dict, or one for each kind of layer.
+    `layers` is a list with one dict for each layer, or, with `scan`, a dict whose arrays have a
+    leading layer dim: one such dict, or one for each kind of layer.
     """
 
-    def __init__(self, config: AbstractTextConfig, precision: Precision, *, recompute: str, scan: bool) -> None:
+    def __init__(
+        self, config: AbstractTextConfig, precision: Precision, *, recompute: str, scan: bool
+    ) -> None:
         ends, kinds = _FAMILIES[config.family]
         self._cross_entropy = masked_cross_entropy if config.family == "bert" else cross_entropy
         self.num_layers, self.scan = config.num_layers, scan
         self.balance_weight = config.balance_weight if isinstance(config, MoEConfig) else 0.0
-        self._ends_def, self._ends_shapes, self._init_ends = _module(lambda k: _make(ends, config, precision, k))
+        self._ends_def, self._ends_shapes, self._init_ends = _module(
+            lambda k: _make(ends, config, precision, k)
+        )
         self._kinds = [
             _Kind(functools.partial(_make, cls, config, precision), recompute=recompute, scan=scan)
             for cls in kinds.values()
@@ -79,7 +83,10 @@ class Network(AbstractNetwork):
         """The parameters, which are all there is."""
         if self.scan:
             count = self.num_layers // len(self._kinds)
-            stacks = [jax.tree.map(lambda x: abstract((count, *x.shape), x.dtype), kind.shapes) for kind in self._kinds]
+            stacks = [
+                jax.tree.map(lambda x: abstract((count, *x.shape), x.dtype), kind.shapes)
+                for kind in self._kinds
+            ]
             layers = self._stacked(stacks)
         else:
             layers = [jax.tree.map(lambda x: x, kind.shapes) for kind in self._turns()]
@@ -94,12 +101,16 @@ class Network(AbstractNetwork):
             step = len(self._kinds)
             layers = self._stacked(
                 [
-                    jax.vmap(kind.init)(_folded(layers_key, jnp.arange(first, self.num_layers, step)))
+                    jax.vmap(kind.init)(
+                        _folded(layers_key, jnp.arange(first, self.num_layers, step))
+                    )
                     for first, kind in enumerate(self._kinds)
                 ]
             )
         else:
-            layers = [kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(self._turns())]
+            layers = [
+                kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(self._turns())
+            ]
         return {"params": {**self._init_ends(ends_key), "layers": layers}}
 
     def loss(
@@ -108,7 +119,9 @@ class Network(AbstractNetwork):
         """Mean cross-entropy of `targets` given `inputs`, and with experts what unequal use of them
         costs.
         """
-        ends = nnx.merge(self._ends_def, {name: part for name, part in params.items() if name != "layers"})
+        ends = nnx.merge(
+            self._ends_def, {name: part for name, part in params.items() if name != "layers"}
+        )
         x, balance = self._apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
         loss = self._cross_entropy(ends.logits(x), batch["targets"])
         if not balance:
@@ -146,9 +159,13 @@ class Network(AbstractNetwork):
 
 
 class _Kind:
-    """One kind of layer: shapes of its parameters, their initial values, and the function itself."""
+    """One kind of layer: shapes of its parameters, their initial values, and the function
+    itself.
+    """
 
-    def __init__(self, make: Callable[[jax.Array], nnx.Module], *, recompute: str, scan: bool) -> None:
+    def __init__(
+        self, make: Callable[[jax.Array], nnx.Module], *, recompute: str, scan: bool
+    ) -> None:
         self._definition, self.shapes, self.init = _module(make)
         self.apply = _once(self._block, recompute=recompute, scan=scan)
 
@@ -163,7 +180,9 @@ def _make(cls: Any, config: Any, precision: Precision, key: jax.Array) -> nnx.Mo
 
 
 def _module(make: Callable[[jax.Array], nnx.Module]) -> tuple[Any, Any, Callable[[jax.Array], Any]]:
-    """Static definition, parameter shapes, and initialiser of a module, without creating an array."""
+    """Static definition, parameter shapes, and initialiser of a module, without creating an
+    array.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
     definition, state = nnx.split(nnx.eval_shape(make, key))
 

@@ -62,8 +62,9 @@ def precision(name: str) -> Precision:
         raise InputError(f"There is no dtype {name!r} for a model: {nearest(name, PRECISIONS)}")
     if name == "float64" and jax.dtypes.canonicalize_dtype("float64") != "float64":
         raise InputError(
-            "dtype='float64' was asked for, but JAX narrows every 64-bit number to 32 bits as it is set now. "
-            "Set JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) first."
+            "dtype='float64' was asked for, but JAX narrows every 64-bit number to 32 bits as it is"
+            " set now. Set JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True)"
+            " first."
         )
     return PRECISIONS[name]
 

@@ -30,11 +30,19 @@ def settings_faults(settings: Mapping[str, Any]) -> list[str]:
     >>> settings_faults({"model": "gpt-125m", "global_batch": 0, "scan": 1})
     ['scan=1 is not true or false', 'global_batch=0 must be at least 1.']
     """
-    faults = [f"there is no setting {key!r}: {nearest(str(key), _KINDS)}" for key in settings if key not in _KINDS]
+    faults = [
+        f"there is no setting {key!r}: {nearest(str(key), _KINDS)}"
+        for key in settings
+        if key not in _KINDS
+    ]
     faults += [f"{key} is missing" for key in ("model", "global_batch") if key not in settings]
     given = {key: value for key, value in settings.items() if key in _KINDS}
     wrong = {key for key, value in given.items() if not _fits(value, *_KINDS[key][:1])}
-    faults += [f"{key}={shortened(repr(given[key]), 60)} is not {_KINDS[key][1]}" for key in given if key in wrong]
+    faults += [
+        f"{key}={shortened(repr(given[key]), 60)} is not {_KINDS[key][1]}"
+        for key in given
+        if key in wrong
+    ]
     defaults = {
         name: each.default
         for name, each in inspect.signature(build).parameters.items()

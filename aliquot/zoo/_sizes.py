@@ -27,7 +27,9 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _TYPES: dict[Any, type] = {kind.__name__: kind for kind in _KINDS}
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200) -> ModelConfig:
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200
+) -> ModelConfig:
     return ModelConfig(
         name=name,
         family="gpt",
@@ -42,7 +44,9 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024
     )
 
 
-def _bert(name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200) -> ModelConfig:
+def _bert(
+    name: str, layers: int, hidden: int, heads: int, *, seq_len: int = 1024, vocab: int = 51200
+) -> ModelConfig:
     gpt = _gpt(name, layers, hidden, heads, seq_len=seq_len, vocab=vocab)
     return dataclasses.replace(gpt, family="bert", norm_epsilon=1e-12)
 
@@ -104,20 +108,22 @@ def _t5(name: str, layers: int, ffn: int, heads: int, *, head_size: int = 128) -
 
 
 def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResNetConfig:
-    return WideResNetConfig(name=name, num_layers=layers, num_channels=channels, width_factor=factor)
+    return WideResNetConfig(
+        name=name, num_layers=layers, num_channels=channels, width_factor=factor
+    )
 
 
 # Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE and Wide-ResNet: the benchmark suite of Alpa
-# (Zheng et al., OSDI 2022); its experts choose among groups of two sequences (group_size=2048), ours
-# of one. BERT base and large: Devlin et al., "BERT", 2019, section 3, the vocabulary padded to a
-# multiple of 128; from 350M to 2.6B the sizes B to E of CFP's benchmarks (arXiv 2504.00598). GPT 13B
-# and 175B: Brown et al., "Language Models are Few-Shot Learners", 2020, table 2.1, 13B with 40
+# (Zheng et al., OSDI 2022); its experts choose among groups of two sequences (group_size=2048),
+# ours of one. BERT base and large: Devlin et al., "BERT", 2019, section 3, the vocabulary padded to
+# a multiple of 128; from 350M to 2.6B the sizes B to E of CFP's benchmarks (arXiv 2504.00598). GPT
+# 13B and 175B: Brown et al., "Language Models are Few-Shot Learners", 2020, table 2.1, 13B with 40
 # heads of 128 as its width, and the vocabulary padded as in the suite. Llama 7B and 13B: Touvron et
-# al., "LLaMA", 2023, table 2; Llama 2 7B, 13B and 70B: "Llama 2", 2023, appendix A.2. Llama 11B: the
-# wider of CFP's two, with heads and feed-forward networks of the 7B; CFP runs a few layers of each
-# on sequences of 128. T5 770M, 3B and 11B: Raffel et al., "Exploring the Limits of Transfer Learning
-# with a Unified Text-to-Text Transformer", 2020, section 3.7; 6B, 22B and the lengths of sequences:
-# Aceso (Liu et al., EuroSys 2024), whose GPT of up to 1024 narrow layers is scale-layer.
+# al., "LLaMA", 2023, table 2; Llama 2 7B, 13B and 70B: "Llama 2", 2023, appendix A.2. Llama 11B:
+# the wider of CFP's two, with heads and feed-forward networks of the 7B; CFP runs a few layers of
+# each on sequences of 128. T5 770M, 3B and 11B: Raffel et al., "Exploring the Limits of Transfer
+# Learning with a Unified Text-to-Text Transformer", 2020, section 3.7; 6B, 22B and the lengths of
+# sequences: Aceso (Liu et al., EuroSys 2024), whose GPT of up to 1024 narrow layers is scale-layer.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -219,7 +225,8 @@ def from_fields(fields: dict[str, Any]) -> AbstractConfig:
     family = fields.get("family")
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(
-            f"A model's settings name no family: family={shortened(repr(family), 60)} is not one of {', '.join(FAMILIES)}."
+            f"A model's settings name no family: family={shortened(repr(family), 60)} is not one of"
+            f" {', '.join(FAMILIES)}."
         )
     kinds = {field.name: field.type for field in dataclasses.fields(FAMILIES[family])}  # type: ignore[arg-type]
     odd = [
@@ -232,7 +239,9 @@ def from_fields(fields: dict[str, Any]) -> AbstractConfig:
     try:
         return FAMILIES[family](**fields)
     except TypeError as error:
-        raise InputError(f"A model's settings are not those of a {FAMILIES[family].__name__}: {error}.") from None
+        raise InputError(
+            f"A model's settings are not those of a {FAMILIES[family].__name__}: {error}."
+        ) from None
 
 
 def _is(value: Any, kind: type) -> bool:
@@ -247,7 +256,9 @@ def _parse(kind: type, value: Any) -> Any:
         if text not in _YES + _NO:
             raise ValueError(value)
         return text in _YES
-    if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
+    if isinstance(value, bool) or (
+        kind is int and isinstance(value, float) and not value.is_integer()
+    ):
         raise ValueError(value)
     try:
         return kind(value)

@@ -1,8 +1,8 @@
 """From a model's name to something to plan and train: a pure training step with its state and
 batch.
 
-`build` is the whole public surface; everything it makes is lazy or abstract, so a 175-billion-parameter step is built
-in about a second on a laptop and holds no array.
+`build` is the whole public surface; everything it makes is lazy or abstract, so a
+175-billion-parameter step is built in about a second on a laptop and holds no array.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _LOSS_SCALING = ("none", "dynamic")
 class Workload:
     """A training step with what it needs, as a planner and a runtime want them.
 
-    `train_step(state, batch)` returns `(new_state, metrics)` and is pure; the metrics are scalars, `loss` and, with
-    experts, `balance_loss`. `state` and `batch` are trees of `jax.ShapeDtypeStruct`: the state holds `params`,
-    `opt_state`, `step`, under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds
-    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`; BERT's targets are
-    -1 where nothing is to be predicted. `init(key)` makes a
-    real state and may be jitted, so that it can be born sharded. `build(**settings)` makes this workload again, and
-    `settings` is plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts forward
-    and backward over the global batch, without recomputation and without the update; `flops_per_example` of the
-    configuration says how.
+    `train_step(state, batch)` returns `(new_state, metrics)` and is pure; the metrics are scalars,
+    `loss` and, with experts, `balance_loss`. `state` and `batch` are trees of
+    `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step`, under dynamic loss
+    scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds `inputs` and `targets`,
+    token ids of shape `(global_batch, seq_len)`, or `images` and `labels`; BERT's targets are -1
+    where nothing is to be predicted. `init(key)` makes a real state and may be jitted, so that it
+    can be born sharded. `build(**settings)` makes this workload again, and `settings` is plain
+    data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts forward
+    and backward over the global batch, without recomputation and without the update;
+    `flops_per_example` of the configuration says how.
     """
 
     config: AbstractConfig
@@ -78,8 +79,8 @@ def build(
         dtype: What the model computes in: `"bf16"`, `"float16"` or `"float32"`, on float32
             parameters; or `"float64"` throughout, for comparisons. `"bfloat16"`, `"fp16"` and the
             like mean the same. By default bf16, and float32 for Wide-ResNet.
-        recompute: `"block"` keeps only what enters each block and computes its inside again in the backward pass;
-            `"none"` keeps everything.
+        recompute: `"block"` keeps only what enters each block and computes its inside again in the
+            backward pass; `"none"` keeps everything.
         scan: Whether to stack the layers and loop over them instead of writing them out; not for
             Wide-ResNet.
         optimizer: `"adamw"`, or `"sgd"` without momentum.
@@ -97,7 +98,12 @@ def build(
     dtype = precision_name(dtype)
     if loss_scaling is None:
         loss_scaling = "dynamic" if dtype == "float16" else "none"
-    chosen = {"recompute": recompute, "optimizer": optimizer, "loss_scaling": loss_scaling, "dtype": dtype}
+    chosen = {
+        "recompute": recompute,
+        "optimizer": optimizer,
+        "loss_scaling": loss_scaling,
+        "dtype": dtype,
+    }
     numbers = {"global_batch": global_batch, "learning_rate": learning_rate, "scan": scan}
     faults = faults_of_step(config, {**chosen, **numbers})
     if faults:
@@ -145,13 +151,15 @@ def configuration(
         return configure(model, **(overrides or {}))
     if overrides:
         raise InputError(
-            f"overrides ({', '.join(overrides)}) change a named model, but a whole configuration was given: "
-            "put the values into it, for example with dataclasses.replace."
+            f"overrides ({', '.join(overrides)}) change a named model, but a whole configuration"
+            " was given: put the values into it, for example with dataclasses.replace."
         )
     return model if isinstance(model, AbstractConfig) else from_fields(dict(model))
 
 
-def _network(config: AbstractConfig, dtypes: Precision, *, recompute: str, scan: bool) -> AbstractNetwork:
+def _network(
+    config: AbstractConfig, dtypes: Precision, *, recompute: str, scan: bool
+) -> AbstractNetwork:
     if isinstance(config, WideResNetConfig):
         from ._image_network import ImageNetwork
 
@@ -181,27 +189,40 @@ def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]
 
 
 def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -> list[str]:
-    """Faults of settings of `build` that have the right types; `config` is None if there is none."""
-    known = {"recompute": _RECOMPUTE, "optimizer": _OPTIMIZERS, "loss_scaling": _LOSS_SCALING, "dtype": PRECISIONS}
+    """Faults of settings of `build` that have the right types; `config` is None if there is
+    none.
+    """
+    known = {
+        "recompute": _RECOMPUTE,
+        "optimizer": _OPTIMIZERS,
+        "loss_scaling": _LOSS_SCALING,
+        "dtype": PRECISIONS,
+    }
     faults = [
         f"there is no {option} {settings[option]!r}: {nearest(settings[option], names)}"
         for option, names in known.items()
         if settings.get(option) is not None and precision_name(settings[option]) not in names
     ]
-    global_batch, learning_rate = settings.get("global_batch", 1), settings.get("learning_rate", 1.0)
+    global_batch, learning_rate = (
+        settings.get("global_batch", 1),
+        settings.get("learning_rate", 1.0),
+    )
     if global_batch < 1:
         faults.append(f"global_batch={global_batch} must be at least 1.")
     elif global_batch > LARGEST:
         faults.append(f"global_batch={shortened(str(global_batch), 30)} must be at most {LARGEST}.")
     elif config is not None and global_batch % config.batch_multiple:
         faults.append(
-            f"global_batch={global_batch} is not a multiple of {config.batch_multiple}, the {config.examples} whose "
-            "tokens choose their experts together (group_size / seq_len)."
+            f"global_batch={global_batch} is not a multiple of {config.batch_multiple}, the"
+            f" {config.examples} whose tokens choose their experts together (group_size / seq_len)."
         )
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         faults.append(f"learning_rate={learning_rate} must be a positive number.")
     if settings.get("scan") and config is not None and not config.loops:
-        faults.append(f"there is no scan for {config.family}: its layers differ in shape, so they cannot be stacked.")
+        faults.append(
+            f"there is no scan for {config.family}: its layers differ in shape, so they cannot be"
+            " stacked."
+        )
     return faults
 
 
@@ -219,8 +240,12 @@ def _abstract_state(network: AbstractNetwork, update: Update) -> tuple[dict[str,
     return state, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model["params"]))
 
 
-def _abstract_batch(config: AbstractConfig, global_batch: int, dtypes: Precision) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: abstract(*array) for name, array in config.batch(global_batch, dtypes.params).items()}
+def _abstract_batch(
+    config: AbstractConfig, global_batch: int, dtypes: Precision
+) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: abstract(*array) for name, array in config.batch(global_batch, dtypes.params).items()
+    }
 
 
 def _init(network: AbstractNetwork, update: Update) -> Callable[[jax.Array], dict[str, Any]]:
@@ -238,8 +263,12 @@ def _train_step(
 ) -> Callable[[dict[str, Any], dict[str, jax.Array]], tuple[dict[str, Any], dict[str, jax.Array]]]:
     import jax
 
-    def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        def scaled_loss(params: dict[str, Any]) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, Any]]]:
+    def train_step(
+        state: dict[str, Any], batch: dict[str, jax.Array]
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        def scaled_loss(
+            params: dict[str, Any],
+        ) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, Any]]]:
             loss, figures, kept = network.loss(params, state, batch)
             return update.scale(state, loss), ({"loss": loss, **figures}, kept)
 

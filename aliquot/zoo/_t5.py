@@ -1,9 +1,9 @@
 """T5: an encoder that attends in both directions, and a decoder that attends to its own earlier
 tokens and to all that the encoder gives.
 
-Three modules: `EncoderBlock` and `DecoderBlock`, `num_layers` of each, and `Ends`, what stands before, between and
-after them. The operators are GPT's, with learned positions, as in the T5 of Megatron-LM; the paper's own has RMSNorm,
-no biases, and relative positions.
+Three modules: `EncoderBlock` and `DecoderBlock`, `num_layers` of each, and `Ends`, what stands
+before, between and after them. The operators are GPT's, with learned positions, as in the T5 of
+Megatron-LM; the paper's own has RMSNorm, no biases, and relative positions.
 
 Reference: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer", 2020, section 2.1.
@@ -39,8 +39,8 @@ class EncoderBlock(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """One layer of the decoder: causal self-attention, attention to the encoder's tokens, feed-forward, each added
-    to its normalised input's origin.
+    """One layer of the decoder: causal self-attention, attention to the encoder's tokens,
+    feed-forward, each added to its normalised input's origin.
     """
 
     def __init__(self, config: T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
@@ -70,10 +70,14 @@ class Ends(nnx.Module):
         self.embed = _gpt.embedding(config, precision, rngs)
         self.position = _gpt.positions(config.seq_len, config.hidden_size, precision, rngs)
         self.encoder_norm = _gpt.norm(config, precision, rngs)
-        self.target_position = _gpt.positions(config.target_len, config.hidden_size, precision, rngs)
+        self.target_position = _gpt.positions(
+            config.target_len, config.hidden_size, precision, rngs
+        )
         self.decoder_norm = _gpt.norm(config, precision, rngs)
         if not self.tied:
-            self.head = _gpt.linear(config.hidden_size, config.vocab_size, precision, rngs, use_bias=False)
+            self.head = _gpt.linear(
+                config.hidden_size, config.vocab_size, precision, rngs, use_bias=False
+            )
 
     def embed_inputs(self, tokens: jax.Array) -> jax.Array:
         """`(B, S)` token ids to `(B, S, hidden_size)`, for the encoder."""
@@ -86,8 +90,8 @@ class Ends(nnx.Module):
         return normed
 
     def embed_targets(self, targets: jax.Array) -> jax.Array:
-        """`(B, T)` token ids to `(B, T, hidden_size)`, for the decoder: at each position the target before it, and
-        token 0 at the first.
+        """`(B, T)` token ids to `(B, T, hidden_size)`, for the decoder: at each position the target
+        before it, and token 0 at the first.
         """
         x = self.embed(jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=_START))
         return x + self.target_position[...].astype(x.dtype)

@@ -11,8 +11,8 @@ from ._config import AbstractTextConfig, not_positive, out_of_range, refuse, sca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Config(AbstractTextConfig):
-    """The shape of a T5: an encoder of `num_layers` layers that reads `seq_len` tokens, and a decoder of as many
-    that predicts `target_len` tokens and attends to what the encoder gives.
+    """The shape of a T5: an encoder of `num_layers` layers that reads `seq_len` tokens, and a
+    decoder of as many that predicts `target_len` tokens and attends to what the encoder gives.
 
     `head_size` is that of one head, 0 for `hidden_size / num_heads`.
 
@@ -36,11 +36,21 @@ class T5Config(AbstractTextConfig):
 
     def __post_init__(self) -> None:
         faults = [] if self.family == "t5" else [f"family={self.family!r} is not t5"]
-        sizes = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_len", "target_len")
+        sizes = (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "ffn_size",
+            "vocab_size",
+            "seq_len",
+            "target_len",
+        )
         small = out_of_range(self, sizes + (("head_size",) if self.head_size else ()))
         faults += small
         if not small and not self.head_size and self.hidden_size % self.num_heads:
-            faults.append(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+            faults.append(
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}"
+            )
         faults += not_positive(self, ("norm_epsilon",))
         refuse(self.name, faults)
 
@@ -64,8 +74,8 @@ class T5Config(AbstractTextConfig):
         """Floating point operations to train on one sequence and its target: forward and backward,
         without recomputation.
 
-        Counted as for `ModelConfig`. The keys and values of cross-attention are made of the encoder's tokens, its queries of
-        the decoder's.
+        Counted as for `ModelConfig`. The keys and values of cross-attention are made of the
+        encoder's tokens, its queries of the decoder's.
         """
         source, target = self.seq_len, self.target_len
         projection = self.hidden_size * self.num_heads * self.head_dim

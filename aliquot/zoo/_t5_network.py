@@ -1,4 +1,6 @@
-"""Encoder-decoder models as pure functions of plain trees; see `_network.py` for what that means."""
+"""Encoder-decoder models as pure functions of plain trees; see `_network.py` for what that
+means.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ from ._t5_config import T5Config
 class T5Network(AbstractNetwork):
     """A model that says a text after it has read another.
 
-    `layers` is a list with one dict for each layer, those of the encoder first; or, with `scan`, `encoder` and `decoder`,
-    each a dict whose arrays have a leading layer dim.
+    `layers` is a list with one dict for each layer, those of the encoder first; or, with `scan`,
+    `encoder` and `decoder`, each a dict whose arrays have a leading layer dim.
     """
 
-    def __init__(self, config: T5Config, precision: Precision, *, recompute: str, scan: bool) -> None:
+    def __init__(
+        self, config: T5Config, precision: Precision, *, recompute: str, scan: bool
+    ) -> None:
         self.num_layers, self.scan = config.num_layers, scan
-        self._ends_def, self._ends_shapes, self._init_ends = _module(lambda k: _make(Ends, config, precision, k))
+        self._ends_def, self._ends_shapes, self._init_ends = _module(
+            lambda k: _make(Ends, config, precision, k)
+        )
         self._encoder, self._decoder = (
             _Kind(functools.partial(_make, cls, config, precision), recompute=recompute, scan=scan)
             for cls in (EncoderBlock, DecoderBlock)
@@ -53,24 +59,33 @@ class T5Network(AbstractNetwork):
         if self.scan:
             layers = {
                 side: jax.vmap(kind.init)(_folded(layers_key, first + jnp.arange(count)))
-                for side, kind, first in (("encoder", self._encoder, 0), ("decoder", self._decoder, count))
+                for side, kind, first in (
+                    ("encoder", self._encoder, 0),
+                    ("decoder", self._decoder, count),
+                )
             }
         else:
-            layers = [kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(self._sides())]
+            layers = [
+                kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(self._sides())
+            ]
         return {"params": {**self._init_ends(ends_key), "layers": layers}}
 
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
         """Mean cross-entropy of `targets`, each given `inputs` and the targets before it."""
-        ends = nnx.merge(self._ends_def, {name: part for name, part in params.items() if name != "layers"})
+        ends = nnx.merge(
+            self._ends_def, {name: part for name, part in params.items() if name != "layers"}
+        )
         layers = params["layers"]
         first, last = (
             (layers["encoder"], layers["decoder"])
             if self.scan
             else (layers[: self.num_layers], layers[self.num_layers :])
         )
-        encoded = ends.encoded(self._apply(self._encoder, first, ends.embed_inputs(batch["inputs"])))
+        encoded = ends.encoded(
+            self._apply(self._encoder, first, ends.embed_inputs(batch["inputs"]))
+        )
         x = self._apply(self._decoder, last, ends.embed_targets(batch["targets"]), encoded)
         return cross_entropy(ends.logits(x), batch["targets"]), {}, {}
 
@@ -80,7 +95,9 @@ class T5Network(AbstractNetwork):
     def _apply(self, kind: _Kind, layers: Any, x: jax.Array, *others: jax.Array) -> jax.Array:
         """Activations behind the last of these layers, all of which also see `others`."""
         if self.scan:
-            x, _ = jax.lax.scan(lambda x, layer: (kind.apply(layer, x, *others)[0], None), x, layers)
+            x, _ = jax.lax.scan(
+                lambda x, layer: (kind.apply(layer, x, *others)[0], None), x, layers
+            )
             return x
         for layer in layers:
             x, _ = kind.apply(layer, x, *others)

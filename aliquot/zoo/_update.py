@@ -36,7 +36,10 @@ def sgd(learning_rate: float) -> optax.GradientTransformation:
     return optax.sgd(learning_rate)
 
 
-OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {"adamw": adamw, "sgd": sgd}
+OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+}
 
 
 class Update:
@@ -64,7 +67,9 @@ class Update:
         """The loss to differentiate: as it is, or large enough that float16 gradients do not
         vanish.
         """
-        return loss * state["loss_scale"]["scale"].astype(loss.dtype) if self.dynamic_scale else loss
+        return (
+            loss * state["loss_scale"]["scale"].astype(loss.dtype) if self.dynamic_scale else loss
+        )
 
     def __call__(self, state: Tree, grads: Tree) -> dict[str, Tree]:
         """The state after the update, without its step number.
@@ -82,9 +87,15 @@ class Update:
         params, opt_state = self._by_parts(
             state, grads, lambda *part: self._update_part_if(*part, 1 / loss_scale["scale"], finite)
         )
-        return {"params": params, "opt_state": opt_state, "loss_scale": _next_scale(loss_scale, finite)}
+        return {
+            "params": params,
+            "opt_state": opt_state,
+            "loss_scale": _next_scale(loss_scale, finite),
+        }
 
-    def _by_parts(self, state: Tree, grads: Tree, update_part: Callable[..., tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
+    def _by_parts(
+        self, state: Tree, grads: Tree, update_part: Callable[..., tuple[Tree, Tree]]
+    ) -> tuple[Tree, Tree]:
         structure: Any = jax.tree.structure(state["params"])
 
         def like_params(node: Tree) -> bool:
@@ -97,12 +108,20 @@ class Update:
         is_cut = [like_params(node) for node in nodes]
         params = _cut(state["params"])
         node_parts = zip(
-            *(_cut(n) if c else [n] * len(params) for n, c in zip(nodes, is_cut, strict=True)), strict=True
+            *(_cut(n) if c else [n] * len(params) for n, c in zip(nodes, is_cut, strict=True)),
+            strict=True,
         )
-        opt_states = [outer.unflatten(part) for part in node_parts] if nodes else [state["opt_state"]] * len(params)
+        opt_states = (
+            [outer.unflatten(part) for part in node_parts]
+            if nodes
+            else [state["opt_state"]] * len(params)
+        )
         new = [update_part(*part) for part in zip(_cut(grads), opt_states, params, strict=True)]
         new_nodes = zip(*(outer.flatten_up_to(opt_state) for _, opt_state in new), strict=True)
-        joined = [_join(list(parts)) if c else parts[0] for parts, c in zip(new_nodes, is_cut, strict=True)]
+        joined = [
+            _join(list(parts)) if c else parts[0]
+            for parts, c in zip(new_nodes, is_cut, strict=True)
+        ]
         return _join([part for part, _ in new]), outer.unflatten(joined)
 
     def _plain_part(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -112,8 +131,12 @@ class Update:
     def _guarded_part(
         self, grads: Tree, opt_state: Tree, params: Tree, unscale: jax.Array, finite: jax.Array
     ) -> tuple[Tree, Tree]:
-        new = self._plain_part(jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads), opt_state, params)
-        kept: tuple[Tree, Tree] = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, opt_state))
+        new = self._plain_part(
+            jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads), opt_state, params
+        )
+        kept: tuple[Tree, Tree] = jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), new, (params, opt_state)
+        )
         return kept
 
 

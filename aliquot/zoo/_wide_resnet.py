@@ -48,9 +48,13 @@ class Bottleneck(nnx.Module):
         self.norm2 = _norm(config.wide_channels, precision, rngs)
         self.conv3 = _conv(config.wide_channels, config.channels_out, 1, precision, rngs)
         # A bottleneck starts as the identity, so that deep models start well.
-        self.norm3 = _norm(config.channels_out, precision, rngs, scale=nnx.initializers.zeros_init())
+        self.norm3 = _norm(
+            config.channels_out, precision, rngs, scale=nnx.initializers.zeros_init()
+        )
         if self.projects:
-            self.shortcut_conv = _conv(config.channels_in, config.channels_out, 1, precision, rngs, stride=stride)
+            self.shortcut_conv = _conv(
+                config.channels_in, config.channels_out, 1, precision, rngs, stride=stride
+            )
             self.shortcut_norm = _norm(config.channels_out, precision, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -63,7 +67,9 @@ class Bottleneck(nnx.Module):
 class Head(nnx.Module):
     """Layers after the bottlenecks: the mean over all points, and a projection to the classes."""
 
-    def __init__(self, channels: int, config: WideResNetConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, channels: int, config: WideResNetConfig, precision: Precision, *, rngs: nnx.Rngs
+    ) -> None:
         self.out = nnx.Linear(
             channels,
             config.num_classes,
@@ -78,7 +84,13 @@ class Head(nnx.Module):
 
 
 def _conv(
-    channels_in: int, channels_out: int, window: int, precision: Precision, rngs: nnx.Rngs, *, stride: int = 1
+    channels_in: int,
+    channels_out: int,
+    window: int,
+    precision: Precision,
+    rngs: nnx.Rngs,
+    *,
+    stride: int = 1,
 ) -> nnx.Conv:
     return nnx.Conv(
         channels_in,

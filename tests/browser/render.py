@@ -1,7 +1,7 @@
 """Loads pages in Chromium without a screen and writes a picture of each beside it.
 
-Run as a program of its own, `python render.py page.html ...`: prints one line of JSON for each page, with what the page
-itself reports about its layout, and all errors that the browser logged.
+Run as a program of its own, `python render.py page.html ...`: prints one line of JSON for each
+page, with what the page itself reports about its layout, and all errors that the browser logged.
 """
 
 import json
@@ -20,7 +20,8 @@ from PySide6.QtWidgets import QApplication
 WIDTH = 1000
 SETTLE_MS = 400
 LIMIT_MS = 60_000
-# What the browser made of the page: its extent, pictures without an extent, and texts that stick out of their picture.
+# What the browser made of the page: its extent, pictures without an extent, and texts that stick
+# out of their picture.
 LAYOUT = """JSON.stringify({
   title: document.title,
   headings: [...document.querySelectorAll('h2')].map(h => h.textContent),

@@ -11,7 +11,17 @@ from aliquot.cli import _bench_cfp
 from aliquot.plans import Plan, violations
 from aliquot.zoo import configure
 
-MODEL = ["gpt-10m", "--global-batch", "8", "--set", "num_layers=2", "--set", "hidden_size=32", "--set", "num_heads=4"]
+MODEL = [
+    "gpt-10m",
+    "--global-batch",
+    "8",
+    "--set",
+    "num_layers=2",
+    "--set",
+    "hidden_size=32",
+    "--set",
+    "num_heads=4",
+]
 MODEL += ["--seq-len", "16", "--dtype", "float32", "--recompute", "none"]
 
 
@@ -24,7 +34,10 @@ def answer_of(*args):
 def test_analyze_lists_blocks_segments_and_programs(tmp_path):
     found = run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--out", tmp_path / "found")
     assert found.exit_code == 0, found.output
-    assert "5 distinct ParallelBlocks on a mesh x=4, in 2 kinds of segment: 85 programs to measure" in found.stdout
+    assert (
+        "5 distinct ParallelBlocks on a mesh x=4, in 2 kinds of segment: 85 programs to measure"
+        in found.stdout
+    )
     assert "0 batch on x; 1 contraction on x; 2 output on x" in found.stdout
     answer = answer_of("analyze", *MODEL, "--cluster", "4xH100")
     assert json.loads((tmp_path / "found" / "blocks.json").read_text()) == answer["blocks"]
@@ -50,12 +63,18 @@ def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path):
     assert sorted(before) == sorted(after) and again["found"][0]["compiled_bytes"] > 0
     listed = answer_of("enumerate", *here)
     assert len(listed["rows"]) == 81
-    assert [r["composed_s"] for r in listed["rows"]] == sorted(r["composed_s"] for r in listed["rows"])
-    refused(
-        run("blocks", "search", *here, "--require-measured", "1"), "was measured, and --require-measured asks for 100%"
+    assert [r["composed_s"] for r in listed["rows"]] == sorted(
+        r["composed_s"] for r in listed["rows"]
     )
     refused(
-        run("blocks", "search", *here, "--memory-limit", "1KiB"), "No combination fits", "the smallest needs", code=1
+        run("blocks", "search", *here, "--require-measured", "1"),
+        "was measured, and --require-measured asks for 100%",
+    )
+    refused(
+        run("blocks", "search", *here, "--memory-limit", "1KiB"),
+        "No combination fits",
+        "the smallest needs",
+        code=1,
     )
 
 
@@ -63,17 +82,29 @@ def test_bad_input_is_refused(tmp_path):
     here = [*MODEL, "--devices", "4", "--database", tmp_path / "none.sqlite"]
     refused(run("blocks", "search", *here), "There is no profile database")
     refused(run("blocks", "profile", *here, "--share", "3/2"), "--share 3/2", "such as 1/2")
-    refused(run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--mesh", "8"), "--mesh 8 has 8 devices")
-    refused(run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--factors", "dense"), "factors='dense'")
+    refused(
+        run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--mesh", "8"),
+        "--mesh 8 has 8 devices",
+    )
+    refused(
+        run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--factors", "dense"),
+        "factors='dense'",
+    )
 
 
 def test_cases_of_the_paper_are_planned_and_run(monkeypatch):
-    monkeypatch.setattr(_bench_cfp, "_CASES", (_bench_cfp._Case("BERT", "bert-base", 2, 8, 4, 128),))
+    monkeypatch.setattr(
+        _bench_cfp, "_CASES", (_bench_cfp._Case("BERT", "bert-base", 2, 8, 4, 128),)
+    )
     found = run("bench", "cfp", "--only", "bert", "--run", "--json")
     assert found.exit_code == 0, found.output
     (row,) = json.loads(found.stdout)["rows"]
     assert row["num_programs"] == 91 and row["flops_per_s"] > 0
-    assert row["integer_program_s"] * (1 - 2e-3) <= row["step_time_s"] <= row["data_parallel_s"] * (1 + 1e-9)
+    assert (
+        row["integer_program_s"] * (1 - 2e-3)
+        <= row["step_time_s"]
+        <= row["data_parallel_s"] * (1 + 1e-9)
+    )
     assert row["small_measured_s"] > 0 and row["small_data_parallel_s"] > 0
     refused(run("bench", "cfp", "--only", "resnet"), "--only resnet", "there are BERT")
 

@@ -33,7 +33,9 @@ def test_starting_imports_nothing_heavy():
 
 
 def test_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "aliquot", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "aliquot", "--version"], capture_output=True, text=True
+    )
     assert done.stdout.startswith("aliquot 0."), done.stderr
 
 
@@ -51,7 +53,9 @@ def test_cluster():
 
 def test_cluster_from_a_file(tmp_path):
     path = tmp_path / "lab.toml"
-    path.write_text('[cluster]\nname = "lab"\ndevice = "A100-80GB"\nhosts = 2\ndevices_per_host = 4\n')
+    path.write_text(
+        '[cluster]\nname = "lab"\ndevice = "A100-80GB"\nhosts = 2\ndevices_per_host = 4\n'
+    )
     assert json.loads(run("cluster", path, "--json").stdout)["num_devices"] == 8
 
 
@@ -77,7 +81,9 @@ def test_diff(plan_file, tmp_path):
     sample_plan(method="dp").save(other)
     assert "decide and predict the same" in run("diff", plan_file, plan_file).stdout
     data = json.loads(run("diff", plan_file, other, "--json").stdout)
-    assert data["changes"] == [{"section": "decision", "subject": "method", "before": "shard", "after": "dp"}]
+    assert data["changes"] == [
+        {"section": "decision", "subject": "method", "before": "shard", "after": "dp"}
+    ]
 
 
 WRONG_TOML = """
@@ -96,7 +102,12 @@ def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
     path = tmp_path / "lab.toml"
     path.write_text(WRONG_TOML)
     refused(run("cluster", path), "A1000", "hosts", "bandwidth")
-    refused(run("plan", "gpt-125m", "--cluster", path, "--global-batch", 8), "A1000", "hosts", "bandwidth")
+    refused(
+        run("plan", "gpt-125m", "--cluster", path, "--global-batch", 8),
+        "A1000",
+        "hosts",
+        "bandwidth",
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,18 +115,42 @@ def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
     [
         ("plan gpt-1.4b --cluster 8xH100 --global-batch 8", "did you mean 'gpt-1.3b'"),
         ("plan gpt-125m --cluster 8xH10 --global-batch 8", "did you mean 'H100'"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --method zero", "did you mean 'zero2' or 'zero3'"),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --method zero",
+            "did you mean 'zero2' or 'zero3'",
+        ),
         ("plan gpt-125m --cluster missing.toml --global-batch 8", "cannot be read"),
         ("plan gpt-125m --cluster 8xH100", "needs --global-batch"),
         ("plan gpt-125m --cluster 8xH100 --global-batch 0", "--global-batch must be at least 1"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 3", "3 micro-batches do not divide"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 0", "--micro-batches must be at least 1"),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 3",
+            "3 micro-batches do not divide",
+        ),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 0",
+            "--micro-batches must be at least 1",
+        ),
         ("plan gpt-125m --cluster 8xH100 --global-batch 8 --mesh 4y2", "--mesh '4y2' is no mesh"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --set layers", "'layers' is not of the form name=value"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --set num_layer=2", "did you mean 'num_layers'"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --dtype int8", "there is no dtype 'int8'"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --recompute all", "there is no recompute 'all'"),
-        ("plan gpt-125m --cluster 8xH100 --global-batch 8 --out no/such/plan.json", "there is no folder"),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --set layers",
+            "'layers' is not of the form name=value",
+        ),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --set num_layer=2",
+            "did you mean 'num_layers'",
+        ),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --dtype int8",
+            "there is no dtype 'int8'",
+        ),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --recompute all",
+            "there is no recompute 'all'",
+        ),
+        (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --out no/such/plan.json",
+            "there is no folder",
+        ),
         ("plan nowhere:factory --cluster 8xH100", "there is no module 'nowhere'"),
         ("plan json:factory --cluster 8xH100", "json has no 'factory'"),
         ("plan json:dumps --cluster 8xH100", "cannot be called"),
@@ -140,7 +175,9 @@ def test_bad_input_is_refused_in_a_few_lines(args, message, extra, tmp_path, mon
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 9}', "[]", '{"version": 1, "method": 3}'])
-@pytest.mark.parametrize("verb", ["explain {}", "diff {} {}", "train gpt-10m --data {} --plan {} --steps 1"])
+@pytest.mark.parametrize(
+    "verb", ["explain {}", "diff {} {}", "train gpt-10m --data {} --plan {} --steps 1"]
+)
 def test_a_broken_plan_is_refused(verb, text, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(text)
@@ -154,7 +191,9 @@ def test_empty_data_is_refused(tmp_path):
 
 
 def test_another_device_count_is_refused(plan_file):
-    found = run("train", "gpt-10m", "--data", plan_file, "--plan", plan_file, "--steps", 1, "--devices", 4)
+    found = run(
+        "train", "gpt-10m", "--data", plan_file, "--plan", plan_file, "--steps", 1, "--devices", 4
+    )
     refused(found, "it is for 8 devices (8xH100), and there are 4", "--devices 8")
 
 
@@ -162,4 +201,7 @@ def test_a_plan_for_something_else_than_the_zoo_is_not_trained(tmp_path):
     path = tmp_path / "plan.json"
     plan = sample_plan()
     sample_plan(model=type(plan.model)(kind="closure", name="train_step")).save(path)
-    refused(run("train", "gpt-10m", "--data", path, "--plan", path, "--steps", 1, "--devices", 8), "not of the zoo")
+    refused(
+        run("train", "gpt-10m", "--data", path, "--plan", path, "--steps", 1, "--devices", 8),
+        "not of the zoo",
+    )

@@ -20,26 +20,44 @@ def test_methods_are_compared_fastest_first_with_what_they_lose():
     assert all(row["loses"] for row in rows[1:])
     fsdp = next(row for row in rows if row["method"] == "fsdp")
     assert "communication (most: all-gather over x" in fsdp["loses"]
-    assert 0 < fsdp["mfu"] < 1 and fsdp["tokens_per_s"] == pytest.approx(8 * 1024 / fsdp["step_time_s"])
+    assert 0 < fsdp["mfu"] < 1 and fsdp["tokens_per_s"] == pytest.approx(
+        8 * 1024 / fsdp["step_time_s"]
+    )
 
 
 def test_layouts_are_compared_by_name():
-    found = run("compare", *TINY, "--methods", "auto,tp:2,megatron:dp4,tp2,zero1,megatron:dp2-tp2-pp2", "--json")
+    found = run(
+        "compare",
+        *TINY,
+        "--methods",
+        "auto,tp:2,megatron:dp4,tp2,zero1,megatron:dp2-tp2-pp2",
+        "--json",
+    )
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)["candidates"]
-    assert {row["method"] for row in rows} == {"auto", "tp:2", "megatron:dp4,tp2,zero1", "megatron:dp2-tp2-pp2"}
+    assert {row["method"] for row in rows} == {
+        "auto",
+        "tp:2",
+        "megatron:dp4,tp2,zero1",
+        "megatron:dp2-tp2-pp2",
+    }
     assert all(row["step_time_s"] for row in rows), rows
 
 
 def test_methods_that_do_not_fit_are_listed_with_the_memory_they_need():
     found = run("compare", *TINY, "--methods", "ddp,program", "--memory-limit", "40MiB")
     assert found.exit_code == 1
-    assert "ddp: does not fit: needs" in found.stdout and "of 40.0 MiB on each device, most of it" in found.stdout
+    assert (
+        "ddp: does not fit: needs" in found.stdout
+        and "of 40.0 MiB on each device, most of it" in found.stdout
+    )
 
 
 def test_clusters_are_compared():
     options = [part for part in TINY if part not in ("--cluster", "8xH100")]
-    found = run("compare", *options, "--clusters", "4xV100-32GB,4xH100", "--dtype", "float16", "--json")
+    found = run(
+        "compare", *options, "--clusters", "4xV100-32GB,4xH100", "--dtype", "float16", "--json"
+    )
     rows = json.loads(found.stdout)["candidates"]
     assert [row["cluster"] for row in rows] == ["4xH100", "4xV100-32GB"]
 
@@ -59,7 +77,9 @@ def test_odd_questions_are_refused():
 
 
 def test_memory_limit_and_sequence_length_are_plain_options():
-    found = json.loads(run("plan", *TINY, "--seq-len", "64", "--memory-limit", "1GiB", "--json").stdout)
+    found = json.loads(
+        run("plan", *TINY, "--seq-len", "64", "--memory-limit", "1GiB", "--json").stdout
+    )
     assert found["memory_limit_bytes"] == 2**30
     assert found["tokens_per_s"] == pytest.approx(8 * 64 / found["step_time_s"])
 
@@ -84,7 +104,9 @@ def test_models_and_clusters_are_listed():
     text = run("models").stdout
     assert max(map(len, text.splitlines())) <= 80 and "llama-70b" in text
     devices = json.loads(run("clusters", "--json").stdout)["devices"]
-    assert all(aq.Cluster.preset(d["example"]).device.memory_bytes == d["memory_bytes"] for d in devices)
+    assert all(
+        aq.Cluster.preset(d["example"]).device.memory_bytes == d["memory_bytes"] for d in devices
+    )
     assert "H100" in run("clusters").stdout
 
 
@@ -94,4 +116,11 @@ def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, said):
     found = run("compare", *args, "--methods", "program,shard")
     assert found.exit_code == 0, found.stderr
     assert found.stdout.count("7 devices do not divide the batch of 8") == said
-    assert len(json.loads(run("compare", *args, "--methods", "program,shard", "--json").stdout)["notes"]) == said
+    assert (
+        len(
+            json.loads(run("compare", *args, "--methods", "program,shard", "--json").stdout)[
+                "notes"
+            ]
+        )
+        == said
+    )

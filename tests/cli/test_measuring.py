@@ -8,8 +8,13 @@ from command_line import refused, run
 from aliquot.cli import _measuring
 from aliquot.profiling import ProfileRun, Timing
 
-TINY = "gpt-10m --global-batch 8 --set num_layers=1 --set hidden_size=32 --set num_heads=4 --seq-len 16 --devices 4".split()
-OPTIONS = "--warm-up 3 --repeats 4 --most-repeats 9 --least-s 0.5 --retries 2 --noisy 0.1 --budget-s 7".split()
+TINY = (
+    "gpt-10m --global-batch 8 --set num_layers=1 --set hidden_size=32 --set num_heads=4 --seq-len"
+    " 16 --devices 4".split()
+)
+OPTIONS = (
+    "--warm-up 3 --repeats 4 --most-repeats 9 --least-s 0.5 --retries 2 --noisy 0.1 --budget-s 7"
+).split()
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,13 @@ def test_options_say_how_often_programs_run(tmp_path, monkeypatch, verb, measure
 
     def note(what, database, **options):
         asked.append(options)
-        return ProfileRun(num_programs=3, num_measured=1, num_known=1, seconds=2.0, failures=("p failed: no link",))
+        return ProfileRun(
+            num_programs=3,
+            num_measured=1,
+            num_known=1,
+            seconds=2.0,
+            failures=("p failed: no link",),
+        )
 
     monkeypatch.setattr(f"aliquot.profiling.{measures}", note)
     found = run(*verb.split(), *TINY, "--database", tmp_path / "p.sqlite", *OPTIONS, *more)
@@ -34,14 +45,24 @@ def test_options_say_how_often_programs_run(tmp_path, monkeypatch, verb, measure
     assert options["timing"] == Timing(
         warm_up=3, repeats=4, most_repeats=9, least_s=0.5, retries=2, noisy=0.1, early_stop=stops_at
     )
-    assert "1 of them failed, and are tried again by the next run:\n  p failed: no link" in found.stdout
-    assert "1 are missing of 3" in found.stdout and "Run the same command again to go on." in found.stdout
+    assert (
+        "1 of them failed, and are tried again by the next run:\n  p failed: no link"
+        in found.stdout
+    )
+    assert (
+        "1 are missing of 3" in found.stdout
+        and "Run the same command again to go on." in found.stdout
+    )
 
 
 @pytest.mark.parametrize("verb", ["profile run", "blocks profile"])
 def test_more_repetitions_than_there_may_be_are_refused(tmp_path, verb):
     here = [*verb.split(), *TINY, "--database", tmp_path / "p.sqlite"]
-    refused(run(*here, "--repeats", "9", "--most-repeats", "5"), "--repeats 9", "Give --most-repeats 9 or more")
+    refused(
+        run(*here, "--repeats", "9", "--most-repeats", "5"),
+        "--repeats 9",
+        "Give --most-repeats 9 or more",
+    )
     assert not (tmp_path / "p.sqlite").exists()
 
 

@@ -1,4 +1,6 @@
-"""What people type by mistake, and what their machines do to output: one or two lines, and an exit code."""
+"""What people type by mistake, and what their machines do to output: one or two lines, and an exit
+code.
+"""
 
 import os
 import re
@@ -57,9 +59,15 @@ def module(tmp_path, monkeypatch):
         (f"{SMALL} --set num_layers={NINES}", "is not a whole number"),
         (f"{SMALL} --set num_layers=99999999", "num_layers=99999999 must be at most 10000"),
         (f"{SMALL} --set seq_len=99999999999999999999", "must be at most 2147483647"),
-        ("plan gpt-10m --cluster 8xH100 --global-batch 99999999999999999999", "must be at most 2147483647"),
         (
-            "plan gpt-10m --cluster 8xH100 --global-batch 2147483640 --set seq_len=2147483640 --set num_layers=1",
+            "plan gpt-10m --cluster 8xH100 --global-batch 99999999999999999999",
+            "must be at most 2147483647",
+        ),
+        (
+            (
+                "plan gpt-10m --cluster 8xH100 --global-batch 2147483640 --set seq_len=2147483640"
+                " --set num_layers=1"
+            ),
             "elements, and can have 9.0e+15",
         ),
         (f"{SMALL} --out {'a' * 300}", "cannot be written: File name too long"),
@@ -69,7 +77,10 @@ def module(tmp_path, monkeypatch):
         (f"cluster {'a' * 5000}", "there is no device"),
         ("cluster 99999999999xH100", "more than the 1000000 that a cluster may have"),
         ("cluster v5e-99999999996", "more than the 1000000 that a cluster may have"),
-        (f"{SMALL.replace('8xH100', '4x99999999xH100')}", "more than the 1000000 that a cluster may have"),
+        (
+            f"{SMALL.replace('8xH100', '4x99999999xH100')}",
+            "more than the 1000000 that a cluster may have",
+        ),
     ],
     ids=lambda text: text[-60:],
 )
@@ -88,19 +99,30 @@ def test_numbers_and_names_beyond_all_measure(args, message, tmp_path, monkeypat
     ("name", "message"),
     [
         ("odd_factories:leaves", "it ends the process with sys.exit(0) and returns nothing"),
-        ("odd_factories:leaves_in_step", "it ends the process with sys.exit(0) and returns nothing"),
+        (
+            "odd_factories:leaves_in_step",
+            "it ends the process with sys.exit(0) and returns nothing",
+        ),
         ("odd_exit:factory", "cannot be imported: it ends the process with sys.exit(0)"),
         ("odd_none:factory", "has no 'factory'"),
         ("odd_factories:nothing", "is NoneType None, not a function"),
         ("odd_factories:needs", "it needs width, depth: add --set width=... --set depth=..."),
         ("odd_factories:unnamed", "it needs arguments without names"),
-        ("odd_factories:huge", "the step has an array float32[10000000000, 1000000000000], of 1.0e+22 elements"),
+        (
+            "odd_factories:huge",
+            "the step has an array float32[10000000000, 1000000000000], of 1.0e+22 elements",
+        ),
         ("odd_factories:one_argument", "cannot be called as train_step(state, batch): too many"),
-        ("odd_factories:three_arguments", "cannot be called as train_step(state, batch): missing a required argument"),
+        (
+            "odd_factories:three_arguments",
+            "cannot be called as train_step(state, batch): missing a required argument",
+        ),
     ],
 )
 def test_factories_that_make_no_step(module, tmp_path, name, message):
-    found = run("plan", name, "--cluster", "8xH100", "--method", "dp", "--out", tmp_path / "plan.json")
+    found = run(
+        "plan", name, "--cluster", "8xH100", "--method", "dp", "--out", tmp_path / "plan.json"
+    )
     refused(found, message)
     assert len(found.stderr.splitlines()) <= 2
     assert not (tmp_path / "plan.json").exists()
@@ -122,7 +144,14 @@ def test_a_setting_that_the_factory_does_not_take(module):
         ({"overrides": {"name": "x"}}, ["it has no field 'name'"]),
         (
             {"global_batch": 0, "scan": "no", "learning_rate": -1, "dtype": "int8", "colour": 1},
-            ["5 problems", "global_batch=0", "scan='no'", "learning_rate=-1", "no dtype 'int8'", "no setting 'colour'"],
+            [
+                "5 problems",
+                "global_batch=0",
+                "scan='no'",
+                "learning_rate=-1",
+                "no dtype 'int8'",
+                "no setting 'colour'",
+            ],
         ),
     ],
     ids=str,
@@ -132,21 +161,34 @@ def test_a_setting_that_the_factory_does_not_take(module):
 )
 def test_edited_settings_are_refused_all_at_once(settings, messages, verb, tmp_path):
     path = tmp_path / "plan.json"
-    model = ModelReference(kind="zoo", name="gpt-10m", settings={"model": "gpt-10m", "global_batch": 8, **settings})
+    model = ModelReference(
+        kind="zoo", name="gpt-10m", settings={"model": "gpt-10m", "global_batch": 8, **settings}
+    )
     sample_plan(model=model).save(path)
-    found = run(*verb.replace("{}", str(path)).split(), *(["--devices", "8"] if verb.startswith("train") else []))
+    found = run(
+        *verb.replace("{}", str(path)).split(),
+        *(["--devices", "8"] if verb.startswith("train") else []),
+    )
     refused(found, "the plan's settings of gpt-10m cannot be used", *messages)
     assert len(found.stderr.splitlines()) <= 12
 
 
 def test_settings_of_another_step_than_the_plans_are_refused(tmp_path):
     sample_plan().save(tmp_path / "plan.json")
-    refused(run("explain", tmp_path / "plan.json"), "the plan was made for another step", "add --no-alternatives")
+    refused(
+        run("explain", tmp_path / "plan.json"),
+        "the plan was made for another step",
+        "add --no-alternatives",
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("ddp", aq.DataParallel()), ("fsdp", aq.Zero3Parallel()), ("hsdp", aq.Zero3Parallel(shard_within="host"))],
+    [
+        ("ddp", aq.DataParallel()),
+        ("fsdp", aq.Zero3Parallel()),
+        ("hsdp", aq.Zero3Parallel(shard_within="host")),
+    ],
 )
 def test_methods_by_the_names_of_other_libraries(name, method):
     from aliquot.planners import method_by_name
@@ -154,7 +196,9 @@ def test_methods_by_the_names_of_other_libraries(name, method):
     assert method_by_name(name) == method
 
 
-@pytest.mark.parametrize(("name", "own"), [("bfloat16", "bf16"), ("fp16", "float16"), ("fp32", "float32")])
+@pytest.mark.parametrize(
+    ("name", "own"), [("bfloat16", "bf16"), ("fp16", "float16"), ("fp32", "float32")]
+)
 def test_dtypes_by_the_names_of_other_libraries(name, own):
     from aliquot.zoo import build
 
@@ -168,13 +212,20 @@ def _command(*args, **environment):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-@pytest.mark.parametrize("args", ["cluster 8xH100", "cluster 8xH100 --json", "--help", "diff {0} {0}"])
+@pytest.mark.parametrize(
+    "args", ["cluster 8xH100", "cluster 8xH100 --json", "--help", "diff {0} {0}"]
+)
 def test_standard_output_on_a_full_disk(args, tmp_path):
     sample_plan().save(tmp_path / "plan.json")
     command, environment = _command(*args.format(tmp_path / "plan.json").split())
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-    assert done.stderr == "error: the answer cannot be written to standard output: No space left on device.\n"
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert (
+        done.stderr
+        == "error: the answer cannot be written to standard output: No space left on device.\n"
+    )
     assert done.returncode == 2
 
 
@@ -182,7 +233,11 @@ def test_a_terminal_that_knows_only_ascii(tmp_path):
     sample_pipeline().save(tmp_path / "plan.json")
     sample_plan(notes=("größer 日本",)).save(tmp_path / "other.json")
     command, environment = _command(
-        "diff", tmp_path / "plan.json", tmp_path / "other.json", PYTHONIOENCODING="ascii", JAX_PLATFORMS="cpu"
+        "diff",
+        tmp_path / "plan.json",
+        tmp_path / "other.json",
+        PYTHONIOENCODING="ascii",
+        JAX_PLATFORMS="cpu",
     )
     done = subprocess.run(command, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr.decode()
@@ -194,14 +249,20 @@ def test_an_unknown_platform():
     command, environment = _command("cluster", "detect", JAX_PLATFORMS="abacus")
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2
-    assert "JAX cannot start" in done.stderr and "JAX_PLATFORMS is 'abacus': unset it" in done.stderr
+    assert (
+        "JAX cannot start" in done.stderr and "JAX_PLATFORMS is 'abacus': unset it" in done.stderr
+    )
     assert len(done.stderr.splitlines()) == 2
 
 
 def test_control_characters_are_written_as_escapes(tmp_path):
     path = tmp_path / "plan.json"
     sample_plan(method="a\x1b[2Jb", notes=("c\x9bd\u202ee",)).save(path)
-    for args in ("explain {} --no-alternatives", "explain {} --no-alternatives --json", "diff {} {}"):
+    for args in (
+        "explain {} --no-alternatives",
+        "explain {} --no-alternatives --json",
+        "diff {} {}",
+    ):
         found = run(*args.replace("{}", str(path)).split())
         assert found.exit_code == 0
         assert not set("\x1b\x9b\u202e") & set(found.stdout + found.stderr)
@@ -214,10 +275,22 @@ def test_control_characters_are_written_as_escapes(tmp_path):
 @pytest.mark.parametrize("after_s", [0.0, 0.15, 0.4, 0.8, 1.2])
 def test_ctrl_c_while_modules_are_imported(after_s):
     # The line is written once Ctrl-C is this package's.
-    code = "import aliquot.cli._interrupts as i; i.leave_at_interrupts(); print('ready', flush=True); "
+    code = (
+        "import aliquot.cli._interrupts as i; i.leave_at_interrupts(); print('ready', flush=True); "
+    )
     code += "from aliquot.cli import main; main()"
     _, environment = _command()
-    command = [sys.executable, "-c", code, "plan", "gpt-125m", "--cluster", "8xH100", "--global-batch", "64"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "plan",
+        "gpt-125m",
+        "--cluster",
+        "8xH100",
+        "--global-batch",
+        "64",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
@@ -238,11 +311,15 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
     _, environment = _command()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, env=environment, **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], text=True, env=environment, **pipes
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.stderr.readline().startswith("interrupted: ending what is under way. Press Ctrl-C again")
+        assert process.stderr.readline().startswith(
+            "interrupted: ending what is under way. Press Ctrl-C again"
+        )
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
 
@@ -254,26 +331,41 @@ def test_a_long_compilation_says_how_long_it_has_taken(capsys):
         time.sleep(0.3)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "compiling stage 0 ..."
-    assert len(lines) >= 3 and all(re.fullmatch(r"compiling stage 0 \.\.\. \(\d+ s\)", line) for line in lines[1:])
+    assert len(lines) >= 3 and all(
+        re.fullmatch(r"compiling stage 0 \.\.\. \(\d+ s\)", line) for line in lines[1:]
+    )
 
 
 def test_a_plugin_without_its_device_is_told_of_in_one_line(tmp_path):
     plugin = tmp_path / "jax_plugins" / "of_a_gpu_that_is_not_here"
     plugin.mkdir(parents=True)
-    (plugin / "__init__.py").write_text("def initialize(): raise RuntimeError('Unable to load CUDA.\\nReally.')\n")
+    (plugin / "__init__.py").write_text(
+        "def initialize(): raise RuntimeError('Unable to load CUDA.\\nReally.')\n"
+    )
     command, environment = _command("cluster", "detect")
     environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
     environment.pop("JAX_PLATFORMS")
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "of_a_gpu_that_is_not_here" in line]
-    assert len(said) == 1 and "cannot start (RuntimeError: Unable to load CUDA.), so JAX goes on without it" in said[0]
+    assert (
+        len(said) == 1
+        and "cannot start (RuntimeError: Unable to load CUDA.), so JAX goes on without it"
+        in said[0]
+    )
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     "text",
-    ["a = " + "[" * 100_000, "a = " + "9" * 5000, "a = 1\n" * 2, "\x00", "x = 1\n" * 500_000, '"\\u001b[2J" = 1'],
+    [
+        "a = " + "[" * 100_000,
+        "a = " + "9" * 5000,
+        "a = 1\n" * 2,
+        "\x00",
+        "x = 1\n" * 500_000,
+        '"\\u001b[2J" = 1',
+    ],
 )
 def test_odd_cluster_files(text, tmp_path):
     path = tmp_path / "lab.toml"

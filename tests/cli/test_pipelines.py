@@ -1,4 +1,6 @@
-"""Pipelines on the command line: options, refusals, the answers of `plan`, `explain`, `diff` and `train`."""
+"""Pipelines on the command line: options, refusals, the answers of `plan`, `explain`, `diff` and
+`train`.
+"""
 
 import json
 
@@ -41,12 +43,16 @@ def plan(options, *more):
 
 def test_a_pipeline_is_planned_as_asked(tmp_path):
     path = tmp_path / "plan.json"
-    found = plan("pipeshard --stages 4 --schedule gpipe --micro-batches 8 --layers 4 --json", "--out", path)
+    found = plan(
+        "pipeshard --stages 4 --schedule gpipe --micro-batches 8 --layers 4 --json", "--out", path
+    )
     assert found.exit_code == 0, found.stderr
     answer = json.loads(found.stdout)
     asked = ("num_stages", "schedule", "num_micro_batches", "num_submeshes")
     assert [answer[name] for name in asked] == [4, "gpipe", 8, 4]
-    assert sorted(device for stage in answer["stages"] for device in stage["devices"]) == list(range(8))
+    assert sorted(device for stage in answer["stages"] for device in stage["devices"]) == list(
+        range(8)
+    )
     assert answer["stages"][1]["layers"] and answer["stages"][1]["predicted"]["in_flight"] == 8
     made = Plan.load(path)
     assert (made.layers, made.model.name) == ("4", "layered_mlp:factory")
@@ -59,12 +65,15 @@ def test_a_schedule_may_be_registered_by_the_module_of_the_model(tmp_path, monke
     register = f"from aliquot.plans import SCHEDULES\nSCHEDULES['mine'] = {kind}\n"
     (tmp_path / "with_schedule.py").write_text(register + MODEL)
     words = (
-        "plan with_schedule:factory --cluster 8xH100 --method pipeshard --schedule mine --stages 2 --micro-batches 4"
+        "plan with_schedule:factory --cluster 8xH100 --method pipeshard --schedule mine --stages 2"
+        " --micro-batches 4"
     )
     with monkeypatch.context() as context:
         context.setitem(SCHEDULES, "mine", None)
         found = run(*words.split())
-    assert found.exit_code == 0 and "2 stages" in found.stdout and "mine" in found.stdout, found.stderr
+    assert found.exit_code == 0 and "2 stages" in found.stdout and "mine" in found.stdout, (
+        found.stderr
+    )
 
 
 def test_pipeline_options_left_out_are_searched():
@@ -75,11 +84,17 @@ def test_pipeline_options_left_out_are_searched():
 
 def test_a_grid(tmp_path):
     answer = json.loads(plan("grid --micro-batches 4 --json").stdout)
-    assert (answer["schedule"], answer["num_micro_batches"], answer["lower_bound_s"]) == ("1f1b", 4, None)
+    assert (answer["schedule"], answer["num_micro_batches"], answer["lower_bound_s"]) == (
+        "1f1b",
+        4,
+        None,
+    )
     assert len({tuple(stage["mesh"]) for stage in answer["stages"]}) == 1
 
 
-@pytest.mark.parametrize("options", ["pipeshard --stages 2 --micro-batches 4", "dp --micro-batches 2"])
+@pytest.mark.parametrize(
+    "options", ["pipeshard --stages 2 --micro-batches 4", "dp --micro-batches 2"]
+)
 def test_independent_semantics_allow_batch_statistics_per_micro_batch(options, tmp_path):
     more = ("--set", "normalise=1", "--out", tmp_path / "plan.json")
     refused(plan(options, *more), "does not decompose", "--micro-batch-semantics independent")
@@ -104,9 +119,15 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("dp --stages 2 --schedule gpipe", "--stages, --schedule: only for pipelines, and dp makes none"),
+        (
+            "dp --stages 2 --schedule gpipe",
+            "--stages, --schedule: only for pipelines, and dp makes none",
+        ),
         ("auto --layers 2", "--layers: only for pipelines, and auto may make none"),
-        ("grid --schedule gpipe --stages 2", "--stages, --schedule: grid tries every number of equal stages"),
+        (
+            "grid --schedule gpipe --stages 2",
+            "--stages, --schedule: grid tries every number of equal stages",
+        ),
         ("pipeshard --mesh 4x2", "have meshes of their own"),
         ("pipeshard --schedule gpip", "did you mean 'gpipe'"),
         ("pipeshard --schedule inference", "there is no schedule 'inference'"),
@@ -148,12 +169,20 @@ def test_explain_writes_the_predicted_schedule(plan_file, tmp_path):
 
 def test_explain_without_stages_has_no_schedule_to_write(tmp_path):
     sample_plan().save(tmp_path / "plan.json")
-    refused(run("explain", "plan.json", "--trace", "trace.json"), "no schedule to trace", "--method pipeshard")
+    refused(
+        run("explain", "plan.json", "--trace", "trace.json"),
+        "no schedule to trace",
+        "--method pipeshard",
+    )
     assert not (tmp_path / "trace.json").exists()
 
 
 def test_a_trace_that_cannot_be_written(plan_file):
-    refused(run("explain", plan_file, "--trace", "no/such/trace.json"), "--trace 'no/such/trace.json'", "no folder")
+    refused(
+        run("explain", plan_file, "--trace", "no/such/trace.json"),
+        "--trace 'no/such/trace.json'",
+        "no folder",
+    )
 
 
 def test_diff_of_pipelines(plan_file, tmp_path):
@@ -171,7 +200,11 @@ def test_a_broken_pipeline_lists_all_that_is_wrong(plan_file):
     data["schedule"] = "1f2b"
     plan_file.write_text(json.dumps(data))
     refused(
-        run("explain", plan_file), "no schedule '1f2b'", "layer 2 is in no stage", "devices 0-1 are in", "4 problems"
+        run("explain", plan_file),
+        "no schedule '1f2b'",
+        "layer 2 is in no stage",
+        "devices 0-1 are in",
+        "4 problems",
     )
 
 
@@ -182,17 +215,22 @@ def test_training_a_pipeline(tmp_path):
     text.write_text("to be or not to be, that is the question. " * 50)
     sizes = "num_layers=2 hidden_size=16 num_heads=1 ffn_size=32 seq_len=8"
     words = (
-        "plan gpt-10m --cluster 8xcpu --global-batch 16 --dtype float32 --method pipeshard --stages 2 --micro-batches 2"
+        "plan gpt-10m --cluster 8xcpu --global-batch 16 --dtype float32 --method pipeshard --stages"
+        " 2 --micro-batches 2"
     )
     changes = [word for pair in sizes.split() for word in ("--set", pair)]
     found = run(*words.split(), *changes, "--out", path)
     assert found.exit_code == 0, found.stderr
-    found = run("train", "gpt-10m", "--data", text, "--plan", path, "--devices", 8, "--steps", 3, "--json")
+    found = run(
+        "train", "gpt-10m", "--data", text, "--plan", path, "--devices", 8, "--steps", 3, "--json"
+    )
     assert found.exit_code == 0, found.stderr
     answer = json.loads(found.stdout)
     assert answer["steps_done"] == 3 and answer["losses"][-1] < answer["losses"][0]
 
 
 def test_a_pipeline_for_other_devices_is_not_trained(plan_file, tmp_path):
-    found = run("train", "gpt-10m", "--data", "text.txt", "--plan", plan_file, "--steps", 1, "--devices", 4)
+    found = run(
+        "train", "gpt-10m", "--data", "text.txt", "--plan", plan_file, "--steps", 1, "--devices", 4
+    )
     refused(found, "it is for 8 devices (8xH100), and there are 4", "--devices 8")

@@ -1,4 +1,6 @@
-"""`aliquot plan` with real searches of small models: its answer, its refusals, and how Ctrl-C ends it."""
+"""`aliquot plan` with real searches of small models: its answer, its refusals, and how Ctrl-C ends
+it.
+"""
 
 import json
 
@@ -44,7 +46,12 @@ def test_json_is_the_only_output():
     answer = json.loads(found.stdout)
     assert set(answer) >= KEYS
     assert answer["plan_s"] >= answer["trace_s"] + answer["search_s"]
-    assert (answer["feasible"], answer["method"], answer["mesh"], answer["num_stages"]) == (True, "dp", [8], 1)
+    assert (answer["feasible"], answer["method"], answer["mesh"], answer["num_stages"]) == (
+        True,
+        "dp",
+        [8],
+        1,
+    )
 
 
 def test_the_file_is_the_plan(tmp_path):
@@ -74,7 +81,19 @@ def test_float16_where_it_is_faster(tmp_path):
 
 def test_no_feasible_plan_is_an_answer(tmp_path):
     path = tmp_path / "plan.json"
-    args = ("plan", "gpt-175b", "--cluster", "2xL4", "--global-batch", 2, "--scan", "--method", "dp", "--out", path)
+    args = (
+        "plan",
+        "gpt-175b",
+        "--cluster",
+        "2xL4",
+        "--global-batch",
+        2,
+        "--scan",
+        "--method",
+        "dp",
+        "--out",
+        path,
+    )
     found = run(*args, "--json")
     assert found.exit_code == 1
     answer = json.loads(found.stdout)
@@ -105,7 +124,18 @@ def factory(width=16):
 
 def test_a_factory(factory, tmp_path):
     name = factory(GOOD.replace("width = int", "print('hello from the factory'); width = int"))
-    args = ("plan", name, "--cluster", "8xH100", "--method", "dp", "--out", tmp_path / "plan.json", "--set", "width=32")
+    args = (
+        "plan",
+        name,
+        "--cluster",
+        "8xH100",
+        "--method",
+        "dp",
+        "--out",
+        tmp_path / "plan.json",
+        "--set",
+        "width=32",
+    )
     found = run(*args, "--json")
     assert found.exit_code == 0, found.stderr
     assert json.loads(found.stdout)["model"] == name
@@ -136,11 +166,18 @@ def test_errors_of_the_users_own(factory, source, message):
 
 
 def test_another_batch_than_the_factorys(factory):
-    refused(run("plan", factory(GOOD), "--cluster", "8xH100", "--global-batch", 16), "made a batch of 8", "says 16")
+    refused(
+        run("plan", factory(GOOD), "--cluster", "8xH100", "--global-batch", 16),
+        "made a batch of 8",
+        "says 16",
+    )
 
 
 def test_options_that_only_the_zoo_has(factory):
-    refused(run("plan", factory(GOOD), "--cluster", "8xH100", "--dtype", "bf16", "--scan"), "--dtype, --scan")
+    refused(
+        run("plan", factory(GOOD), "--cluster", "8xH100", "--dtype", "bf16", "--scan"),
+        "--dtype, --scan",
+    )
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -165,7 +202,8 @@ def test_ctrl_c_keeps_the_best_so_far(complete, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("limit", "fault"), [("0s", "must be positive"), ("soon", "is not a time"), ("-1s", "--time-limit")]
+    ("limit", "fault"),
+    [("0s", "must be positive"), ("soon", "is not a time"), ("-1s", "--time-limit")],
 )
 def test_a_time_limit_that_cannot_be_kept_is_refused(limit, fault):
     found = run("plan", *TINY, f"--time-limit={limit}")

@@ -1,4 +1,6 @@
-"""`aliquot profile`, on a GPT of one layer, whose products take longer than a launch, and virtual devices."""
+"""`aliquot profile`, on a GPT of one layer, whose products take longer than a launch, and virtual
+devices.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from command_line import refused, run
 
 from aliquot.cluster import Cluster
 
-MODEL = ["gpt-10m", "--global-batch", "8", "--set", "num_layers=1", "--set", "hidden_size=256", "--set", "num_heads=4"]
+MODEL = [
+    "gpt-10m",
+    "--global-batch",
+    "8",
+    "--set",
+    "num_layers=1",
+    "--set",
+    "hidden_size=256",
+    "--set",
+    "num_heads=4",
+]
 MODEL += ["--seq-len", "128", "--dtype", "float32"]
 
 
@@ -26,27 +38,46 @@ def profiles(tmp_path_factory):
     shares = []
     for k in (1, 2):
         answer = answer_of(
-            *("profile", "run", *MODEL, "--devices", "8", "--mesh", "8", "--database", folder / f"{k}.sqlite"),
+            *(
+                "profile",
+                "run",
+                *MODEL,
+                "--devices",
+                "8",
+                "--mesh",
+                "8",
+                "--database",
+                folder / f"{k}.sqlite",
+            ),
             *("--share", f"{k}/2", "--repeats", "1", "--warm-up", "1"),
         )
         assert answer["missing"] == 0 and answer["measured"] == answer["operators"] > 5
         shares.append(answer["operators"])
-    merged = answer_of("profile", "merge", folder / "1.sqlite", folder / "2.sqlite", "--into", folder / "p.sqlite")
+    merged = answer_of(
+        "profile", "merge", folder / "1.sqlite", folder / "2.sqlite", "--into", folder / "p.sqlite"
+    )
     assert merged["total"] == sum(shares) and list(merged["new"].values()) == shares
     return folder / "p.sqlite"
 
 
 def test_two_shares_are_all_there_is(profiles):
-    again = answer_of("profile", "run", *MODEL, "--devices", "8", "--mesh", "8", "--database", profiles)
+    again = answer_of(
+        "profile", "run", *MODEL, "--devices", "8", "--mesh", "8", "--database", profiles
+    )
     assert again["measured"] == again["missing"] == 0 and again["known"] == again["operators"]
 
 
 def test_show_lists_kinds_curves_and_corrections(profiles, tmp_path):
-    answer = answer_of("profile", "show", profiles, "--cluster", "detect", "--plots", tmp_path / "plots")
+    answer = answer_of(
+        "profile", "show", profiles, "--cluster", "detect", "--plots", tmp_path / "plots"
+    )
     kinds = {row["kind"] for row in answer["kinds"]}
     assert {"launch", "product float32", "traffic float32", "all-reduce"} <= kinds
     assert {"products", "traffic", "all-reduce"} <= {curve["file"] for curve in answer["curves"]}
-    assert all((tmp_path / "plots" / f"{curve['file']}.png").stat().st_size > 5000 for curve in answer["curves"])
+    assert all(
+        (tmp_path / "plots" / f"{curve['file']}.png").stat().st_size > 5000
+        for curve in answer["curves"]
+    )
     shown = run("profile", "show", profiles)
     assert shown.exit_code == 0 and "Programs" in shown.stdout and "Corrections" not in shown.stdout
 
@@ -56,7 +87,10 @@ def test_plan_check_and_explain_use_the_same_measurements(profiles, tmp_path):
     args = ["plan", *MODEL, "--cluster", "detect", "--mesh", "8", "--profiles", profiles]
     planned = answer_of(*args, "--out", plan)
     checked = answer_of("profile", "check", plan, "--database", profiles)
-    assert checked["step_time_s"] == planned["step_time_s"] and checked["measured_share"] == planned["measured_share"]
+    assert (
+        checked["step_time_s"] == planned["step_time_s"]
+        and checked["measured_share"] == planned["measured_share"]
+    )
     assert checked["missing"] == 0 and checked["operators"] > 5
     assert "8 x cpu" in planned["profiles"]
     other = ["float16" if arg == "float32" else arg for arg in args]
@@ -70,7 +104,9 @@ def test_plan_check_and_explain_use_the_same_measurements(profiles, tmp_path):
 def test_fit_writes_a_cluster_to_plan_for(profiles, tmp_path):
     out = tmp_path / "fitted.toml"
     answer = answer_of("profile", "fit", profiles, "--out", out)
-    assert {"matmul_efficiency", "collective_overhead_s"} <= set(answer["figures"]) and answer["errors"]
+    assert {"matmul_efficiency", "collective_overhead_s"} <= set(answer["figures"]) and answer[
+        "errors"
+    ]
     assert Cluster.load(out).device.calibration.keys() == answer["figures"].keys()
     assert answer_of("plan", *MODEL, "--cluster", out)["feasible"]
 
@@ -93,7 +129,9 @@ def test_one_device_measures_the_computing_of_a_cluster(tmp_path):
     assert planned["measured_share"] == 0.0 < planned["measured_compute_share"] <= 1.0
     assert "measured on one alone (grade measured-compute)" in planned["profiles"]
     refused(
-        run(*here, "--cluster", "8xH100"), "--cluster 8xH100 is made of H100", "can only stand for others of its kind"
+        run(*here, "--cluster", "8xH100"),
+        "--cluster 8xH100 is made of H100",
+        "can only stand for others of its kind",
     )
 
 
@@ -102,7 +140,13 @@ def test_bad_input_is_refused(profiles, tmp_path):
     refused(run(*here, "--share", "3/2"), "--share 3/2")
     refused(run(*here, "--mesh", "3x2"), "--mesh 3x2 has 6 devices")
     refused(run("profile", "show", tmp_path / "none.sqlite"), "There is no profile database")
-    refused(run("profile", "merge", tmp_path / "none.sqlite", "--into", tmp_path / "p.sqlite"), "Nothing was merged")
+    refused(
+        run("profile", "merge", tmp_path / "none.sqlite", "--into", tmp_path / "p.sqlite"),
+        "Nothing was merged",
+    )
     assert not (tmp_path / "p.sqlite").exists()
-    refused(run("profile", "fit", profiles, "--cluster", "8xH100", "--out", tmp_path / "c.toml"), "8 x H100")
+    refused(
+        run("profile", "fit", profiles, "--cluster", "8xH100", "--out", tmp_path / "c.toml"),
+        "8 x H100",
+    )
     assert not (tmp_path / "c.toml").exists()

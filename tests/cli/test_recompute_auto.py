@@ -15,14 +15,17 @@ def planned(args, recompute, *more):
 
 @pytest.mark.parametrize("limit", ["60GiB", "5GiB", "100MiB"])
 def test_auto_is_the_faster_of_both(limit):
-    auto, none, block = (planned(DEEP, how, "--memory-limit", limit) for how in ("auto", "none", "block"))
+    auto, none, block = (
+        planned(DEEP, how, "--memory-limit", limit) for how in ("auto", "none", "block")
+    )
     fitting = [each["step_time_s"] for each in (none, block) if each]
     assert (auto and auto["step_time_s"]) == min(fitting, default=None)
 
 
 def test_the_limits_of_the_test_decide_differently():
     answers = [
-        [planned(DEEP, how, "--memory-limit", size) is None for how in ("none", "block")] for size in ("60GiB", "5GiB")
+        [planned(DEEP, how, "--memory-limit", size) is None for how in ("none", "block")]
+        for size in ("60GiB", "5GiB")
     ]
     assert answers == [[False, False], [True, False]]
 
@@ -42,4 +45,7 @@ def test_a_time_limit_is_kept_over_both():
 
 
 def test_the_largest_batch_needs_one_way():
-    refused(run("plan", *TINY, "--recompute", "auto", "--max-batch"), "--recompute none or --recompute block")
+    refused(
+        run("plan", *TINY, "--recompute", "auto", "--max-batch"),
+        "--recompute none or --recompute block",
+    )

@@ -35,7 +35,11 @@ def test_training_as_planned(plan_file, text):
 
 def test_a_plan_for_another_model_names_the_first_path_that_differs(plan_file, text):
     args = ("--data", text, "--plan", plan_file, "--devices", 8, "--steps", 1)
-    refused(run("train", "gpt-125m", *args), "not for gpt-125m", "input `state.opt_state[0].mu.embed.embedding`")
+    refused(
+        run("train", "gpt-125m", *args),
+        "not for gpt-125m",
+        "input `state.opt_state[0].mu.embed.embedding`",
+    )
 
 
 def test_explain_prices_alternatives(plan_file):

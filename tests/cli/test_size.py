@@ -22,7 +22,19 @@ def prices(tmp_path):
 
 
 def test_the_cheapest_in_time_is_chosen(prices):
-    found = run("size", *SMALL, "--tokens", "1B", "--by", "30d", "--prices", prices, "--max-hosts", "2", "--json")
+    found = run(
+        "size",
+        *SMALL,
+        "--tokens",
+        "1B",
+        "--by",
+        "30d",
+        "--prices",
+        prices,
+        "--max-hosts",
+        "2",
+        "--json",
+    )
     assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)
     in_time = [o for o in answer["options"] if o["in_time"]]
@@ -35,7 +47,9 @@ def test_the_cheapest_in_time_is_chosen(prices):
 
 
 def test_a_deadline_that_nothing_meets_is_an_answer():
-    found = run("size", *SMALL, "--device", "H100", "--tokens", "900T", "--by", "1h", "--max-hosts", "1")
+    found = run(
+        "size", *SMALL, "--device", "H100", "--tokens", "900T", "--by", "1h", "--max-hosts", "1"
+    )
     assert found.exit_code == 1
     assert "cheapest in time       none that was tried" in found.stdout
     assert "fewest hosts that fit  1x8xH100 (1 host)" in found.stdout
@@ -45,7 +59,17 @@ def test_a_deadline_that_nothing_meets_is_an_answer():
 def test_devices_without_a_price_are_sized_by_hosts():
     found = json.loads(
         run(
-            "size", *SMALL, "--device", "v5e", "--devices-per-host", "4", "--tokens", "1M", "--by", "1d", "--json"
+            "size",
+            *SMALL,
+            "--device",
+            "v5e",
+            "--devices-per-host",
+            "4",
+            "--tokens",
+            "1M",
+            "--by",
+            "1d",
+            "--json",
         ).stdout
     )
     assert found["prices"] is None and found["choice"] == "1x4xv5e"
@@ -69,8 +93,14 @@ def test_prices_that_cannot_be_used_say_why(tmp_path, text, message):
 def test_odd_sizes_are_refused(tmp_path, prices):
     refused(run("size", *SMALL, "--tokens", "many", "--by", "30d"), "--tokens 'many'")
     refused(run("size", *SMALL, "--tokens", "2T", "--by", "soon"), "--by 'soon'")
-    refused(run("size", *SMALL, "--tokens", "2T", "--by", "3d", "--prices", tmp_path / "no"), "cannot be read")
-    refused(run("size", *SMALL, "--tokens", "2T", "--by", "3d", "--prices", prices, "--device", "L4"), "none for it")
+    refused(
+        run("size", *SMALL, "--tokens", "2T", "--by", "3d", "--prices", tmp_path / "no"),
+        "cannot be read",
+    )
+    refused(
+        run("size", *SMALL, "--tokens", "2T", "--by", "3d", "--prices", prices, "--device", "L4"),
+        "none for it",
+    )
     assert (read_count("2T"), read_duration("6w")) == (2e12, 6 * 7 * 86400)
 
 
@@ -80,34 +110,61 @@ def test_the_sample_of_prices_can_be_read():
 
 def test_the_largest_batch_is_where_one_more_does_not_fit(tmp_path):
     path = tmp_path / "plan.json"
-    found = run("plan", *TINY, "--max-batch", "--memory-limit", "200MiB", "--method", "ddp", "--json", "--out", path)
+    found = run(
+        "plan",
+        *TINY,
+        "--max-batch",
+        "--memory-limit",
+        "200MiB",
+        "--method",
+        "ddp",
+        "--json",
+        "--out",
+        path,
+    )
     assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)
     tried = {t["global_batch"]: t for t in answer["trials"]}
     largest = answer["largest_batch"]
-    assert answer["is_limited_by_memory"] and tried[largest]["feasible"] and not tried[largest + 8]["feasible"]
+    assert (
+        answer["is_limited_by_memory"]
+        and tried[largest]["feasible"]
+        and not tried[largest + 8]["feasible"]
+    )
     best = max((t for t in tried.values() if t["feasible"]), key=lambda t: t["examples_per_s"])
     assert answer["fastest_batch"] == best["global_batch"]
     assert aq.Plan.load(path).inputs[-1].shape[0] == answer["fastest_batch"]
 
 
 def test_batches_hold_whole_groups_of_tokens():
-    sizes = "num_layers=2 hidden_size=16 num_heads=2 vocab_size=32 seq_len=8 num_experts=4 group_size=32".split()
+    sizes = (
+        "num_layers=2 hidden_size=16 num_heads=2 vocab_size=32 seq_len=8 num_experts=4"
+        " group_size=32".split()
+    )
     settings = [part for size in sizes for part in ("--set", size)]
     model = ["moe-380m", *settings, "--cluster", "2xH100", "--method", "dp", "--global-batch", "6"]
     found = run("plan", *model, "--max-batch", "--memory-limit", "1MiB", "--json")
     assert json.loads(found.stdout)["multiple_of"] == 4
-    refused(run("plan", *model), "global_batch=6 is not a multiple of 4, the sequences whose tokens choose")
+    refused(
+        run("plan", *model),
+        "global_batch=6 is not a multiple of 4, the sequences whose tokens choose",
+    )
     model[-1] = "4"
-    refused(run("plan", *model, "--micro-batches", "2"), "on a micro-batch", "use fewer micro-batches")
+    refused(
+        run("plan", *model, "--micro-batches", "2"), "on a micro-batch", "use fewer micro-batches"
+    )
 
 
 def test_one_call_finds_the_largest_batch():
     def make(batch):
-        work = build("gpt-10m", batch, overrides={"num_layers": 1, "vocab_size": 64, "hidden_size": 64})
+        work = build(
+            "gpt-10m", batch, overrides={"num_layers": 1, "vocab_size": 64, "hidden_size": 64}
+        )
         return work.train_step, work.state, work.batch
 
-    found = aq.largest_batch(make, cluster=aq.Cluster.preset("2xH100"), unit=2, most=8, method=aq.DataParallel())
+    found = aq.largest_batch(
+        make, cluster=aq.Cluster.preset("2xH100"), unit=2, most=8, method=aq.DataParallel()
+    )
     assert [t.global_batch for t in found.trials] == [2, 4, 8]
     assert not found.is_limited and "larger ones were not tried" in str(found)
     with pytest.raises(aq.InputError, match="1 <= unit <= most"):

@@ -1,4 +1,6 @@
-"""`aliquot train` and `aliquot demo`: loops, Ctrl-C, what is said at the end. A plain step stands in for a plan's."""
+"""`aliquot train` and `aliquot demo`: loops, Ctrl-C, what is said at the end. A plain step stands
+in for a plan's.
+"""
 
 import dataclasses
 import functools
@@ -13,15 +15,26 @@ import aliquot.planners
 from aliquot.plans import Plan
 from aliquot.zoo import MODELS, build
 
-SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64, "seq_len": 16}
+SMALL = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "ffn_size": 64,
+    "seq_len": 16,
+}
 
 
-MEMORY = types.SimpleNamespace(argument_bytes=900, output_bytes=900, alias_bytes=890, temp_bytes=500)
+MEMORY = types.SimpleNamespace(
+    argument_bytes=900, output_bytes=900, alias_bytes=890, temp_bytes=500
+)
 
 
 @functools.cache
 def compiled(settings):
-    """The first state of a model and its step, which tests share because compiling takes most of their time."""
+    """The first state of a model and its step, which tests share because compiling takes most of
+    their time.
+    """
     import jax
 
     workload = build(**json.loads(settings))
@@ -29,7 +42,9 @@ def compiled(settings):
 
 
 class PlainStep:
-    """Stands in for a step that runs a plan: one device, and after `stop_at` steps somebody presses Ctrl-C."""
+    """Stands in for a step that runs a plan: one device, and after `stop_at` steps somebody presses
+    Ctrl-C.
+    """
 
     def __init__(self, plan, scale=1.0, stop_at=None):
         self._init, self._step = compiled(json.dumps(plan.model.settings))
@@ -54,8 +69,12 @@ def plain(monkeypatch):
     """Make `parallelize` give a `PlainStep` with these settings."""
 
     def use(**settings):
-        monkeypatch.setattr(aliquot._api, "parallelize", lambda f, plan: PlainStep(plan, **settings), raising=False)
-        monkeypatch.setattr(aliquot._api, "explain", lambda plan, *args, **kwargs: [], raising=False)
+        monkeypatch.setattr(
+            aliquot._api, "parallelize", lambda f, plan: PlainStep(plan, **settings), raising=False
+        )
+        monkeypatch.setattr(
+            aliquot._api, "explain", lambda plan, *args, **kwargs: [], raising=False
+        )
 
     return use
 
@@ -77,13 +96,19 @@ def text(tmp_path):
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    found = run("plan", *f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --out {path}".split())
+    found = run(
+        "plan",
+        *"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --out".split(),
+        str(path),
+    )
     assert found.exit_code == 0, found.stderr
     return path
 
 
 def train(plan_file, text, *more):
-    return run("train", "gpt-10m", "--data", text, "--plan", plan_file, "--devices", 8, "--steps", 4, *more)
+    return run(
+        "train", "gpt-10m", "--data", text, "--plan", plan_file, "--devices", 8, "--steps", 4, *more
+    )
 
 
 def test_training_shows_loss_and_speed(plan_file, text, plain):
@@ -111,7 +136,10 @@ def test_ctrl_c_says_the_last_step(plan_file, text, plain):
 
 def test_a_small_vocabulary_is_refused(tmp_path, text):
     path = tmp_path / "plan.json"
-    args = f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --set vocab_size=64 --out {path}"
+    args = (
+        "gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method dp --set vocab_size=64"
+        f" --out {path}"
+    )
     assert run("plan", *args.split()).exit_code == 0
     refused(train(path, text), "knows 64 tokens", "--set vocab_size=256")
 
@@ -128,7 +156,9 @@ def test_an_unknown_model_is_refused(plan_file, text):
 @pytest.fixture
 def quick(monkeypatch):
     """Spare the demo its search."""
-    monkeypatch.setattr(aliquot.planners, "method_by_name", lambda name: aliquot.planners.DataParallel())
+    monkeypatch.setattr(
+        aliquot.planners, "method_by_name", lambda name: aliquot.planners.DataParallel()
+    )
 
 
 def demo(tmp_path, text, *more):

@@ -68,7 +68,9 @@ def test_neither_does_training_with_it(hostile):
     assert not Path("called").exists()
 
 
-@pytest.mark.parametrize("options", [("--trust-plan",), ("--model", "own_module_of_a_plan:factory")])
+@pytest.mark.parametrize(
+    "options", [("--trust-plan",), ("--model", "own_module_of_a_plan:factory")]
+)
 def test_a_factory_that_the_user_trusts_or_names(own, monkeypatch, options):
     monkeypatch.chdir(own)
     monkeypatch.delitem(sys.modules, "own_module_of_a_plan", raising=False)
@@ -83,12 +85,21 @@ def test_a_factory_that_the_user_trusts_or_names(own, monkeypatch, options):
 def test_the_compiler_runs_no_module_of_the_current_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     sizes = [part for size in SMALL for part in ("--set", size)]
-    asked = "plan gpt-10m --cluster 2xcpu --global-batch 2 --dtype float32 --method dp --out plan.json"
+    asked = (
+        "plan gpt-10m --cluster 2xcpu --global-batch 2 --dtype float32 --method dp --out plan.json"
+    )
     assert run(*asked.split(), *sizes).exit_code == 0
-    (tmp_path / "flatbuffers.py").write_text("from pathlib import Path\nPath('called').write_text('')\n")
-    command = "from aliquot.cli import main; import sys; sys.argv = ['aliquot', 'verify', 'plan.json']; main()"
+    (tmp_path / "flatbuffers.py").write_text(
+        "from pathlib import Path\nPath('called').write_text('')\n"
+    )
+    command = (
+        "from aliquot.cli import main; import sys; sys.argv = ['aliquot', 'verify', 'plan.json'];"
+        " main()"
+    )
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-P", "-c", command], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", command], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "called").exists()

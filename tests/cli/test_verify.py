@@ -13,7 +13,10 @@ SMALL = "num_layers=1 hidden_size=32 num_heads=2 seq_len=16 vocab_size=64".split
 def plan(path, *options):
     """The answer of `plan --json`."""
     sizes = [part for size in SMALL for part in ("--set", size)]
-    asked = f"gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method zero3 --json --out {path}"
+    asked = (
+        "gpt-10m --cluster 8xcpu --global-batch 8 --dtype float32 --method zero3 --json --out"
+        f" {path}"
+    )
     found = run("plan", *asked.split(), *sizes, *options)
     assert found.exit_code == 0, found.stderr
     return json.loads(found.stdout)
@@ -38,10 +41,20 @@ def test_the_answer(plan_file):
     answer = json.loads(found.stdout)
     assert (answer["target"], answer["fits"], answer["num_devices"]) == ("cpu", True, 8)
     (stage,) = answer["stages"]
-    assert set(stage) >= {"predicted_bytes", "compiled_bytes", "parts", "collectives", "unintended", "compile_s"}
+    assert set(stage) >= {
+        "predicted_bytes",
+        "compiled_bytes",
+        "parts",
+        "collectives",
+        "unintended",
+        "compile_s",
+    }
     parts = stage["parts"]["compiled"]
     assert stage["compiled_bytes"] == parts["peak"]
-    assert parts["peak"] == parts["arguments"] + parts["outputs"] - parts["aliases"] + parts["temporaries"]
+    assert (
+        parts["peak"]
+        == parts["arguments"] + parts["outputs"] - parts["aliases"] + parts["temporaries"]
+    )
     assert parts["arguments"] == stage["parts"]["predicted"]["arguments"]
     assert {each["kind"] for each in stage["collectives"]} >= {"all-gather", "all-reduce"}
     assert again.exit_code == 0
@@ -54,11 +67,18 @@ def test_a_plan_is_verified_as_it_is_made(tmp_path):
     compiled = answer["compiled"]
     assert (compiled["target"], compiled["fits"]) == ("cpu", True)
     assert any("Compiled for cpu" in note for note in answer["notes"])
-    assert Plan.load(tmp_path / "plan.json").compiled.peak_memory_bytes == compiled["peak_memory_bytes"] > 0
+    assert (
+        Plan.load(tmp_path / "plan.json").compiled.peak_memory_bytes
+        == compiled["peak_memory_bytes"]
+        > 0
+    )
 
 
 def test_a_plan_that_nothing_can_compile_is_refused(tmp_path):
-    asked = f"plan gpt-10m --cluster 2xL4 --global-batch 8 --method dp --verify --out {tmp_path / 'plan.json'}"
+    asked = (
+        "plan gpt-10m --cluster 2xL4 --global-batch 8 --method dp --verify --out"
+        f" {tmp_path / 'plan.json'}"
+    )
     refused(run(*asked.split()), "L4 cannot be compiled for")
     assert not (tmp_path / "plan.json").exists()
 
@@ -94,6 +114,8 @@ def test_a_plan_whose_function_no_file_names(plan_file, tmp_path):
     path.write_text(json.dumps(text))
     assert Plan.load(path).model.kind == "closure"
     refused(
-        run("verify", path), "does not say how to make that again", "aliquot.verify(plan, train_step, state, batch)"
+        run("verify", path),
+        "does not say how to make that again",
+        "aliquot.verify(plan, train_step, state, batch)",
     )
     refused(run("verify", path, "--model", "gpt-10m"), "not made for a model of the zoo")

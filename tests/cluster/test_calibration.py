@@ -1,4 +1,6 @@
-"""Measured figures: where they are read from, what they replace, and that each says where it comes from."""
+"""Measured figures: where they are read from, what they replace, and that each says where it comes
+from.
+"""
 
 import dataclasses
 import tomllib
@@ -10,7 +12,9 @@ from aliquot.cluster import DEVICES, TARGETS, Products, target_for
 from aliquot.core import ClusterError
 
 FILES = sorted(
-    p for p in resources.files("aliquot.cluster").joinpath("calibration").iterdir() if p.name.endswith("toml")
+    p
+    for p in resources.files("aliquot.cluster").joinpath("calibration").iterdir()
+    if p.name.endswith("toml")
 )
 
 
@@ -31,14 +35,21 @@ def test_changes_of_a_backend_apply_to_its_calibrated_devices(monkeypatch):
 
 
 def test_other_devices_keep_the_figures_of_their_backend():
-    assert target_for(DEVICES["A100-40GB"]) == TARGETS["gpu"] and target_for(DEVICES["v5e"]) == TARGETS["tpu"]
+    assert (
+        target_for(DEVICES["A100-40GB"]) == TARGETS["gpu"]
+        and target_for(DEVICES["v5e"]) == TARGETS["tpu"]
+    )
     renamed = dataclasses.replace(DEVICES["V100-16GB"], name="my card")
     assert target_for(renamed) == TARGETS["gpu"]
 
 
 @pytest.mark.parametrize("name", ["H100", "H200", "B200"])
 def test_some_gpus_are_scheduled_to_hide_latency(name):
-    assert target_for(DEVICES[name]) == dataclasses.replace(TARGETS["gpu"], hides_latency=True) != TARGETS["gpu"]
+    assert (
+        target_for(DEVICES[name])
+        == dataclasses.replace(TARGETS["gpu"], hides_latency=True)
+        != TARGETS["gpu"]
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -51,7 +62,8 @@ def test_every_figure_has_a_source(path):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [({"tile": 0}, "tile"), ({"depth": -1.0}, "depth"), ({"traffic": 1.5}, "traffic")]
+    ("values", "words"),
+    [({"tile": 0}, "tile"), ({"depth": -1.0}, "depth"), ({"traffic": 1.5}, "traffic")],
 )
 def test_impossible_products_are_refused(values, words):
     with pytest.raises(ClusterError, match=words):

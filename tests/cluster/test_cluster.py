@@ -29,7 +29,11 @@ from aliquot.core import ClusterError
 def test_presets(spec, device, hosts, per_host, inter_bytes_per_s):
     cluster = Cluster.preset(spec)
     assert (cluster.name, cluster.device, cluster.topology != "") == (spec, DEVICES[device], True)
-    assert (cluster.num_hosts, cluster.devices_per_host, cluster.num_devices) == (hosts, per_host, hosts * per_host)
+    assert (cluster.num_hosts, cluster.devices_per_host, cluster.num_devices) == (
+        hosts,
+        per_host,
+        hosts * per_host,
+    )
     assert cluster.inter.bandwidth_bytes_per_s == inter_bytes_per_s
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     assert spec in cluster.describe()
@@ -66,7 +70,12 @@ def test_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"[cluster", "not TOML"), (b"\xff\xfe", "UTF-8"), (None, "No such file"), (b"", "no 'devices_per_host'")],
+    [
+        (b"[cluster", "not TOML"),
+        (b"\xff\xfe", "UTF-8"),
+        (None, "No such file"),
+        (b"", "no 'devices_per_host'"),
+    ],
 )
 def test_unusable_files(tmp_path, content, message):
     path = tmp_path / "cluster.toml"
@@ -110,7 +119,10 @@ def test_toml_reports_everything():
 
 
 def test_toml_zero_bandwidth_names_its_link():
-    text = '[cluster]\ndevice = "H100"\ndevices_per_host = 8\n[intra]\nlatency = "1us"\nbandwidth = "0GB/s"\n'
+    text = (
+        '[cluster]\ndevice = "H100"\ndevices_per_host = 8\n[intra]\nlatency = "1us"\nbandwidth ='
+        ' "0GB/s"\n'
+    )
     with pytest.raises(ClusterError, match=r"\[intra\] bandwidth must be positive"):
         parse_toml(text)
 
@@ -132,7 +144,10 @@ peak = {{ {peak} = "91TFLOP/s" }}
 def test_a_device_of_ones_own_needs_its_links():
     with pytest.raises(ClusterError) as caught:
         parse_toml(OWN.format(hosts=2, peak="float32"))
-    assert ["[intra]" in caught.value.violations[0], "[inter]" in caught.value.violations[1]] == [True, True]
+    assert ["[intra]" in caught.value.violations[0], "[inter]" in caught.value.violations[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_a_device_of_ones_own_is_checked():
@@ -148,7 +163,9 @@ def test_device_named_twice_or_never():
         parse_toml("[cluster]\ndevices_per_host = 1\n")
 
 
-@pytest.mark.parametrize("text", ["cluster = 3", "[cluster]\ndevice = 4\ndevices_per_host = 1", "intra = 'fast'"])
+@pytest.mark.parametrize(
+    "text", ["cluster = 3", "[cluster]\ndevice = 4\ndevices_per_host = 1", "intra = 'fast'"]
+)
 def test_tables_of_the_wrong_shape(text):
     with pytest.raises(ClusterError):
         parse_toml(text)
@@ -179,7 +196,14 @@ def test_values_refuse_nonsense():
     assert len(caught.value.violations) == 2
     link = Link(latency_s=0.0, bandwidth_bytes_per_s=1.0)
     with pytest.raises(ClusterError) as caught:
-        Cluster(name="a", device=DEVICES["cpu"], num_hosts=0, devices_per_host=-1, intra=link, inter=link)
+        Cluster(
+            name="a",
+            device=DEVICES["cpu"],
+            num_hosts=0,
+            devices_per_host=-1,
+            intra=link,
+            inter=link,
+        )
     assert len(caught.value.violations) == 2
 
 
@@ -213,7 +237,9 @@ def test_detect_knows_what_backends_call_them(kind, platform, name):
     assert cluster.inter == Cluster.preset(f"2x4x{name}").inter
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "TPU v9"])
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H100 PCIe", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "TPU v9"]
+)
 def test_detect_does_not_guess(kind):
     with pytest.raises(ClusterError, match="TOML"):
         Cluster.detect(fakes(kind, "gpu", 1, 1))
@@ -221,7 +247,9 @@ def test_detect_does_not_guess(kind):
 
 def test_detect_joins_processes_of_one_gpu_each():
     devices = [
-        SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", process_index=i, slice_index=i // 4)
+        SimpleNamespace(
+            device_kind="NVIDIA H200", platform="gpu", process_index=i, slice_index=i // 4
+        )
         for i in range(8)
     ]
     assert Cluster.detect(devices).name == "2x4xH200"

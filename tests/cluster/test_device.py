@@ -33,16 +33,29 @@ def test_all_problems_at_once():
 def test_peaks_fall_back():
     peaks = {"float32": 8.0, "bfloat16": 32.0}
     device = Device(
-        name="a", kind="gpu", peak_flops_per_s=peaks, memory_bytes=1, memory_bandwidth_bytes_per_s=1.0, source=""
+        name="a",
+        kind="gpu",
+        peak_flops_per_s=peaks,
+        memory_bytes=1,
+        memory_bandwidth_bytes_per_s=1.0,
+        source="",
     )
-    assert [device.peak(dtype) for dtype in ("bfloat16", "float16", "int32", "float64")] == [32.0, 8.0, 8.0, 4.0]
+    assert [device.peak(dtype) for dtype in ("bfloat16", "float16", "int32", "float64")] == [
+        32.0,
+        8.0,
+        8.0,
+        4.0,
+    ]
     peaks["float32"] = 1.0
     assert device.peak("float32") == 8.0
 
 
 def test_float32_products_run_narrower_where_the_backend_does_so():
     speeds = {
-        name: target_for(device).product_flops_per_s(device, "float32") / target_for(device).matmul_efficiency
+        name: (
+            target_for(device).product_flops_per_s(device, "float32")
+            / target_for(device).matmul_efficiency
+        )
         for name, device in DEVICES.items()
     }
     assert speeds["A100-80GB"] == 156e12  # tf32

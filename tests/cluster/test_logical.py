@@ -16,7 +16,14 @@ INTRA, INTER = 300e9, 50e9
     ("shape", "axes", "size", "ring", "all_to_all", "crosses"),
     [
         ((4, 8), ("y",), 8, INTRA, INTRA, False),
-        ((4, 8), ("x",), 4, INTER / 8, INTER / 8, True),  # 8 rings of one member per host share each network
+        (
+            (4, 8),
+            ("x",),
+            4,
+            INTER / 8,
+            INTER / 8,
+            True,
+        ),  # 8 rings of one member per host share each network
         ((4, 8), ("x", "y"), 32, INTER, INTER / 8 * 31 / 24, True),
         ((32,), ("x",), 32, INTER, INTER / 8 * 31 / 24, True),
         ((8, 4), ("x",), 8, INTER / 4, INTER / 8 * 7 / 6, True),  # two members per host
@@ -86,7 +93,8 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("shape", "names"), [((4, 4), ()), ((), ()), ((4, 8), ("a",)), ((4, 8), ("a", "a")), ((-4, -8), ())]
+    ("shape", "names"),
+    [((4, 4), ()), ((), ()), ((4, 8), ("a",)), ((4, 8), ("a", "a")), ((-4, -8), ())],
 )
 def test_bad_meshes(shape, names):
     with pytest.raises(ClusterError):
@@ -100,6 +108,8 @@ def test_shapes():
     assert logical_mesh_shapes(8, 3) == [(8,), (4, 2), (2, 4), (2, 2, 2)]
     assert logical_mesh_shapes(8, 1) == [(8,)]
     shapes = logical_mesh_shapes(512, 3)
-    assert len(set(shapes)) == len(shapes) == 1 + 8 + 28 and all(math.prod(shape) == 512 for shape in shapes)
+    assert len(set(shapes)) == len(shapes) == 1 + 8 + 28 and all(
+        math.prod(shape) == 512 for shape in shapes
+    )
     with pytest.raises(InputError):
         logical_mesh_shapes(0)

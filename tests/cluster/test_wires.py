@@ -29,7 +29,12 @@ def test_a_group_uses_the_rings_among_its_own_links(shape, axes, ring_links, all
 def test_every_device_has_six_links_and_smaller_hosts_keep_their_own():
     assert [sum(row) for row in HOST.wires] == [150e9] * 8
     assert Cluster.preset("4xV100-16GB").wires == tuple(row[:4] for row in HOST.wires[:4])
-    assert LogicalMesh(shape=(4,), cluster=Cluster.preset("4xV100-16GB")).link(("x",)).bandwidth_bytes_per_s == 100e9
+    assert (
+        LogicalMesh(shape=(4,), cluster=Cluster.preset("4xV100-16GB"))
+        .link(("x",))
+        .bandwidth_bytes_per_s
+        == 100e9
+    )
     # Sixteen V100s in a host are joined by switches.
     assert Cluster.preset("16xV100-32GB").wires == Cluster.preset("1xV100-16GB").wires == ()
 
@@ -37,7 +42,9 @@ def test_every_device_has_six_links_and_smaller_hosts_keep_their_own():
 def test_between_hosts_the_network_is_slower_than_any_ring():
     cluster = Cluster.preset("2x8xV100-16GB")
     mesh = LogicalMesh(shape=(2, 8), cluster=cluster)
-    assert mesh.link(("x",)).bandwidth_bytes_per_s == pytest.approx(cluster.inter.bandwidth_bytes_per_s / 8)
+    assert mesh.link(("x",)).bandwidth_bytes_per_s == pytest.approx(
+        cluster.inter.bandwidth_bytes_per_s / 8
+    )
     assert mesh.link(("y",)).bandwidth_bytes_per_s == 150e9
 
 

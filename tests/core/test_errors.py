@@ -42,13 +42,19 @@ def test_only_infeasible_is_an_answer(error):
 
 
 def test_every_violation_is_in_the_message():
-    text = str(PlanMismatchError(["params.w is missing", "batch.x has 3 dims"], asked="p.json", advice="plan again"))
+    text = str(
+        PlanMismatchError(
+            ["params.w is missing", "batch.x has 3 dims"], asked="p.json", advice="plan again"
+        )
+    )
     assert text.startswith("p.json, 2 problems:") and text.endswith("plan again")
     assert "params.w is missing" in text and "batch.x has 3 dims" in text
 
 
 def test_one_violation_stays_on_one_line():
-    assert str(ClusterError("hosts must be at least 1", asked="cluster '0x8xH100'")).count("\n") == 0
+    assert (
+        str(ClusterError("hosts must be at least 1", asked="cluster '0x8xH100'")).count("\n") == 0
+    )
 
 
 def test_a_single_text_is_one_violation():
@@ -61,7 +67,12 @@ def test_missing_extra_names_the_command():
 
 @pytest.mark.parametrize(
     ("name", "suggested"),
-    [("gpt-1.4b", "'gpt-1.3b'"), ("GPT-1.3B", "'gpt-1.3b'"), ("llama", "'llama-7b' or 'llama-13b'"), ("zzz", None)],
+    [
+        ("gpt-1.4b", "'gpt-1.3b'"),
+        ("GPT-1.3B", "'gpt-1.3b'"),
+        ("llama", "'llama-7b' or 'llama-13b'"),
+        ("zzz", None),
+    ],
 )
 def test_nearest(name, suggested):
     text = nearest(name, ["gpt-125m", "gpt-1.3b", "llama-7b", "llama-13b"])
@@ -72,7 +83,9 @@ def test_nearest(name, suggested):
 def test_most_similar_of_many_names_are_suggested():
     paths = [f"state.params.layers[{k}].{name}" for k in range(50) for name in ("up", "down")]
     text = nearest("state.params.layers[7].gate", paths)
-    assert len(text) < 400 and "state.params.layers[7]." in text and text.endswith(" and 92 others.")
+    assert (
+        len(text) < 400 and "state.params.layers[7]." in text and text.endswith(" and 92 others.")
+    )
 
 
 def test_nearest_among_nothing():

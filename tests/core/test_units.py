@@ -54,7 +54,15 @@ def test_format_seconds(value, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (9999, "9999"), (12345, "12.3k"), (999_999, "1.00M"), (175e9, "175B"), (0.5, "0.50")]
+    ("value", "text"),
+    [
+        (0, "0"),
+        (9999, "9999"),
+        (12345, "12.3k"),
+        (999_999, "1.00M"),
+        (175e9, "175B"),
+        (0.5, "0.50"),
+    ],
 )
 def test_format_count(value, text):
     assert format_count(value) == text

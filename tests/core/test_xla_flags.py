@@ -16,4 +16,7 @@ def test_options_that_xla_lacks_are_left_out():
 
 
 def test_present_values_are_replaced_and_others_kept():
-    assert with_xla_flags(f"--xla_dump_to=here {COUNT}=2", {COUNT: "8"}) == f"--xla_dump_to=here {COUNT}=8"
+    assert (
+        with_xla_flags(f"--xla_dump_to=here {COUNT}=2", {COUNT: "8"})
+        == f"--xla_dump_to=here {COUNT}=8"
+    )

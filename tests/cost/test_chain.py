@@ -1,4 +1,6 @@
-"""Tables of a chain against sums written out, transfers and closed forms against figures worked out by hand."""
+"""Tables of a chain against sums written out, transfers and closed forms against figures worked out
+by hand.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,14 @@ from planners.inter.chains import even_chain, random_chain
 
 from aliquot.cluster import Link
 from aliquot.core import InputError
-from aliquot.cost import PrefixSums, StageChoice, chain_in_flight, find_stage_faults, judge_stages, simulate_stages
+from aliquot.cost import (
+    PrefixSums,
+    StageChoice,
+    chain_in_flight,
+    find_stage_faults,
+    judge_stages,
+    simulate_stages,
+)
 from aliquot.plans import make_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
@@ -27,7 +36,9 @@ def test_any_run_of_units_is_a_lookup(seed):
                 kept = chain.state_bytes[i:j, o].sum() + 3 * chain.in_flight_bytes[i:j, o].sum()
                 working = chain.working_bytes[i:j, o].max()
                 assert tables.stage_bytes(o, i, j, 3) == pytest.approx(kept + working)
-                assert tables.stage_bytes(o, i, j, 3, chunks=2) == pytest.approx(2 * (kept + working))
+                assert tables.stage_bytes(o, i, j, 3, chunks=2) == pytest.approx(
+                    2 * (kept + working)
+                )
                 assert tables.backward_s[o, j] - tables.backward_s[o, i] == pytest.approx(
                     chain.backward_s[i:j, o].sum()
                 )
@@ -41,7 +52,10 @@ def test_time_that_zero_bubble_schedules_cannot_fill(forward, inputs, weights, e
     chain = even_chain(1, devices=1)
     ones = np.ones((1, 1))
     chain = replace(
-        chain, forward_s=forward * ones, backward_s=(inputs + weights) * ones, weight_gradient_s=weights * ones
+        chain,
+        forward_s=forward * ones,
+        backward_s=(inputs + weights) * ones,
+        weight_gradient_s=weights * ones,
     )
     assert PrefixSums.of(chain).exposed_s[0, 1] == exposed
 
@@ -71,14 +85,17 @@ def test_transfers(sender, receiver, crosses, seconds):
 def _even_stages(num_units, count, submeshes):
     size = num_units // count
     return [
-        StageChoice(first_unit=k * size, last_unit=(k + 1) * size, option=0, first_device=k % submeshes)
+        StageChoice(
+            first_unit=k * size, last_unit=(k + 1) * size, option=0, first_device=k % submeshes
+        )
         for k in range(count)
     ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "count", "seconds"),
-    # Four devices, 8 micro-batches, 3 s for each of 8 units, of which 1 s forward and 1 s for gradients of weights.
+    # Four devices, 8 micro-batches, 3 s for each of 8 units, of which 1 s forward and 1 s for
+    # gradients of weights.
     [
         ("gpipe", 4, (8 + 3) * 6),
         ("1f1b", 4, (8 + 3) * 6),
@@ -99,7 +116,9 @@ def test_closed_forms_of_equal_stages(schedule, count, seconds):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_closed_form_of_unequal_stages(overlaps):
-    """1f1b, stages of 1 and 3 units, an edge of 2 s: it belongs to the second stage's pace unless it overlaps."""
+    """1f1b, stages of 1 and 3 units, an edge of 2 s: it belongs to the second stage's pace unless
+    it overlaps.
+    """
     chain = replace(
         even_chain(4, devices=2, micro_batches=5),
         boundary_bytes=np.full(4, 2.0),
@@ -110,7 +129,9 @@ def test_closed_form_of_unequal_stages(overlaps):
         StageChoice(first_unit=1, last_unit=4, option=0, first_device=1),
     ]
     pace = 9 if overlaps else 9 + 4
-    assert judge_stages(chain, stages, "1f1b").closed_form_s == pytest.approx(3 + 9 + 4 + 4 * pace + 0.3)
+    assert judge_stages(chain, stages, "1f1b").closed_form_s == pytest.approx(
+        3 + 9 + 4 + 4 * pace + 0.3
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -133,7 +154,11 @@ def test_plans_that_fit_by_closed_form_fit_when_simulated(schedule, seed):
     if np.isinf(chain.forward_s).any():
         chain = replace(chain, forward_s=np.ones_like(chain.forward_s))
     count = 4 if schedule == "interleaved-1f1b" else 2
-    edges = [0, *sorted(np.random.default_rng(seed).permutation(np.arange(1, 12))[: count - 1].tolist()), 12]
+    edges = [
+        0,
+        *sorted(np.random.default_rng(seed).permutation(np.arange(1, 12))[: count - 1].tolist()),
+        12,
+    ]
     stages = [
         StageChoice(first_unit=i, last_unit=j, option=0, first_device=k % 2)
         for k, (i, j) in enumerate(zip(edges, edges[1:]))
@@ -145,11 +170,15 @@ def test_plans_that_fit_by_closed_form_fit_when_simulated(schedule, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_whole_of_a_backward_pass_may_be_for_weights(seed):
-    """Sums of stretches are differences of prefix sums, which round; a part never exceeds the whole."""
+    """Sums of stretches are differences of prefix sums, which round; a part never exceeds the
+    whole.
+    """
     rng = np.random.default_rng(seed)
     chain = random_chain(rng, num_units=12, geometry=(1, 2), most_options=1)
     passes = rng.random((12, 1))
-    chain = replace(chain, forward_s=passes, backward_s=passes, weight_gradient_s=passes * (1 + 5e-10))
+    chain = replace(
+        chain, forward_s=passes, backward_s=passes, weight_gradient_s=passes * (1 + 5e-10)
+    )
     for first in range(12):
         for last in range(first + 1, 13):
             stage = StageChoice(first_unit=first, last_unit=last, option=0, first_device=0)
@@ -167,7 +196,12 @@ def test_wrong_chains_say_everything():
             num_micro_batches=0,
             options=(chain.options[0], replace(chain.options[1], submesh=(2, 1))),
         )
-    for said in ("`forward_s` has shape (2, 2), expected (3, 2)", "`backward_s` has entries", "is 0", "2x1 of 1x2"):
+    for said in (
+        "`forward_s` has shape (2, 2), expected (3, 2)",
+        "`backward_s` has entries",
+        "is 0",
+        "2x1 of 1x2",
+    ):
         assert said in str(caught.value)
     with pytest.raises(InputError, match="exceeds it"):
         replace(chain, weight_gradient_s=chain.backward_s * 2)
@@ -183,10 +217,14 @@ def test_unknown_schedule():
 def test_a_schedule_that_puts_weight_gradients_off_is_judged_by_what_waits_for_them():
     ones = np.ones((1, 2))
     in_flight, deferred = np.array([[4.0], [1.0]]), np.array([[2.0], [3.0]])
-    chain = replace(even_chain(2, devices=2), in_flight_bytes=in_flight * ones, deferred_bytes=deferred * ones)
+    chain = replace(
+        even_chain(2, devices=2), in_flight_bytes=in_flight * ones, deferred_bytes=deferred * ones
+    )
     assert chain.under("1f1b") is chain and chain.under("zero-bubble") is chain.under("zero-bubble")
     assert chain.under("zero-bubble").in_flight_bytes[:, 0].tolist() == [4.0, 3.0]
-    stages = [StageChoice(first_unit=k, last_unit=k + 1, option=0, first_device=k) for k in range(2)]
+    stages = [
+        StageChoice(first_unit=k, last_unit=k + 1, option=0, first_device=k) for k in range(2)
+    ]
     held = [f.held_bytes for f in judge_stages(chain, stages, "zero-bubble").figures]
     assert held == [2 * 4.0, 2 * 3.0]
     assert [f.held_bytes for f in judge_stages(chain, stages, "1f1b").figures] == [2 * 4.0, 1.0]

@@ -9,7 +9,9 @@ from aliquot.cost._choices import distinct_specs, joined_axes, shards
 
 @st.composite
 def chosen(draw):
-    """Choices of some factors on some axes, and what each factor splits: a dim, nothing, or a sum."""
+    """Choices of some factors on some axes, and what each factor splits: a dim, nothing, or a
+    sum.
+    """
     factors, axes = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     choice = st.tuples(*[st.integers(-1, factors - 1)] * axes)
     choices = draw(st.lists(choice, min_size=1, max_size=30))

@@ -36,7 +36,14 @@ def cluster(hosts=1, per_host=8, kind="gpu"):
         memory_bandwidth_bytes_per_s=1e11,
         source="",
     )
-    return Cluster(name="test", device=device, num_hosts=hosts, devices_per_host=per_host, intra=INTRA, inter=INTER)
+    return Cluster(
+        name="test",
+        device=device,
+        num_hosts=hosts,
+        devices_per_host=per_host,
+        intra=INTRA,
+        inter=INTER,
+    )
 
 
 def seconds(kind, shape, axes, hosts=1, group=None):
@@ -56,24 +63,36 @@ def seconds(kind, shape, axes, hosts=1, group=None):
     ],
 )
 def test_inside_a_host(kind, steps, times):
-    """Eight devices, 50 GB/s reached: 80 MB take 1.6 ms for each time that all of it passes a link."""
+    """Eight devices, 50 GB/s reached: 80 MB take 1.6 ms for each time that all of it passes a
+    link.
+    """
     assert seconds(kind, (8,), (0,)) == pytest.approx(1e-5 + steps * 2e-6 + times * 1.6e-3)
 
 
 def test_a_gather_undoes_a_scatter():
-    """Both halves of an all-reduce move what it moves: the bytes that enter a gather are an eighth."""
+    """Both halves of an all-reduce move what it moves: the bytes that enter a gather are an
+    eighth.
+    """
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
-    lines = {k: collective_line(k, (0,), mesh, TARGET)[1] for k in ("all-reduce", "reduce-scatter", "all-gather")}
+    lines = {
+        k: collective_line(k, (0,), mesh, TARGET)[1]
+        for k in ("all-reduce", "reduce-scatter", "all-gather")
+    }
     assert lines["reduce-scatter"] + lines["all-gather"] / 8 == pytest.approx(lines["all-reduce"])
 
 
 def test_axes_that_cross_hosts():
-    """Two hosts of four devices: along x four rings share a host's 40 GB/s, along both axes one ring has them all."""
-    assert seconds("all-gather", (2, 4), (1,), hosts=2) == pytest.approx(1e-5 + 3 * 2e-6 + 3 * 1.6e-3)
+    """Two hosts of four devices: along x four rings share a host's 40 GB/s, along both axes one
+    ring has them all.
+    """
+    assert seconds("all-gather", (2, 4), (1,), hosts=2) == pytest.approx(
+        1e-5 + 3 * 2e-6 + 3 * 1.6e-3
+    )
     assert seconds("all-gather", (2, 4), (0,), hosts=2) == pytest.approx(1e-5 + 20e-6 + BYTES / 5e9)
     both = 1e-5 + 20e-6 + 6 * 2e-6 + 7 * BYTES / 20e9
     assert seconds("all-gather", (2, 4), (0, 1), hosts=2) == pytest.approx(both)
-    # All to all: four of the seven messages of each device leave the host, whose devices share its network.
+    # All to all: four of the seven messages of each device leave the host, whose devices share its
+    # network.
     across = 0.5 * 40e9 / 4 * 7 / 4
     exchange = 1e-5 + 20e-6 + 6 * 2e-6 + 7 / 8 * BYTES / across
     assert seconds("all-to-all", (2, 4), (0, 1), hosts=2) == pytest.approx(exchange)
@@ -86,7 +105,12 @@ def test_groups_smaller_than_an_axis():
 
 
 def test_narrow_types_travel_as_float32_on_some_targets():
-    assert [widening(d, TARGETS["cpu"]) for d in ("bfloat16", "float16", "float32", "int32")] == [2, 2, 1, 1]
+    assert [widening(d, TARGETS["cpu"]) for d in ("bfloat16", "float16", "float32", "int32")] == [
+        2,
+        2,
+        1,
+        1,
+    ]
     assert [widening(d, TARGETS["gpu"]) for d in ("bfloat16", "float32")] == [1, 1]
 
 
@@ -101,7 +125,9 @@ def test_narrow_types_travel_as_float32_on_some_targets():
         ("cpu", False, False, False, False),
     ],
 )
-def test_sums_are_scattered_by_the_compiler_or_behind_products(kind, on_pieces, masked, total, expected):
+def test_sums_are_scattered_by_the_compiler_or_behind_products(
+    kind, on_pieces, masked, total, expected
+):
     edge = SimpleNamespace(on_pieces=on_pieces, masked=masked)
     assert priced_module.scatters(edge, TARGETS[kind], total=total) is expected
 
@@ -130,11 +156,14 @@ def test_roofline():
     arithmetic = np.array([1e9, 0.25e9, 0.25e9]) / 2e12
     assert found == pytest.approx(np.maximum(traffic, arithmetic) + 3e-6)
     heavy = dataclasses.replace(work, flops=1e13)
-    assert priced_module.work_seconds(heavy, (8, 8), choices, mesh, target)[0] == pytest.approx(1e13 / 2e12 + 3e-6)
+    assert priced_module.work_seconds(heavy, (8, 8), choices, mesh, target)[0] == pytest.approx(
+        1e13 / 2e12 + 3e-6
+    )
 
 
 @pytest.mark.parametrize(
-    ("gradient", "backward", "overlap", "hidden"), [(4, 10, 0.5, 2), (4, 1, 0.5, 1), (4, 10, 0, 0), (4, 10, 1, 4)]
+    ("gradient", "backward", "overlap", "hidden"),
+    [(4, 10, 0.5, 2), (4, 1, 0.5, 1), (4, 10, 0, 0), (4, 10, 1, 4)],
 )
 def test_gradients_hide_behind_the_backward_pass(gradient, backward, overlap, hidden):
     assert hidden_seconds(gradient, backward, overlap) == hidden
@@ -143,13 +172,17 @@ def test_gradients_hide_behind_the_backward_pass(gradient, backward, overlap, hi
 def test_groups_of_measured_sizes_reach_their_own_share():
     target = dataclasses.replace(TARGET, collective_shares=((2, 0.25), (4, 0.75)))
     mesh = LogicalMesh(shape=(2, 4), cluster=cluster(per_host=8))
-    found = {axes: collective_line("all-gather", axes, mesh, target)[1] for axes in ((0,), (1,), (0, 1))}
+    found = {
+        axes: collective_line("all-gather", axes, mesh, target)[1] for axes in ((0,), (1,), (0, 1))
+    }
     plain = {axes: collective_line("all-gather", axes, mesh, TARGET)[1] for axes in found}
     ratios = {axes: plain[axes] / found[axes] for axes in found}
     assert ratios == pytest.approx({(0,): 0.5, (1,): 1.5, (0, 1): 1.5})
     # Between hosts the network decides, and rings of one host say nothing about it.
     across = LogicalMesh(shape=(2, 4), cluster=cluster(per_host=4, hosts=2))
-    assert collective_line("all-gather", (0,), across, target) == collective_line("all-gather", (0,), across, TARGET)
+    assert collective_line("all-gather", (0,), across, target) == collective_line(
+        "all-gather", (0,), across, TARGET
+    )
 
 
 def test_halves_of_an_all_reduce_reach_their_own_share():
@@ -163,14 +196,19 @@ def test_halves_of_an_all_reduce_reach_their_own_share():
     assert slopes["all-reduce"][1] == slopes["all-reduce"][0]
     for kind in ("reduce-scatter", "all-gather"):
         assert slopes[kind][1] == pytest.approx(slopes[kind][0] / 0.8)
-    whole, (scattered, gathered) = slopes["all-reduce"], (slopes["reduce-scatter"], slopes["all-gather"])
+    whole, (scattered, gathered) = (
+        slopes["all-reduce"],
+        (slopes["reduce-scatter"], slopes["all-gather"]),
+    )
     for each, ratio in ((0, 1.0), (1, 1.25)):
         assert scattered[each] + gathered[each] / 8 == pytest.approx(ratio * whole[each])
 
 
 @pytest.mark.parametrize(("source", "copied"), [((0,), False), ((1,), True), ((2,), True)])
 def test_a_gather_of_an_inner_dim_pays_for_two_copies(source, copied):
-    """80 MB enter on each of eight devices and 640 MB leave: read and written once more at 80 GB/s."""
+    """80 MB enter on each of eight devices and 640 MB leave: read and written once more at 80
+    GB/s.
+    """
     target = dataclasses.replace(TARGET, copies_inner_dims=True, bandwidth_efficiency=0.8)
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
     (move,) = reshard(source, (-1,), (8,), True)
@@ -185,7 +223,9 @@ def test_a_gather_of_an_inner_dim_pays_for_two_copies(source, copied):
 
 @pytest.mark.parametrize(("wanted", "copied"), [((0,), False), ((1,), True), ((2,), True)])
 def test_a_scattering_of_an_inner_dim_pays_for_two_copies(wanted, copied):
-    """80 MB enter on each of eight devices and 10 MB leave: read and written once more at 80 GB/s."""
+    """80 MB enter on each of eight devices and 10 MB leave: read and written once more at 80
+    GB/s.
+    """
     target = dataclasses.replace(TARGET, copies_inner_dims=True, bandwidth_efficiency=0.8)
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
     (move,) = reshard((PARTIAL,), wanted, (8,), True)
@@ -200,10 +240,18 @@ def test_a_scattering_of_an_inner_dim_pays_for_two_copies(wanted, copied):
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_this_backend_brings_a_scattered_dim_in_front(dim, mesh):
-    """What the table says of scatterings: the layout of what enters, too, has the scattered dim first."""
+    """What the table says of scatterings: the layout of what enters, too, has the scattered dim
+    first.
+    """
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh(8), in_specs=P("x"), out_specs=P(*[None] * dim, "x"), check_vma=False)
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh(8),
+        in_specs=P("x"),
+        out_specs=P(*[None] * dim, "x"),
+        check_vma=False,
+    )
     def scatter(x):
         return jax.lax.psum_scatter(x[0] * 2, "x", scatter_dimension=dim, tiled=True) + 1
 
@@ -216,11 +264,18 @@ def test_this_backend_brings_a_scattered_dim_in_front(dim, mesh):
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_this_backend_brings_a_gathered_dim_in_front(dim, mesh):
-    """What the table says of gathers, in a program compiled here: the layout of the result has the gathered dim first."""
+    """What the table says of gathers, in a program compiled here: the layout of the result has the
+    gathered dim first.
+    """
 
     @jax.jit
     @functools.partial(
-        jax.shard_map, mesh=mesh(8), in_specs=P(*[None] * dim, "x"), out_specs=P(), axis_names={"x"}, check_vma=False
+        jax.shard_map,
+        mesh=mesh(8),
+        in_specs=P(*[None] * dim, "x"),
+        out_specs=P(),
+        axis_names={"x"},
+        check_vma=False,
     )
     def gather(x):
         return jax.lax.all_gather(x * 2, "x", axis=dim, tiled=True) + 1

@@ -33,7 +33,9 @@ def problem():
     return make_problem(aq.capture(*STEP), CLUSTER)
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, Cluster.preset("8xcpu")], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize(
+    "cluster", [CLUSTER, Cluster.preset("8xcpu")], ids=lambda cluster: cluster.name
+)
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
 def test_collectives_cost_what_the_judge_charges(shape, cluster):
     """The list of collectives and the sum over tables are two ways to the same seconds."""
@@ -60,7 +62,9 @@ def test_equal_conversions_are_paid_once(problem):
 
 
 def test_data_parallel_costs_one_sum_of_gradients(problem):
-    """Compute is an eighth of the batch's, and what is sent is every gradient once (and a scalar loss)."""
+    """Compute is an eighth of the batch's, and what is sent is every gradient once (and a scalar
+    loss).
+    """
     plan = aq.plan(*STEP, cluster=CLUSTER, method=DataParallel())
     weights = 4 * 2 * 64 * 128
     sums = [c for c in plan.prediction.collectives if c.kind == "all-reduce"]
@@ -104,17 +108,24 @@ def test_a_plan_of_another_step_is_refused(problem):
     with pytest.raises(PlanMismatchError, match="cannot be split") as found:
         judged(odd, plan)
     assert len(found.value.violations) > 1
-    empty = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], interior=()),))
+    empty = msgspec.structs.replace(
+        plan, stages=(msgspec.structs.replace(plan.stages[0], interior=()),)
+    )
     with pytest.raises(PlanMismatchError, match="0 operators"):
         judged(problem, empty)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "micro_batches", "wider"), [("float32", 1, 1), ("float32", 4, 1), ("bf16", 1, 0.5), ("bf16", 4, 1)]
+    ("dtype", "micro_batches", "wider"),
+    [("float32", 1, 1), ("float32", 4, 1), ("bf16", 1, 0.5), ("bf16", 4, 1)],
 )
 def test_a_gradient_is_synchronised_once(dtype, micro_batches, wider):
-    """A tied embedding's two terms as one sum, unless they are converted first; behind micro-batches as a total in float32."""
-    config = zoo.configure("gpt-125m", num_layers=2, hidden_size=256, num_heads=4, seq_len=32, vocab_size=2048)
+    """A tied embedding's two terms as one sum, unless they are converted first; behind
+    micro-batches as a total in float32.
+    """
+    config = zoo.configure(
+        "gpt-125m", num_layers=2, hidden_size=256, num_heads=4, seq_len=32, vocab_size=2048
+    )
     work = zoo.build(config, 32, dtype=dtype)
     plan = aq.plan(
         work.train_step,

@@ -10,14 +10,24 @@ from planners.small_steps import array, classifier, mlp
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import PlannedStep, estimate, make_problem, memory_model, peak_memory, price, timeline
+from aliquot.cost import (
+    PlannedStep,
+    estimate,
+    make_problem,
+    memory_model,
+    peak_memory,
+    price,
+    timeline,
+)
 from aliquot.graph import Graph
 from aliquot.planners import ShardParallel, Zero3Parallel
 from aliquot.sharding import project, reshard
 
 
 def tiny_gpt():
-    config = zoo.configure("gpt-125m", num_layers=3, hidden_size=32, num_heads=4, seq_len=16, vocab_size=64)
+    config = zoo.configure(
+        "gpt-125m", num_layers=3, hidden_size=32, num_heads=4, seq_len=16, vocab_size=64
+    )
     workload = zoo.build(config, 8, optimizer="adamw", recompute="block")
     return workload.train_step, workload.state, workload.batch
 
@@ -83,7 +93,9 @@ def _forward(graph: Graph, name: str) -> int:
 
 
 def test_an_array_lives_while_a_fused_reader_does():
-    """What a fused operator makes is no array: its operand stays until the last reader of the result."""
+    """What a fused operator makes is no array: its operand stays until the last reader of the
+    result.
+    """
 
     def step(params, batch):
         early = batch["x"] @ params["a"]
@@ -95,7 +107,9 @@ def test_an_array_lives_while_a_fused_reader_does():
     graph = aq.capture(step, params, {"x": array(8, 16)})
     problem = make_problem(graph, Cluster.preset("2xH100"))
     first = _forward(graph, "dot_general")
-    alive = [(int(r.births[0]), int(r.deaths[0])) for r in problem.residents if r.births[0] == first > -1]
+    alive = [
+        (int(r.births[0]), int(r.deaths[0])) for r in problem.residents if r.births[0] == first > -1
+    ]
     assert (first, _forward(graph, "add")) in alive
     assert all(r.births[0] != _forward(graph, "mul") for r in problem.residents)
 
@@ -118,7 +132,8 @@ def test_micro_batches_hold_their_gradients():
     graph = aq.capture(*STEPS["mlp"])
     mesh = LogicalMesh(shape=(2,), cluster=cluster)
     once, twice = (
-        memory_model(price(make_problem(graph, cluster), mesh, repeats=repeats), in_turn=False) for repeats in (1, 2)
+        memory_model(price(make_problem(graph, cluster), mesh, repeats=repeats), in_turn=False)
+        for repeats in (1, 2)
     )
     for a, b in zip(once.residents, twice.residents):
         if a.category == "gradients":
@@ -129,7 +144,9 @@ def test_micro_batches_hold_their_gradients():
 
 def test_gathered_parameters_count():
     """Unrolled without recomputation, each gathered weight stays from its first use to its last."""
-    plan = aq.plan(*mlp((256, 512, 256), 16), cluster=Cluster.preset("8xH100"), method=Zero3Parallel())
+    plan = aq.plan(
+        *mlp((256, 512, 256), 16), cluster=Cluster.preset("8xH100"), method=Zero3Parallel()
+    )
     assert plan.prediction.memory_bytes["resharded copies"] >= 4 * 256 * 512
 
 
@@ -138,9 +155,16 @@ def test_the_limit_is_kept():
     cluster = Cluster.preset("8xH100")
     method = ShardParallel(mesh_shape=(4, 2))
     free = aq.plan(*step, cluster=cluster, method=method)
-    tight = aq.plan(*step, cluster=cluster, method=method, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
+    tight = aq.plan(
+        *step,
+        cluster=cluster,
+        method=method,
+        memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes,
+    )
     assert tight.prediction.peak_memory_bytes <= 0.8 * free.prediction.peak_memory_bytes
-    problem = make_problem(aq.capture(*step), cluster, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes)
+    problem = make_problem(
+        aq.capture(*step), cluster, memory_limit_bytes=0.8 * free.prediction.peak_memory_bytes
+    )
     assert estimate(PlannedStep.of_program(tight, problem.graph, problem)) == tight.prediction
 
 
@@ -156,5 +180,7 @@ def test_memory_over_time_passes_through_the_peak_of_the_prediction(name):
         plan.prediction.memory_bytes, abs=1
     )
     order = ["prologue", "forward", "backward", "update"]
-    assert [order.index(phase) for phase in curve.phases] == sorted(order.index(phase) for phase in curve.phases)
+    assert [order.index(phase) for phase in curve.phases] == sorted(
+        order.index(phase) for phase in curve.phases
+    )
     assert len(curve.phases) == min(96, len(problem.graph.ops) + 1)

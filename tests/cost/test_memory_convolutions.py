@@ -26,7 +26,9 @@ def array(*shape):
 
 
 def convolve(x, kernel, order="HWIO"):
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC")
+    )
 
 
 def step_of(loss):
@@ -82,7 +84,9 @@ def test_a_region_copies_its_kernels_anew_and_nobody_stores_them_turned_round():
     inside = [op.index for op in graph.ops if op.name == "conv_general_dilated" and op.region]
     assert len(lives) == 2 and lives[0][0] == 0
     assert min(inside) <= lives[1][0] < lives[1][1] <= max(inside)
-    assert any(op.name == "rev" for op in graph.ops) and not any(r.label.startswith("rev:") for r in found)
+    assert any(op.name == "rev" for op in graph.ops) and not any(
+        r.label.startswith("rev:") for r in found
+    )
     assert any(r.label.startswith("rev:") for r in residents("8xcpu", loss, params)[0])
 
 
@@ -90,7 +94,10 @@ def test_a_region_copies_its_kernels_anew_and_nobody_stores_them_turned_round():
 def test_gradients_of_maxima_need_positions_and_zeroes(activation):
     def loss(params, images):
         x = activation(convolve(images, params["kernel"]))
-        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2)
+        return jnp.sum(
+            jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+            ** 2
+        )
 
     params = {"kernel": array(3, 3, 4, 4)}
     found, graph = residents("8xH100", loss, params)
@@ -105,7 +112,9 @@ def test_gradients_of_maxima_need_positions_and_zeroes(activation):
 
 
 def normalised(cluster: str, recompute: bool):
-    """Six convolutions, each normalised over the batch: priced for data parallelism, with its picks and graph."""
+    """Six convolutions, each normalised over the batch: priced for data parallelism, with its picks
+    and graph.
+    """
 
     def normalise(x):
         mean = x.mean((0, 1, 2))
@@ -133,7 +142,9 @@ def normalised(cluster: str, recompute: bool):
 
 
 def waiting(priced, picks):
-    """Until when operands wait for products for gradients: operators at which they are there, and until which."""
+    """Until when operands wait for products for gradients: operators at which they are there, and
+    until which.
+    """
     edges = priced.graph.edges
     found = []
     for c, _ in converted(known_memory(priced, picks), priced, picks):
@@ -144,7 +155,9 @@ def waiting(priced, picks):
 
 
 def test_products_run_beside_sums_over_the_batch():
-    """What waits for all-reduced gradients is gone before the update, and the more so the fewer sums there are beside."""
+    """What waits for all-reduced gradients is gone before the update, and the more so the fewer
+    sums there are beside.
+    """
     shares = {}
     for recompute in (False, True):
         priced, picks, graph = normalised("4xH100", recompute)
@@ -165,7 +178,9 @@ def test_no_products_are_deferred_on_one_device():
 
 
 def test_a_sum_beside_another_one_does_not_wait():
-    """The gradient of a bias is summed over the batch in the kernel that sums for the mean; that of the last layer not."""
+    """The gradient of a bias is summed over the batch in the kernel that sums for the mean; that of
+    the last layer not.
+    """
 
     def loss(params, images):
         x = images @ params["kernel"]
@@ -180,7 +195,14 @@ def test_a_sum_beside_another_one_does_not_wait():
     runs_at = find_storage(cuts, TARGETS["gpu"]).late_run
     sums = [op for op in graph.ops if op.name == "reduce_sum" and op.phase is Phase.BACKWARD]
     wide = {v for v, value in enumerate(graph.values) if value.shape == (8, 16, 16, 8)}
-    waits = {size: [op for op in sums if graph.values[op.outputs[0]].shape == (size,)] for size in (8, 16)}
+    waits = {
+        size: [op for op in sums if graph.values[op.outputs[0]].shape == (size,)]
+        for size in (8, 16)
+    }
     # What the sum for the scale reads is read by no other.
-    assert sorted(runs_at[op.index] > op.index for op in waits[8] if op.inputs[0] in wide) == [False, False, True]
+    assert sorted(runs_at[op.index] > op.index for op in waits[8] if op.inputs[0] in wide) == [
+        False,
+        False,
+        True,
+    ]
     assert len(waits[16]) == 1 and all(runs_at[op.index] > op.index for op in waits[16])

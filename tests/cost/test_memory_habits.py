@@ -1,4 +1,6 @@
-"""What compilers do with memory: each habit of a target, on a step where it shows, and in the direction it must go."""
+"""What compilers do with memory: each habit of a target, on a step where it shows, and in the
+direction it must go.
+"""
 
 import dataclasses
 
@@ -10,29 +12,65 @@ import pytest
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh
-from aliquot.cost import converted, decode_interior, known_memory, make_problem, memory_model, price, timeline
+from aliquot.cost import (
+    converted,
+    decode_interior,
+    known_memory,
+    make_problem,
+    memory_model,
+    price,
+    timeline,
+)
 from aliquot.planners import DataParallel, Zero2Parallel, Zero3Parallel
 from aliquot.sharding import _rows
 
 
-def workload(*, scan: bool = False, recompute: str = "none", sequences: int = 8, hidden_size: int = 64, **settings):
+def workload(
+    *,
+    scan: bool = False,
+    recompute: str = "none",
+    sequences: int = 8,
+    hidden_size: int = 64,
+    **settings,
+):
     config = zoo.configure(
-        "llama-7b", num_layers=3, hidden_size=hidden_size, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
+        "llama-7b",
+        num_layers=3,
+        hidden_size=hidden_size,
+        num_heads=4,
+        seq_len=32,
+        vocab_size=512,
+        ffn_size=256,
     )
     return zoo.build(config, sequences, dtype="float32", scan=scan, recompute=recompute, **settings)
 
 
 # The habit, the target without it, a step, a method, and whether the habit makes the peak higher.
 HABITS = {
-    "work is repeated": ({"repeats_cheap_work": False}, {"recompute": "none"}, DataParallel(), False),
-    "loops' results are zeroed early": ({"zeroes_early": False}, {"scan": True}, DataParallel(), True),
+    "work is repeated": (
+        {"repeats_cheap_work": False},
+        {"recompute": "none"},
+        DataParallel(),
+        False,
+    ),
+    "loops' results are zeroed early": (
+        {"zeroes_early": False},
+        {"scan": True},
+        DataParallel(),
+        True,
+    ),
     "parameters are gathered ahead": (
         {"gathered_ahead": 0.0},
         {"recompute": "block", "hidden_size": 2048, "optimizer": "sgd"},
         Zero3Parallel(),
         True,
     ),
-    "gathers are along the leading dim": ({"gathers_leading_dim": False}, {"scan": True}, Zero3Parallel(), True),
+    "gathers are along the leading dim": (
+        {"gathers_leading_dim": False},
+        {"scan": True},
+        Zero3Parallel(),
+        True,
+    ),
     "results wait for a reduce-scatter": (
         {"combined_bytes": 0},
         {"recompute": "block", "sequences": 64, "hidden_size": 256},
@@ -57,7 +95,12 @@ HABITS = {
 def peak(work, cluster: str, method, num_micro_batches: int = 1) -> float:
     """Predicted bytes of the plan of a method."""
     arguments = work.train_step, work.state, work.batch
-    plan = aq.plan(*arguments, cluster=Cluster.preset(cluster), method=method, num_micro_batches=num_micro_batches)
+    plan = aq.plan(
+        *arguments,
+        cluster=Cluster.preset(cluster),
+        method=method,
+        num_micro_batches=num_micro_batches,
+    )
     return plan.prediction.peak_memory_bytes
 
 
@@ -70,17 +113,33 @@ def test_a_habit_moves_the_peak(name, monkeypatch):
     assert (usual > peak(*given) * 1.01) if higher else (usual * 1.01 < peak(*given))
 
 
-# The same for TPUs: the target without the habit, a step, micro-batches, and whether the habit makes the peak higher.
+# The same for TPUs: the target without the habit, a step, micro-batches, and whether the habit
+# makes the peak higher.
 TPU_HABITS = {
-    "work is repeated": ({"repeats_cheap_work": False}, {"recompute": "none", "sequences": 64}, 1, False),
-    "operands are stored narrow": ({"held_product_bytes": 0}, {"scan": True, "sequences": 64}, 1, False),
+    "work is repeated": (
+        {"repeats_cheap_work": False},
+        {"recompute": "none", "sequences": 64},
+        1,
+        False,
+    ),
+    "operands are stored narrow": (
+        {"held_product_bytes": 0},
+        {"scan": True, "sequences": 64},
+        1,
+        False,
+    ),
     "parameters are cast before loops": (
         {"held_product_bytes": 0},
         {"scan": True, "hidden_size": 512, "recompute": "block"},
         1,
         True,
     ),
-    "parameters are cast before micro-batches": ({"held_product_bytes": 0}, {"hidden_size": 512}, 2, True),
+    "parameters are cast before micro-batches": (
+        {"held_product_bytes": 0},
+        {"hidden_size": 512},
+        2,
+        True,
+    ),
 }
 BLOCKS = {"recompute": "block", "sequences": 256, "hidden_size": 256}
 
@@ -95,8 +154,12 @@ def test_a_habit_for_tpus_moves_the_peak(name, monkeypatch):
 
 
 @pytest.mark.parametrize("method", [DataParallel(), Zero3Parallel()])
-def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces(method, monkeypatch):
-    """Operands wait for the former; the latter run in turn, as if no latency were hidden, and their results wait."""
+def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces(
+    method, monkeypatch
+):
+    """Operands wait for the former; the latter run in turn, as if no latency were hidden, and their
+    results wait.
+    """
     work = workload(**BLOCKS)
 
     def with_habits(**habits: bool) -> float:
@@ -119,14 +182,24 @@ def residents_for(cluster: str, train_step, *arguments, micro_batches: int = 1):
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_tpus_cast_each_parameter_once_for_all_turns_of_a_loop(dtype):
-    """Those that products read in a loop, at two bytes an element: weights of layers, and with micro-batches the head too."""
+    """Those that products read in a loop, at two bytes an element: weights of layers, and with
+    micro-batches the head too.
+    """
     config = zoo.configure(
-        "llama-7b", num_layers=3, hidden_size=64, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
+        "llama-7b",
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        seq_len=32,
+        vocab_size=512,
+        ffn_size=256,
     )
     work = zoo.build(config, 8, dtype=dtype, scan=True)
 
     def casts(cluster: str, micro_batches: int) -> dict[str, int]:
-        found = residents_for(cluster, work.train_step, work.state, work.batch, micro_batches=micro_batches)
+        found = residents_for(
+            cluster, work.train_step, work.state, work.batch, micro_batches=micro_batches
+        )
         return {r.label: r.num_bytes for r in found if r.label.startswith("cast of")}
 
     layers = casts("v5e-4", 1)
@@ -146,7 +219,9 @@ def test_tpus_store_in_two_bytes_what_only_products_at_default_precision_read(pr
         def loss(w):
             h = jnp.dot(x, w["in"], precision=precision)
             inner = jnp.dot(jnp.tanh(h), w["middle"], precision=precision)
-            return (jnp.dot(jnp.tanh(inner), w["out"], precision=precision) ** 2).sum() + (h**2).sum()
+            return (jnp.dot(jnp.tanh(inner), w["out"], precision=precision) ** 2).sum() + (
+                h**2
+            ).sum()
 
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
@@ -163,13 +238,21 @@ def test_tpus_store_in_two_bytes_what_only_products_at_default_precision_read(pr
 
 
 def held(cluster: str, method, **settings):
-    """What a plan holds in more than one split, or for longer than it is used: conversions, their bytes, and their edges."""
+    """What a plan holds in more than one split, or for longer than it is used: conversions, their
+    bytes, and their edges.
+    """
     work = workload(recompute="block", hidden_size=256, **settings)
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset(cluster), method=method)
-    problem = make_problem(aq.capture(work.train_step, work.state, work.batch), Cluster.preset(cluster))
+    plan = aq.plan(
+        work.train_step, work.state, work.batch, cluster=Cluster.preset(cluster), method=method
+    )
+    problem = make_problem(
+        aq.capture(work.train_step, work.state, work.batch), Cluster.preset(cluster)
+    )
     choices = decode_interior(plan.stages[0], problem.nodes)
     mesh = LogicalMesh(
-        shape=plan.stages[0].mesh_shape, axis_names=plan.stages[0].axis_names, cluster=Cluster.preset(cluster)
+        shape=plan.stages[0].mesh_shape,
+        axis_names=plan.stages[0].axis_names,
+        cluster=Cluster.preset(cluster),
     )
     priced = price(problem, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
     picks = np.zeros(len(choices), np.int64)
@@ -178,12 +261,20 @@ def held(cluster: str, method, **settings):
 
 
 def waiting_bytes(cluster: str, method, **settings) -> float:
-    """What each device holds for products for gradients, or of their results, beyond the last other use of it."""
-    return sum(b for _, b, edge in held(cluster, method, **settings) if edge.kind == "result" and edge.gradient)
+    """What each device holds for products for gradients, or of their results, beyond the last other
+    use of it.
+    """
+    return sum(
+        b
+        for _, b, edge in held(cluster, method, **settings)
+        if edge.kind == "result" and edge.gradient
+    )
 
 
 def test_products_that_take_more_than_they_free_run_last():
-    """Where memory is saved: a gradient of 256 x 256 from 64 rows on each device takes more than its operands, of 4096 less."""
+    """Where memory is saved: a gradient of 256 x 256 from 64 rows on each device takes more than
+    its operands, of 4096 less.
+    """
     assert waiting_bytes("4xA100-80GB", DataParallel(), sequences=8) > 0
     assert waiting_bytes("4xA100-80GB", DataParallel(), sequences=512) == 0
     # Where latency is hidden these products wait whatever they take.
@@ -201,17 +292,25 @@ def test_products_run_in_turn_where_layers_have_collectives_beside_all_reduces()
     saved = []
     for _ in range(40):
         picks = np.array([rng.integers(len(n.choices)) for n in priced.nodes])
-        known, low, high = (timeline(model, priced, picks) for model in (known_memory(priced, picks), least, most))
+        known, low, high = (
+            timeline(model, priced, picks) for model in (known_memory(priced, picks), least, most)
+        )
         assert (low <= known * (1 + 1e-12)).all() and (known <= high * (1 + 1e-12)).all()
         saved.append((known < high * 0.999).any())
     assert any(saved) and not all(saved)
 
 
 def test_new_parameters_wait_for_all_gathers_before_they_are_copied():
-    """Stacks of 3 layers are split along another dim than the first: what is gathered is copied to its place at the end."""
+    """Stacks of 3 layers are split along another dim than the first: what is gathered is copied to
+    its place at the end.
+    """
 
     def gathered(cluster: str, **settings) -> list:
-        return [(c, b) for c, b, edge in held(cluster, Zero2Parallel(), **settings) if edge.kind == "alias"]
+        return [
+            (c, b)
+            for c, b, edge in held(cluster, Zero2Parallel(), **settings)
+            if edge.kind == "alias"
+        ]
 
     stacks = gathered("4xH100", scan=True)
     assert max(num_bytes for _, num_bytes in stacks) == 4 * 3 * 256 * 256
@@ -227,7 +326,11 @@ def test_stacks_that_are_gathered_row_by_row_are_held_once(monkeypatch):
 
     def found() -> tuple[int, float, float, float]:
         """How many stacks are held twice, and the gathers of one of them."""
-        twice = [e for _, _, e in held("4xH100", Zero2Parallel(), scan=True) if e.kind == "alias" and e.rank == 3]
+        twice = [
+            e
+            for _, _, e in held("4xH100", Zero2Parallel(), scan=True)
+            if e.kind == "alias" and e.rank == 3
+        ]
         arguments = work.train_step, work.state, work.batch
         plan = aq.plan(*arguments, cluster=Cluster.preset("4xH100"), method=Zero2Parallel())
         (use,) = [use for use in plan.prediction.collectives if use.label == kernel]
@@ -243,7 +346,9 @@ def test_stacks_that_are_gathered_row_by_row_are_held_once(monkeypatch):
 
 
 def test_cheap_work_is_not_stored():
-    """Logits in single precision are computed again from those in half precision, in each kernel that reads them."""
+    """Logits in single precision are computed again from those in half precision, in each kernel
+    that reads them.
+    """
     work = zoo.build(zoo.configure("gpt-10m", num_layers=1), 8, dtype="bf16")
     graph = aq.capture(work.train_step, work.state, work.batch)
     logits = 4 * 8 * 128 * 256
@@ -257,7 +362,9 @@ def test_cheap_work_is_not_stored():
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_every_device_sums_whole_gradients_over_micro_batches(scan):
-    """Axes that split nothing but the batch do not divide the totals; loops over layers stack up another copy."""
+    """Axes that split nothing but the batch do not divide the totals; loops over layers stack up
+    another copy.
+    """
     work = workload(scan=scan)
     graph = aq.capture(work.train_step, work.state, work.batch)
     cluster = Cluster.preset("2xH100")
@@ -275,13 +382,17 @@ def test_every_device_sums_whole_gradients_over_micro_batches(scan):
         else:
             assert r.stacked
             stacks += r.num_bytes * len(r.births)
-    parameters = sum(4 * int(np.prod(graph.values[i.value].shape)) for i in graph.inputs if "params" in i.path)
+    parameters = sum(
+        4 * int(np.prod(graph.values[i.value].shape)) for i in graph.inputs if "params" in i.path
+    )
     assert totals == pytest.approx(parameters, rel=0.02)
     assert (stacks > 0.5 * totals) is scan
 
 
 def test_products_run_when_their_results_are_needed_where_latency_is_hidden():
-    """The gradient of attention's values waits, and the weights for it, until the other product's way has gone on."""
+    """The gradient of attention's values waits, and the weights for it, until the other product's
+    way has gone on.
+    """
 
     work = workload(recompute="block", sequences=16)
     scores = 4 * 16 * 4 * 32 * 32

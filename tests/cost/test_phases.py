@@ -39,7 +39,9 @@ def kept_bytes(stage):
 
 
 def test_arrays_of_the_backward_pass_alone_are_not_in_flight():
-    """The tied gradient of the last stage comes to the first one, larger than all that a micro-batch keeps."""
+    """The tied gradient of the last stage comes to the first one, larger than all that a
+    micro-batch keeps.
+    """
     tokens, activation = 4 * ROWS, 4 * ROWS * WIDTH
     logits = 4 * ROWS * VOCABULARY
     # The input or result of each layer, and at the end what the loss keeps of the logits.

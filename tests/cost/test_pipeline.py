@@ -1,4 +1,6 @@
-"""The simulation of a schedule, against one that goes through time tick by tick, and against the textbook."""
+"""The simulation of a schedule, against one that goes through time tick by tick, and against the
+textbook.
+"""
 
 import re
 import types
@@ -10,7 +12,15 @@ from hypothesis import strategies as st
 
 from aliquot.core import InputError
 from aliquot.cost import StageCosts, simulate
-from aliquot.plans import SCHEDULES, Schedule, Task, TaskKind, dependencies, make_schedule, schedule_kind
+from aliquot.plans import (
+    SCHEDULES,
+    Schedule,
+    Task,
+    TaskKind,
+    dependencies,
+    make_schedule,
+    schedule_kind,
+)
 
 FORWARD, BACKWARD = TaskKind.FORWARD, TaskKind.BACKWARD
 FIRST_HALF, SECOND_HALF = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
@@ -18,11 +28,18 @@ WHOLE_STEP = st.sampled_from([(FORWARD, BACKWARD), (FORWARD, FIRST_HALF, SECOND_
 
 
 def stage_costs(forward_s, backward_s=None, **others) -> StageCosts:
-    """Costs with zeros for all that is not given; a whole backward task counts as work on weights."""
+    """Costs with zeros for all that is not given; a whole backward task counts as work on
+    weights.
+    """
     zeros = np.zeros(len(forward_s))
-    given_s = {"forward_s": forward_s, "backward_weight_s": zeros if backward_s is None else backward_s}
+    given_s = {
+        "forward_s": forward_s,
+        "backward_weight_s": zeros if backward_s is None else backward_s,
+    }
     names = ("backward_input_s", "update_s", "state_bytes", "in_flight_bytes", "working_bytes")
-    return StageCosts(**{**dict.fromkeys(names, zeros), "transfer_s": zeros[1:], **given_s, **others})
+    return StageCosts(
+        **{**dict.fromkeys(names, zeros), "transfer_s": zeros[1:], **given_s, **others}
+    )
 
 
 @st.composite
@@ -34,12 +51,20 @@ def schedules(draw):
     left = [Task(s, m, kind) for s in range(stages) for m in range(micro_batches) for kind in kinds]
     random, done = draw(st.randoms(use_true_random=False)), []
     while left:
-        task = random.choice([t for t in left if all(read in done for read in dependencies(t, stages))])
+        task = random.choice(
+            [t for t in left if all(read in done for read in dependencies(t, stages))]
+        )
         left.remove(task)
         done.append(task)
-    lists = tuple(tuple(t for t in done if t.stage % submeshes == submesh) for submesh in range(submeshes))
+    lists = tuple(
+        tuple(t for t in done if t.stage % submeshes == submesh) for submesh in range(submeshes)
+    )
     return Schedule(
-        name="any", num_stages=stages, num_micro_batches=micro_batches, num_submeshes=submeshes, lists=lists
+        name="any",
+        num_stages=stages,
+        num_micro_batches=micro_batches,
+        num_submeshes=submeshes,
+        lists=lists,
     )
 
 
@@ -78,14 +103,17 @@ def duration(costs, task) -> int:
 
 
 def tick_by_tick(schedule, costs):
-    """`{task: (start, end)}`, and for each submesh how many ticks it is busy and the end of the last of them.
+    """`{task: (start, end)}`, and for each submesh how many ticks it is busy and the end of the
+    last of them.
 
     Looks at everything again in every tick.
     """
     submeshes = range(schedule.num_submeshes)
     todo = [list(tasks) for tasks in schedule.lists]
     running = {}  # submesh -> [task or "transfer", ticks left]
-    queues = {(a, b): [] for a in submeshes for b in submeshes}  # link -> waiting [ticks left, what arrives]
+    queues = {
+        (a, b): [] for a in submeshes for b in submeshes
+    }  # link -> waiting [ticks left, what arrives]
     moving = []  # without overlap: [ticks left, what arrives, its two ends]
     asked = []  # without overlap: (ticks, what arrives, its two ends)
     present, start, end = set(), {}, {}
@@ -116,7 +144,9 @@ def tick_by_tick(schedule, costs):
                 target = task.stage + 1 if task.kind is FORWARD else task.stage - 1
                 if task.kind is SECOND_HALF or not 0 <= target < schedule.num_stages:
                     continue
-                ticks = int(costs.transfer_s[task.stage] if task.kind is FORWARD else back_s[target])
+                ticks = int(
+                    costs.transfer_s[task.stage] if task.kind is FORWARD else back_s[target]
+                )
                 ends = submesh, target % schedule.num_submeshes
                 if ticks == 0 or ends[0] == ends[1]:
                     present.add((target, task.micro_batch, task.kind))
@@ -132,12 +162,20 @@ def tick_by_tick(schedule, costs):
                     running.update(dict.fromkeys(ends, ("transfer", None)))
                     changed = True
             for submesh in submeshes:
-                if submesh in running or not todo[submesh] or any(ends[0] == submesh for _, _, ends in asked):
+                if (
+                    submesh in running
+                    or not todo[submesh]
+                    or any(ends[0] == submesh for _, _, ends in asked)
+                ):
                     continue
                 task = todo[submesh][0]
                 reads = dependencies(task, schedule.num_stages)
                 here = all(
-                    read in end if read.stage == task.stage else (task.stage, task.micro_batch, task.kind) in present
+                    (
+                        read in end
+                        if read.stage == task.stage
+                        else (task.stage, task.micro_batch, task.kind) in present
+                    )
                     for read in reads
                 )
                 if here:
@@ -174,13 +212,17 @@ def test_same_as_tick_by_tick(pipeline):
         finished.append(max(last[submesh], found[-1][1]) + update)
     assert times.step_time_s == max(finished)
     if times.step_time_s:
-        assert times.bubble_share.tolist() == [1 - seconds / times.step_time_s for seconds in times.busy_s]
+        assert times.bubble_share.tolist() == [
+            1 - seconds / times.step_time_s for seconds in times.busy_s
+        ]
 
 
 @given(pipelines(shortest=1))
 @settings(deadline=None, max_examples=150)
 def test_memory_at_every_moment(pipeline):
-    """Between any two ticks, what has been begun and not yet ended, by the times of the simulation."""
+    """Between any two ticks, what has been begun and not yet ended, by the times of the
+    simulation.
+    """
     schedule, costs = pipeline
     times = simulate(schedule, costs)
     span = {}
@@ -190,19 +232,27 @@ def test_memory_at_every_moment(pipeline):
         most = 0.0
         for moment in np.arange(0.5, times.step_time_s + 1):
             now = sum(
-                costs.state_bytes[stage] for stage in range(schedule.num_stages) if stage % len(times.busy_s) == submesh
+                costs.state_bytes[stage]
+                for stage in range(schedule.num_stages)
+                if stage % len(times.busy_s) == submesh
             )
             for task in tasks:
                 stage, micro_batch, (begin, end) = task.stage, task.micro_batch, span[task]
                 now += costs.working_bytes[stage] * (begin < moment < end)
                 if task.kind is FORWARD:
-                    first = next(k for k in (BACKWARD, FIRST_HALF, FORWARD) if Task(stage, micro_batch, k) in span)
+                    first = next(
+                        k
+                        for k in (BACKWARD, FIRST_HALF, FORWARD)
+                        if Task(stage, micro_batch, k) in span
+                    )
                     released = span[Task(stage, micro_batch, first)][1]
                     now += costs.in_flight_bytes[stage] * (begin < moment < released)
                 if task.kind is FIRST_HALF:
                     now += costs.handed_bytes[stage] * (begin < moment < end)
                 if task.kind is SECOND_HALF:
-                    now += costs.deferred_bytes[stage] * (span[Task(stage, micro_batch, FIRST_HALF)][1] < moment < end)
+                    now += costs.deferred_bytes[stage] * (
+                        span[Task(stage, micro_batch, FIRST_HALF)][1] < moment < end
+                    )
             most = max(most, now)
         assert times.peak_bytes[submesh] == most
 
@@ -211,7 +261,11 @@ def closed_form_s(name, forward, backward, micro_batches):
     """Step time of stages along the last axis, without transfers and updates."""
     zeros = np.zeros_like(forward)
     times = types.SimpleNamespace(
-        forward_s=forward, backward_s=backward, weight_gradient_s=zeros, exposed_s=zeros, once_s=zeros
+        forward_s=forward,
+        backward_s=backward,
+        weight_gradient_s=zeros,
+        exposed_s=zeros,
+        once_s=zeros,
     )
     return SCHEDULES[name].closed_form(times, micro_batches).total_s(zeros, overlaps=True)
 
@@ -233,7 +287,9 @@ def test_formulas(stages, micro_batches):
     assert found["1f1b"] <= found["gpipe"]
     backward = 2 * forward
     costs = stage_costs(forward, backward)
-    found_proportional = simulate(make_schedule("1f1b", len(stages), micro_batches), costs).step_time_s
+    found_proportional = simulate(
+        make_schedule("1f1b", len(stages), micro_batches), costs
+    ).step_time_s
     assert found_proportional <= closed_form_s("1f1b", forward, backward, micro_batches)
 
 
@@ -241,12 +297,16 @@ def test_formulas(stages, micro_batches):
 @settings(deadline=None, max_examples=60)
 def test_1f1b_of_equal_stages_is_the_formula(forward, backward, stages, micro_batches):
     forward_s, backward_s = np.full(stages, forward), np.full(stages, backward)
-    found = simulate(make_schedule("1f1b", stages, micro_batches), stage_costs(forward_s, backward_s)).step_time_s
+    found = simulate(
+        make_schedule("1f1b", stages, micro_batches), stage_costs(forward_s, backward_s)
+    ).step_time_s
     assert found == closed_form_s("1f1b", forward_s, backward_s, micro_batches)
 
 
 def test_1f1b_may_take_longer_than_its_formula():
-    """The second stage must run another forward task, which the first makes late, before its first backward task."""
+    """The second stage must run another forward task, which the first makes late, before its first
+    backward task.
+    """
     forward, backward = np.array([10.0, 0.0, 0.0]), np.array([0.0, 10.0, 0.0])
     assert simulate(make_schedule("1f1b", 3, 3), stage_costs(forward, backward)).step_time_s == 50
     assert closed_form_s("1f1b", forward, backward, 3) == 40
@@ -269,12 +329,16 @@ def test_transfers_of_one_link_queue():
     schedule = make_schedule("inference", 2, 2)
     times = simulate(schedule, stage_costs(np.ones(2), transfer_s=[5.0]))
     assert times.start_s[1].tolist() == [6.0, 11.0] and times.start_s[0].tolist() == [0.0, 1.0]
-    blocking = simulate(schedule, stage_costs(np.ones(2), transfer_s=[5.0], overlaps_transfers=False))
+    blocking = simulate(
+        schedule, stage_costs(np.ones(2), transfer_s=[5.0], overlaps_transfers=False)
+    )
     assert blocking.start_s[0].tolist() == [0.0, 6.0] and blocking.busy_s.tolist() == [12.0, 12.0]
 
 
 def test_1f1b_waits_for_transfers_that_overlap():
-    """Four stages, a second each way: three round trips' worth for every four micro-batches. GPipe waits once."""
+    """Four stages, a second each way: three round trips' worth for every four micro-batches. GPipe
+    waits once.
+    """
     costs = stage_costs(np.full(4, 10.0), np.full(4, 20.0), transfer_s=np.ones(3))
 
     def later(name, micro_batches):
@@ -288,7 +352,9 @@ def test_1f1b_waits_for_transfers_that_overlap():
 def test_chunks_of_a_submesh_share_its_memory():
     schedule = make_schedule("interleaved-1f1b", 4, 4, 2)
     sizes = np.array([1.0, 10.0, 100.0, 1000.0])
-    times = simulate(schedule, stage_costs(np.ones(4), np.ones(4), state_bytes=sizes, in_flight_bytes=sizes))
+    times = simulate(
+        schedule, stage_costs(np.ones(4), np.ones(4), state_bytes=sizes, in_flight_bytes=sizes)
+    )
     # At the peak stage 0 has 3 in flight and stage 2 has 2; stage 1 has 2 and stage 3 has 1.
     assert times.peak_bytes.tolist() == [101 + 3 + 200, 1010 + 20 + 1000]
     assert times.in_flight.tolist() == [4, 3, 2, 1]
@@ -305,7 +371,10 @@ def test_bubble_of_equal_stages():
         ({"transfer_s": np.zeros(2)}, "transfer_s has shape (2,) where forward_s calls for (1,)"),
         ({"state_bytes": np.zeros(3)}, "state_bytes has shape (3,) where forward_s calls for (2,)"),
         ({"update_s": np.array([0, -1])}, "update_s has entries below zero or not finite"),
-        ({"working_bytes": np.array([0, np.nan])}, "working_bytes has entries below zero or not finite"),
+        (
+            {"working_bytes": np.array([0, np.nan])},
+            "working_bytes has entries below zero or not finite",
+        ),
     ],
 )
 def test_impossible_costs(changes, message):
@@ -319,7 +388,10 @@ def test_costs_of_other_stages():
 
 
 def test_lists_that_wait_for_one_another():
-    lists = ((Task(0, 0, FORWARD), Task(0, 0, BACKWARD)), (Task(1, 0, BACKWARD), Task(1, 0, FORWARD)))
+    lists = (
+        (Task(0, 0, FORWARD), Task(0, 0, BACKWARD)),
+        (Task(1, 0, BACKWARD), Task(1, 0, FORWARD)),
+    )
     schedule = Schedule(name="own", num_stages=2, num_micro_batches=1, num_submeshes=2, lists=lists)
     with pytest.raises(InputError, match="wait for one another"):
         simulate(schedule, stage_costs(np.ones(2)))

@@ -1,4 +1,6 @@
-"""What the shape of a product costs, counted by hand: 4 processors with tiles of 10 x 10 and 5 steps around each."""
+"""What the shape of a product costs, counted by hand: 4 processors with tiles of 10 x 10 and 5
+steps around each.
+"""
 
 import dataclasses
 
@@ -19,7 +21,11 @@ TARGET = dataclasses.replace(
 )
 SPEED = 989.4e12 / 2
 # Factors: batch, rows, columns, contracted.
-LEFT, RIGHT, RESULT = (True, True, False, True), (True, False, True, True), (True, True, True, False)
+LEFT, RIGHT, RESULT = (
+    (True, True, False, True),
+    (True, False, True, True),
+    (True, True, True, False),
+)
 
 
 def seconds(sizes, choice=-1, *, copies=1, num_bytes=0.0, target=TARGET):
@@ -67,8 +73,9 @@ def test_without_figures_only_operations_count():
 
 
 def test_v100_reaches_in_each_shape_what_was_published():
-    """Products of GPTs as timed for the Aceso artifact (EuroSys 2024): forward, and one and a half times both gradients,
-    which are two products in faster memory layouts."""
+    """Products of GPTs as timed for the Aceso artifact (EuroSys 2024): forward, and one and a half
+    times both gradients, which are two products in faster memory layouts.
+    """
     mesh = LogicalMesh(shape=(1,), cluster=Cluster.preset("1xV100-32GB"))
     published = {
         (1, 8192, 8192, 2048): 4 * 2 * 8192 * 8192 * 2048 / (3311e-6 + 1.5 * 5600e-6),
@@ -85,14 +92,25 @@ def test_v100_reaches_in_each_shape_what_was_published():
                 (batch * rows * columns, RESULT),
             )
         )
-        work = Work(phase=Phase.FORWARD, split_by=(True,) * 4, flops=flops, dtype="float16", arrays=arrays, kernels=1.0)
+        work = Work(
+            phase=Phase.FORWARD,
+            split_by=(True,) * 4,
+            flops=flops,
+            dtype="float16",
+            arrays=arrays,
+            kernels=1.0,
+        )
         target = target_for(mesh.cluster.device)
-        found = priced_module.work_seconds(work, (batch, rows, columns, depth), np.array([[-1]]), mesh, target)
+        found = priced_module.work_seconds(
+            work, (batch, rows, columns, depth), np.array([[-1]]), mesh, target
+        )
         assert flops / found[0] == pytest.approx(flops_per_s, rel=0.08)
 
 
 def test_the_positions_of_an_image_are_rows_of_the_product():
-    """A convolution of 40 examples at 100 positions each takes as long as a product of 4000 rows."""
+    """A convolution of 40 examples at 100 positions each takes as long as a product of 4000
+    rows.
+    """
     examples, positions, columns, depth = 40, 100, 40, 9000
     work = Work(
         phase=Phase.FORWARD,
@@ -102,5 +120,7 @@ def test_the_positions_of_an_image_are_rows_of_the_product():
         arrays=((0.0, LEFT), (0.0, RIGHT), (2.0 * examples * positions * columns, RESULT)),
         kernels=1,
     )
-    found = priced_module.work_seconds(work, (1, examples, columns, depth), np.array([[-1]]), MESH, TARGET)
+    found = priced_module.work_seconds(
+        work, (1, examples, columns, depth), np.array([[-1]]), MESH, TARGET
+    )
     assert float(found[0]) == pytest.approx(seconds((1, examples * positions, columns, depth)))

@@ -1,4 +1,6 @@
-"""Steps whose layers are a scan, in the forms that people write: the table `SCANS` that cutting is tested on."""
+"""Steps whose layers are a scan, in the forms that people write: the table `SCANS` that cutting is
+tested on.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def summed_auxiliary(p, data):
 
 
 def more_than_parameters(p, data):
-    """The layers also take constants, keys made on the spot, their own numbers, and a mask that all share."""
+    """The layers also take constants, keys made on the spot, their own numbers, and a mask that all
+    share.
+    """
     scales = 1 + jnp.arange(LAYERS, dtype=jnp.float32) / 10
     keys = jax.random.split(jax.random.key(7), LAYERS)
     mask = jnp.arange(data["x"].shape[0])[:, None] > 1
@@ -83,7 +87,9 @@ def more_than_parameters(p, data):
         kept = jax.random.bernoulli(key, 0.8, (WIDTH,))
         return jnp.where(mask & kept, y * scale, x + number), None
 
-    return _error(p, jax.lax.scan(body, data["x"], (layers_of(p), scales, keys, jnp.arange(LAYERS)))[0], data)
+    return _error(
+        p, jax.lax.scan(body, data["x"], (layers_of(p), scales, keys, jnp.arange(LAYERS)))[0], data
+    )
 
 
 _CLOSED_OVER = np.linspace(0.5, 1.5, LAYERS, dtype=np.float32)
@@ -115,7 +121,11 @@ def loop_in_body(p, data):
     """Each layer holds a loop of as many rounds as there are layers, which must not be cut."""
 
     def body(x, layer):
-        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ layer["w"]), None), x, None, length=LAYERS)[0] + layer["b"], None
+        return (
+            jax.lax.scan(lambda c, _: (jnp.tanh(c @ layer["w"]), None), x, None, length=LAYERS)[0]
+            + layer["b"],
+            None,
+        )
 
     return _error(p, jax.lax.scan(body, data["x"], layers_of(p))[0], data)
 
@@ -148,17 +158,28 @@ LOSSES = (
 
 
 def training(loss, update=None, optimizer=_MOMENTUM):
-    """A step with an update of its own, or with an optimizer under a clipped global norm; returns `(step, state)`."""
+    """A step with an update of its own, or with an optimizer under a clipped global norm; returns
+    `(step, state)`.
+    """
 
     def train_step(state, data):
         value, grads = jax.value_and_grad(loss)(state["params"], data)
         if update is not None:
             return {**state, "params": update(state["params"], grads)}, {"loss": value}
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": value}
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {
+            "loss": value
+        }
 
     start = params()
-    return train_step, {"params": start, "opt_state": optimizer.init(start)} if update is None else {"params": start}
+    return train_step, (
+        {
+            "params": start,
+            "opt_state": optimizer.init(start),
+        }
+        if update is None
+        else {"params": start}
+    )
 
 
 def _descend(p, grads):
@@ -188,12 +209,18 @@ def searched(p, grads):
 def by_layer_number(p, grads):
     """Later layers learn more slowly; the update is a scan itself."""
     rates = 0.1 / (1 + jax.lax.broadcasted_iota(jnp.float32, (LAYERS, 1), 0))
-    b = jax.lax.scan(lambda total, row: (total + row[0].sum(), row[0] - row[1]), 0.0, (p["b"], rates * grads["b"]))[1]
+    b = jax.lax.scan(
+        lambda total, row: (total + row[0].sum(), row[0] - row[1]),
+        0.0,
+        (p["b"], rates * grads["b"]),
+    )[1]
     return {**p, "b": b}
 
 
 def row_by_row(p, grads):
-    """Many operators that stay within a layer, and reductions over all layers that need no rounding."""
+    """Many operators that stay within a layer, and reductions over all layers that need no
+    rounding.
+    """
     w, g = p["w"], grads["w"]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(3), jnp.arange(LAYERS))
     drawn = jax.vmap(lambda key: jax.random.uniform(key, (WIDTH,)))(keys)
@@ -203,7 +230,10 @@ def row_by_row(p, grads):
     g = jnp.where(jnp.argmax(g, axis=2)[:, :, None] == 1, g, jax.lax.clamp(-1.0, g, 1.0))
     bits = jax.lax.bitcast_convert_type(g, jnp.int32)
     g = jnp.where(bits % 2 == 0, g, g @ p["head"])
-    largest, smallest = g.max(axis=(0, 2)), jnp.minimum(g.min(), (g < 0).all(axis=0).sum() + (g > 3).any(axis=0).sum())
+    largest, smallest = (
+        g.max(axis=(0, 2)),
+        jnp.minimum(g.min(), (g < 0).all(axis=0).sum() + (g > 3).any(axis=0).sum()),
+    )
     return {**p, "w": w - 0.1 * g / (1 + largest[:, None] + smallest**2), "b": p["b"] + 0.1 * drawn}
 
 

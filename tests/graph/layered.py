@@ -1,4 +1,6 @@
-"""A small model in layers, for tests of cutting: an embedding that is used twice, and equal residual layers."""
+"""A small model in layers, for tests of cutting: an embedding that is used twice, and equal
+residual layers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ROWS, WIDTH, INNER, WORDS = 8, 6, 16, 10
 
 
 def layered(num_layers: int = 4, *, skip: bool = False, nested: bool = True) -> Graph:
-    """Its AdamW step; `skip` adds the first layer's result before the last one, `nested` puts the parameters in a state."""
+    """Its AdamW step; `skip` adds the first layer's result before the last one, `nested` puts the
+    parameters in a state.
+    """
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
 
     def loss_fn(params, batch):
@@ -47,4 +51,6 @@ def layered(num_layers: int = 4, *, skip: bool = False, nested: bool = True) -> 
     batch = {name: float32((ROWS,), np.int32) for name in ("inputs", "targets")}
     if not nested:
         return capture(update, params, opt_state, batch)
-    return capture(train_step, {"params": params, "opt_state": opt_state, "step": float32((), np.int32)}, batch)
+    return capture(
+        train_step, {"params": params, "opt_state": opt_state, "step": float32((), np.int32)}, batch
+    )

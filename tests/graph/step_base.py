@@ -1,4 +1,6 @@
-"""What a workload of the table of training steps is, and the small model and data that many of them share."""
+"""What a workload of the table of training steps is, and the small model and data that many of them
+share.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ class Step:
     Attributes:
         roles: number of inputs by role; a role that is not named has none.
         trains: whether there is a backward pass.
-        gradients: number of values that go from backward to update, where that is exactly the gradients; else None.
-        results: number of flat outputs of the user's result, without the state of objects changed in place.
+        gradients: number of values that go from backward to update, where that is exactly the
+            gradients; else None.
+        results: number of flat outputs of the user's result, without the state of objects changed
+            in place.
         stateless: paths without a successor although they are neither batch nor other.
     """
 
@@ -61,7 +65,10 @@ def shapes(tree: Any) -> Any:
 
 def batch() -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(7), 2)
-    return {"x": jax.random.normal(keys[0], (ROWS, WIDTH)), "y": jax.random.normal(keys[1], (ROWS, 3))}
+    return {
+        "x": jax.random.normal(keys[0], (ROWS, WIDTH)),
+        "y": jax.random.normal(keys[1], (ROWS, 3)),
+    }
 
 
 def mlp_params() -> dict[str, dict[str, jax.Array]]:
@@ -85,8 +92,12 @@ def sgd(params: Any, grads: Any, rate: float = 0.1) -> Any:
     return jax.tree.map(lambda p, g: p - rate * g, params, grads)
 
 
-def optax_step(tx: Any, params: Any = None, loss_fn: Callable[..., Any] = mse) -> tuple[Callable[..., Any], Any, Any]:
-    """A step `(params, opt_state, batch) -> (params, opt_state, loss)` with its first two arguments."""
+def optax_step(
+    tx: Any, params: Any = None, loss_fn: Callable[..., Any] = mse
+) -> tuple[Callable[..., Any], Any, Any]:
+    """A step `(params, opt_state, batch) -> (params, opt_state, loss)` with its first two
+    arguments.
+    """
 
     def train_step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)

@@ -12,9 +12,13 @@ from graph.step_base import WIDTH, Step, batch, step
 
 
 class Net(nnx.Module):
-    """Two dense layers, on request with dropout, batch statistics, or the first layer under a second name."""
+    """Two dense layers, on request with dropout, batch statistics, or the first layer under a
+    second name.
+    """
 
-    def __init__(self, rngs: nnx.Rngs, *, dropout: float = 0.0, norm: bool = False, tied: bool = False):
+    def __init__(
+        self, rngs: nnx.Rngs, *, dropout: float = 0.0, norm: bool = False, tied: bool = False
+    ):
         self.first = nnx.Linear(WIDTH, 16, rngs=rngs)
         self.again = self.first if tied else None
         self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
@@ -54,7 +58,9 @@ def nnx_in_place() -> Step:
 @step
 def nnx_in_place_jit() -> Step:
     roles = {"parameter": 4, "optimizer_state": 10, "batch": 2}
-    return Step(fn=nnx.jit(_in_place), args=(*_made(), batch()), roles=roles, gradients=4, results=1)
+    return Step(
+        fn=nnx.jit(_in_place), args=(*_made(), batch()), roles=roles, gradients=4, results=1
+    )
 
 
 @step
@@ -62,13 +68,17 @@ def nnx_in_place_dropout_norm() -> Step:
     model, optimizer = _made(dropout=0.2, norm=True)
     # Two running statistics, a key and its count.
     roles = {"parameter": 6, "optimizer_state": 14, "state": 4, "batch": 2}
-    return Step(fn=nnx.jit(_in_place), args=(model, optimizer, batch()), roles=roles, gradients=6, results=1)
+    return Step(
+        fn=nnx.jit(_in_place), args=(model, optimizer, batch()), roles=roles, gradients=6, results=1
+    )
 
 
 @step
 def nnx_in_place_tied() -> Step:
     roles = {"parameter": 4, "optimizer_state": 10, "batch": 2}
-    return Step(fn=_in_place, args=(*_made(tied=True), batch()), roles=roles, gradients=4, results=1)
+    return Step(
+        fn=_in_place, args=(*_made(tied=True), batch()), roles=roles, gradients=4, results=1
+    )
 
 
 @step
@@ -100,7 +110,9 @@ def nnx_functional() -> Step:
 
     graphdef, state = nnx.split(_made())
     roles = {"parameter": 4, "optimizer_state": 10, "batch": 2}
-    return Step(fn=train_step, args=(graphdef, state, batch()), roles=roles, gradients=4, results=15)
+    return Step(
+        fn=train_step, args=(graphdef, state, batch()), roles=roles, gradients=4, results=15
+    )
 
 
 @step
@@ -130,7 +142,13 @@ def nnx_evaluation() -> Step:
     def evaluate(model, batch):
         return _loss(model, batch)
 
-    return Step(fn=evaluate, args=(_made()[0], batch()), roles={"parameter": 4, "batch": 2}, trains=False, results=1)
+    return Step(
+        fn=evaluate,
+        args=(_made()[0], batch()),
+        roles={"parameter": 4, "batch": 2},
+        trains=False,
+        results=1,
+    )
 
 
 class LinenNet(linen.Module):
@@ -153,7 +171,10 @@ def linen_train_state() -> Step:
     net = LinenNet()
     variables = net.init(jax.random.key(0), batch()["x"], train=False)
     state = LinenState.create(
-        apply_fn=net.apply, params=variables["params"], tx=optax.adam(1e-2), batch_stats=variables["batch_stats"]
+        apply_fn=net.apply,
+        params=variables["params"],
+        tx=optax.adam(1e-2),
+        batch_stats=variables["batch_stats"],
     )
 
     @jax.jit
@@ -171,9 +192,16 @@ def linen_train_state() -> Step:
         (loss, new), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads).replace(batch_stats=new["batch_stats"]), loss
 
-    # The step's number, a Python integer at first, is read by the dropout: state, as the running statistics are.
+    # The step's number, a Python integer at first, is read by the dropout: state, as the running
+    # statistics are.
     roles = {"parameter": 6, "optimizer_state": 13, "state": 3, "batch": 2, "other": 1}
-    return Step(fn=train_step, args=(state, batch(), jax.random.key(1)), roles=roles, gradients=6, results=23)
+    return Step(
+        fn=train_step,
+        args=(state, batch(), jax.random.key(1)),
+        roles=roles,
+        gradients=6,
+        results=23,
+    )
 
 
 class EqxNet(eqx.Module):
@@ -205,7 +233,9 @@ def _equinox(jitted) -> Step:
 
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     roles = {"parameter": 4, "optimizer_state": 9, "batch": 2}
-    return Step(fn=train_step, args=(model, opt_state, batch()), roles=roles, gradients=4, results=14)
+    return Step(
+        fn=train_step, args=(model, opt_state, batch()), roles=roles, gradients=4, results=14
+    )
 
 
 @step

@@ -1,4 +1,6 @@
-"""Loops and remat: scan over layers and over time, while, cond, checkpoint policies, tied embeddings."""
+"""Loops and remat: scan over layers and over time, while, cond, checkpoint policies, tied
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ LAYERS = 3
 
 def _stacked() -> dict[str, jax.Array]:
     key = jax.random.key(0)
-    return {"w": jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / 3, "b": jnp.zeros((LAYERS, WIDTH))}
+    return {
+        "w": jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / 3,
+        "b": jnp.zeros((LAYERS, WIDTH)),
+    }
 
 
 def _layers() -> list[dict[str, jax.Array]]:
@@ -30,7 +35,9 @@ def _train(loss_fn, params, data, *, roles, gradients=None) -> Step:
         return sgd(params, grads), loss
 
     results = len(jax.tree.leaves(params)) + 1
-    return Step(fn=train_step, args=(params, data), roles=roles, gradients=gradients, results=results)
+    return Step(
+        fn=train_step, args=(params, data), roles=roles, gradients=gradients, results=results
+    )
 
 
 def _data() -> dict[str, jax.Array]:
@@ -112,7 +119,9 @@ def scan_layers_remat() -> Step:
     block = jax.checkpoint(_block, policy=jax.checkpoint_policies.dots_saveable)
 
     def loss_fn(params, batch):
-        x, norms = jax.lax.scan(lambda x, layer: (block(layer, x), (x**2).mean()), batch["x"], params, unroll=1)
+        x, norms = jax.lax.scan(
+            lambda x, layer: (block(layer, x), (x**2).mean()), batch["x"], params, unroll=1
+        )
         return jnp.mean(x**2) + norms.sum()
 
     return _train(loss_fn, _stacked(), _data(), roles={"parameter": 2, "batch": 1}, gradients=2)
@@ -121,7 +130,9 @@ def scan_layers_remat() -> Step:
 @step
 def scan_reversed_unrolled() -> Step:
     def loss_fn(params, batch):
-        x, _ = jax.lax.scan(lambda x, layer: (_block(layer, x), None), batch["x"], params, reverse=True, unroll=2)
+        x, _ = jax.lax.scan(
+            lambda x, layer: (_block(layer, x), None), batch["x"], params, reverse=True, unroll=2
+        )
         return jnp.mean(x**2)
 
     return _train(loss_fn, _stacked(), _data(), roles={"parameter": 2, "batch": 1}, gradients=2)
@@ -145,33 +156,48 @@ def rnn_over_time() -> Step:
         "b": jnp.zeros(5),
         "out": jax.random.normal(keys[2], (5, 2)),
     }
-    data = {"x": jax.random.normal(keys[3], (ROWS, 7, 4)), "y": jax.random.normal(keys[4], (ROWS, 7, 2))}
+    data = {
+        "x": jax.random.normal(keys[3], (ROWS, 7, 4)),
+        "y": jax.random.normal(keys[4], (ROWS, 7, 2)),
+    }
     return _train(loss_fn, params, data, roles={"parameter": 4, "batch": 2}, gradients=4)
 
 
 @step
 def while_and_cond() -> Step:
     def normalised(w):
-        """Newton's iteration for the inverse square root of the mean square, until it stands still."""
+        """Newton's iteration for the inverse square root of the mean square, until it stands
+        still.
+        """
         target = jnp.mean(w**2) + 1.0
 
         def going(state):
             guess, count = state
             return (jnp.abs(guess * guess * target - 1) > 1e-4) & (count < 20)
 
-        guess, _ = jax.lax.while_loop(going, lambda s: (s[0] * (1.5 - 0.5 * target * s[0] ** 2), s[1] + 1), (0.3, 0))
+        guess, _ = jax.lax.while_loop(
+            going, lambda s: (s[0] * (1.5 - 0.5 * target * s[0] ** 2), s[1] + 1), (0.3, 0)
+        )
         return w * jax.lax.stop_gradient(guess)
 
     def loss_fn(params, batch):
         out = batch["x"] @ params["w"]
-        return jax.lax.cond(jnp.mean(out) > 0, lambda o: jnp.mean(o**2), lambda o: jnp.mean(jnp.abs(o)), out)
+        return jax.lax.cond(
+            jnp.mean(out) > 0, lambda o: jnp.mean(o**2), lambda o: jnp.mean(jnp.abs(o)), out
+        )
 
     def train_step(params, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         return jax.tree.map(lambda p, g: normalised(p) - 0.1 * g, params, grads), loss
 
     params = {"w": jax.random.normal(jax.random.key(0), (WIDTH, 4))}
-    return Step(fn=train_step, args=(params, _data()), roles={"parameter": 1, "batch": 1}, gradients=1, results=2)
+    return Step(
+        fn=train_step,
+        args=(params, _data()),
+        roles={"parameter": 1, "batch": 1},
+        gradients=1,
+        results=2,
+    )
 
 
 @step
@@ -179,7 +205,9 @@ def while_under_vmap() -> Step:
     """Each row runs its own number of turns; forward only, since JAX has no reverse mode for it."""
 
     def halve(x):
-        return jax.lax.while_loop(lambda s: jnp.abs(s[0]).max() > 0.5, lambda s: (s[0] / 2, s[1] + 1), (x, 0))
+        return jax.lax.while_loop(
+            lambda s: jnp.abs(s[0]).max() > 0.5, lambda s: (s[0] / 2, s[1] + 1), (x, 0)
+        )
 
     def evaluate(params, batch):
         small, turns = jax.vmap(halve)(batch["x"] * 3)
@@ -187,7 +215,14 @@ def while_under_vmap() -> Step:
 
     params = {"w": jnp.ones((WIDTH, 4))}
     roles = {"parameter": 1, "batch": 1}
-    return Step(fn=evaluate, args=(params, _data()), roles=roles, trains=False, results=2, stateless=("params.w",))
+    return Step(
+        fn=evaluate,
+        args=(params, _data()),
+        roles=roles,
+        trains=False,
+        results=2,
+        stateless=("params.w",),
+    )
 
 
 @step
@@ -210,7 +245,10 @@ def tied_embeddings() -> Step:
         return -jnp.take_along_axis(scores, batch["targets"][..., None], -1).mean()
 
     key = jax.random.key(0)
-    params = {"embedding": jax.random.normal(key, (11, 8)) / 3, "w": jax.random.normal(key, (8, 8)) / 3}
+    params = {
+        "embedding": jax.random.normal(key, (11, 8)) / 3,
+        "w": jax.random.normal(key, (8, 8)) / 3,
+    }
     tokens = jax.random.randint(key, (ROWS, 5), 0, 11)
     data = {"tokens": tokens, "targets": (tokens + 1) % 11}
     return _train(loss_fn, params, data, roles={"parameter": 2, "batch": 2}, gradients=2)
@@ -220,14 +258,23 @@ def tied_embeddings() -> Step:
 def convolution() -> Step:
     def loss_fn(params, batch):
         image = jax.lax.conv_general_dilated(
-            batch["image"], params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            batch["image"],
+            params["kernel"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        pooled = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        pooled = jax.lax.reduce_window(
+            image, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
         scores = pooled.reshape(ROWS, -1) @ params["w"]
         return -jax.nn.log_softmax(scores)[jnp.arange(ROWS), batch["label"]].mean()
 
     key = jax.random.key(0)
-    params = {"kernel": jax.random.normal(key, (3, 3, 2, 4)) / 3, "w": jax.random.normal(key, (64, 5)) / 8}
+    params = {
+        "kernel": jax.random.normal(key, (3, 3, 2, 4)) / 3,
+        "w": jax.random.normal(key, (64, 5)) / 8,
+    }
     data = {"image": jax.random.normal(key, (ROWS, 8, 8, 2)), "label": jnp.arange(ROWS) % 5}
     return _train(loss_fn, params, data, roles={"parameter": 2, "batch": 2}, gradients=2)
 
@@ -246,4 +293,6 @@ def steps_in_a_scan() -> Step:
     from graph.step_base import mlp_params
 
     batches = jax.tree.map(lambda x: jnp.stack([x, x + 1]), batch())
-    return Step(fn=train_step, args=(mlp_params(), batches), roles={"parameter": 4, "batch": 2}, results=5)
+    return Step(
+        fn=train_step, args=(mlp_params(), batches), roles={"parameter": 4, "batch": 2}, results=5
+    )

@@ -1,5 +1,6 @@
-"""Models of other families: experts on sorted tokens, linear algebra for each example, layers in frequency space; and
-steps with what was written for other ways to run them."""
+"""Models of other families: experts on sorted tokens, linear algebra for each example, layers in
+frequency space; and steps with what was written for other ways to run them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def _train(loss_fn, params, data, *, roles) -> Step:
 
 @step
 def experts_on_sorted_tokens() -> Step:
-    """Dropless experts: tokens are sorted by the expert that the router chose, and meet its matrix in a ragged product."""
+    """Dropless experts: tokens are sorted by the expert that the router chose, and meet its matrix
+    in a ragged product.
+    """
     experts = 4
 
     def loss_fn(params, batch):
@@ -43,7 +46,9 @@ def experts_on_sorted_tokens() -> Step:
 
 @step
 def linear_algebra_for_each_example() -> Step:
-    """A Gaussian process for each example: factors, solutions and determinants of small matrices."""
+    """A Gaussian process for each example: factors, solutions and determinants of small
+    matrices.
+    """
 
     def loss_fn(params, batch):
         points = (batch["x"] @ params["w"]).reshape(-1, 4, 3)
@@ -52,7 +57,11 @@ def linear_algebra_for_each_example() -> Step:
         fit = jax.scipy.linalg.cho_solve((lower, True), points[..., :1])
         direct = jnp.linalg.solve(near + points[..., :1] * 0.1, points[..., 1:])
         frame, _ = jnp.linalg.qr(near)
-        shape = jnp.linalg.eigvalsh(near).sum() + jnp.linalg.slogdet(near)[1].sum() + (frame[..., 0] ** 3).sum()
+        shape = (
+            jnp.linalg.eigvalsh(near).sum()
+            + jnp.linalg.slogdet(near)[1].sum()
+            + (frame[..., 0] ** 3).sum()
+        )
         return jnp.mean(fit**2) + jnp.mean(direct**2) + shape / batch["x"].shape[0]
 
     params = {"w": jax.random.normal(jax.random.key(0), (WIDTH, 12)) / 2}
@@ -74,7 +83,9 @@ def layers_in_frequency_space() -> Step:
 
 @step
 def equinox_batch_norm_and_error() -> Step:
-    """Statistics by a collective over the examples of a `vmap`, and a check of the inputs as the step runs."""
+    """Statistics by a collective over the examples of a `vmap`, and a check of the inputs as the
+    step runs.
+    """
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(WIDTH, "batch", mode="ema")
     linear = eqx.nn.Linear(WIDTH, 3, key=jax.random.key(0))
 
@@ -82,7 +93,9 @@ def equinox_batch_norm_and_error() -> Step:
         def loss_fn(model, state):
             norm, linear = model
             x = eqx.error_if(batch["x"], jnp.isnan(batch["x"]).any(), "an input is not a number")
-            normed, state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+            normed, state = jax.vmap(
+                norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+            )(x, state)
             return jnp.mean((jax.vmap(linear)(normed) - batch["y"]) ** 2), state
 
         (loss, state), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state)
@@ -96,7 +109,9 @@ def equinox_batch_norm_and_error() -> Step:
 @step
 def placed_by_hand() -> Step:
     """A step written for a mesh of its own, on which it says where its arrays are."""
-    rows = jax.NamedSharding(jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("rows"))
+    rows = jax.NamedSharding(
+        jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("rows")
+    )
 
     def loss_fn(params, batch):
         hidden = jnp.tanh(jax.lax.with_sharding_constraint(batch["x"], rows) @ params["w"])
@@ -108,7 +123,9 @@ def placed_by_hand() -> Step:
 
 @step
 def complex_parameters() -> Step:
-    """A linear recurrence with complex weights, which go down the conjugate of what JAX calls their gradient."""
+    """A linear recurrence with complex weights, which go down the conjugate of what JAX calls their
+    gradient.
+    """
 
     def loss_fn(params, batch):
         hidden = batch["x"] @ params["into"]
@@ -127,7 +144,13 @@ def complex_parameters() -> Step:
         "out": jax.random.normal(keys[1], (8, 3), jnp.complex64),
     }
     x = jax.random.normal(keys[2], (ROWS, 5, WIDTH))
-    return Step(fn=train_step, args=(params, {"x": x}), roles={"parameter": 2, "batch": 1}, gradients=2, results=3)
+    return Step(
+        fn=train_step,
+        args=(params, {"x": x}),
+        roles={"parameter": 2, "batch": 1},
+        gradients=2,
+        results=3,
+    )
 
 
 @step

@@ -92,4 +92,6 @@ def optax_schedule_in_loss() -> Step:
 
     params = mlp_params()
     roles = PLAIN | {"optimizer_state": 8, "state": 1}
-    return Step(fn=train_step, args=(params, tx.init(params), batch()), roles=roles, gradients=4, results=14)
+    return Step(
+        fn=train_step, args=(params, tx.init(params), batch()), roles=roles, gradients=4, results=14
+    )

@@ -32,7 +32,9 @@ def plain_loss_first() -> Step:
 
     params = mlp_params()
     roles = PLAIN | {"optimizer_state": 9}
-    return Step(fn=train_step, args=(params, tx.init(params), batch()), roles=roles, gradients=4, results=14)
+    return Step(
+        fn=train_step, args=(params, tx.init(params), batch()), roles=roles, gradients=4, results=14
+    )
 
 
 @step
@@ -51,7 +53,13 @@ def plain_dict_result() -> Step:
         return {"metrics": {"loss": loss, "rate": 0.1}, "state": new}
 
     state = {"params": mlp_params(), "count": jnp.zeros((), jnp.int32)}
-    return Step(fn=train_step, args=(state, batch()), roles=PLAIN | {"optimizer_state": 1}, gradients=4, results=6)
+    return Step(
+        fn=train_step,
+        args=(state, batch()),
+        roles=PLAIN | {"optimizer_state": 1},
+        gradients=4,
+        results=6,
+    )
 
 
 @step
@@ -65,7 +73,9 @@ def plain_lone_arrays() -> Step:
 
     data = batch()
     args = (jnp.ones((WIDTH, 3)), jnp.zeros(3), data["x"], data["y"])
-    return Step(fn=train_step, args=args, roles={"parameter": 2, "batch": 2}, gradients=2, results=3)
+    return Step(
+        fn=train_step, args=args, roles={"parameter": 2, "batch": 2}, gradients=2, results=3
+    )
 
 
 @step
@@ -75,7 +85,14 @@ def plain_keywords() -> Step:
         return (sgd(params, grads, rate), loss) if flag else (params, loss)
 
     kwargs = {"batch": batch(), "rate": 0.5, "flag": True}
-    return Step(fn=train_step, args=(mlp_params(),), kwargs=kwargs, roles=PLAIN | {"other": 1}, gradients=4, results=5)
+    return Step(
+        fn=train_step,
+        args=(mlp_params(),),
+        kwargs=kwargs,
+        roles=PLAIN | {"other": 1},
+        gradients=4,
+        results=5,
+    )
 
 
 @step
@@ -118,7 +135,9 @@ def plain_donated() -> Step:
 
     inner, params, opt_state = optax_step(optax.sgd(0.1, momentum=0.9))
     roles = PLAIN | {"optimizer_state": 4}
-    return Step(fn=train_step, args=(params, opt_state, batch()), roles=roles, gradients=4, results=9)
+    return Step(
+        fn=train_step, args=(params, opt_state, batch()), roles=roles, gradients=4, results=9
+    )
 
 
 @step
@@ -155,7 +174,9 @@ def plain_key_for_each_example() -> Step:
     data = batch()
     keys = jax.random.key_data(jax.random.split(jax.random.key(5), data["x"].shape[0]))
     args = (mlp_params(), {**data, "keys": keys})
-    return Step(fn=train_step, args=args, roles={"parameter": 4, "batch": 3}, gradients=4, results=5)
+    return Step(
+        fn=train_step, args=args, roles={"parameter": 4, "batch": 3}, gradients=4, results=5
+    )
 
 
 @step
@@ -178,7 +199,13 @@ def plain_dropout_raw_key() -> Step:
 
     state = {"params": mlp_params(), "step": jnp.zeros((), jnp.int32)}
     roles = PLAIN | {"state": 1, "other": 1}
-    return Step(fn=train_step, args=(state, batch(), jax.random.PRNGKey(3)), roles=roles, gradients=4, results=6)
+    return Step(
+        fn=train_step,
+        args=(state, batch(), jax.random.PRNGKey(3)),
+        roles=roles,
+        gradients=4,
+        results=6,
+    )
 
 
 @step

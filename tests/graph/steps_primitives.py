@@ -1,4 +1,6 @@
-"""Primitives that libraries bring along: Equinox's checks and loops, functions with rules of their own, sparse arrays."""
+"""Primitives that libraries bring along: Equinox's checks and loops, functions with rules of their
+own, sparse arrays.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def _trained(loss_fn, params=None) -> Step:
     params = mlp_params() if params is None else params
     count = len(jax.tree.leaves(params))
     roles = {"parameter": count, "batch": 2}
-    return Step(fn=train_step, args=(params, batch()), roles=roles, gradients=None, results=count + 1)
+    return Step(
+        fn=train_step, args=(params, batch()), roles=roles, gradients=None, results=count + 1
+    )
 
 
 def _mse(out, batch):
@@ -41,7 +45,9 @@ def equinox_checked() -> Step:
 
 @step
 def equinox_checkpointed_loop() -> Step:
-    """What differential equations are solved with: steps into a buffer, of which a few are kept for the way back."""
+    """What differential equations are solved with: steps into a buffer, of which a few are kept for
+    the way back.
+    """
 
     def loss_fn(params, batch):
         def one(x):
@@ -52,7 +58,13 @@ def equinox_checkpointed_loop() -> Step:
 
             init = (0, x, jnp.zeros(4))
             _, x, seen = eqxi.while_loop(
-                lambda c: c[0] < 4, turn, init, max_steps=4, buffers=lambda c: c[2], kind="checkpointed", checkpoints=2
+                lambda c: c[0] < 4,
+                turn,
+                init,
+                max_steps=4,
+                buffers=lambda c: c[2],
+                kind="checkpointed",
+                checkpoints=2,
             )
             return x[:3] + seen.sum()
 
@@ -68,7 +80,9 @@ def equinox_bounded_loop() -> Step:
             def turn(carry):
                 return carry[0] + 1, carry[1] + 0.1 * jnp.tanh(carry[1] @ params["w"])
 
-            return eqxi.while_loop(lambda c: c[0] < 3, turn, (0, x), max_steps=4, kind="bounded")[1][:3]
+            return eqxi.while_loop(lambda c: c[0] < 3, turn, (0, x), max_steps=4, kind="bounded")[
+                1
+            ][:3]
 
         return _mse(jax.vmap(one)(eqxi.nondifferentiable_backward(batch["x"])), batch)
 

@@ -1,4 +1,6 @@
-"""Plain JAX: several sets of parameters, evaluation, precision, loss scales, the user's own accumulation."""
+"""Plain JAX: several sets of parameters, evaluation, precision, loss scales, the user's own
+accumulation.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def plain_moving_average() -> Step:
         return loss, average, params
 
     args = (mlp_params(), mlp_params(), batch())
-    return Step(fn=train_step, args=args, roles=PLAIN | {"optimizer_state": 4}, gradients=4, results=9)
+    return Step(
+        fn=train_step, args=args, roles=PLAIN | {"optimizer_state": 4}, gradients=4, results=9
+    )
 
 
 @step
@@ -54,7 +58,14 @@ def plain_evaluation() -> Step:
         return {"loss": jnp.mean((out - batch["y"]) ** 2), "out": out}
 
     paths = tuple(f"params.{a}.{b}" for a in ("in", "out") for b in ("w", "b"))
-    return Step(fn=evaluate, args=(mlp_params(), batch()), roles=PLAIN, trains=False, results=2, stateless=paths)
+    return Step(
+        fn=evaluate,
+        args=(mlp_params(), batch()),
+        roles=PLAIN,
+        trains=False,
+        results=2,
+        stateless=paths,
+    )
 
 
 @step
@@ -66,7 +77,9 @@ def plain_bf16() -> Step:
 
     train_step, params, opt_state = optax_step(optax.adamw(1e-2), loss_fn=loss_fn)
     roles = PLAIN | {"optimizer_state": 9}
-    return Step(fn=train_step, args=(params, opt_state, batch()), roles=roles, gradients=4, results=14)
+    return Step(
+        fn=train_step, args=(params, opt_state, batch()), roles=roles, gradients=4, results=14
+    )
 
 
 def _scaled(params, scale, batch):
@@ -88,7 +101,9 @@ def plain_loss_scale_where() -> Step:
 
     scale = {"scale": jnp.float32(1024.0), "good": jnp.int32(0)}
     roles = PLAIN | {"state": 1, "optimizer_state": 1}
-    return Step(fn=train_step, args=(mlp_params(), scale, batch()), roles=roles, gradients=4, results=7)
+    return Step(
+        fn=train_step, args=(mlp_params(), scale, batch()), roles=roles, gradients=4, results=7
+    )
 
 
 @step
@@ -100,7 +115,9 @@ def plain_loss_scale_cond() -> Step:
 
     scale = {"scale": jnp.float32(1024.0), "good": jnp.int32(0)}
     roles = PLAIN | {"state": 1, "optimizer_state": 1}
-    return Step(fn=train_step, args=(mlp_params(), scale, batch()), roles=roles, gradients=4, results=7)
+    return Step(
+        fn=train_step, args=(mlp_params(), scale, batch()), roles=roles, gradients=4, results=7
+    )
 
 
 @step

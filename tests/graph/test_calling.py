@@ -27,7 +27,9 @@ def test_a_huge_step_is_captured_without_memory():
     struct = jax.ShapeDtypeStruct
     params = {"w": struct((1 << 20, 1 << 20), jnp.float32)}
     graph = capture(
-        lambda p, x: sgd(p, jax.grad(lambda p: (x @ p["w"]).sum())(p)), params, struct((8, 1 << 20), jnp.float32)
+        lambda p, x: sgd(p, jax.grad(lambda p: (x @ p["w"]).sum())(p)),
+        params,
+        struct((8, 1 << 20), jnp.float32),
     )
     assert graph.values[graph.inputs[0].value].num_bytes == 1 << 42
 
@@ -46,7 +48,9 @@ def test_paths():
 
 
 def test_odd_keys_keep_their_text():
-    graph = capture(lambda p: p["a/b"]["w.x"] + p["value"], {"a/b": {"w.x": jnp.ones(3)}, "value": jnp.ones(3)})
+    graph = capture(
+        lambda p: p["a/b"]["w.x"] + p["value"], {"a/b": {"w.x": jnp.ones(3)}, "value": jnp.ones(3)}
+    )
     assert [i.path for i in graph.inputs] == ["p['a/b']['w.x']", "p.value"]
 
 
@@ -79,7 +83,9 @@ def test_a_leaf_more_or_less_is_a_difference():
     changed["new"] = changed.pop("out")
     found = graph.calling.call.differences(graph.calling.flatten((changed, batch(), 0.1), {}))
     assert found == tuple(
-        f"params.{p} is {s}" for s, n in (("missing", "out"), ("new", "new")) for p in (f"{n}.b", f"{n}.w")
+        f"params.{p} is {s}"
+        for s, n in (("missing", "out"), ("new", "new"))
+        for p in (f"{n}.b", f"{n}.w")
     )
 
 
@@ -103,7 +109,10 @@ def test_numbers_inside_an_argument_are_traced():
 
     def step(state, batch):
         grads = jax.grad(mse)(state["params"], batch)
-        return {"params": sgd(state["params"], grads, 0.1 / (1 + state["step"])), "step": state["step"] + 1}
+        return {
+            "params": sgd(state["params"], grads, 0.1 / (1 + state["step"])),
+            "step": state["step"] + 1,
+        }
 
     state = {"params": mlp_params(), "step": 0}
     graph = capture(step, state, batch())
@@ -123,7 +132,10 @@ def test_numbers_that_the_step_needs_are_static():
 
     graph = capture(step, mlp_params(), batch(), {"turns": 2})
     assert graph.calling.call.static_paths == ("config.turns",)
-    assert graph.calling.flatten((mlp_params(), batch(), {"turns": 2}), {}).skeleton() == graph.calling.call.skeleton()
+    assert (
+        graph.calling.flatten((mlp_params(), batch(), {"turns": 2}), {}).skeleton()
+        == graph.calling.call.skeleton()
+    )
 
 
 def test_only_the_numbers_that_the_step_needs_are_static():
@@ -138,13 +150,20 @@ def test_only_the_numbers_that_the_step_needs_are_static():
     config = {"turns": 2, "rate": 0.1}
     graph = capture(step, {"params": mlp_params(), "step": 0}, batch(), config)
     assert graph.calling.call.static_paths == ("config.turns",)
-    later = graph.calling.flatten(({"params": mlp_params(), "step": jnp.int32(1)}, batch(), config), {})
+    later = graph.calling.flatten(
+        ({"params": mlp_params(), "step": jnp.int32(1)}, batch(), config), {}
+    )
     assert later.skeleton() == graph.calling.call.skeleton()
 
 
 def test_numbers_in_the_result_come_back_as_arrays():
     def step(params, batch):
-        return {"params": sgd(params, jax.grad(mse)(params, batch)), "rate": 0.1, "done": False, "none": None}
+        return {
+            "params": sgd(params, jax.grad(mse)(params, batch)),
+            "rate": 0.1,
+            "done": False,
+            "none": None,
+        }
 
     graph = capture(step, mlp_params(), batch())
     flat = graph.calling.flatten((mlp_params(), batch()), {})
@@ -152,7 +171,10 @@ def test_numbers_in_the_result_come_back_as_arrays():
     plain = jax.jit(step)(mlp_params(), batch())
     for name in ("rate", "done"):
         assert isinstance(result[name], jax.Array) and result[name] == plain[name]
-        assert (result[name].dtype, result[name].weak_type) == (plain[name].dtype, plain[name].weak_type)
+        assert (result[name].dtype, result[name].weak_type) == (
+            plain[name].dtype,
+            plain[name].weak_type,
+        )
     assert result["none"] is None
 
 
@@ -171,7 +193,9 @@ def test_a_setting_that_the_step_returns_stays_a_number():
 
 
 def test_a_second_trace_leaves_the_first_alone():
-    """A step may return its batch size; a trace on a smaller batch must not change what the first graph returns."""
+    """A step may return its batch size; a trace on a smaller batch must not change what the first
+    graph returns.
+    """
     from aliquot.graph import build_graph
 
     graph = capture(lambda x: (x.sum(), x.shape[0]), jnp.ones((8, 2)))
@@ -196,7 +220,10 @@ def test_the_batch_is_what_begins_alike():
     def step(params, batch, weights, key):
         def loss_fn(p):
             noise = jax.random.normal(key, batch["x"].shape)
-            return jnp.mean(weights @ (mlp_out(p, batch["x"] + noise) - batch["y"]).T ** 2) * batch["scale"]
+            return (
+                jnp.mean(weights @ (mlp_out(p, batch["x"] + noise) - batch["y"]).T ** 2)
+                * batch["scale"]
+            )
 
         return sgd(params, jax.grad(loss_fn)(params))
 

@@ -31,9 +31,15 @@ def test_roles(workload):
 
 
 def test_state_has_successors(workload):
-    """All that a step learns or keeps comes back in its shape, each from an output of its own; nothing else does."""
+    """All that a step learns or keeps comes back in its shape, each from an output of its own;
+    nothing else does.
+    """
     step, graph = workload
-    without = [item.path for item in graph.inputs if item.output is None and item.role not in (Role.BATCH, Role.OTHER)]
+    without = [
+        item.path
+        for item in graph.inputs
+        if item.output is None and item.role not in (Role.BATCH, Role.OTHER)
+    ]
     assert sorted(without) == sorted(step.stateless)
     positions = [item.output for item in graph.inputs if item.output is not None]
     assert len(set(positions)) == len(positions)

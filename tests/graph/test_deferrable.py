@@ -1,4 +1,6 @@
-"""What zero-bubble schedules put off: planners price the same operators that the runtime cuts off."""
+"""What zero-bubble schedules put off: planners price the same operators that the runtime cuts
+off.
+"""
 
 import math
 
@@ -11,7 +13,15 @@ import aliquot as aq
 from aliquot.cluster import LogicalMesh
 from aliquot.cost import make_problem, phase_costs, price
 from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
-from aliquot.sharding import Layout, Part, cut_graph, layer_step, plan_micro_batches, split_stages, stage_step
+from aliquot.sharding import (
+    Layout,
+    Part,
+    cut_graph,
+    layer_step,
+    plan_micro_batches,
+    split_stages,
+    stage_step,
+)
 from aliquot.zoo import build, configure
 
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
@@ -35,7 +45,9 @@ def test_the_runtime_runs_what_is_priced(scan, recompute, stages):
     parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
     programs = split_stages(parts, plan, step.staging, split_backward=True).programs
     for k, extract in enumerate(step.extracts):
-        priced = {extract.ops[op.index] for op in extract.graph.ops if op.deferrable and not op.is_link}
+        priced = {
+            extract.ops[op.index] for op in extract.graph.ops if op.deferrable and not op.is_link
+        }
         run = {
             op
             for program in programs
@@ -44,7 +56,9 @@ def test_the_runtime_runs_what_is_priced(scan, recompute, stages):
             for op in item.ops
         }
         # The runtime may work cheap operators out once more, and adds conversions of its own.
-        missing = {op for op in priced - run if graph.ops[op].name in ("dot_general", "scan", "reduce_sum")}
+        missing = {
+            op for op in priced - run if graph.ops[op].name in ("dot_general", "scan", "reduce_sum")
+        }
         assert not missing
         own = {op for op in run if op < len(graph.ops) and graph.ops[op].phase is Phase.BACKWARD}
         products = {op for op in own if graph.ops[op].name == "dot_general"}
@@ -83,8 +97,8 @@ def test_as_much_is_priced_as_deferrable_as_is_run_late(scan, recompute, stages)
         if total:  # A stage of embeddings alone has no products.
             priced = product_flops(extract.graph, deferrable) / total
             assert abs(priced - flops[Part.BACKWARD_WEIGHT] / sum(flops.values())) < 0.01
-            # Middle stages put off about a third, as their blocks' products with weights are worked out
-            # again or not, and the first stage everything.
+            # Middle stages put off about a third, as their blocks' products with weights are worked
+            # out again or not, and the first stage everything.
             assert priced > (0.3 if k else 0.99)
 
 
@@ -115,7 +129,11 @@ def test_what_waits_for_weight_gradients_is_priced_as_it_is_kept(scan, recompute
 @pytest.mark.parametrize(
     ("stages", "cluster", "scan", "recompute"),
     [
-        *((2, "2xcpu", scan, recompute) for scan in (False, True) for recompute in ("none", "block")),
+        *(
+            (2, "2xcpu", scan, recompute)
+            for scan in (False, True)
+            for recompute in ("none", "block")
+        ),
         (4, "4xcpu", False, "block"),
         (4, "4xcpu", True, "none"),
         (4, "4xcpu", True, "block"),
@@ -130,7 +148,9 @@ def test_zero_bubble_computes_what_the_plain_step_computes(stages, cluster, scan
         work = build(config, 8, dtype="float64", learning_rate=1e-3, scan=scan, recompute=recompute)
         random = np.random.default_rng(0)
         batch = jax.tree.map(lambda x: random.integers(0, 32, x.shape).astype(x.dtype), work.batch)
-        method = aq.PipeshardParallel(num_stages=stages, num_micro_batches=4, schedule="zero-bubble")
+        method = aq.PipeshardParallel(
+            num_stages=stages, num_micro_batches=4, schedule="zero-bubble"
+        )
         step = aq.parallelize(work.train_step, method=method, cluster=aq.Cluster.preset(cluster))
         state = work.init(jax.random.key(0))
         expected = work.train_step(state, batch)
@@ -157,12 +177,16 @@ def test_a_stage_that_works_everything_out_again_puts_nothing_off():
     graph, step = staged(False, "none", 2)
     plan = plan_micro_batches(graph, 2)
     parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
-    programs = split_stages(parts, plan, step.staging, split_backward=True, recompute={1: None}).programs
+    programs = split_stages(
+        parts, plan, step.staging, split_backward=True, recompute={1: None}
+    ).programs
     assert not any(p.totals for p in programs if p.stage == 1 and p.part is Part.BACKWARD_WEIGHT)
 
 
 def test_gradients_cast_on_their_way_to_another_stage_are_not_deferrable():
-    """Statistics of a micro-batch alone are scaled on their way into the backward pass, wherever that is wanted."""
+    """Statistics of a micro-batch alone are scaled on their way into the backward pass, wherever
+    that is wanted.
+    """
 
     def train_step(layers, x):
         def loss(layers):
@@ -177,7 +201,9 @@ def test_gradients_cast_on_their_way_to_another_stage_are_not_deferrable():
     layers, x = [jnp.eye(8)] * 4, jnp.ones((16, 8))
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=2, schedule="zero-bubble")
     cluster = aq.Cluster.preset("2xcpu")
-    step = aq.parallelize(train_step, method=method, cluster=cluster, micro_batch_semantics="independent")
+    step = aq.parallelize(
+        train_step, method=method, cluster=cluster, micro_batch_semantics="independent"
+    )
     new = step(layers, x)
     # The plain step on each half of the batch, averaged; both halves are equal here.
     expected = train_step(layers, x)

@@ -20,7 +20,10 @@ def leaves(tree):
         if hasattr(x, "dtype") or isinstance(x, numbers)
     ]
     return [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in arrays
+        np.asarray(
+            jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
+        for x in arrays
     ]
 
 
@@ -32,10 +35,15 @@ def assert_same(got, want):
 
 # With a hook that changes nothing, for every workload; without one for the structured ones too.
 CASES = [(name, ReplayHook()) for name in STEPS]
-CASES += [(name, None) for name in ("nnx_in_place", "scan_layers_remat", "rnn_over_time", "while_and_cond")]
+CASES += [
+    (name, None)
+    for name in ("nnx_in_place", "scan_layers_remat", "rnn_over_time", "while_and_cond")
+]
 
 
-@pytest.mark.parametrize(("name", "hook"), CASES, ids=[f"{n}-{'hooked' if h else 'bare'}" for n, h in CASES])
+@pytest.mark.parametrize(
+    ("name", "hook"), CASES, ids=[f"{n}-{'hooked' if h else 'bare'}" for n, h in CASES]
+)
 def test_same_numbers(name, hook):
     step = STEPS[name]()
     graph = capture(step.fn, *shapes(step.args), **shapes(step.kwargs))

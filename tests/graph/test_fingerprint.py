@@ -78,7 +78,9 @@ def test_another_interior(changed):
 @pytest.mark.parametrize("field", ["length", "reverse"])
 def test_loop_settings_count(field):
     def run(**settings):
-        return prints(lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, **settings), jnp.ones(3))[1]
+        return prints(
+            lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, **settings), jnp.ones(3)
+        )[1]
 
     base = {"length": 4, "reverse": False}
     assert run(**base) == run(**base) != run(**base | {field: 5 if field == "length" else True})

@@ -57,7 +57,10 @@ def nested(x, ws, shared):
 
 
 def two_regions(x, ws, shared):
-    first, second = jax.checkpoint(lambda x, w: layer(x, w)), jax.checkpoint(lambda x: jnp.sin(x @ shared))
+    first, second = (
+        jax.checkpoint(lambda x, w: layer(x, w)),
+        jax.checkpoint(lambda x: jnp.sin(x @ shared)),
+    )
     return jax.lax.scan(lambda x, w: (x + second(first(x, w)), None), x, ws)[0]
 
 
@@ -65,7 +68,9 @@ MODELS = {
     "scanned": scanned(tied),
     "scanned backwards": scanned(tied, reverse=True),
     "scanned with regions": scanned(jax.checkpoint(tied)),
-    "scanned, saving products": scanned(jax.checkpoint(tied, policy=jax.checkpoint_policies.dots_saveable)),
+    "scanned, saving products": scanned(
+        jax.checkpoint(tied, policy=jax.checkpoint_policies.dots_saveable)
+    ),
     "scanned with two regions": two_regions,
     "random masks": random_masks,
     "nested loops": nested,
@@ -73,7 +78,12 @@ MODELS = {
 
 
 def weights(random, count):
-    shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH), "scale": (WIDTH,), "bias": (2 * WIDTH,)}
+    shapes = {
+        "up": (WIDTH, 2 * WIDTH),
+        "down": (2 * WIDTH, WIDTH),
+        "scale": (WIDTH,),
+        "bias": (2 * WIDTH,),
+    }
     return {name: random.normal(size=(count, *shape)) / 4 for name, shape in shapes.items()}
 
 
@@ -83,7 +93,9 @@ def captured(model, ws):
     x, shared = random.normal(size=(ROWS, WIDTH)), random.normal(size=(WIDTH, WIDTH)) / 4
 
     def gradients(x, ws, shared):
-        return jax.grad(lambda x, ws, shared: jnp.sum(model(x, ws, shared) ** 2), argnums=(0, 1, 2))(x, ws, shared)
+        return jax.grad(
+            lambda x, ws, shared: jnp.sum(model(x, ws, shared) ** 2), argnums=(0, 1, 2)
+        )(x, ws, shared)
 
     return capture(gradients, x, ws, shared), jax.tree.leaves((x, ws, shared))
 
@@ -99,7 +111,9 @@ def backward_calls(graph):
 
 
 def in_halves(graph):
-    """The graph with every such call as two, all second halves after everything else; and the halves."""
+    """The graph with every such call as two, all second halves after everything else; and the
+    halves.
+    """
     pairs = []
     free = {i.value for i in graph.inputs}
     for call, needed in backward_calls(graph):
@@ -108,7 +122,12 @@ def in_halves(graph):
             continue
         halves = halve(graph, call, half, free)
         place = graph.body.items.index(call)
-        items = (*graph.body.items[:place], halves.first, halves.second, *graph.body.items[place + 1 :])
+        items = (
+            *graph.body.items[:place],
+            halves.first,
+            halves.second,
+            *graph.body.items[place + 1 :],
+        )
         graph = replace(graph, values=halves.values, body=replace(graph.body, items=items))
         pairs.append((half, halves))
     return graph, pairs
@@ -142,7 +161,9 @@ def test_a_loop_in_halves_computes_the_same(model):
 def test_regions_of_written_out_layers_in_halves_compute_the_same():
     with jax.enable_x64(True):
         stacked = weights(np.random.default_rng(0), LAYERS)
-        graph, arrays = captured(written_out, [jax.tree.map(lambda a, k=k: a[k], stacked) for k in range(LAYERS)])
+        graph, arrays = captured(
+            written_out, [jax.tree.map(lambda a, k=k: a[k], stacked) for k in range(LAYERS)]
+        )
         halved, pairs = in_halves(graph)
         assert len(pairs) == LAYERS
         assert {h.kind for _, halves in pairs for h in (halves.first, halves.second)} == {"remat"}
@@ -175,10 +196,13 @@ def test_only_operands_of_products_and_what_is_cheap_to_make_of_them_is_handed_o
 
 def test_a_loop_without_products_of_weights_stays_whole():
     def model(x, ws, shared):
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x * w["scale"]) @ jnp.eye(WIDTH), None), x, ws)[0] * shared.sum()
+        return (
+            jax.lax.scan(lambda x, w: (jnp.tanh(x * w["scale"]) @ jnp.eye(WIDTH), None), x, ws)[0]
+            * shared.sum()
+        )
 
     graph, _ = captured(model, weights(np.random.default_rng(0), LAYERS))
-    (call, needed) = next(iter(backward_calls(graph)))
+    call, needed = next(iter(backward_calls(graph)))
     assert call.kind == "scan" and first_half(graph, call, needed) is None
 
 
@@ -191,5 +215,5 @@ def test_a_loop_that_prints_stays_whole():
         return jax.lax.scan(jax.checkpoint(body), x, ws)[0]
 
     graph, _ = captured(model, weights(np.random.default_rng(0), LAYERS))
-    (call, needed) = next(iter(backward_calls(graph)))
+    call, needed = next(iter(backward_calls(graph)))
     assert first_half(graph, call, needed) is None

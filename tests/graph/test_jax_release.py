@@ -1,4 +1,6 @@
-"""What aliquot reads off JAX's traces. A release that changes any of it must fail here first, by name."""
+"""What aliquot reads off JAX's traces. A release that changes any of it must fail here first, by
+name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def scopes(loss_fn, wrap=lambda f: f):
         with jax.named_scope("update"):
             return w - 0.1 * jax.grad(loss_fn)(w, x)
 
-    return [(op.name, op.scope, op.phase) for op in capture(train_step, jnp.ones((4, 4)), jnp.ones((2, 4))).ops]
+    return [
+        (op.name, op.scope, op.phase)
+        for op in capture(train_step, jnp.ones((4, 4)), jnp.ones((2, 4))).ops
+    ]
 
 
 def layer(w, x):
@@ -48,7 +53,9 @@ def test_unlabelled_operators_follow_the_dataflow():
         loss, grad = jax.value_and_grad(lambda w: ((x @ (w * mask)) ** 2).sum())(w)
         return w - 0.1 * grad, jnp.log(loss)
 
-    phases = {op.name: op.phase for op in capture(train_step, jnp.ones((4, 4)), jnp.ones((2, 4))).ops}
+    phases = {
+        op.name: op.phase for op in capture(train_step, jnp.ones((4, 4)), jnp.ones((2, 4))).ops
+    }
     assert phases["iota"] is Phase.PROLOGUE
     assert phases["log"] is Phase.FORWARD
     assert phases["sub"] is Phase.UPDATE
@@ -69,7 +76,9 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
 def test_primitives_that_are_opened():
     x = jnp.ones(3)
     assert compat.inlined_body(primitives(jax.jit(jnp.sin), x)["jit"]) is not None
-    assert compat.inlined_body(primitives(jax.nn.silu, x).get("jit") or next(iter(primitives(jax.nn.silu, x).values())))
+    assert compat.inlined_body(
+        primitives(jax.nn.silu, x).get("jit") or next(iter(primitives(jax.nn.silu, x).values()))
+    )
     relu = jax.make_jaxpr(jax.nn.relu)(x).eqns[0]
     assert relu.primitive.name == "custom_jvp_call" and compat.inlined_body(relu) is not None
     assert compat.inlined_body(primitives(doubled, x)["custom_vjp_call"]) is not None
@@ -82,7 +91,9 @@ def test_primitives_that_stay():
     scan = primitives(lambda x: jax.lax.scan(lambda c, y: (c + y, c), 0.0, x), x)["scan"]
     assert set(scan.params) >= {"jaxpr", "length", "reverse", "unroll"}
     assert compat.scan_counts(scan.params) == (0, 1)
-    loop = primitives(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x), x)["while"]
+    loop = primitives(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x), x)[
+        "while"
+    ]
     assert set(loop.params) >= {"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"}
     cond = primitives(lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), x)["cond"]
     assert len(cond.params["branches"]) == 2

@@ -21,7 +21,13 @@ def double(x, out):
 
 def call(kernel=double, *, grid=(4,), given=ROWS, made=ROWS, shape=X, **settings):
     return lambda x: pl.pallas_call(
-        kernel, grid=grid, in_specs=[given], out_specs=made, out_shape=shape, interpret=True, **settings
+        kernel,
+        grid=grid,
+        in_specs=[given],
+        out_specs=made,
+        out_shape=shape,
+        interpret=True,
+        **settings,
     )(x)
 
 
@@ -41,7 +47,10 @@ def test_blocks_of_rows():
 
 
 def test_a_vmap_adds_a_dim():
-    assert cuts(jax.vmap(call()), jax.ShapeDtypeStruct((3, 16, 8), jnp.float32)) == [[0, 1, -1], [0, 1, -1]]
+    assert cuts(jax.vmap(call()), jax.ShapeDtypeStruct((3, 16, 8), jnp.float32)) == [
+        [0, 1, -1],
+        [0, 1, -1],
+    ]
 
 
 def counted(x, out):
@@ -51,16 +60,26 @@ def counted(x, out):
 def test_a_kernel_that_asks_where_it_is():
     assert cuts(call(counted)) == [[-1, -1], [-1, -1]]
     # A kernel counts without the dims of a vmap, which stay free.
-    assert cuts(jax.vmap(call(counted)), jax.ShapeDtypeStruct((3, 16, 8), jnp.float32)) == [[0, -1, -1]] * 2
+    assert (
+        cuts(jax.vmap(call(counted)), jax.ShapeDtypeStruct((3, 16, 8), jnp.float32))
+        == [[0, -1, -1]] * 2
+    )
 
 
 @pytest.mark.parametrize(
     "fn",
     [
         call(given=pl.BlockSpec((4, 8), lambda i: (3 - i, 0))),
-        call(made=pl.BlockSpec((4, 8), lambda i: (0, 0)), shape=jax.ShapeDtypeStruct((4, 8), jnp.float32)),
+        call(
+            made=pl.BlockSpec((4, 8), lambda i: (0, 0)),
+            shape=jax.ShapeDtypeStruct((4, 8), jnp.float32),
+        ),
         call(given=pl.BlockSpec((16, 8), lambda i: (0, 0)), kernel=lambda x, out: None),
-        call(grid=(3,), given=pl.BlockSpec((6, 8), lambda i: (i, 0)), made=pl.BlockSpec((6, 8), lambda i: (i, 0))),
+        call(
+            grid=(3,),
+            given=pl.BlockSpec((6, 8), lambda i: (i, 0)),
+            made=pl.BlockSpec((6, 8), lambda i: (i, 0)),
+        ),
         call(grid=(), given=pl.BlockSpec(), made=pl.BlockSpec()),
     ],
     ids=["backwards", "one result block", "nothing taken in blocks", "does not divide", "no grid"],
@@ -70,13 +89,15 @@ def test_kernels_whose_blocks_tell_nothing_are_not_split(fn):
 
 
 @pytest.mark.parametrize(
-    ("rows", "wanted"), [(0, [[0, -1], [0, -1]]), (1, [[-1, -1], [-1, -1]])], ids=["outside", "inside"]
+    ("rows", "wanted"),
+    [(0, [[0, -1], [0, -1]]), (1, [[-1, -1], [-1, -1]])],
+    ids=["outside", "inside"],
 )
 def test_kernels_that_keep_state_between_blocks_are_not_split(rows, wanted):
     """Sums along the rows, in memory of the kernel's own that it clears at the first columns.
 
-    With the columns outside, it is cleared for all rows before any has come to its second columns, and rows run into one
-    another.
+    With the columns outside, it is cleared for all rows before any has come to its second columns,
+    and rows run into one another.
     """
 
     def running_sum(x, out, kept):
@@ -90,7 +111,9 @@ def test_kernels_that_keep_state_between_blocks_are_not_split(rows, wanted):
     block = pl.BlockSpec((4, 4), lambda *place: (place[rows], place[1 - rows]))
     memory = [tpu.VMEM((4, 4), jnp.float32)]
     grid = (2, 4) if rows else (4, 2)
-    assert cuts(call(running_sum, grid=grid, given=block, made=block, scratch_shapes=memory)) == wanted
+    assert (
+        cuts(call(running_sum, grid=grid, given=block, made=block, scratch_shapes=memory)) == wanted
+    )
 
 
 def test_a_kernel_on_pieces():
@@ -103,7 +126,9 @@ def test_a_kernel_on_pieces():
 
 
 def test_prices():
-    """The author's estimate, in proportion on pieces; without one the kernel's operators, as often as it runs."""
+    """The author's estimate, in proportion on pieces; without one the kernel's operators, as often
+    as it runs.
+    """
     estimate = pl.CostEstimate(flops=1000, transcendentals=24, bytes_accessed=4096)
     eqn = equation(call(cost_estimate=estimate))
     assert (kernel_of(eqn.params).flops, kernel_of(eqn.params).accessed_bytes) == (1024.0, 4096.0)

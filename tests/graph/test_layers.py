@@ -32,7 +32,10 @@ def products(graph, layers):
 
 def test_repeats_are_cut_at_the_same_place(graph):
     layers = cut_layers(graph)
-    assert layers.names[:5] == ("state.params.embed", *(f"state.params.layers[{k}]" for k in range(4)))
+    assert layers.names[:5] == (
+        "state.params.embed",
+        *(f"state.params.layers[{k}]" for k in range(4)),
+    )
     assert products(graph, layers)[:6] == [0, 2, 2, 2, 2, 1]
     # Only the stream crosses, and equal layers weigh the same.
     assert set(layers.boundary_bytes[:5]) == {ROWS * WIDTH * 4.0}
@@ -49,10 +52,13 @@ def test_a_number_of_layers(graph, count):
     assert all(b <= 2 * ROWS * WIDTH * 4 for b in layers.boundary_bytes)
 
 
-@pytest.mark.parametrize("pattern", ["state.params.layers[*]", "params.layers[*]", "layers[*]", "layers[*].up"])
+@pytest.mark.parametrize(
+    "pattern", ["state.params.layers[*]", "params.layers[*]", "layers[*]", "layers[*].up"]
+)
 def test_a_pattern_of_parameters(graph, pattern):
     layers = cut_layers(graph, layers=pattern)
-    # What comes before the first match is a layer of its own; what comes behind belongs to the last.
+    # What comes before the first match is a layer of its own; what comes behind belongs to the
+    # last.
     assert products(graph, layers) == [0, 2, 2, 2, 3]
     assert layers.names[1:] == tuple(f"state.params.layers[{k}]" for k in range(4))
     assert set(layers.boundary_bytes[:-1]) == {ROWS * WIDTH * 4.0}
@@ -68,7 +74,9 @@ def test_steps_that_cannot_be_cut_into_layers_are_refused(graph):
         cut_layers(graph, layers=40)
     with pytest.raises(InputError, match="layers=0"):
         cut_layers(graph, layers=0)
-    with pytest.raises(InputError, match=r"'params.blocks\[\*\]' matches no parameter of train_step"):
+    with pytest.raises(
+        InputError, match=r"'params.blocks\[\*\]' matches no parameter of train_step"
+    ):
         cut_layers(graph, layers="params.blocks[*]")
 
 
@@ -82,15 +90,31 @@ def test_a_scalar_that_crosses_is_no_reason_to_cut_through_a_layer():
 
 def test_layers_of_another_size_cross_what_they_cross_there():
     """The same operators in the same layers; structured ones are those of their own graph."""
-    sizes = {"num_layers": 3, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "seq_len": 4, "vocab_size": 16}
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "ffn_size": 16,
+        "seq_len": 4,
+        "vocab_size": 16,
+    }
     work = build("gpt-125m", 8, overrides=sizes, recompute="block")
     graph = capture(work.train_step, work.state, work.batch)
     part = trace_part(graph, 4)
     layers, own = cut_layers(graph), cut_layers(part)
     alike = cut_alike(layers, part)
-    assert (alike.starts, alike.forward, alike.boundary_bytes) == (own.starts, own.forward, own.boundary_bytes)
+    assert (alike.starts, alike.forward, alike.boundary_bytes) == (
+        own.starts,
+        own.forward,
+        own.boundary_bytes,
+    )
     for item, other in zip(alike.items, own.items, strict=True):
-        assert (item.what, item.inputs, item.outputs, item.ops) == (other.what, other.inputs, other.outputs, other.ops)
+        assert (item.what, item.inputs, item.outputs, item.ops) == (
+            other.what,
+            other.inputs,
+            other.outputs,
+            other.ops,
+        )
         assert (item.phase, item.shared) == (other.phase, other.shared)
 
 
@@ -98,7 +122,9 @@ def test_quick_search_for_repeats_agrees_outside_the_update():
     graph = layered(4)
     quick, whole = find_repeats(graph), fold(graph)
     assert (
-        [(r.start, r.period, r.count) for r in quick.runs] == [(r.start, r.period, r.count) for r in whole.runs] != []
+        [(r.start, r.period, r.count) for r in quick.runs]
+        == [(r.start, r.period, r.count) for r in whole.runs]
+        != []
     )
     passes = [op.index for op in graph.ops if op.phase is not Phase.UPDATE]
     pairs = set(zip(quick.op_class[passes].tolist(), whole.op_class[passes].tolist(), strict=True))

@@ -1,4 +1,6 @@
-"""What a backward program reads of its forward program is the cheapest set that suffices: against all sets there are."""
+"""What a backward program reads of its forward program is the cheapest set that suffices: against
+all sets there are.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +11,42 @@ from hypothesis import strategies as st
 
 from aliquot.graph import Item, Phase, Value, what_to_keep
 
-# Handing over an array costs something whatever its size, so that of equal sets the smaller one is taken.
+# Handing over an array costs something whatever its size, so that of equal sets the smaller one is
+# taken.
 _PER_ARRAY = 4097
 
 
 def item(number, inputs, output):
     return Item(
-        what=number, inputs=tuple(inputs), outputs=(output,), ops=(number,), phase=Phase.FORWARD, shared=False, cost=1.0
+        what=number,
+        inputs=tuple(inputs),
+        outputs=(output,),
+        ops=(number,),
+        phase=Phase.FORWARD,
+        shared=False,
+        cost=1.0,
     )
 
 
 @st.composite
 def programs(draw):
-    """Two values from elsewhere, one that is free, and up to six that the program makes of earlier ones."""
+    """Two values from elsewhere, one that is free, and up to six that the program makes of earlier
+    ones.
+    """
     count = draw(st.integers(1, 6))
     makers = []
     for k in range(count):
         inputs = draw(st.lists(st.integers(0, k + 2), min_size=1, max_size=3, unique=True))
         makers.append(item(k, inputs, k + 3))
-    names = draw(st.lists(st.sampled_from(["add", "tanh", "dot_general"]), min_size=count, max_size=count))
+    names = draw(
+        st.lists(st.sampled_from(["add", "tanh", "dot_general"]), min_size=count, max_size=count)
+    )
     sizes = draw(st.lists(st.integers(1, 9), min_size=count + 3, max_size=count + 3))
     wanted = draw(st.lists(st.integers(3, count + 2), min_size=1, max_size=4, unique=True))
     read_anyway = draw(st.sampled_from([(), (0,), (0, 1)]))
-    values = [Value(index=k, shape=(1000 * n,), dtype="float32", itemsize=4) for k, n in enumerate(sizes)]
+    values = [
+        Value(index=k, shape=(1000 * n,), dtype="float32", itemsize=4) for k, n in enumerate(sizes)
+    ]
     return makers, names, values, wanted, read_anyway
 
 
@@ -54,21 +69,42 @@ def test_kept_values_suffice_to_recompute_and_are_the_cheapest_such_set(program)
     kept = what_to_keep(makers, names, wanted, values, free={2}, read_anyway=read_anyway)
     assert suffices(kept, makers, names, wanted)
     others = [v for v in range(len(values)) if v != 2]
-    every = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1))
-    assert cost(kept) == min(cost(chosen) for chosen in every if suffices(chosen, makers, names, wanted))
+    every = itertools.chain.from_iterable(
+        itertools.combinations(others, n) for n in range(len(others) + 1)
+    )
+    assert cost(kept) == min(
+        cost(chosen) for chosen in every if suffices(chosen, makers, names, wanted)
+    )
 
 
 def test_cheap_results_are_worked_out_from_one_product():
     """Of a product, a bias, an activation and its square only the product is kept."""
     makers = [item(0, [0, 1], 3), item(1, [3, 2], 4), item(2, [4], 5), item(3, [5, 5], 6)]
     values = [Value(index=k, shape=(100,), dtype="float32", itemsize=4) for k in range(7)]
-    kept = what_to_keep(makers, ["dot_general", "add", "tanh", "mul"], [4, 5, 6], values, free={1, 2}, read_anyway=(0,))
+    kept = what_to_keep(
+        makers,
+        ["dot_general", "add", "tanh", "mul"],
+        [4, 5, 6],
+        values,
+        free={1, 2},
+        read_anyway=(0,),
+    )
     assert kept == {3} or kept == {4} or kept == {5}
-    assert what_to_keep(makers, ["dot_general", "add", "tanh", "mul"], [], values, free=(), read_anyway=()) == set()
+    assert (
+        what_to_keep(
+            makers, ["dot_general", "add", "tanh", "mul"], [], values, free=(), read_anyway=()
+        )
+        == set()
+    )
 
 
 def test_sizes_beyond_what_a_flow_can_count_are_scaled():
     makers = [item(0, [0], 3), item(1, [3], 4), item(2, [4], 5)]
-    values = [Value(index=k, shape=(n,), dtype="float32", itemsize=4) for k, n in enumerate([1, 1, 1, 2**34, 2**33, 9])]
-    kept = what_to_keep(makers, ["dot_general", "tanh", "dot_general"], [3, 4, 5], values, free=(), read_anyway=())
+    values = [
+        Value(index=k, shape=(n,), dtype="float32", itemsize=4)
+        for k, n in enumerate([1, 1, 1, 2**34, 2**33, 9])
+    ]
+    kept = what_to_keep(
+        makers, ["dot_general", "tanh", "dot_general"], [3, 4, 5], values, free=(), read_anyway=()
+    )
     assert kept == {3, 5}

@@ -1,4 +1,6 @@
-"""A step whose layers are a scan, cut into ranges of layers, computes what it computed, on pieces."""
+"""A step whose layers are a scan, cut into ranges of layers, computes what it computed, on
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from aliquot.zoo import build
 
 BOUNDS = (0, 2, LAYERS)
 
-# How often pieces are put together, and how often a whole is cut, in `SCANS`. Keys are drawn for all layers at once.
+# How often pieces are put together, and how often a whole is cut, in `SCANS`. Keys are drawn for
+# all layers at once.
 JOINTS = {"more_than_parameters": (0, 1), "layers_mixed": (1, 1), "searched": (2, 0)}
 # Sums over all layers become sums of sums: the last bits may differ where such a sum is used.
 ROUNDED = {"summed_auxiliary"}
@@ -39,22 +42,34 @@ def small(graph):
     """Random arrays for a graph's inputs, without running anything."""
     numbers = np.random.default_rng(0)
     leaves = graph.calling.call.leaves
-    drawn = [numbers.integers(0, 16, x.shape) if x.dtype == "int32" else numbers.random(x.shape) for x in leaves]
+    drawn = [
+        numbers.integers(0, 16, x.shape) if x.dtype == "int32" else numbers.random(x.shape)
+        for x in leaves
+    ]
     return [a.astype(x.dtype) for a, x in zip(drawn, leaves, strict=True)]
 
 
 def run(graph, arrays, emitters=False):
     """Outputs of a graph, compiled quickly rather than well."""
     lowered = jax.jit(lambda flat: evaluate(graph, flat)).lower(arrays)
-    options = {"xla_cpu_use_fusion_emitters": emitters} if known_xla_flags(["--xla_cpu_use_fusion_emitters"]) else {}
+    options = (
+        {"xla_cpu_use_fusion_emitters": emitters}
+        if known_xla_flags(["--xla_cpu_use_fusion_emitters"])
+        else {}
+    )
     return lowered.compile(compiler_options=options)(arrays)
 
 
 def assert_splits(graph, bounds, arrays, rounded=False, emitters=False):
-    """With the emitters of fusions, which compile slowly, more steps have the same last bits in pieces as in whole."""
+    """With the emitters of fusions, which compile slowly, more steps have the same last bits in
+    pieces as in whole.
+    """
     split = split_scans(graph, bounds)
     check_consistent(split.graph)
-    got, want = split.join(run(split.graph, split.cut(arrays), emitters)), run(graph, arrays, emitters)
+    got, want = (
+        split.join(run(split.graph, split.cut(arrays), emitters)),
+        run(graph, arrays, emitters),
+    )
     for output, a, b in zip(graph.outputs, got, want, strict=True):
         assert a.dtype == b.dtype
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -67,12 +82,16 @@ def assert_splits(graph, bounds, arrays, rounded=False, emitters=False):
 
 
 def check_consistent(graph):
-    """Both views of a graph tell the same, and every value has one origin and the shape that its equation says."""
+    """Both views of a graph tell the same, and every value has one origin and the shape that its
+    equation says.
+    """
     assert [op.index for op in graph.ops] == list(range(len(graph.ops)))
     assert [v.index for v in graph.values] == list(range(len(graph.values)))
     known = {item.value for item in graph.inputs} | set(graph.constants)
     for op in graph.ops:
-        assert all(i in known for i in op.inputs if isinstance(i, int)), "an operator comes before what it reads"
+        assert all(i in known for i in op.inputs if isinstance(i, int)), (
+            "an operator comes before what it reads"
+        )
         for out in op.outputs:
             assert out < 0 or out not in known, "a value has two origins"
             known.add(out)
@@ -116,9 +135,23 @@ def joints(graph):
 
 
 def zoo(model, dtype="float32", recompute="none", layers=3, global_batch=4, **settings):
-    sizes = {"num_layers": layers, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "seq_len": 4, "vocab_size": 16}
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "ffn_size": 16,
+        "seq_len": 4,
+        "vocab_size": 16,
+    }
     work = build(
-        model, global_batch, overrides=sizes, dtype=dtype, recompute=recompute, scan=True, optimizer="adamw", **settings
+        model,
+        global_batch,
+        overrides=sizes,
+        dtype=dtype,
+        recompute=recompute,
+        scan=True,
+        optimizer="adamw",
+        **settings,
     )
     return capture(work.train_step, work.state, work.batch)
 
@@ -134,7 +167,10 @@ def clipped(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "dtype", "recompute"),
-    [("gpt-125m", "float32", "block"), pytest.param("llama-7b", "bf16", "none", marks=pytest.mark.slow)],
+    [
+        ("gpt-125m", "float32", "block"),
+        pytest.param("llama-7b", "bf16", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_zoo_same_numbers(clipped, model, dtype, recompute):
     graph = zoo(model, dtype, recompute)
@@ -192,7 +228,10 @@ def test_pieces_are_named_and_linked():
     graph = zoo("gpt-125m", layers=3)
     split = split_scans(graph, (0, 2, 3))
     paths = [item.path for item in split.graph.inputs]
-    assert "state.params.layers.attn.q.kernel[0:2]" in paths and "state.params.layers.attn.q.kernel[2:3]" in paths
+    assert (
+        "state.params.layers.attn.q.kernel[0:2]" in paths
+        and "state.params.layers.attn.q.kernel[2:3]" in paths
+    )
     for old, pieces in zip(graph.inputs, split.split.inputs, strict=True):
         for piece in pieces:
             item = split.graph.inputs[piece.position]
@@ -228,19 +267,28 @@ def test_layers_begin_between_pieces(model):
 def test_equal_pieces_fold():
     """Cutting eight layers into four ranges leaves hardly more classes than two ranges have."""
     graph = zoo("gpt-125m", layers=8)
-    classes = {n: len(fold(split_scans(graph, range(0, 9, 8 // n)).graph).members) for n in (1, 2, 4)}
+    classes = {
+        n: len(fold(split_scans(graph, range(0, 9, 8 // n)).graph).members) for n in (1, 2, 4)
+    }
     assert classes[4] < 1.1 * classes[2] < 1.3 * classes[1]
 
 
 @pytest.mark.parametrize("name", SCANS)
 def test_batch_size_changes_nothing(name):
-    """Another batch splits operator by operator alike, even one of as many examples as there are layers."""
+    """Another batch splits operator by operator alike, even one of as many examples as there are
+    layers.
+    """
     step, state = SCANS[name]()
-    whole, part = (split_scans(capture(step, state, batch(rows)), BOUNDS).graph for rows in (2 * LAYERS, LAYERS))
+    whole, part = (
+        split_scans(capture(step, state, batch(rows)), BOUNDS).graph
+        for rows in (2 * LAYERS, LAYERS)
+    )
     assert len(whole.values) == len(part.values)
     for a, b in zip(whole.ops, part.ops, strict=True):
         assert (a.name, a.trips, a.outputs, a.phase) == (b.name, b.trips, b.outputs, b.phase)
-        assert [i for i in a.inputs if isinstance(i, int)] == [i for i in b.inputs if isinstance(i, int)]
+        assert [i for i in a.inputs if isinstance(i, int)] == [
+            i for i in b.inputs if isinstance(i, int)
+        ]
 
 
 def test_one_range_changes_only_names():
@@ -264,7 +312,9 @@ def accumulating(state, data):
 
 
 def encoder_decoder():
-    step, state = training(lambda p, data: two_scans(p, data), lambda p, g: jax.tree.map(lambda a, b: a - b, p, g))
+    step, state = training(
+        lambda p, data: two_scans(p, data), lambda p, g: jax.tree.map(lambda a, b: a - b, p, g)
+    )
     state["params"]["encoder"] = params()["w"][:2]
     return capture(step, state, batch())
 
@@ -280,9 +330,14 @@ def test_scans_over_layers():
     assert [scan.length for scan in found] == [2, LAYERS]
     for scan in found:
         inside = graph.ops[scan.start : scan.stop]
-        assert {op.trips for op in inside} == {1, scan.length} and "dot_general" in [op.name for op in inside]
+        assert {op.trips for op in inside} == {1, scan.length} and "dot_general" in [
+            op.name for op in inside
+        ]
         assert all(op.phase is not Phase.BACKWARD for op in inside)
-        assert graph.ops[scan.start].name == "tie" and graph.ops[scan.stop - 1].name in ("tie", "scan_stack")
+        assert graph.ops[scan.start].name == "tie" and graph.ops[scan.stop - 1].name in (
+            "tie",
+            "scan_stack",
+        )
     assert found[0].stop <= found[1].start
 
 
@@ -292,7 +347,8 @@ def test_other_lengths_stay():
     check_consistent(split.graph)
     assert {op.trips for op in split.graph.ops} == {1, 2, 3}
     assert "state.params.encoder" in [item.path for item in split.graph.inputs]
-    # Both lengths, one after the other: what is left of the first cut is no scan over as many layers.
+    # Both lengths, one after the other: what is left of the first cut is no scan over as many
+    # layers.
     assert [scan.length for scan in scans_over_layers(split.graph)] == [2, 2, 3]
 
 
@@ -310,12 +366,18 @@ def by_map(key):
 
 @pytest.mark.parametrize("fn", [by_vmap, by_map])
 def test_rows_of_any_function(fn):
-    """A function that makes stacked parameters makes each range by itself, without a step around it."""
+    """A function that makes stacked parameters makes each range by itself, without a step around
+    it.
+    """
     graph = capture(fn, jax.random.key(0))
     split = split_rows(graph, BOUNDS, [0, 1, 3])
     check_consistent(split.graph)
     assert [len(pieces) for pieces in split.split.outputs] == [2, 2, 1, 2]
-    for a, b in zip(split.join(run(split.graph, [jax.random.key(0)])), run(graph, [jax.random.key(0)]), strict=True):
+    for a, b in zip(
+        split.join(run(split.graph, [jax.random.key(0)])),
+        run(graph, [jax.random.key(0)]),
+        strict=True,
+    ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     # Only keys, their numbers and constants are ever there for all layers.
     whole = [v for v in split.graph.values if v.shape[:1] == (LAYERS,)]
@@ -334,14 +396,21 @@ def no_scan(p, data):
         (
             SCANS["plain"],
             (0, 3),
-            r"Ranges of 3 layers were asked for, but train_step scans over 5 .* Let bounds end at 5",
+            (
+                r"Ranges of 3 layers were asked for, but train_step scans over 5 .* Let bounds end"
+                r" at 5"
+            ),
         ),
         (SCANS["plain"], (1, 5), r"bounds=\(1, 5\) are no ranges .* increase from 0"),
         (SCANS["plain"], (0, 3, 3, 5), "must increase"),
         (SCANS["plain"], (0, 2.5, 5), "must increase"),
         (SCANS["plain"], (5,), "must increase"),
         (lambda: training(no_scan), (0, 2, 5), "has no scan over layers.* jax.lax.scan"),
-        (lambda: (accumulating, {"params": params()}), (0, 2, 5), "inside another loop.* num_micro_batches"),
+        (
+            lambda: (accumulating, {"params": params()}),
+            (0, 2, 5),
+            "inside another loop.* num_micro_batches",
+        ),
     ],
 )
 def test_refusals(make, bounds, message):

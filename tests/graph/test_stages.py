@@ -25,7 +25,12 @@ def skipping():
 
 
 def stages_of(staging, phase):
-    return {o: s for i, s in zip(staging.items, staging.stage) if i.phase is phase and s != SHARED for o in i.outputs}
+    return {
+        o: s
+        for i, s in zip(staging.items, staging.stage)
+        if i.phase is phase and s != SHARED
+        for o in i.outputs
+    }
 
 
 @pytest.mark.parametrize("which", ["made", "skipping"])
@@ -87,9 +92,17 @@ def test_operators_between_scalars_are_shared_by_all_stages(made):
     graph, staging = made
     step = next(i for i in graph.inputs if i.path == "state.step")
     assert step.value not in staging.home
-    (where,) = [s for item, s in zip(staging.items, staging.stage) if graph.outputs[step.output].value in item.outputs]
+    (where,) = [
+        s
+        for item, s in zip(staging.items, staging.stage)
+        if graph.outputs[step.output].value in item.outputs
+    ]
     assert where == SHARED
-    norms = [s for i, s in zip(staging.items, staging.stage) if graph.ops[i.what].name == "sqrt" and not i.outputs[1:]]
+    norms = [
+        s
+        for i, s in zip(staging.items, staging.stage)
+        if graph.ops[i.what].name == "sqrt" and not i.outputs[1:]
+    ]
     assert SHARED in norms
 
 

@@ -1,4 +1,6 @@
-"""What must survive a replay besides the numbers: barriers, loops, their bodies, and what a hook gets to see."""
+"""What must survive a replay besides the numbers: barriers, loops, their bodies, and what a hook
+gets to see.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from aliquot.graph import ReplayHook, capture, evaluate
 
 
 def programs(name):
-    """The workload's graph, and the text of the plain and of the replayed step before compilation."""
+    """The workload's graph, and the text of the plain and of the replayed step before
+    compilation.
+    """
     step = STEPS[name]()
     graph = capture(step.fn, *shapes(step.args), **step.kwargs)
     flat = graph.calling.flatten(step.args, step.kwargs)
@@ -27,7 +31,9 @@ def test_as_many_barriers(name):
     assert replayed.count("optimization_barrier") == plain.count("optimization_barrier")
 
 
-@pytest.mark.parametrize("name", ["scan_layers", "scan_layers_remat", "rnn_over_time", "while_and_cond"])
+@pytest.mark.parametrize(
+    "name", ["scan_layers", "scan_layers_remat", "rnn_over_time", "while_and_cond"]
+)
 def test_as_many_loops_and_branches(name):
     _, plain, replayed = programs(name)
     for construct in ("stablehlo.while", "stablehlo.case"):
@@ -35,10 +41,14 @@ def test_as_many_loops_and_branches(name):
 
 
 def test_remat_is_seen_through():
-    """Operators in a remat region read the values outside under their own indices, and carry the region's number."""
+    """Operators in a remat region read the values outside under their own indices, and carry the
+    region's number.
+    """
     step = STEPS["remat_default"]()
     graph = capture(step.fn, *shapes(step.args))
-    outside = {out for op in graph.ops if op.region == 0 for out in op.outputs} | {i.value for i in graph.inputs}
+    outside = {out for op in graph.ops if op.region == 0 for out in op.outputs} | {
+        i.value for i in graph.inputs
+    }
     inside = [op for op in graph.ops if op.region]
     assert {op.region for op in inside} == {1, 2, 3}
     assert any(i in outside for op in inside for i in op.inputs if isinstance(i, int))
@@ -53,7 +63,9 @@ def test_a_scan_is_one_body_with_a_multiplicity():
 
 
 def test_a_while_runs_an_unknown_number_of_times():
-    graph = capture(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x), jnp.ones(3))
+    graph = capture(
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x), jnp.ones(3)
+    )
     assert [op.trips for op in graph.ops if op.name == "mul"] == [1]
 
 
@@ -78,7 +90,9 @@ class Recorder(ReplayHook):
         return array
 
 
-@pytest.mark.parametrize("name", ["remat_nested", "scan_layers_remat", "while_and_cond", "plain_accumulation"])
+@pytest.mark.parametrize(
+    "name", ["remat_nested", "scan_layers_remat", "while_and_cond", "plain_accumulation"]
+)
 def test_the_hook_sees_every_operator(name):
     step = STEPS[name]()
     graph = capture(step.fn, *shapes(step.args))
@@ -92,7 +106,9 @@ def test_the_hook_sees_every_operator(name):
 
 
 def test_the_hook_sees_carries_and_slices():
-    graph = capture(lambda x: jax.lax.scan(lambda c, y: (c + y, c), jnp.zeros(2), x), jnp.ones((3, 2)))
+    graph = capture(
+        lambda x: jax.lax.scan(lambda c, y: (c + y, c), jnp.zeros(2), x), jnp.ones((3, 2))
+    )
     seen = Recorder()
     evaluate(graph, [jnp.ones((3, 2))], on_op=seen)
     # What the loop carries and slices, then what it leaves: its last carry and its stacked results.
@@ -111,7 +127,9 @@ def test_results_of_replay_hooks_replace_the_values():
 
 def test_a_shared_constant_is_one_value():
     table = jnp.arange(6.0)
-    graph = capture(lambda x: jax.jit(lambda x: x + table)(x) * jax.jit(lambda x: x - table)(x), jnp.ones(6))
+    graph = capture(
+        lambda x: jax.jit(lambda x: x + table)(x) * jax.jit(lambda x: x - table)(x), jnp.ones(6)
+    )
     assert len(graph.constants) == 1
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-HEADER = "op_name,forward-compute,backward-compute,input_size,output_size,weights,activations,fwd_reserved,bwd_reserved"
+HEADER = (
+    "op_name,forward-compute,backward-compute,input_size,output_size,weights,activations,"
+    "fwd_reserved,bwd_reserved"
+)
 CHAIN = """
 resharding = true
 copies_of_weights = 8
@@ -22,7 +25,8 @@ operators = ["norm", "mix"]
 [layouts]
 mix = [[["1", "dp", "tp", "1"], ["tp", "dp", "1", "1"]]]
 """
-# Forward and backward in microseconds, then MiB; a tensor degree of 2 halves all but what enters and leaves.
+# Forward and backward in microseconds, then MiB; a tensor degree of 2 halves all but what enters
+# and leaves.
 ROWS = {
     "embed": (100, 200, 1, 8, 10, 4, 2, 4),
     "norm": (10, 20, 8, 8, 0, 6, 0, 8),
@@ -38,11 +42,22 @@ def write_database(folder: Path) -> Path:
             lines = [HEADER]
             for name, (forward, backward, *sizes) in ROWS.items():
                 scale = mbs / tp
-                kept = [sizes[0] * mbs, sizes[1] * mbs, sizes[2] / tp, *(x * scale for x in sizes[3:])]
-                lines.append(",".join([name, *(f"{x:.3f}" for x in (forward * scale, backward * scale, *kept))]))
+                kept = [
+                    sizes[0] * mbs,
+                    sizes[1] * mbs,
+                    sizes[2] / tp,
+                    *(x * scale for x in sizes[3:]),
+                ]
+                lines.append(
+                    ",".join(
+                        [name, *(f"{x:.3f}" for x in (forward * scale, backward * scale, *kept))]
+                    )
+                )
             (folder / f"toy_1B_mbs{mbs}_tp{tp}_algo0.csv").write_text("\n".join(lines) + "\n")
     (folder / "p2p_intra_node.csv").write_text("1,2,4,8,16\n1, 2, 4, 8, 16\n")
-    (folder / "prim_toy_1B_all_gather_2gpus.csv").write_text("data_size(MB),time(ms)\n8,0.5\n16,0.9\n")
+    (folder / "prim_toy_1B_all_gather_2gpus.csv").write_text(
+        "data_size(MB),time(ms)\n8,0.5\n16,0.9\n"
+    )
     return folder
 
 
@@ -52,7 +67,9 @@ def write_chain(path: Path) -> Path:
 
 
 def write_toy_configuration(path: Path, **changes: object) -> Path:
-    """Two stages of an embedding and two layers: (embed, norm, mix) on two GPUs by tensors, (norm, mix) on one."""
+    """Two stages of an embedding and two layers: (embed, norm, mix) on two GPUs by tensors, (norm,
+    mix) on one.
+    """
     content = {
         "model_name": "toy",
         "model_size": "1B",

@@ -52,7 +52,8 @@ def test_times_are_those_of_the_formulas(files):
     # Half of 410 + 820 us on two GPUs; on one, norm and mix once more for the recomputation.
     assert first.compute_ms == pytest.approx(0.615)
     assert second.compute_ms == pytest.approx((310 + 620 + 310) / 1000)
-    # 1 MiB at 1 GB/s and 8 at 4, and the gather of what `mix` takes cut; then 8 MiB twice at the next smaller bandwidth.
+    # 1 MiB at 1 GB/s and 8 at 4, and the gather of what `mix` takes cut; then 8 MiB twice at the
+    # next smaller bandwidth.
     assert first.transfer_ms == pytest.approx(1.0 + 8 / 4 + 0.5)
     assert second.transfer_ms == pytest.approx(2 * 8 / 4)
     whole = sum(stage.compute_ms + stage.transfer_ms for stage in found.stages)
@@ -81,17 +82,23 @@ def test_each_fault_is_mended_alone(files, fault):
 
 def test_a_collective_that_was_not_measured_is_reported_and_interpolated_if_asked(files):
     database, *_ = files
-    (database / "prim_toy_1B_all_gather_2gpus.csv").write_text("data_size(MB),time(ms)\n4,0.3\n16,0.9\n")
+    (database / "prim_toy_1B_all_gather_2gpus.csv").write_text(
+        "data_size(MB),time(ms)\n4,0.3\n16,0.9\n"
+    )
     found = judged(files)
     assert found.missing == ("all_gather of 8 MiB over 2 devices",)
     assert found.stages[0].transfer_ms > 100_000
-    assert judged(files, exact_collectives=False).stages[0].transfer_ms == pytest.approx(1.0 + 2.0 + 0.5)
+    assert judged(files, exact_collectives=False).stages[0].transfer_ms == pytest.approx(
+        1.0 + 2.0 + 0.5
+    )
 
 
 def test_missing_files_are_named(files):
     database, *_ = files
     (database / "toy_1B_mbs2_tp2_algo0.csv").unlink()
-    assert load_database(database, "toy_1B").missing == ("micro-batch 2, tensor degree 2, algorithm 0: no file",)
+    assert load_database(database, "toy_1B").missing == (
+        "micro-batch 2, tensor degree 2, algorithm 0: no file",
+    )
 
 
 def test_a_configuration_survives_writing(files, tmp_path):
@@ -117,20 +124,39 @@ def test_built_in_chains_have_as_many_operators_as_acesos(family, sizes, count):
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        ({"recompute_ops": [[0, 0], [1, 1]]}, ["recompute_ops of stage 0 has 2 entries, and the stage 3 operators"]),
+        (
+            {"recompute_ops": [[0, 0], [1, 1]]},
+            ["recompute_ops of stage 0 has 2 entries, and the stage 3 operators"],
+        ),
         (
             {"num_gpus": [4, 1]},
-            ["operator 0 of stage 0 has tensor degree 2 times data degree 1, and the stage 4 devices"],
+            [
+                "operator 0 of stage 0 has tensor degree 2 times data degree 1, and the stage 4"
+                " devices"
+            ],
         ),
         ({"micro_batch_size": 0}, ["micro_batch_size must be a positive number, got 0"]),
-        ({"num_stages": 3}, ["num_gpus must be a list of 3", "algo_of_each_op must be a list of 3"]),
-        ({"micro_batch_size": 4}, ["stage 0 needs micro-batch per data-parallel rank 4; measured are 1, 2"]),
+        (
+            {"num_stages": 3},
+            ["num_gpus must be a list of 3", "algo_of_each_op must be a list of 3"],
+        ),
+        (
+            {"micro_batch_size": 4},
+            ["stage 0 needs micro-batch per data-parallel rank 4; measured are 1, 2"],
+        ),
     ],
 )
 def test_impossible_configurations_are_refused_with_every_fault(files, change, messages):
     database, chain, path = files
     write_toy_configuration(path, **change)
-    options = ("--database", database, "--chain", chain, "--gpus-per-node", 3 if "num_gpus" not in change else 5)
+    options = (
+        "--database",
+        database,
+        "--chain",
+        chain,
+        "--gpus-per-node",
+        3 if "num_gpus" not in change else 5,
+    )
     refused(run("aceso", "evaluate", path, *options), *messages)
 
 
@@ -138,8 +164,14 @@ def test_impossible_configurations_are_refused_with_every_fault(files, change, m
     ("text", "message"),
     [
         ("norm,1,2,3,4,5,6,7", "line 2: 9 columns are needed, got 8"),
-        ("norm,1,2,3,oops,5,6,7,8", "line 2, column output_size: a number of at least 0 is needed, got 'oops'"),
-        ("norm,1,2,3,-4,5,6,7,8", "line 2, column output_size: a number of at least 0 is needed, got '-4'"),
+        (
+            "norm,1,2,3,oops,5,6,7,8",
+            "line 2, column output_size: a number of at least 0 is needed, got 'oops'",
+        ),
+        (
+            "norm,1,2,3,-4,5,6,7,8",
+            "line 2, column output_size: a number of at least 0 is needed, got '-4'",
+        ),
     ],
 )
 def test_corrupt_rows_are_named_by_file_line_and_column(files, text, message):
@@ -170,7 +202,10 @@ def test_the_command_line_shows_and_evaluates(files):
     assert "toy_1B" in run("aceso", "show", database).stdout
     options = ("--database", database, "--chain", chain, "--gpus-per-node", 3)
     answer = json.loads(run("aceso", "evaluate", configuration, *options, "--json").stdout)
-    assert answer["iteration_time_ms"] == pytest.approx(max(answer["stage_time_ms"])) and answer["judge"] == "aceso"
+    assert (
+        answer["iteration_time_ms"] == pytest.approx(max(answer["stage_time_ms"]))
+        and answer["judge"] == "aceso"
+    )
     found = run("aceso", "evaluate", configuration, *options, "--memory-limit-mb", 100)
     assert found.exit_code == 1 and "does not fit" in found.stdout
 

@@ -14,8 +14,22 @@ import aliquot as aq
 from aliquot import Plan, zoo
 from aliquot.interop.aceso import built_in_chains, make_chain, read_configuration
 
-SHAPE = ["hidden_size=32", "num_heads=4", "ffn_size=64", "vocab_size=64", "num_layers=4", "seq_len=16"]
-TINY = ["gpt-10m", "--global-batch", 8, "--cluster", "8xcpu", *(part for s in SHAPE for part in ("--set", s))]
+SHAPE = [
+    "hidden_size=32",
+    "num_heads=4",
+    "ffn_size=64",
+    "vocab_size=64",
+    "num_layers=4",
+    "seq_len=16",
+]
+TINY = [
+    "gpt-10m",
+    "--global-batch",
+    8,
+    "--cluster",
+    "8xcpu",
+    *(part for s in SHAPE for part in ("--set", s)),
+]
 NAMES = [o.name for o in make_chain(built_in_chains()["gpt"], {"num_layers": 4}).operators]
 
 
@@ -34,12 +48,17 @@ def exported(folder, *options):
 
 
 def test_a_pipeline_of_data_and_tensor_parallelism_is_written(tmp_path):
-    config = exported(tmp_path, "--method", "megatron:dp2,tp2,pp2", "--micro-batches", 2, "--recompute", "none")
+    config = exported(
+        tmp_path, "--method", "megatron:dp2,tp2,pp2", "--micro-batches", 2, "--recompute", "none"
+    )
     first, second = config["num_ops_in_each_stage"]
     assert first + second == len(NAMES) and NAMES[first] == "enc-1st-layernorm"
     assert config["num_gpus"] == [4, 4] and config["num_stages"] == 2
     assert (config["global_batch_size"], config["micro_batch_size"]) == (8, 4)
-    for key, degree in (("model_parallel_size_of_each_op", 2), ("data_parallel_size_of_each_op", 2)):
+    for key, degree in (
+        ("model_parallel_size_of_each_op", 2),
+        ("data_parallel_size_of_each_op", 2),
+    ):
         assert config[key] == [[degree] * first, [degree] * second]
     assert config["algo_of_each_op"] == config["recompute_ops"] == [[0] * first, [0] * second]
     assert config["checkpoint_activations"] == config["resharding_stages"] == [False, False]
@@ -79,7 +98,8 @@ def test_everything_that_cannot_be_written_is_said_at_once(tmp_path):
         "its schedule is gpipe, and Aceso runs 1f1b: plan with --schedule 1f1b",
         "stage 0: parameters are split over axis 'data'",
         "stage 1: the state of the optimizer is split over axis 'data'",
-        "enc-attention-qkv (operators 41): axis 'data' splits dim c, neither examples nor what tensor degrees split",
+        "enc-attention-qkv (operators 41): axis 'data' splits dim c, neither examples nor what"
+        " tensor degrees split",
         "enc-attention-qkv (operators 2, 15, 28): all 2 devices along axis 'data' do the same work",
         "--method megatron:dp2,tp2,pp2",
     )
@@ -111,8 +131,8 @@ def configuration(path, stages, *, micro=4, **changes):
     """A configuration for the small model.
 
     Args:
-        stages: for each how many operators, how many GPUs, and a function from an operator's number and name to its tensor
-            degree, algorithm and recomputation.
+        stages: for each how many operators, how many GPUs, and a function from an operator's number
+            and name to its tensor degree, algorithm and recomputation.
     """
     rows, first = [], 0
     for count, devices, layout in stages:
@@ -134,7 +154,9 @@ def configuration(path, stages, *, micro=4, **changes):
         "resharding_stages": [False for _ in stages],
         "num_ops_in_each_stage": [count for count, _, _ in stages],
         "model_parallel_size_of_each_op": [[tensor for tensor, _, _, _ in row] for row in rows],
-        "data_parallel_size_of_each_op": [[devices // tensor for tensor, _, _, devices in row] for row in rows],
+        "data_parallel_size_of_each_op": [
+            [devices // tensor for tensor, _, _, devices in row] for row in rows
+        ],
         "recompute_ops": [[again for _, _, again, _ in row] for row in rows],
         "algo_of_each_op": [[algorithm for _, algorithm, _, _ in row] for row in rows],
     }
@@ -148,7 +170,13 @@ def degrees(tensor, *, algorithm=0, again=0):
 
 def swapped(o, name):
     """Algorithm 1 wherever there is one."""
-    return 2, int(name in ("enc-attention-qkv", "enc-attention-dense", "enc-MLP-GEMM-1", "enc-MLP-GEMM-2")), 0
+    return (
+        2,
+        int(
+            name in ("enc-attention-qkv", "enc-attention-dense", "enc-MLP-GEMM-1", "enc-MLP-GEMM-2")
+        ),
+        0,
+    )
 
 
 def attention_finer(o, name):
@@ -162,7 +190,11 @@ def mlp_by_tensors(o, name):
 
 def three_degrees(o, name):
     """Tensor degree 4 for attention, 2 for the first product behind it, 1 for all else."""
-    return (4 if "attention" in name and "post" not in name else 2 if name == "enc-MLP-GEMM-1" else 1), 0, 0
+    return (
+        (4 if "attention" in name and "post" not in name else 2 if name == "enc-MLP-GEMM-1" else 1),
+        0,
+        0,
+    )
 
 
 def attention_again(o, name):
@@ -172,7 +204,9 @@ def attention_again(o, name):
 
 
 def first_layers_again(o, name):
-    """Everything in the first layer, and in the second from the scores to the product behind them."""
+    """Everything in the first layer, and in the second from the scores to the product behind
+    them.
+    """
     return 2, 0, int(0 < o < 14 or 16 <= o < 20)
 
 
@@ -186,7 +220,12 @@ IMPORTED = {
     "one stage": [(55, 8, degrees(2))],
     "unequal stages": [(17, 2, degrees(1)), (20, 4, degrees(4)), (18, 2, degrees(2))],
     # Behind the queries, inside the softmax, and behind the activation of the feed-forward layer.
-    "cut anywhere": [(3, 2, degrees(2)), (14, 2, degrees(1)), (21, 2, degrees(2)), (17, 2, degrees(1))],
+    "cut anywhere": [
+        (3, 2, degrees(2)),
+        (14, 2, degrees(1)),
+        (21, 2, degrees(2)),
+        (17, 2, degrees(1)),
+    ],
     "algorithm 1": [(27, 4, swapped), (28, 4, swapped)],
     "mixed": [(27, 4, attention_finer), (28, 4, mlp_by_tensors)],
     "mixed, cut inside a layer": [(24, 4, attention_finer), (31, 4, attention_finer)],
@@ -212,14 +251,17 @@ def check_equal(plan):
         start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
         random = np.random.default_rng(0)
         batches = [
-            {name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()} for _ in range(3)
+            {name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()}
+            for _ in range(3)
         ]
         plain, step = jax.jit(work.train_step), aq.parallelize(work.train_step, plan)
         wanted = found = start
         for batch in batches:
             wanted, expected = plain(wanted, batch)
             found, metrics = step(found, batch)
-            assert abs(float(metrics["loss"]) - float(expected["loss"])) <= 1e-9 * float(expected["loss"])
+            assert abs(float(metrics["loss"]) - float(expected["loss"])) <= 1e-9 * float(
+                expected["loss"]
+            )
         leaf, path = largest("float64", start, jax.device_get(found), jax.device_get(wanted))
         assert leaf <= 1e-9, path
         predicted = aq.estimate(plan, work.train_step, work.state, work.batch)
@@ -229,25 +271,41 @@ def check_equal(plan):
 
 @pytest.mark.parametrize("name", IMPORTED)
 def test_imported_configurations_run_as_the_plain_step(tmp_path, name):
-    plan = imported(tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4)
+    plan = imported(
+        tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4
+    )
     assert [len(s.layer_names) for s in plan.stages] == [1] * len(IMPORTED[name])
     check_equal(plan)
 
 
 def test_degrees_come_back_as_they_were(tmp_path):
     for name in ("uniform", "algorithm 1", "mixed", "three degrees"):
-        imported(tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4)
+        imported(
+            tmp_path,
+            IMPORTED[name],
+            "--dtype",
+            "float64",
+            micro=8 if name == "three degrees" else 4,
+        )
         done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
         assert done.exit_code == 0, done.output
-        before, after = (json.loads((tmp_path / f).read_text()) for f in ("config.json", "again.json"))
+        before, after = (
+            json.loads((tmp_path / f).read_text()) for f in ("config.json", "again.json")
+        )
         for key in ("num_gpus", "num_ops_in_each_stage", "algo_of_each_op", "micro_batch_size"):
             assert before[key] == after[key], key
         first = 0
         for k, count in enumerate(before["num_ops_in_each_stage"]):
             key = "model_parallel_size_of_each_op"
-            differ = {NAMES[first + o] for o in range(count) if before[key][k][o] != after[key][k][o]}
-            # Dropout is none of the model's, and the last dropout of the MLP is on the residual stream.
-            assert differ <= ({"enc-post-MLP-dropout"} if name == "mixed" else set()), (name, differ)
+            differ = {
+                NAMES[first + o] for o in range(count) if before[key][k][o] != after[key][k][o]
+            }
+            # Dropout is none of the model's, and the last dropout of the MLP is on the residual
+            # stream.
+            assert differ <= ({"enc-post-MLP-dropout"} if name == "mixed" else set()), (
+                name,
+                differ,
+            )
             first += count
 
 
@@ -258,21 +316,31 @@ def products_again(plan, k):
 
 def test_products_are_recomputed_where_they_and_the_next_operator_say_so(tmp_path):
     plan = imported(tmp_path, IMPORTED["recomputed"], "--dtype", "float64")
-    assert [stage.recompute for stage in plan.stages] == ["operators", "operators"] and plan.stages[0].folded
-    # Of both layers scores and the first product of the MLP; the run of the scores ends with the product behind them.
+    assert [stage.recompute for stage in plan.stages] == ["operators", "operators"] and plan.stages[
+        0
+    ].folded
+    # Of both layers scores and the first product of the MLP; the run of the scores ends with the
+    # product behind them.
     assert products_again(plan, 0) == 2 * 2
     # All of both layers, but not the head, behind which nothing recomputes.
     assert products_again(plan, 1) == 2 * 8
     plan = imported(tmp_path, IMPORTED["some layers recomputed"], "--dtype", "float64")
     assert not plan.stages[0].folded and plan.stages[1].folded
-    # All products of the first layer, with three for queries, keys and values, but the scores alone of the second.
+    # All products of the first layer, with three for queries, keys and values, but the scores alone
+    # of the second.
     assert products_again(plan, 0) == 9
     assert [entry.copies for entry in plan.stages[0].interior] == [1] * len(plan.stages[0].interior)
 
 
 def test_recomputation_takes_time_and_keeps_less(tmp_path):
     kept, again = (
-        imported(tmp_path, [(27, 4, degrees(2, again=flag)), (28, 4, degrees(2))], "--dtype", "float32", micro=2)
+        imported(
+            tmp_path,
+            [(27, 4, degrees(2, again=flag)), (28, 4, degrees(2))],
+            "--dtype",
+            "float32",
+            micro=2,
+        )
         for flag in (0, 1)
     )
     before, after = kept.stages[0].prediction, again.stages[0].prediction
@@ -284,7 +352,9 @@ def test_recomputation_takes_time_and_keeps_less(tmp_path):
     # The compiler's programs hand over less, too.
     work = zoo.build(**kept.model.settings)
     parts = [
-        aq.verify(plan, work.train_step, work.state, work.batch).to_dict()["stages"][0]["parts"]["compiled"]
+        aq.verify(plan, work.train_step, work.state, work.batch).to_dict()["stages"][0]["parts"][
+            "compiled"
+        ]
         for plan in (kept, again)
     ]
     assert parts[1]["residuals"] < 0.3 * parts[0]["residuals"]
@@ -316,7 +386,11 @@ def test_imported_plans_are_split_as_their_degrees_say(tmp_path):
     plan = imported(tmp_path, IMPORTED["mixed"], "--dtype", "float64")
     first, second = plan.stages
     assert (first.mesh_shape, first.axis_names) == ((4,), ("mixed",))
-    assert (second.mesh_shape, second.axis_names, second.data_axes) == ((2, 2), ("data", "mixed"), ("data",))
+    assert (second.mesh_shape, second.axis_names, second.data_axes) == (
+        (2, 2),
+        ("data", "mixed"),
+        ("data",),
+    )
     assert first.shardings["state.params.layers[0].attn.q.kernel"] == ((), ("mixed",))
     assert first.shardings["state.params.layers[0].mlp.up.kernel"] == ((), ())
     assert first.shardings["batch.inputs"] == (("mixed",), ())
@@ -324,7 +398,9 @@ def test_imported_plans_are_split_as_their_degrees_say(tmp_path):
     assert second.shardings["state.params.layers[3].attn.out.kernel"] == ((), ())
     assert "no lower bound; cheapest found within a configuration of Aceso's" in str(plan)
     # Norms and sums of a stage have the degree of most of its operators.
-    config = imported(tmp_path, [(27, 4, degrees(2)), (28, 4, lambda o, name: (4 if o < 40 else 2, 0, 0))])
+    config = imported(
+        tmp_path, [(27, 4, degrees(2)), (28, 4, lambda o, name: (4 if o < 40 else 2, 0, 0))]
+    )
     (note,) = [note for note in config.notes if note.startswith("stage 1:")]
     assert "are split over data degree 2; operators 27, 34, 35, 39 asked for another" in note
 
@@ -339,14 +415,24 @@ def test_all_that_does_not_fit_is_said_at_once(tmp_path):
         model_name="t5",
     )
     refused(
-        run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--out", tmp_path / "plan.json"),
+        run(
+            "aceso",
+            "import",
+            config,
+            "--model",
+            "gpt-10m",
+            *TINY[3:],
+            "--out",
+            tmp_path / "plan.json",
+        ),
         "it is of a model of family 't5'",
         "seq_length is 32, and the model's 16: add --set seq_len=32",
         "hidden_size is 64, and the model's 32: add --set hidden_size=64",
         "it has 54 operators, and the model's chain 55",
         "micro-batches of 3 do not make up a global batch of 8",
         "it is for 7 GPUs, and 8xcpu has 8: give a --cluster of 7",
-        "stage 0, operator 0, encoder-embedding and 26 more: micro-batches of 3 samples cannot be split over data degree 4",
+        "stage 0, operator 0, encoder-embedding and 26 more: micro-batches of 3 samples cannot be"
+        " split over data degree 4",
     )
     assert not (tmp_path / "plan.json").exists()
 
@@ -402,7 +488,10 @@ def test_files_that_are_no_configurations(tmp_path, text, message):
         ({"recompute_ops": [[7] * 27, [0] * 28]}, "recompute_ops of stage 0 must hold 0 or 1"),
         (
             {"num_gpus": [4, 2]},
-            "operator 0 of stage 1 has tensor degree 2 times data degree 2, and the stage 2 devices",
+            (
+                "operator 0 of stage 1 has tensor degree 2 times data degree 2, and the stage 2"
+                " devices"
+            ),
         ),
         ({"global_batch_size": 10**30}, "must be at most 2147483647"),
         ({"model_name": "x" * 10**5}, "family 'xxx"),
@@ -410,8 +499,12 @@ def test_files_that_are_no_configurations(tmp_path, text, message):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_configurations_with_odd_values(tmp_path, changes, message):
-    config = configuration(tmp_path / "config.json", [(27, 4, degrees(2)), (28, 4, degrees(2))], **changes)
-    found = run("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--out", tmp_path / "plan.json")
+    config = configuration(
+        tmp_path / "config.json", [(27, 4, degrees(2)), (28, 4, degrees(2))], **changes
+    )
+    found = run(
+        "aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--out", tmp_path / "plan.json"
+    )
     refused(found, message)
     assert max(map(len, found.stderr.splitlines())) < 400
 
@@ -422,4 +515,9 @@ def test_memory_that_is_short(tmp_path):
         *("aceso", "import", config, "--model", "gpt-10m", *TINY[3:], "--memory-limit", "200KiB"),
         *("--out", tmp_path / "plan.json"),
     )
-    refused(done, "The configuration does not fit, with 200.0 KiB on each device", "- stage 0 needs", code=1)
+    refused(
+        done,
+        "The configuration does not fit, with 200.0 KiB on each device",
+        "- stage 0 needs",
+        code=1,
+    )

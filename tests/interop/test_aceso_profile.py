@@ -16,7 +16,13 @@ from aliquot.profiling import LAUNCH, Measurement, Operator, ProfileDatabase, Pr
 CLUSTER = Cluster.preset("2x4xV100-32GB")
 # GPT of 1.3 billion parameters, as Aceso has it.
 SHAPE = GPTShape(
-    hidden_size=2048, num_heads=32, ffn_size=8192, vocab_size=51200, seq_len=2048, max_positions=2048, dtype="float16"
+    hidden_size=2048,
+    num_heads=32,
+    ffn_size=8192,
+    vocab_size=51200,
+    seq_len=2048,
+    max_positions=2048,
+    dtype="float16",
 )
 MODEL = ["gpt-125m", "--cluster", "1x4xV100-32GB", "--micro-batch-sizes", "1,2"]
 
@@ -36,7 +42,8 @@ def numbers(database, operator, *, batch=1, tensor=1, algorithm=0):
 @pytest.mark.parametrize(
     ("operator", "tensor", "algorithm", "mib"),
     [
-        # Input, output, weights and activations, worked out by hand: a hidden state is 8 MiB, scores are 256 MiB.
+        # Input, output, weights and activations, worked out by hand: a hidden state is 8 MiB,
+        # scores are 256 MiB.
         ("encoder-embedding", 2, 0, (0.008, 8, 108, 12)),
         ("enc-attention-qkv", 2, 0, (16, 20, 12, 12)),
         ("enc-attention-qkv", 2, 1, (12, 32, 12, 24)),
@@ -61,20 +68,29 @@ def test_times_follow_the_work(database):
     for operator in ("enc-attention-score", "enc-attention-softmax", "enc-MLP-gelu"):
         times = np.array([numbers(database, operator, tensor=t)[:2] for t in (1, 2, 4)])
         assert (np.diff(times, axis=0) < 0).all(), operator
-    qkv, split = numbers(database, "enc-attention-qkv"), numbers(database, "enc-attention-qkv", tensor=4)
+    qkv, split = (
+        numbers(database, "enc-attention-qkv"),
+        numbers(database, "enc-attention-qkv", tensor=4),
+    )
     # Columns split: no collective forward, the sum of the input's gradient backward.
     assert split[0] < 0.35 * qkv[0] and split[1] > 0.3 * qkv[1]
     assert all(times[16] > times[8] > times[1] > 0 for times in database.collectives.values())
     assert database.collectives["all_gather", 2][16] == pytest.approx(
         database.collectives["all_gather", 2][8] * 2, rel=0.2
     )
-    assert database.between_nodes.bandwidths_gb_per_s[-1] < database.within_nodes.bandwidths_gb_per_s[-1]
+    assert (
+        database.between_nodes.bandwidths_gb_per_s[-1]
+        < database.within_nodes.bandwidths_gb_per_s[-1]
+    )
 
 
 def test_measured_products_replace_modelled_ones(tmp_path):
     profiles = tmp_path / "p.sqlite"
     with ProfileDatabase(profiles) as known:
-        for operator, seconds in ((LAUNCH, 0.0), (Operator("product", "float16", (1, 1024, 3072, 768)), 0.01)):
+        for operator, seconds in (
+            (LAUNCH, 0.0),
+            (Operator("product", "float16", (1, 1024, 3072, 768)), 0.01),
+        ):
             key = ProgramKey(
                 program=str(operator),
                 device="Tesla V100-SXM2-32GB",
@@ -108,8 +124,29 @@ def test_a_written_database_is_searched(tmp_path):
         "profiles": None,
     }
     found = run(
-        *("aceso", "search", "--database", out, "--model", "gpt", "--size", "125M", "--num-layers", "12", "--json"),
-        *("--nodes", "1", "--gpus-per-node", "4", "--global-batch", "32", "--memory-limit-mb", "28000"),
+        *(
+            "aceso",
+            "search",
+            "--database",
+            out,
+            "--model",
+            "gpt",
+            "--size",
+            "125M",
+            "--num-layers",
+            "12",
+            "--json",
+        ),
+        *(
+            "--nodes",
+            "1",
+            "--gpus-per-node",
+            "4",
+            "--global-batch",
+            "32",
+            "--memory-limit-mb",
+            "28000",
+        ),
         *("--micro-batch-sizes", "1,2"),
     )
     assert found.exit_code == 0, found.output
@@ -120,7 +157,10 @@ def test_a_written_database_is_searched(tmp_path):
 def test_what_cannot_be_written_is_refused(tmp_path):
     here = ["--cluster", "1x4xV100-32GB", "--out", tmp_path / "database"]
     refused(run("aceso", "profile", "llama-7b", *here), "llama-7b is no GPT")
-    refused(run("aceso", "profile", "gpt-125m", *here, "--micro-batch-sizes", "1,x"), "--micro-batch-sizes '1,x'")
+    refused(
+        run("aceso", "profile", "gpt-125m", *here, "--micro-batch-sizes", "1,x"),
+        "--micro-batch-sizes '1,x'",
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept.csv").write_text("kept")
     refused(run("aceso", "profile", *MODEL, "--out", tmp_path / "full"), "is not empty")
@@ -128,14 +168,23 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 
 
 def test_accuracy_lists_predicted_beside_measured(tmp_path):
-    (tmp_path / "perf_model_time_large_gpt.csv").write_text("name,1_3B\npredict,101.0\nactual,100.0\n")
+    (tmp_path / "perf_model_time_large_gpt.csv").write_text(
+        "name,1_3B\npredict,101.0\nactual,100.0\n"
+    )
     (tmp_path / "perf_model_mem_large_gpt.csv").write_text(
         "name,1_3B\npredict (norm),50\npredict (extra),60\nactual,100\n"
     )
     done = run("aceso", "accuracy", "--published", tmp_path, "--json")
     (row,) = json.loads(done.stdout)["rows"]
-    assert (row["model"], row["time off by"], row["memory off by"]) == ("GPT 1_3B", "+1.0%", "+10.0%")
+    assert (row["model"], row["time off by"], row["memory off by"]) == (
+        "GPT 1_3B",
+        "+1.0%",
+        "+10.0%",
+    )
     assert "GPT 1_3B" in run("aceso", "accuracy", "--published", tmp_path).stdout
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.csv").write_text("name,1\nx,1\n")
-    refused(run("aceso", "accuracy", "--published", tmp_path / "other"), "no predicted and measured times")
+    refused(
+        run("aceso", "accuracy", "--published", tmp_path / "other"),
+        "no predicted and measured times",
+    )

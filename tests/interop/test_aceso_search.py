@@ -1,4 +1,6 @@
-"""Searches over measured databases: optimal on small random chains, and never above other planners."""
+"""Searches over measured databases: optimal on small random chains, and never above other
+planners.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,46 @@ from command_line import refused, run
 from interop.aceso_files import write_chain, write_database
 
 from aliquot.core import InputError
-from aliquot.interop.aceso import JUDGES, Configuration, StageConfiguration, make_chain, read_configuration
+from aliquot.interop.aceso import (
+    JUDGES,
+    Configuration,
+    StageConfiguration,
+    make_chain,
+    read_configuration,
+)
 from aliquot.interop.aceso import _database as databases
 from aliquot.interop.aceso.search import PLANNERS, Auto, Exact, SearchProblem, read_problem
 from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
 from aliquot.interop.aceso.search._moves import Neighbours
 from aliquot.interop.aceso.search._quotes import quote_all
 
-_OPTIONS = ("--model", "toy", "--size", "1B", "--nodes", 1, "--gpus-per-node", 2, "--global-batch", 8)
+_OPTIONS = (
+    "--model",
+    "toy",
+    "--size",
+    "1B",
+    "--nodes",
+    1,
+    "--gpus-per-node",
+    2,
+    "--global-batch",
+    8,
+)
 
 
 def random_problem(seed, *, judge="aceso"):
-    """Three to five operators with two algorithms on two devices, and a memory limit that most configurations exceed."""
+    """Three to five operators with two algorithms on two devices, and a memory limit that most
+    configurations exceed.
+    """
     rng = np.random.default_rng(seed)
     num = int(rng.integers(3, 5))
     names = [f"op{k}" for k in range(num)]
     algorithms = int(rng.integers(1, 3)) if num == 3 else 1
     layouts = {
-        name: [[["tp", "dp", "1", "1"], ["1", "dp", "tp", "1"]], [["1", "dp", "tp", "1"], ["tp", "dp", "1", "1"]]][
-            :algorithms
-        ]
+        name: [
+            [["tp", "dp", "1", "1"], ["1", "dp", "tp", "1"]],
+            [["1", "dp", "tp", "1"], ["tp", "dp", "1", "1"]],
+        ][:algorithms]
         for name in names[:2]
     }
     chain = make_chain(
@@ -48,7 +70,9 @@ def random_problem(seed, *, judge="aceso"):
     table[..., :2] *= 1000 * rng.uniform(0.5, 4, (num, 1, 1, 1, 2))
     table[:, 1] *= 1.6
     table[:, :, 1, :, :2] *= 0.6
-    table[..., 2:4] = np.round(rng.choice([1.0, 2.0, 8.0], (num, 1, 1, 1, 2)) * np.array([1, 2])[:, None, None, None])
+    table[..., 2:4] = np.round(
+        rng.choice([1.0, 2.0, 8.0], (num, 1, 1, 1, 2)) * np.array([1, 2])[:, None, None, None]
+    )
     table[..., 4] *= 10 / np.array([1, 2])[:, None]
     table[..., 5] *= 60 * rng.uniform(0.2, 2, (num, 1, 1, 1))
     table[..., 6:] *= 20
@@ -60,9 +84,16 @@ def random_problem(seed, *, judge="aceso"):
         tensor_degrees=(1, 2),
         algorithms=tuple(range(algorithms)),
         table=table,
-        collectives={(kind, 2): {s: 0.05 * s for s in sizes} for kind in ("all_gather", "all_to_all", "all_reduce")},
-        within_nodes=databases.Transfers(sizes_mb=(1.0, 2.0, 4.0, 8.0), bandwidths_gb_per_s=(5.0, 8.0, 10.0, 12.0)),
-        between_nodes=databases.Transfers(sizes_mb=(1.0, 2.0, 4.0, 8.0), bandwidths_gb_per_s=(1.0, 2.0, 2.0, 3.0)),
+        collectives={
+            (kind, 2): {s: 0.05 * s for s in sizes}
+            for kind in ("all_gather", "all_to_all", "all_reduce")
+        },
+        within_nodes=databases.Transfers(
+            sizes_mb=(1.0, 2.0, 4.0, 8.0), bandwidths_gb_per_s=(5.0, 8.0, 10.0, 12.0)
+        ),
+        between_nodes=databases.Transfers(
+            sizes_mb=(1.0, 2.0, 4.0, 8.0), bandwidths_gb_per_s=(1.0, 2.0, 2.0, 3.0)
+        ),
         missing=(),
     )
     problem = SearchProblem(
@@ -122,7 +153,8 @@ def all_configurations(problem):
                             recompute=tuple(c[3] for c in chosen),
                         )
                         for chosen in itertools.product(*choices)
-                        # Without resharding between operators, all of a stage have the same degrees.
+                        # Without resharding between operators, all of a stage have the same
+                        # degrees.
                         if problem.chain.resharding or len({c[:2] for c in chosen}) == 1
                     ]
                 )
@@ -172,7 +204,8 @@ def test_a_good_start_leaves_few_places_for_cuts():
     operators = len(next(iter(spaces.values())).kinds)
     even_us = spread_evenly_us(spaces, num_devices=2, memory_limit_mb=1e9) / 2
     within = [
-        possible_cuts(spaces, num_devices=2, memory_limit_mb=1e9, stage_us=factor * even_us) for factor in (1.2, 1e6)
+        possible_cuts(spaces, num_devices=2, memory_limit_mb=1e9, stage_us=factor * even_us)
+        for factor in (1.2, 1e6)
     ]
     assert within[1][1].sum() == operators - 1
     assert within[0][1].sum() < operators - 1
@@ -189,7 +222,9 @@ def test_no_planner_is_faster_than_the_bound_and_every_answer_fits(seed):
         result = planner(keep=3).search(problem) if name != "auto" else planner().search(problem)
         for configuration, estimate in result.best:
             assert estimate == problem.evaluate(configuration)
-            assert max(stage.memory_mb for stage in estimate.stages) <= problem.memory_limit_mb + 1e-6
+            assert (
+                max(stage.memory_mb for stage in estimate.stages) <= problem.memory_limit_mb + 1e-6
+            )
             assert estimate.iteration_time_ms >= bound * (1 - 1e-9), name
         times = [estimate.iteration_time_ms for _, estimate in result.best]
         assert times == sorted(times) and len({str(c) for c, _ in result.best}) == len(times)
@@ -208,12 +243,19 @@ def test_the_update_is_counted_once_in_a_step():
         num_devices=2, tensor=(1,) * 3, data=(2,) * 3, algorithm=(0,) * 3, recompute=(False,) * 3
     )
     num = len(problem.chain.operators)
-    stage = replace(stage, **{f: getattr(stage, f)[:1] * num for f in ("tensor", "data", "algorithm", "recompute")})
+    stage = replace(
+        stage,
+        **{f: getattr(stage, f)[:1] * num for f in ("tensor", "data", "algorithm", "recompute")},
+    )
     configuration = problem.configuration(2, (stage,))
     without = replace(problem, judge=replace(problem.judge, counts_update=False))
-    added = problem.evaluate(configuration).iteration_time_ms - without.evaluate(configuration).iteration_time_ms
+    added = (
+        problem.evaluate(configuration).iteration_time_ms
+        - without.evaluate(configuration).iteration_time_ms
+    )
     weights = problem.database.table[:, 0, 0, 0, databases.COLUMNS.index("weights")].sum()
-    # An all-reduce of 16 MiB takes 0.8 ms; the optimizer reads and writes 8 copies of the weights at 750 GB/s.
+    # An all-reduce of 16 MiB takes 0.8 ms; the optimizer reads and writes 8 copies of the weights
+    # at 750 GB/s.
     assert added == pytest.approx(weights * (0.8 / 16 + 2 * 8 / 750), rel=1e-9)
 
 
@@ -240,7 +282,18 @@ def options(toy, **changes):
 def test_the_written_configuration_evaluates_to_the_printed_time(toy, tmp_path, planner):
     out = tmp_path / "best.json"
     answer = json.loads(
-        run("aceso", "search", *options(toy), "--planner", planner, "--top", 2, "--out", out, "--json").stdout
+        run(
+            "aceso",
+            "search",
+            *options(toy),
+            "--planner",
+            planner,
+            "--top",
+            2,
+            "--out",
+            out,
+            "--json",
+        ).stdout
     )
     wanted = {
         "iteration_time_ms",
@@ -257,7 +310,18 @@ def test_the_written_configuration_evaluates_to_the_printed_time(toy, tmp_path, 
     }
     assert wanted <= set(answer)
     database, chain = toy
-    evaluated = run("aceso", "evaluate", out, "--database", database, "--chain", chain, "--gpus-per-node", 2, "--json")
+    evaluated = run(
+        "aceso",
+        "evaluate",
+        out,
+        "--database",
+        database,
+        "--chain",
+        chain,
+        "--gpus-per-node",
+        2,
+        "--json",
+    )
     judged = json.loads(evaluated.stdout)
     assert judged["iteration_time_ms"] == answer["iteration_time_ms"]
     assert judged["stage_memory_mb"] == answer["stage_memory_mb"]
@@ -303,7 +367,11 @@ def test_bad_options_are_refused_with_advice(toy, changes, message):
 
 def test_micro_batches_that_were_not_measured_are_left_out_and_named(toy):
     answer = json.loads(run("aceso", "search", *options(toy), "--json").stdout)
-    other = json.loads(run("aceso", "search", *options(toy, **{"--micro-batch-sizes": "1,2,4,64"}), "--json").stdout)
+    other = json.loads(
+        run(
+            "aceso", "search", *options(toy, **{"--micro-batch-sizes": "1,2,4,64"}), "--json"
+        ).stdout
+    )
     assert any("micro-batch 64" in line for line in other["missing"])
     assert other["iteration_time_ms"] == answer["iteration_time_ms"]
 
@@ -334,7 +402,9 @@ def test_a_quoted_stage_fits_and_takes_the_quoted_time(toy):
     layer_us = float(uniform.space.again_us.sum())
     shares = set()
     for limit in np.linspace(2250, 2500, 60):
-        (time_us,), (memory_mb,), (level,), (share,) = uniform.quote(np.array([0]), first, last, held, links, limit)
+        (time_us,), (memory_mb,), (level,), (share,) = uniform.quote(
+            np.array([0]), first, last, held, links, limit
+        )
         shares.add(float(share))
         stage = StageConfiguration(
             num_devices=1,
@@ -353,7 +423,8 @@ def test_a_quoted_stage_fits_and_takes_the_quoted_time(toy):
 def test_relief_begins_with_every_way_to_share_out_the_devices(toy):
     problem = toy_problem(toy, gpus_per_node=4, num_layers=6, memory_limit_mb=1e9)
     begun = {
-        tuple(stage.devices for stage in c.stages) for c in Neighbours(problem, {1: quote_all(problem, 1)}).balanced()
+        tuple(stage.devices for stage in c.stages)
+        for c in Neighbours(problem, {1: quote_all(problem, 1)}).balanced()
     }
     assert begun == {(2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 1)}
 

@@ -4,14 +4,34 @@ import json
 
 import pytest
 from command_line import refused, run
-from interop.test_aceso_plans import attention_finer, check_equal, configuration, degrees, first_layers_again
+from interop.test_aceso_plans import (
+    attention_finer,
+    check_equal,
+    configuration,
+    degrees,
+    first_layers_again,
+)
 
 from aliquot import Plan
 from aliquot.interop.aceso import built_in_chains, make_chain
 
-SHAPE = ["hidden_size=32", "num_heads=4", "head_size=8", "ffn_size=64", "vocab_size=64", "num_layers=2"]
+SHAPE = [
+    "hidden_size=32",
+    "num_heads=4",
+    "head_size=8",
+    "ffn_size=64",
+    "vocab_size=64",
+    "num_layers=2",
+]
 SHAPE += ["seq_len=16", "target_len=8"]
-TINY = ["t5-770m", "--cluster", "8xcpu", "--dtype", "float64", *(part for s in SHAPE for part in ("--set", s))]
+TINY = [
+    "t5-770m",
+    "--cluster",
+    "8xcpu",
+    "--dtype",
+    "float64",
+    *(part for s in SHAPE for part in ("--set", s)),
+]
 NAMES = [o.name for o in make_chain(built_in_chains()["t5"], {"num_layers": 2}).operators]
 SIZES = {
     "num_layers": 2,
@@ -52,10 +72,21 @@ def test_configurations_of_t5_run_as_the_plain_step_and_come_back(tmp_path, monk
 def test_sizes_that_differ_are_said_by_their_options(tmp_path, monkeypatch):
     done = imported(tmp_path, monkeypatch, IMPORTED["uniform"], model_size="S")
     assert done.exit_code == 0, done.output
-    config = json.loads((tmp_path / "config.json").read_text()) | {"decoder_seq_length": 4, "kv_channels": 16}
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "decoder_seq_length": 4,
+        "kv_channels": 16,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(
-        run("aceso", "import", tmp_path / "config.json", "--model", *TINY, "--out", tmp_path / "other.json"),
+        run(
+            "aceso",
+            "import",
+            tmp_path / "config.json",
+            "--model",
+            *TINY,
+            "--out",
+            tmp_path / "other.json",
+        ),
         "decoder_seq_length is 4, and the model's 8: add --set target_len=4",
         "kv_channels is 16, and the model's 8: add --set head_size=16",
     )

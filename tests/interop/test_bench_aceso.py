@@ -15,14 +15,20 @@ from aliquot.interop.aceso import built_in_chains, make_chain
 
 @pytest.fixture
 def measured(tmp_path):
-    """A database of GPT 1.3B and of the deep model, every operator like the toy's, and what was published of them."""
+    """A database of GPT 1.3B and of the deep model, every operator like the toy's, and what was
+    published of them.
+    """
     folder = write_database(tmp_path / "measured")
-    names = dict.fromkeys(o.name for o in make_chain(built_in_chains()["gpt"], {"num_layers": 1}).operators)
+    names = dict.fromkeys(
+        o.name for o in make_chain(built_in_chains()["gpt"], {"num_layers": 1}).operators
+    )
     rows = list(ROWS)
     for path in list(folder.glob("toy_1B_*.csv")):
         lines = path.read_text().splitlines()
         by_name = {line.split(",")[0]: line.split(",", 1)[1] for line in lines[1:]}
-        text = "\n".join([lines[0], *(f"{name},{by_name[rows[k % len(rows)]]}" for k, name in enumerate(names))])
+        text = "\n".join(
+            [lines[0], *(f"{name},{by_name[rows[k % len(rows)]]}" for k, name in enumerate(names))]
+        )
         for model in ("gpt_1_3B", "gpt_scale-layer"):
             (folder / path.name.replace("toy_1B", model)).write_text(text + "\n")
     published = tmp_path / "published"
@@ -30,9 +36,13 @@ def measured(tmp_path):
     tables = {
         "e2e_norm_thpt_large_gpt": ",1_3B,2_6B\nmegatron,1,1\nalpa,0.9,1\naceso,1.2,1.3\n",
         "perf_model_time_large_gpt": "size,1_3B\nactual,100\npredict,101\n",
-        "perf_model_mem_large_gpt": "size,1_3B\nactual,20000\npredict (norm),21000\npredict (extra),1000\n",
+        "perf_model_mem_large_gpt": (
+            "size,1_3B\nactual,20000\npredict (norm),21000\npredict (extra),1000\n"
+        ),
         "search_cost_large_gpt": "size,1_3B\nalpa,4000\naceso,200\n",
-        "e2e_thpt_scale_scale-layer": "size,2layers,4layers\nmegatron,200,100\nalpa,210,0\naceso,220,120\n",
+        "e2e_thpt_scale_scale-layer": (
+            "size,2layers,4layers\nmegatron,200,100\nalpa,210,0\naceso,220,120\n"
+        ),
         "search_cost_scale_scale-layer": "size,2layers,4layers\nalpa,1200,0\naceso,20,30\n",
     }
     for name, text in tables.items():
@@ -73,4 +83,8 @@ def test_a_corrupt_table_is_refused(measured, tmp_path):
 
 def test_every_case_of_the_paper_has_a_size():
     chains = built_in_chains()
-    assert all(size in chains[family]["sizes"] for family, sizes in _bench_aceso._SIZES.items() for size in sizes)
+    assert all(
+        size in chains[family]["sizes"]
+        for family, sizes in _bench_aceso._SIZES.items()
+        for size in sizes
+    )

@@ -1,8 +1,10 @@
-"""All combinations of all choices of a small problem: step time and peak memory of each, from their definitions.
+"""All combinations of all choices of a small problem: step time and peak memory of each, from their
+definitions.
 
-Shares with the package the seconds of single nodes and collectives, and the list of collectives of one conversion (each
-tested by itself); how choices follow from factors, arrays from choices, sums from parts and memory from lifetimes is
-written down here once more, without a program, rows or a relaxation.
+Shares with the package the seconds of single nodes and collectives, and the list of collectives of
+one conversion (each tested by itself); how choices follow from factors, arrays from choices, sums
+from parts and memory from lifetimes is written down here once more, without a program, rows or a
+relaxation.
 """
 
 import itertools
@@ -34,7 +36,9 @@ class AllCombinations:
         return float(self.step_time_s[fits].min()) if fits.any() else None
 
     def limits(self) -> list[float]:
-        """Limits worth trying: below every peak, and between the least and that of the fastest combination."""
+        """Limits worth trying: below every peak, and between the least and that of the fastest
+        combination.
+        """
         peaks = np.unique(np.round(self.peak_bytes, 6))
         free = float(self.peak_bytes[np.argmin(self.step_time_s)])
         inner = peaks[peaks <= free + 1]
@@ -45,7 +49,9 @@ class AllCombinations:
 
 
 def choices_of(node: Any, axis_sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every way to give each axis a factor or none, such that the axes of a factor divide its size."""
+    """Every way to give each axis a factor or none, such that the axes of a factor divide its
+    size.
+    """
     found = []
     for choice in itertools.product(range(-1, len(node.factors)), repeat=len(axis_sizes)):
         taken = [1] * len(node.factors)
@@ -89,7 +95,10 @@ class _Judge:
             self.seconds.append([getattr(table, name)[order] for name in _PARTS])
         self.shares = self._shares()
         self.memory = self._memory()
-        self.copies = [_Copies(self, priced, orders, c) for c in memory_model(priced, in_turn=False).conversions]
+        self.copies = [
+            _Copies(self, priced, orders, c)
+            for c in memory_model(priced, in_turn=False).conversions
+        ]
 
     def picks(self, combinations: np.ndarray) -> list[np.ndarray]:
         """The choice of each node in each combination, the last node's changing fastest."""
@@ -101,7 +110,8 @@ class _Judge:
 
     def __call__(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         compute, backward, communication, gradient = (
-            sum(parts[k][pick] for parts, pick in zip(self.seconds, picks, strict=True)) for k in range(4)
+            sum(parts[k][pick] for parts, pick in zip(self.seconds, picks, strict=True))
+            for k in range(4)
         )
         use = sum(table[pick] for table, pick in zip(self.memory, picks, strict=True))
         for share in self.shares:
@@ -122,7 +132,9 @@ class _Judge:
         return [_Share(self, edges) for edges in groups.values()]
 
     def _memory(self) -> list[np.ndarray]:
-        """For each node and choice the bytes of residents at every moment; what no node splits goes to the first."""
+        """For each node and choice the bytes of residents at every moment; what no node splits goes
+        to the first.
+        """
         moments = np.arange(self.graph.num_ops + 1)
         tables = [np.zeros((len(mine), len(moments))) for mine in self.choices]
         for r in self.residents:
@@ -133,7 +145,9 @@ class _Judge:
                     continue
                 for k, choice in enumerate(self.choices[r.node]):
                     pieces = [
-                        n for n, f in zip(self.mesh.shape, choice, strict=True) if f >= 0 and r.projection[f] >= 0
+                        n
+                        for n, f in zip(self.mesh.shape, choice, strict=True)
+                        if f >= 0 and r.projection[f] >= 0
                     ]
                     tables[r.node][k] += r.num_bytes / math.prod(pieces) * alive
         return tables
@@ -155,33 +169,47 @@ class _Share:
         self.codes = []
         for edge in edges:
             sources = [
-                judge.spec(edge.source, edge.source_projection, k) for k in range(len(judge.choices[edge.source]))
+                judge.spec(edge.source, edge.source_projection, k)
+                for k in range(len(judge.choices[edge.source]))
             ]
             targets = [
-                judge.spec(edge.target, edge.target_projection, k) for k in range(len(judge.choices[edge.target]))
+                judge.spec(edge.target, edge.target_projection, k)
+                for k in range(len(judge.choices[edge.target]))
             ]
             self.codes.append(
-                np.array([[numbers.setdefault((p, q), len(numbers)) for q in targets] for p in sources], np.int64)
+                np.array(
+                    [[numbers.setdefault((p, q), len(numbers)) for q in targets] for p in sources],
+                    np.int64,
+                )
             )
         pairs = list(numbers)
         self.paid = np.array([_conversion_s(judge, edges[0], p, q) for p, q in pairs])
 
     def cost(self, picks: list[np.ndarray]) -> np.ndarray:
         """Seconds of each combination."""
-        codes = [c[picks[e.source], picks[e.target]] for e, c in zip(self.edges, self.codes, strict=True)]
+        codes = [
+            c[picks[e.source], picks[e.target]] for e, c in zip(self.edges, self.codes, strict=True)
+        ]
         return _sum_distinct(codes, [self.paid[c] for c in codes])
 
 
 class _Copies:
     """Copies of arrays that edges cause, equal ones once, and at which moments they are held."""
 
-    def __init__(self, judge: _Judge, priced: Any, orders: list[np.ndarray], conversion: Any) -> None:
+    def __init__(
+        self, judge: _Judge, priced: Any, orders: list[np.ndarray], conversion: Any
+    ) -> None:
         numbers: dict[Any, int] = {}
         self.parts = []
         for index, table in zip(conversion.edges, conversion.local_bytes, strict=True):
             edge, p = priced.graph.edges[index], priced.edges[index]
-            codes = np.array([[numbers.setdefault((a, b), len(numbers)) for b in p.targets] for a in p.sources])
-            sources, targets = p.source_index[orders[edge.source]], p.target_index[orders[edge.target]]
+            codes = np.array(
+                [[numbers.setdefault((a, b), len(numbers)) for b in p.targets] for a in p.sources]
+            )
+            sources, targets = (
+                p.source_index[orders[edge.source]],
+                p.target_index[orders[edge.target]],
+            )
             self.parts.append((edge, sources, targets, codes, table))
         moments = np.arange(judge.graph.num_ops + 1)
         self.alive = np.zeros(len(moments))
@@ -209,20 +237,28 @@ def _sum_distinct(codes: list[np.ndarray], amounts: list[np.ndarray]) -> np.ndar
     return total
 
 
-def _conversion_s(judge: _Judge, edge: Any, source: tuple[int, ...], target: tuple[int, ...]) -> float:
+def _conversion_s(
+    judge: _Judge, edge: Any, source: tuple[int, ...], target: tuple[int, ...]
+) -> float:
     moves = reshard(source, target, judge.mesh.shape, judge.target.reduce_scatter or edge.on_pieces)
     if moves is None:
         return math.inf
-    num_bytes = edge.num_bytes * (_WIDE.get(edge.dtype, 1.0) if judge.target.widened_dtypes else 1.0)
+    num_bytes = edge.num_bytes * (
+        _WIDE.get(edge.dtype, 1.0) if judge.target.widened_dtypes else 1.0
+    )
     seconds = 0.0
     for move in moves:
-        latency, per_byte = collective_line(move.kind, move.axes, judge.mesh, judge.target, move.group)
+        latency, per_byte = collective_line(
+            move.kind, move.axes, judge.mesh, judge.target, move.group
+        )
         gathered = max(source[a] for a in move.axes) if move.kind == "all-gather" else 0
         scattered = target[move.axes[0]] if move.kind == "reduce-scatter" else 0
         if judge.target.copies_inner_dims and max(gathered, scattered) > 0:
             latency += 2 * judge.target.kernel_overhead_s
             leaves = move.group if gathered else 1 / move.group
-            per_byte += (2 + 2 * leaves) / judge.target.memory_bytes_per_s(judge.mesh.cluster.device)
+            per_byte += (2 + 2 * leaves) / judge.target.memory_bytes_per_s(
+                judge.mesh.cluster.device
+            )
         seconds += latency + per_byte * num_bytes * move.fraction
     waits = edge.gradient and PARTIAL in source and judge.repeats == 1
     return seconds * edge.count * (1 if waits or edge.phase is Phase.UPDATE else judge.repeats)

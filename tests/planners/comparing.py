@@ -1,4 +1,6 @@
-"""One random problem planned and tried out: what the brute-force test and the benchmark both count."""
+"""One random problem planned and tried out: what the brute-force test and the benchmark both
+count.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -14,15 +16,18 @@ from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 
 MESHES = ((2,), (4,), (2, 2))
-# Solutions known beforehand, as multiples of the least step time: the best itself, and one that is worse.
+# Solutions known beforehand, as multiples of the least step time: the best itself, and one that is
+# worse.
 _KNOWN = (1.0, 1.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Relative differences between planned and least step time, the largest for each memory limit; what the problem was.
+    """Relative differences between planned and least step time, the largest for each memory limit;
+    what the problem was.
 
-    `num_infeasible` limits were below the smallest peak, and `num_refused` of them were answered by `InfeasibleError`.
+    `num_infeasible` limits were below the smallest peak, and `num_refused` of them were answered by
+    `InfeasibleError`.
     """
 
     seed: int
@@ -37,7 +42,9 @@ class Comparison:
 
 
 def compare(seed: int, *, most: int = 300_000, least: int = 30) -> Comparison | None:
-    """Plan the random problem of a seed without and with memory limits; None if it is too small or large to try out."""
+    """Plan the random problem of a seed without and with memory limits; None if it is too small or
+    large to try out.
+    """
     rng = np.random.default_rng(seed)
     step = random_step(rng)
     shape = MESHES[seed % len(MESHES)]
@@ -64,11 +71,17 @@ def compare(seed: int, *, most: int = 300_000, least: int = 30) -> Comparison | 
     )
 
 
-def _difference(problem: Problem, priced: Priced, tried: AllCombinations, limit_bytes: float) -> tuple[float, float]:
-    """The limit, and by how much the plan misses the least step time; infinite where one of the two finds nothing."""
+def _difference(
+    problem: Problem, priced: Priced, tried: AllCombinations, limit_bytes: float
+) -> tuple[float, float]:
+    """The limit, and by how much the plan misses the least step time; infinite where one of the two
+    finds nothing.
+    """
     limited = replace(problem, num_micro_batches=1, memory_limit_bytes=limit_bytes)
     best = tried.best(limit_bytes)
-    method = ShardParallel(mesh_shape=priced.mesh.shape, intra=ILP(relative_gap=0.0, node_limit=100_000))
+    method = ShardParallel(
+        mesh_shape=priced.mesh.shape, intra=ILP(relative_gap=0.0, node_limit=100_000)
+    )
     try:
         decision = method.solve(limited)
     except InfeasibleError:

@@ -1,4 +1,6 @@
-"""Calls for two processes to share; they stand in a module because the second one imports them by name."""
+"""Calls for two processes to share; they stand in a module because the second one imports them by
+name.
+"""
 
 import os
 import time

@@ -16,12 +16,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def example(page: str) -> types.ModuleType:
-    """The Python code of a page as a module that can be imported by name, so that what it defines can be pickled."""
+    """The Python code of a page as a module that can be imported by name, so that what it defines
+    can be pickled.
+    """
     name = f"planners.example_{page.removesuffix('.md').replace('-', '_')}"
     if name not in sys.modules:
         module = types.ModuleType(name)
         sys.modules[name] = module
-        code = "\n".join(re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE))
+        code = "\n".join(
+            re.findall(
+                r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
+            )
+        )
         known = dict(SCHEDULES)
         exec(compile(code, str(DOCS / page), "exec"), module.__dict__)
         SCHEDULES.clear()
@@ -46,7 +52,10 @@ INTERS: dict[str, AbstractInter] = {
     "example": example("add-a-planner.md").Balanced(),
 }
 
-KINDS: dict[str, AbstractScheduleKind] = {**SCHEDULES, "v-shaped": example("add-a-schedule.md").VShaped()}
+KINDS: dict[str, AbstractScheduleKind] = {
+    **SCHEDULES,
+    "v-shaped": example("add-a-schedule.md").VShaped(),
+}
 TRAINING = [name for name, kind in KINDS.items() if kind.trains]
 
 

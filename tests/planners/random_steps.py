@@ -1,4 +1,6 @@
-"""Small random training steps and clusters: the kinds of operators that planners treat apart, few enough to try all."""
+"""Small random training steps and clusters: the kinds of operators that planners treat apart, few
+enough to try all.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,14 +58,20 @@ class _Builder:
             self.trace.append(("lookup", table))
             self.shapes.append((rows, self.params[table][1]))
             return {"tokens": jax.ShapeDtypeStruct((rows,), jnp.int32)}
-        shape = (rows, self.size()) if self.rng.random() < 0.75 else (rows, self.size(), self.size())
+        shape = (
+            (rows, self.size()) if self.rng.random() < 0.75 else (rows, self.size(), self.size())
+        )
         self.trace.append(("input",))
         self.shapes.append(shape)
         return {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def step(self) -> None:
         now = self.shapes[-1]
-        kind = str(self.rng.choice(["matmul", "matmul", "transpose", "tanh", "bias", "center", "residual", "reshape"]))
+        kind = str(
+            self.rng.choice(
+                ["matmul", "matmul", "transpose", "tanh", "bias", "center", "residual", "reshape"]
+            )
+        )
         after = now
         if kind == "matmul" and len(now) == 3 and self.rng.random() < 0.5:
             after = (*now[:2], self.size())
@@ -82,7 +90,13 @@ class _Builder:
             after = (*now[:-2], now[-1], now[-2])
             self.trace.append((kind,))
         elif kind == "reshape":
-            after = (now[0] * now[1], now[2]) if len(now) == 3 else (2, now[0] // 2, now[1]) if now[0] % 2 == 0 else now
+            after = (
+                (now[0] * now[1], now[2])
+                if len(now) == 3
+                else (2, now[0] // 2, now[1])
+                if now[0] % 2 == 0
+                else now
+            )
             self.trace.append((kind, after))
         else:
             self.trace.append((kind,))
@@ -90,7 +104,9 @@ class _Builder:
 
 
 def random_step(rng: np.random.Generator) -> RandomStep:
-    """A chain of one to four random operators with shared weights and residuals: forward, SGD, or with momentum."""
+    """A chain of one to four random operators with shared weights and residuals: forward, SGD, or
+    with momentum.
+    """
     builder = _Builder(rng)
     batch = builder.start()
     for _ in range(int(rng.integers(1, 5))):
@@ -109,7 +125,9 @@ def random_step(rng: np.random.Generator) -> RandomStep:
     )
 
 
-def _forward(trace: tuple[tuple[Any, ...], ...], params: dict[str, Any], batch: dict[str, Any]) -> Any:
+def _forward(
+    trace: tuple[tuple[Any, ...], ...], params: dict[str, Any], batch: dict[str, Any]
+) -> Any:
     kept = []
     h: Any = None
     for kind, *args in trace:
@@ -138,7 +156,9 @@ def _forward(trace: tuple[tuple[Any, ...], ...], params: dict[str, Any], batch: 
     return h
 
 
-def _step(trace: tuple[tuple[Any, ...], ...], names: tuple[str, ...], mode: str) -> Callable[..., Any]:
+def _step(
+    trace: tuple[tuple[Any, ...], ...], names: tuple[str, ...], mode: str
+) -> Callable[..., Any]:
     def loss(params: dict[str, Any], batch: dict[str, Any]) -> Any:
         h = _forward(trace, params, batch)
         return jnp.sum(h * h)
@@ -156,7 +176,9 @@ def _step(trace: tuple[tuple[Any, ...], ...], names: tuple[str, ...], mode: str)
 
 
 def random_cluster(rng: np.random.Generator, num_devices: int) -> Cluster:
-    """Slow devices and links, so that bytes and FLOP of small arrays count; any target, one or two hosts."""
+    """Slow devices and links, so that bytes and FLOP of small arrays count; any target, one or two
+    hosts.
+    """
     hosts = 2 if num_devices > 2 and rng.random() < 0.4 else 1
     speed = float(10.0 ** rng.uniform(5, 8))
     device = Device(

@@ -15,7 +15,9 @@ def array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 
 @jax.custom_jvp
 def tanh(x):
-    """The hyperbolic tangent, with the same derivative in every release of JAX: limits of memory in tests depend on it."""
+    """The hyperbolic tangent, with the same derivative in every release of JAX: limits of memory in
+    tests depend on it.
+    """
     return jnp.tanh(x)
 
 
@@ -26,7 +28,9 @@ def _tanh_jvp(primals, tangents):
 
 
 def momentum_step(loss_fn, params, batch):
-    """`(step, state, batch)` of training with momentum: `step(state, batch)` returns the new state and the loss."""
+    """`(step, state, batch)` of training with momentum: `step(state, batch)` returns the new state
+    and the loss.
+    """
 
     def step(state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)

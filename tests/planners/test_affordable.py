@@ -36,7 +36,9 @@ def best(priced):
 
 def search(priced, ceiling_s):
     """The bound and the solution of a search up to a ceiling."""
-    found = Search(priced, everything(priced), limit_bytes=UNLIMITED, relative_gap=0.0, ceiling_s=ceiling_s)
+    found = Search(
+        priced, everything(priced), limit_bytes=UNLIMITED, relative_gap=0.0, ceiling_s=ceiling_s
+    )
     return found.bound(), found.improve()
 
 
@@ -48,7 +50,10 @@ def test_a_ceiling_at_the_optimum_keeps_the_optimum(priced, best):
     within, kept = affordable(priced, everything(priced), best.step_time_s)
     assert all(mask[pick] for mask, pick in zip(kept, best.picks, strict=True))
     for edge, table in zip(priced.graph.edges, within.edges, strict=True):
-        p, q = table.source_index[best.picks[edge.source]], table.target_index[best.picks[edge.target]]
+        p, q = (
+            table.source_index[best.picks[edge.source]],
+            table.target_index[best.picks[edge.target]],
+        )
         assert np.isfinite(table.seconds[p, q])
 
 
@@ -79,7 +84,11 @@ def test_a_race_passes_incumbents_to_later_meshes_as_ceilings(problem, monkeypat
 
     monkeypatch.setattr(_ilp, "Search", Told)
     decision = WholeProgram().solve(problem)
-    single = [c.step_time_s for c in decision.candidates if "x" not in c.mesh and c.step_time_s is not None]
+    single = [
+        c.step_time_s
+        for c in decision.candidates
+        if "x" not in c.mesh and c.step_time_s is not None
+    ]
     assert told[0] == (1, np.inf)
     several = [ceiling for axes, ceiling in told if axes > 1]
     assert len(several) == 2 and set(several) == {min(single)}

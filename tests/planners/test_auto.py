@@ -36,7 +36,9 @@ def deep(rows, width, layers):
 @pytest.mark.parametrize("step", [STEP, deep(1024, 4096, 4)], ids=["small", "heavy weights"])
 def test_auto_is_no_slower_than_one_program_or_pipelines(step, cluster, count):
     seconds = [
-        aq.plan(*step, cluster=cluster, method=method, num_micro_batches=count).prediction.step_time_s
+        aq.plan(
+            *step, cluster=cluster, method=method, num_micro_batches=count
+        ).prediction.step_time_s
         for method in (Auto(), WholeProgram(), PipeshardParallel())
     ]
     assert seconds[0] <= min(seconds[1:]) * (1 + 1e-9)
@@ -78,14 +80,23 @@ def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were
     for module in ("_counts", "_pipeshard"):
         monkeypatch.setattr(f"aliquot.planners.{module}.MANY_DEVICES", 1)
     step = deep(1024, 4096, 4)
-    plans = [aq.plan(*step, cluster=SLOW_LINKS, method=method) for method in (Auto(), PipeshardParallel())]
+    plans = [
+        aq.plan(*step, cluster=SLOW_LINKS, method=method)
+        for method in (Auto(), PipeshardParallel())
+    ]
     assert plans[0].prediction.step_time_s <= plans[1].prediction.step_time_s
-    tried = [each["outcome"] for each in plans[0].provenance.candidates if each["name"].startswith("pipeshard")]
+    tried = [
+        each["outcome"]
+        for each in plans[0].provenance.candidates
+        if each["name"].startswith("pipeshard")
+    ]
     assert tried and any("not searched: limit" in outcome for outcome in tried)
 
 
 @pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
-@pytest.mark.parametrize("method", [WholeProgram(), PipeshardParallel(num_stages=2)], ids=["program", "two stages"])
+@pytest.mark.parametrize(
+    "method", [WholeProgram(), PipeshardParallel(num_stages=2)], ids=["program", "two stages"]
+)
 def test_no_plan_undercuts_the_least_compute(method, cluster):
     from aliquot.cost import make_problem
     from aliquot.planners._one_program import least_compute_s
@@ -95,7 +106,9 @@ def test_no_plan_undercuts_the_least_compute(method, cluster):
     assert 0 < least_s <= aq.plan(*step, cluster=cluster, method=method).prediction.step_time_s
 
 
-@pytest.mark.parametrize("error", [InputError("no"), CaptureError("no")], ids=["devices", "micro-batches"])
+@pytest.mark.parametrize(
+    "error", [InputError("no"), CaptureError("no")], ids=["devices", "micro-batches"]
+)
 def test_one_program_is_planned_where_no_pipeline_can_be(error, monkeypatch):
     no_pipelines(monkeypatch, error)
     assert len(aq.plan(*STEP, cluster=CLUSTER).stages) == 1

@@ -21,7 +21,9 @@ from aliquot.planners.intra.fixed import everything
 CLUSTER = Cluster.preset("4xH100")
 
 
-def task(model: str, batch: int, cluster: Cluster, num_micro_batches: int = 1, **options: object) -> Task:
+def task(
+    model: str, batch: int, cluster: Cluster, num_micro_batches: int = 1, **options: object
+) -> Task:
     workload = zoo.build(model, batch, **options)
     graph = capture(workload.train_step, workload.state, workload.batch)
     return Task(graph=graph, cluster=cluster, num_micro_batches=num_micro_batches)
@@ -34,7 +36,9 @@ def problem():
 
 
 def space_on(problem, shape: tuple[int, ...]) -> Space:
-    priced = price(problem, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=CLUSTER))
+    priced = price(
+        problem, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=CLUSTER)
+    )
     return Space(name="all", priced=priced, allowed=everything(priced))
 
 
@@ -44,11 +48,15 @@ def test_every_block_follows_one_option(problem, shape, factors):
     space = space_on(problem, shape)
     solution = Blocks(factors=factors).solve(problem, space, memory_limit_bytes=np.inf)
     blocks = block_options(problem, space, factors=factors)
-    assert len(blocks) == 5 and all(options.option_of(solution.picks) is not None for options in blocks)
+    assert len(blocks) == 5 and all(
+        options.option_of(solution.picks) is not None for options in blocks
+    )
 
 
 @pytest.mark.parametrize("memory_share", [1.0, 0.8, 0.6])
-@pytest.mark.parametrize("step", [mlp((64, 256, 64), 64), experts(4, 64, 32, 64)], ids=["mlp", "experts"])
+@pytest.mark.parametrize(
+    "step", [mlp((64, 256, 64), 64), experts(4, 64, 32, 64)], ids=["mlp", "experts"]
+)
 def test_no_combination_of_options_is_better(step, memory_share):
     problem = make_problem(capture(*step), CLUSTER)
     space, exact = space_on(problem, (2, 2)), ILP(relative_gap=0.0)
@@ -59,7 +67,11 @@ def test_no_combination_of_options_is_better(step, memory_share):
     times = []
     for options in itertools.product(*[range(len(options)) for options in blocks]):
         narrowed = restrict_blocks(space, blocks, {k: (o,) for k, o in enumerate(options)})
-        one = exact.solve(problem, narrowed, memory_limit_bytes=limit) if allowed_by(narrowed.allowed) else None
+        one = (
+            exact.solve(problem, narrowed, memory_limit_bytes=limit)
+            if allowed_by(narrowed.allowed)
+            else None
+        )
         times.append(one.step_time_s if one else np.inf)
     assert len(times) >= 25
     assert (solution.step_time_s if solution else np.inf) == pytest.approx(min(times), rel=1e-6)
@@ -76,8 +88,16 @@ def test_no_combination_of_options_is_better(step, memory_share):
         ("wide-resnet-250m", "4xV100-16GB", 64, 1),
     ],
 )
-def test_blocks_come_within_two_percent_of_the_integer_program(model, cluster, batch, num_micro_batches):
-    asked = task(model, batch, Cluster.preset(cluster), num_micro_batches, scan=model in ("llama-7b", "moe-7.1b"))
+def test_blocks_come_within_two_percent_of_the_integer_program(
+    model, cluster, batch, num_micro_batches
+):
+    asked = task(
+        model,
+        batch,
+        Cluster.preset(cluster),
+        num_micro_batches,
+        scan=model in ("llama-7b", "moe-7.1b"),
+    )
     exact = ShardParallel().decide(asked)
     blocks = ShardParallel(intra=Blocks()).decide(asked)
     assert exact.lower_bound_s * (1 - 1e-9) <= blocks.step_time_s <= 1.02 * exact.step_time_s
@@ -89,7 +109,9 @@ def test_a_search_cut_short_says_so_and_keeps_its_bound(monkeypatch):
     whole = Blocks().solve(problem, space, memory_limit_bytes=np.inf)
     # As if products of a block were always split each its own way.
     monkeypatch.setattr(BlockOptions, "option_of", lambda self, picks: None)
-    search = Blocks(branch_limit=1, rest=ILP(relative_gap=0.0)).begin(problem, space, memory_limit_bytes=np.inf)
+    search = Blocks(branch_limit=1, rest=ILP(relative_gap=0.0)).begin(
+        problem, space, memory_limit_bytes=np.inf
+    )
     search._rest = ILP(relative_gap=-1.0)  # nothing is near enough to end the search
     assert search.bound() is not None
     solution = search.improve()
@@ -100,4 +122,6 @@ def test_a_search_cut_short_says_so_and_keeps_its_bound(monkeypatch):
 def test_it_is_a_method_of_the_command_line():
     method = aq.planners.method_by_name("blocks")
     assert method == ShardParallel(intra=Blocks())
-    assert aq.planners.method_by_name("blocks", (2, 2)) == ShardParallel(intra=Blocks(), mesh_shape=(2, 2))
+    assert aq.planners.method_by_name("blocks", (2, 2)) == ShardParallel(
+        intra=Blocks(), mesh_shape=(2, 2)
+    )

@@ -29,13 +29,17 @@ def test_programs_that_the_solver_calls_unbounded_are_solved():
     assert found.num_infeasible == found.num_refused == 1
 
 
-# Llama's first layer writes one array less than the others, which share its class: folding counts it for all.
+# Llama's first layer writes one array less than the others, which share its class: folding counts
+# it for all.
 @pytest.mark.parametrize(("family", "tolerance"), [("gpt", 1e-6), ("llama", 3e-4)])
 @pytest.mark.parametrize(
-    "num_layers", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "num_layers",
+    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
 )
 def test_folded_optimum_is_that_of_all_layers(family, tolerance, num_layers):
-    """Folding restricts choices, so its optimum is no better; without a memory limit it is as good."""
+    """Folding restricts choices, so its optimum is no better; without a memory limit it is as
+    good.
+    """
     folded, apart = (_best(family, num_layers, repeats) for repeats in (True, False))
     assert folded >= apart * (1 - 1e-9)
     assert folded == pytest.approx(apart, rel=tolerance)

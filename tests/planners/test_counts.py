@@ -1,4 +1,6 @@
-"""Numbers of micro-batches of pipelines: which are tried, and that a free number is never slower than a given one."""
+"""Numbers of micro-batches of pipelines: which are tried, and that a free number is never slower
+than a given one.
+"""
 
 import functools
 
@@ -29,7 +31,9 @@ def step(state, batch):
 
 def arguments(width, rows, depth=4):
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
-    params = [{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}] * depth
+    params = [
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    ] * depth
     return {"params": params, "mu": params}, jax.ShapeDtypeStruct((rows, width), jnp.float32)
 
 
@@ -62,25 +66,32 @@ def test_what_was_tried_is_listed():
 
 
 def test_devices_that_do_not_divide_the_batch_have_a_plan():
-    """The first layer's whole backward pass waits for nothing: rounded, its parts must not exceed it."""
+    """The first layer's whole backward pass waits for nothing: rounded, its parts must not exceed
+    it.
+    """
     method = aq.PipeshardParallel()
     cluster = Cluster.preset("7xA100-40GB")
     args = arguments(2048, 8192)
     plans = [
-        aq.plan(step, *args, cluster=cluster, method=each, num_micro_batches=2) for each in (method, aq.ShardParallel())
+        aq.plan(step, *args, cluster=cluster, method=each, num_micro_batches=2)
+        for each in (method, aq.ShardParallel())
     ]
     assert plans[0].prediction.step_time_s <= plans[1].prediction.step_time_s * 1.002
 
 
 def test_all_divisors_that_fill_a_host_are_tried_first():
-    usual, small = counts_to_try(task_of(64, 48, "2x4xA100-40GB").graph, Cluster.preset("2x4xA100-40GB"))
+    usual, small = counts_to_try(
+        task_of(64, 48, "2x4xA100-40GB").graph, Cluster.preset("2x4xA100-40GB")
+    )
     assert usual == [2, 3, 4, 6, 8, 12]
     assert small == [24, 48]
 
 
 def test_chains_between_two_that_were_priced_are_near():
     task, counts = task_of(512, 1024, "2x4xA100-40GB"), [2, 8, 64]
-    price = functools.partial(price_layers, task, intra=aq.ILP(), helper=HelperProcess(wanted=False))
+    price = functools.partial(
+        price_layers, task, intra=aq.ILP(), helper=HelperProcess(wanted=False)
+    )
     coarse = price(counts, layers=None)
     exact, fine = (price([count], layers=coarse.sketch.layers).chains[0] for count in counts[1:])
     first, drawn, last = chains_between(coarse.chains, fine)
@@ -97,16 +108,22 @@ def test_chains_between_two_that_were_priced_are_near():
 
 def test_numbers_are_at_least_doubled_on_many_devices():
     task = task_of(512, 3072, "17x8xH100")
-    (counts, _) = counts_to_try(task.graph, task.cluster)
+    counts, _ = counts_to_try(task.graph, task.cluster)
     all_counts = counts_to_try(task.graph, Cluster.preset("16x8xH100"))[0]
-    assert set(counts) < set(all_counts) and counts[0] == all_counts[0] and counts[-1] == all_counts[-1]
+    assert (
+        set(counts) < set(all_counts)
+        and counts[0] == all_counts[0]
+        and counts[-1] == all_counts[-1]
+    )
     assert all(2 * low <= high for low, high in zip(counts, counts[1:], strict=False))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_free_number_of_stages_is_no_slower_than_a_given_one(stages):
     free, fixed = (
-        planned(2048, 1024, "2x4xA100-40GB", method=aq.PipeshardParallel(num_stages=count)).prediction.step_time_s
+        planned(
+            2048, 1024, "2x4xA100-40GB", method=aq.PipeshardParallel(num_stages=count)
+        ).prediction.step_time_s
         for count in (None, stages)
     )
     assert free <= fixed * (1 + 1e-9)

@@ -19,11 +19,16 @@ def best(step, **options):
 
 
 def splits(plan):
-    return {path: tuple("".join(axes) for axes in dims) for path, dims in plan.stages[0].shardings.items()}
+    return {
+        path: tuple("".join(axes) for axes in dims)
+        for path, dims in plan.stages[0].shardings.items()
+    }
 
 
 def test_megatron_splits_columns_then_rows():
-    """A huge hidden layer and few rows: the first weight by columns, the second by rows, one sum behind it."""
+    """A huge hidden layer and few rows: the first weight by columns, the second by rows, one sum
+    behind it.
+    """
     plan = best(mlp((1024, 65536, 1024), 8))
     found = splits(plan)
     assert found["state.params[0]"] == found["state.moments[0]"] == ("", "x")
@@ -53,12 +58,16 @@ def test_a_large_vocabulary_is_split():
 def test_experts_are_split_by_expert():
     plan = best(experts(8, 64, 512, 2048))
     found = splits(plan)
-    assert found["state.params.up"] == found["state.params.down"] == found["batch.x"] == ("x", "", "")
+    assert (
+        found["state.params.up"] == found["state.params.down"] == found["batch.x"] == ("x", "", "")
+    )
     assert max((c.num_bytes for c in plan.prediction.collectives), default=0) < 1000
 
 
 def test_zero_emerges_where_memory_is_tight():
-    """The same step under less and less memory: moments are split, then all of them and parameters; none is faster."""
+    """The same step under less and less memory: moments are split, then all of them and parameters;
+    none is faster.
+    """
     step = mlp((1024, 1024, 1024, 1024), 32768)
     free = best(step)
     whole = 4 * 3 * 1024 * 1024
@@ -87,7 +96,9 @@ def test_one_device_needs_no_communication():
 def test_less_is_communicated_over_slow_links_between_hosts():
     """On two hosts, what crosses between them is no more than what stays inside."""
     step = mlp((2048, 8192, 2048), 4096)
-    plan = aq.plan(*step, cluster=Cluster.preset("2x8xA100-80GB"), method=ShardParallel(mesh_shape=(2, 8)))
+    plan = aq.plan(
+        *step, cluster=Cluster.preset("2x8xA100-80GB"), method=ShardParallel(mesh_shape=(2, 8))
+    )
     crossing = sum(c.num_bytes for c in plan.prediction.collectives if "x" in c.axes)
     inside = sum(c.num_bytes for c in plan.prediction.collectives if c.axes == ("y",))
     assert crossing <= inside
@@ -106,13 +117,17 @@ def test_duplicate_entries_of_a_program_are_summed():
 
 
 def test_a_relaxation_on_which_plain_pivots_fail_is_solved_otherwise(monkeypatch):
-    """Costs that are far apart call for plain pivots; too few of them end early, and the optimum is the same."""
+    """Costs that are far apart call for plain pivots; too few of them end early, and the optimum is
+    the same.
+    """
     rng = np.random.default_rng(0)
     program = Program()
     columns = program.add_columns(10.0 ** rng.uniform(-6, 0, 60))
     first = program.add_rows(30, 1.0, np.inf)
     for row in range(30):
-        program.add_entries(np.full(8, first + row), rng.choice(columns, 8, replace=False), rng.uniform(0.5, 2.0, 8))
+        program.add_entries(
+            np.full(8, first + row), rng.choice(columns, 8, replace=False), rng.uniform(0.5, 2.0, 8)
+        )
     plain, limited = Relaxation(program), Relaxation(program)
     assert plain.pivots_plainly
     found = plain.solve()

@@ -32,7 +32,9 @@ def judged(chain, plan: ChainPlan) -> None:
     where = {"num_submeshes": plan.num_submeshes}
     assert find_stage_faults(chain, plan.stages, plan.schedule, **where) == ()
     again = judge_stages(chain, plan.stages, plan.schedule, **where)
-    assert plan.figures == again.figures and plan.closed_form_s == pytest.approx(again.closed_form_s)
+    assert plan.figures == again.figures and plan.closed_form_s == pytest.approx(
+        again.closed_form_s
+    )
     simulated, peak_bytes = simulate_stages(chain, again)
     assert plan.step_time_s == pytest.approx(simulated.step_time_s)
     assert peak_bytes <= chain.memory_limit_bytes * (1 + 1e-9)
@@ -71,7 +73,10 @@ class TestEveryInterPlanner:
         judged(chain, plan)
 
     def test_too_little_memory_raises(self, inter):
-        for chain in (replace(even_chain(8, devices=4), memory_limit_bytes=1e-3), operators(limit_bytes=1.0)):
+        for chain in (
+            replace(even_chain(8, devices=4), memory_limit_bytes=1e-3),
+            operators(limit_bytes=1.0),
+        ):
             with pytest.raises(InfeasibleError, match="could fit"):
                 plan_chain(chain, inter)
 
@@ -98,7 +103,9 @@ def test_stages_by_hand_on_every_chain(name, schedule):
     chain = CHAINS[name]
     cuts = [k * chain.num_units // 2 for k in range(3)]
     half = next(o.name for o in chain.options if o.num_devices == 2)
-    manual = ManualStages(boundaries=tuple(zip(cuts, cuts[1:])), options=(half,) * 2, schedule=schedule)
+    manual = ManualStages(
+        boundaries=tuple(zip(cuts, cuts[1:])), options=(half,) * 2, schedule=schedule
+    )
     try:
         plan = plan_chain(chain, manual)
     except InfeasibleError as error:
@@ -129,15 +136,21 @@ def test_operators_never_cost_less_than_their_bound(option):
     for first in range(6):
         for last in range(first + 1, 7):
             for limit in (np.inf, 300.0):
-                stage = chain.propose(option, first, last, first_device=0, in_flight=2.0, limit_bytes=limit)
+                stage = chain.propose(
+                    option, first, last, first_device=0, in_flight=2.0, limit_bytes=limit
+                )
                 if stage is not None:
                     (figures,) = chain.quote([stage], [2.0])
                     assert figures.peak_bytes <= limit and len(stage.unit_options) == last - first
-                    assert figures.forward_s + figures.backward_s >= chain.least_s(option, first, last) * (1 - 1e-9)
+                    assert figures.forward_s + figures.backward_s >= chain.least_s(
+                        option, first, last
+                    ) * (1 - 1e-9)
 
 
 def test_little_memory_is_met_by_recomputing_single_operators():
-    free, tight = (plan_chain(CHAINS[name]) for name in ("operators", "operators with little memory"))
+    free, tight = (
+        plan_chain(CHAINS[name]) for name in ("operators", "operators with little memory")
+    )
     assert tight.step_time_s > free.step_time_s
     chain = CHAINS["operators with little memory"]
     again = [chain.ways(s.option)[k][1] for s in tight.stages for k in s.unit_options]
@@ -148,7 +161,9 @@ class Overlapping(AbstractInter):
     """Gives all units to the first device, and leaves the others out."""
 
     def solve(self, chains, **options):
-        stage = chains[0].propose(0, 0, chains[0].num_units, first_device=0, in_flight=1.0, limit_bytes=np.inf)
+        stage = chains[0].propose(
+            0, 0, chains[0].num_units, first_device=0, in_flight=1.0, limit_bytes=np.inf
+        )
         return judge_stages(chains[0], [stage], "1f1b")
 
 

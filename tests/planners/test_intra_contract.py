@@ -47,7 +47,9 @@ class TestEveryIntraPlanner:
             allowed[node][free.picks[node]] = False
             rest = Space(name="rest", priced=space.priced, allowed=allowed)
             solution = intra.solve(problem, rest, memory_limit_bytes=np.inf)
-            assert solution is None or all(mask[p] for mask, p in zip(allowed, solution.picks, strict=True))
+            assert solution is None or all(
+                mask[p] for mask, p in zip(allowed, solution.picks, strict=True)
+            )
 
     def test_memory_limit_and_ceiling_are_respected(self, intra, problem, space):
         free = intra.solve(problem, space, memory_limit_bytes=np.inf)
@@ -55,7 +57,9 @@ class TestEveryIntraPlanner:
             solution = intra.solve(problem, space, memory_limit_bytes=limit)
             assert solution is None or solution.peak_bytes <= limit * (1 + 1e-9)
         assert intra.solve(problem, space, memory_limit_bytes=1.0) is None
-        below = intra.solve(problem, space, memory_limit_bytes=np.inf, ceiling_s=free.step_time_s / 2)
+        below = intra.solve(
+            problem, space, memory_limit_bytes=np.inf, ceiling_s=free.step_time_s / 2
+        )
         assert below is None or below.step_time_s < free.step_time_s / 2
 
     def test_a_search_in_steps_has_the_result_of_solve(self, intra, problem, space):
@@ -79,7 +83,9 @@ class TestEveryIntraPlanner:
     def test_methods_use_the_planner(self, intra, make):
         plan = aq.plan(*STEP, cluster=CLUSTER, method=make(intra=intra), num_micro_batches=2)
         assert violations(plan) == [] and intra.name in plan.provenance.planner
-        assert plan == aq.plan(*STEP, cluster=CLUSTER, method=make(intra=intra), num_micro_batches=2)
+        assert plan == aq.plan(
+            *STEP, cluster=CLUSTER, method=make(intra=intra), num_micro_batches=2
+        )
 
     def test_the_planner_solves_with_pinned_inputs(self, intra):
         method = aq.ManualParallel(specs={"batch.x": ("x",)}, mesh_shape=(4,), intra=intra)
@@ -102,13 +108,20 @@ class TestEveryIntraPlanner:
     def test_the_planner_solves_seeds_of_meshes_with_three_axes(self, intra):
         step = mlp((64, 256, 64), 64)
         plan = aq.plan(
-            *step, cluster=Cluster.preset("8xH100"), method=aq.ShardParallel(mesh_shape=(2, 2, 2), intra=intra)
+            *step,
+            cluster=Cluster.preset("8xH100"),
+            method=aq.ShardParallel(mesh_shape=(2, 2, 2), intra=intra),
         )
         assert violations(plan) == []
 
     def test_infeasible_problems_raise(self, intra):
         with pytest.raises(InfeasibleError, match="It could fit with"):
-            aq.plan(*STEP, cluster=CLUSTER, method=aq.ShardParallel(intra=intra), memory_limit_bytes=1000.0)
+            aq.plan(
+                *STEP,
+                cluster=CLUSTER,
+                method=aq.ShardParallel(intra=intra),
+                memory_limit_bytes=1000.0,
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in INTRAS if name != "ilp"])

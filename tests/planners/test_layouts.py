@@ -28,9 +28,13 @@ def test_a_cached_layout_takes_other_prices(problem):
     layouts = Layouts()
     build_program(priced := priced_on(problem, (4, 2)), everything(priced), layouts)
     priced = priced_on(problem, (2, 4))
-    assert layouts.of(priced, everything(priced)) is layouts.of(priced_on(problem, (4, 2)), everything(priced))
+    assert layouts.of(priced, everything(priced)) is layouts.of(
+        priced_on(problem, (4, 2)), everything(priced)
+    )
     found, _ = build_program(priced, everything(priced), layouts)
-    for a, b in zip(found.arrays(), build_program(priced, everything(priced))[0].arrays(), strict=True):
+    for a, b in zip(
+        found.arrays(), build_program(priced, everything(priced))[0].arrays(), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -40,7 +44,10 @@ def test_other_choices_need_another_layout(problem):
     fewer = [mask.copy() for mask in all_choices]
     next(mask for mask in fewer if len(mask) > 1)[-1] = False
     assert layouts.of(priced, fewer) is not layouts.of(priced, all_choices)
-    assert build_program(priced, fewer, layouts)[1].num_integer == build_program(priced, all_choices)[1].num_integer - 1
+    assert (
+        build_program(priced, fewer, layouts)[1].num_integer
+        == build_program(priced, all_choices)[1].num_integer - 1
+    )
 
 
 def test_a_cached_layout_keeps_no_rows_of_earlier_problems(problem):

@@ -1,4 +1,6 @@
-"""Every search ends at its limits, says so, and keeps a bound that holds: what was not found is never called infeasible."""
+"""Every search ends at its limits, says so, and keeps a bound that holds: what was not found is
+never called infeasible.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -37,7 +39,8 @@ def tight_bytes(priced):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
+        float(timeline(free.model(picks), priced, picks).max())
+        for picks in (free.picks, free.least_memory())
     )
     return list(np.linspace(least, most, 10)[1:-1])
 
@@ -66,7 +69,12 @@ def hasty(monkeypatch):
     """Relaxations that are given up after one pivot."""
 
     def begin():
-        for name in ("_PIVOTS_PER_ROW", "_PIVOTS_PER_ROW_AGAIN", "_FEWEST_PIVOTS", "_BARRIER_STEPS"):
+        for name in (
+            "_PIVOTS_PER_ROW",
+            "_PIVOTS_PER_ROW_AGAIN",
+            "_FEWEST_PIVOTS",
+            "_BARRIER_STEPS",
+        ):
             monkeypatch.setattr(_highs, name, 0)
 
     return begin
@@ -112,7 +120,11 @@ def test_branching_without_work_keeps_what_is_known(priced, solved):
             assert found is None and search.gave_up
         elif found is not None and found.status != "optimal":
             assert found.status == LIMIT and search.gave_up
-            assert found.lower_bound_s <= best.step_time_s * (1 + 1e-9) <= found.step_time_s * (1 + 1e-6)
+            assert (
+                found.lower_bound_s
+                <= best.step_time_s * (1 + 1e-9)
+                <= found.step_time_s * (1 + 1e-6)
+            )
 
 
 def test_all_spaces_share_their_work(priced, solved):
@@ -125,7 +137,9 @@ def test_all_spaces_share_their_work(priced, solved):
 def test_an_integer_program_at_its_limit_is_neither_optimal_nor_infeasible(priced, solved):
     limit, best = next(iter(solved.items()))
     search = searched(priced, limit)
-    outcome = solve_integers(search._program, search._choices, node_limit=2000, relative_gap=0.0, work_limit=1.0)
+    outcome = solve_integers(
+        search._program, search._choices, node_limit=2000, relative_gap=0.0, work_limit=1.0
+    )
     assert outcome.status == LIMIT
     assert outcome.bound_s <= best.step_time_s * (1 + 1e-6)
 
@@ -133,7 +147,10 @@ def test_an_integer_program_at_its_limit_is_neither_optimal_nor_infeasible(price
 def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
     limit = next(iter(solved))
     search = searched(priced, limit)
-    use = [_solve.alive_bytes(search._choices, search._model(search._in_turn), time)[1] for time in search._times]
+    use = [
+        _solve.alive_bytes(search._choices, search._model(search._in_turn), time)[1]
+        for time in search._times
+    ]
     hasty()
     values = search._values
     proved, solves, _ = rules_out(search._relaxation, search._choices.columns, use, values, 1e9)
@@ -152,7 +169,9 @@ def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkey
             near += 1
             assert found.peak_bytes <= limit * (1 + 1e-9)
             assert best.step_time_s * (1 - 1e-9) <= found.step_time_s <= 1.1 * best.step_time_s
-        assert searched(priced, limit).improve().step_time_s == pytest.approx(best.step_time_s, rel=1e-6)
+        assert searched(priced, limit).improve().step_time_s == pytest.approx(
+            best.step_time_s, rel=1e-6
+        )
     assert near >= len(solved) / 2
 
 
@@ -198,7 +217,9 @@ def test_the_best_of_one_mesh_is_not_optimal_where_another_search_gave_up(graph,
     problem = make_problem(graph, _CLUSTER, memory_limit_bytes=1e15)
     options = {"method": "test", "planner": "test", "relative_gap": 1e-3, "exact_space": True}
     alone = race(problem, [Entry(space=space, intra=ILP())], **options)
-    both = race(problem, [Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())], **options)
+    both = race(
+        problem, [Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())], **options
+    )
     assert alone.status == "optimal" and both.step_time_s == alone.step_time_s
     assert both.status == LIMIT and both.lower_bound_s == pytest.approx(alone.lower_bound_s / 2)
     assert both.candidates[-1].outcome == LIMIT

@@ -1,4 +1,6 @@
-"""Layouts by name: products split as in Megatron-LM, what that communicates, and what is said where it cannot be."""
+"""Layouts by name: products split as in Megatron-LM, what that communicates, and what is said where
+it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,18 @@ TENSOR = ("tensor",)
 @functools.cache
 def gpt(recompute: str = "none", scan: bool = False, **changes: int) -> Any:
     return zoo.build(
-        zoo.configure("gpt-125m", **{**SIZES, **changes}), ROWS, dtype="bf16", recompute=recompute, scan=scan
+        zoo.configure("gpt-125m", **{**SIZES, **changes}),
+        ROWS,
+        dtype="bf16",
+        recompute=recompute,
+        scan=scan,
     )
 
 
 @functools.cache
-def planned(name: str, cluster: str = "8xH100", micro_batches: int = 1, recompute: str = "none") -> aq.Plan:
+def planned(
+    name: str, cluster: str = "8xH100", micro_batches: int = 1, recompute: str = "none"
+) -> aq.Plan:
     work = gpt(recompute)
     return aq.plan(
         work.train_step,
@@ -52,9 +60,17 @@ def planned(name: str, cluster: str = "8xH100", micro_batches: int = 1, recomput
 
 
 def over_tensor(plan: aq.Plan) -> list[Any]:
-    """Sums of whole activations over the tensor axis; those of the loss are of single numbers for each token."""
-    local = ROWS // plan.stages[0].mesh_shape[plan.stages[0].axis_names.index("data")] * SEQ * HIDDEN
-    uses = [use for use in plan.prediction.collectives if use.axes == TENSOR and use.num_bytes / use.count >= local]
+    """Sums of whole activations over the tensor axis; those of the loss are of single numbers for
+    each token.
+    """
+    local = (
+        ROWS // plan.stages[0].mesh_shape[plan.stages[0].axis_names.index("data")] * SEQ * HIDDEN
+    )
+    uses = [
+        use
+        for use in plan.prediction.collectives
+        if use.axes == TENSOR and use.num_bytes / use.count >= local
+    ]
     assert {use.kind for use in uses} == {"all-reduce"}
     return uses
 
@@ -62,7 +78,13 @@ def over_tensor(plan: aq.Plan) -> list[Any]:
 @pytest.mark.parametrize("form", ["unrolled", "scan"])
 def test_which_weights_are_split_by_columns_and_which_by_rows(form):
     work = gpt(scan=form == "scan")
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=aq.Megatron(data=2, tensor=4))
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=CLUSTER,
+        method=aq.Megatron(data=2, tensor=4),
+    )
     (stage,) = plan.stages
     assert (stage.mesh_shape, stage.axis_names) == ((2, 4), ("data", "tensor"))
     lead = ((),) if form == "scan" else ()
@@ -81,16 +103,22 @@ def test_which_weights_are_split_by_columns_and_which_by_rows(form):
         else:
             wanted = ((),) * len(array_.shape)
         assert stage.shardings[path] == wanted, path
-    assert all(stage.shardings[f"batch.{name}"] == (("data",), ()) for name in ("inputs", "targets"))
+    assert all(
+        stage.shardings[f"batch.{name}"] == (("data",), ()) for name in ("inputs", "targets")
+    )
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 8), (2, 4), (4, 2)])
 def test_two_all_reduces_of_activations_forward_and_two_backward_in_each_layer(data, tensor):
-    """Narayanan et al., 2021, section 3.2; besides, the sum behind the lookup of tokens, and that of the head's gradient."""
+    """Narayanan et al., 2021, section 3.2; besides, the sum behind the lookup of tokens, and that
+    of the head's gradient.
+    """
     plan = planned(f"megatron:dp{data},tp{tensor}") if data > 1 else planned("megatron:dp1,tp8")
     local = ROWS // data * SEQ * HIDDEN * 2
     if data == 1:
-        uses = [use for use in plan.prediction.collectives if use.num_bytes / use.count >= local / 2]
+        uses = [
+            use for use in plan.prediction.collectives if use.num_bytes / use.count >= local / 2
+        ]
     else:
         uses = over_tensor(plan)
     assert sum(use.count for use in uses) == 4 * LAYERS + 2
@@ -113,7 +141,9 @@ def test_gradients_are_summed_over_data_alone():
     assert of_weights == LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * FFN) // 4 * 2
 
 
-@pytest.mark.parametrize(("name", "parameters", "moments"), [("zero1", False, True), ("fsdp", True, True)])
+@pytest.mark.parametrize(
+    ("name", "parameters", "moments"), [("zero1", False, True), ("fsdp", True, True)]
+)
 def test_what_the_data_axis_splits_besides(name, parameters, moments):
     stage = planned(f"megatron:dp2,tp4,{name}").stages[0]
     up = stage.shardings["state.params.layers[0].mlp.up.kernel"]
@@ -128,12 +158,16 @@ def test_tensor_parallelism_takes_the_other_devices_for_data():
     assert planned("tp:1").stages[0].axis_names == ("data",)
 
 
-@pytest.mark.parametrize("name", ["tp:2", "tp:4", "tp:8", "megatron:dp2,tp4,zero1", "megatron:dp4,tp2,fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "name", ["tp:2", "tp:4", "tp:8", "megatron:dp2,tp4,zero1", "megatron:dp4,tp2,fsdp", "hsdp"]
+)
 def test_auto_is_never_slower(name):
     assert planned("auto").prediction.step_time_s <= planned(name).prediction.step_time_s * 1.002
 
 
-@pytest.mark.parametrize(("name", "micro_batches"), [("megatron:dp2,tp2,pp2", 4), ("megatron:tp4,pp2,zero1", 2)])
+@pytest.mark.parametrize(
+    ("name", "micro_batches"), [("megatron:dp2,tp2,pp2", 4), ("megatron:tp4,pp2,zero1", 2)]
+)
 def test_a_pipeline_of_equal_stages(name, micro_batches):
     plan = planned(name, micro_batches=micro_batches)
     assert (plan.schedule, len(plan.stages), plan.num_micro_batches) == ("1f1b", 2, micro_batches)
@@ -141,14 +175,24 @@ def test_a_pipeline_of_equal_stages(name, micro_batches):
     assert abs(len(plan.stages[0].layer_names) - len(plan.stages[1].layer_names)) <= 1
     split = {path: dims for stage in plan.stages for path, dims in stage.shardings.items()}
     for layer in range(LAYERS):
-        assert all(split[f"state.params.layers[{layer}].{path}"] == ((), TENSOR) for path in COLUMNS)
-        assert all(split[f"state.params.layers[{layer}].{path}"] == (TENSOR, ()) for path in ROWS_SPLIT)
+        assert all(
+            split[f"state.params.layers[{layer}].{path}"] == ((), TENSOR) for path in COLUMNS
+        )
+        assert all(
+            split[f"state.params.layers[{layer}].{path}"] == (TENSOR, ()) for path in ROWS_SPLIT
+        )
 
 
 def test_experts_are_split_by_their_axis_and_tokens_sent_to_them():
     sizes = {**SIZES, "num_layers": 2, "num_experts": 4, "group_size": SEQ}
     work = zoo.build(zoo.configure("moe-380m", **sizes), ROWS, dtype="bf16")
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("megatron:ep4,tp2"))
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=CLUSTER,
+        method=method_by_name("megatron:ep4,tp2"),
+    )
     stage = plan.stages[0]
     assert stage.shardings["state.params.layers[0].moe.up"] == (("expert",), (), TENSOR)
     assert stage.shardings["state.params.layers[0].moe.down"] == (("expert",), TENSOR, ())
@@ -186,17 +230,25 @@ def bert() -> Any:
         "pool": array(width, width),
         "classes": array(width, 2),
     }
-    return momentum_step(loss, params, {"ids": array(8, 16, dtype=jnp.int32), "kinds": array(8, 16, dtype=jnp.int32)})
+    return momentum_step(
+        loss, params, {"ids": array(8, 16, dtype=jnp.int32), "kinds": array(8, 16, dtype=jnp.int32)}
+    )
 
 
 def test_an_encoder_with_heads_in_its_weights():
     plan = aq.plan(*bert(), cluster=CLUSTER, method=aq.TensorParallel(degree=4))
-    split = {path.removeprefix("state.params."): dims for path, dims in plan.stages[0].shardings.items()}
+    split = {
+        path.removeprefix("state.params."): dims for path, dims in plan.stages[0].shardings.items()
+    }
     for layer in ("layers[0]", "layers[1]"):
         assert [split[f"{layer}.{name}"] for name in "qkv"] == [((), TENSOR, ())] * 3
         assert split[f"{layer}.out"] == (TENSOR, (), ())
         assert (split[f"{layer}.up"], split[f"{layer}.down"]) == (((), TENSOR), (TENSOR, ()))
-    assert (split["words"], split["positions"], split["kinds"]) == ((TENSOR, ()), ((), ()), ((), ()))
+    assert (split["words"], split["positions"], split["kinds"]) == (
+        (TENSOR, ()),
+        ((), ()),
+        ((), ()),
+    )
     assert (split["pool"], split["classes"]) == (((), TENSOR), (TENSOR, ()))
 
 
@@ -245,7 +297,8 @@ def test_names_that_cannot_be_read(name, said):
 
 def test_options_that_do_not_go_with_a_layout():
     with pytest.raises(
-        InputError, match="--mesh, --stages, --schedule: megatron:dp4,tp2 says how devices are laid out"
+        InputError,
+        match="--mesh, --stages, --schedule: megatron:dp4,tp2 says how devices are laid out",
     ):
         method_by_name("megatron:dp4,tp2", (4, 2), PipelineOptions(stages=2, schedule="gpipe"))
     with pytest.raises(InputError, match="--layers: only for pipelines"):
@@ -257,19 +310,30 @@ def test_options_that_do_not_go_with_a_layout():
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
-        (aq.Megatron(data=4, tensor=4), {}, "dp4 x tp4 makes 16 devices, and 8xH100 has 8. Use dp2, or leave dp out"),
+        (
+            aq.Megatron(data=4, tensor=4),
+            {},
+            "dp4 x tp4 makes 16 devices, and 8xH100 has 8. Use dp2, or leave dp out",
+        ),
         (aq.Megatron(tensor=3), {}, "must divide the number of devices: use one of 1, 2, 4, 8"),
         (
             aq.TensorParallel(degree=8),
             {"num_heads": 4},
-            r"(?s)attn.q.kernel: 64 rows or columns in 4 parts that stay together, such as heads.*tp:4",
+            (
+                r"(?s)attn.q.kernel: 64 rows or columns in 4 parts that stay together, such as"
+                r" heads.*tp:4"
+            ),
         ),
         (
             aq.TensorParallel(degree=8),
             {"vocab_size": 510},
             r"(?s)embed.embedding: 510 rows .*tp:2, or 510 padded to 512",
         ),
-        (aq.Megatron(data=4, expert=2), {}, "weights that come once for each expert, and .* has none"),
+        (
+            aq.Megatron(data=4, expert=2),
+            {},
+            "weights that come once for each expert, and .* has none",
+        ),
     ],
 )
 def test_layouts_that_do_not_apply(method, changes, said):
@@ -280,7 +344,10 @@ def test_layouts_that_do_not_apply(method, changes, said):
 
 def test_a_batch_that_does_not_divide():
     work = gpt()
-    with pytest.raises(InputError, match="16 .*cannot be split over dp 8. Use a global batch that is a multiple of 32"):
+    with pytest.raises(
+        InputError,
+        match="16 .*cannot be split over dp 8. Use a global batch that is a multiple of 32",
+    ):
         aq.plan(
             work.train_step,
             work.state,
@@ -293,8 +360,12 @@ def test_a_batch_that_does_not_divide():
 
 def test_more_stages_than_layers():
     work = gpt()
-    with pytest.raises(InputError, match="8 stages were asked for, and the step can be cut into .* at most"):
-        aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=aq.Megatron(pipeline=8))
+    with pytest.raises(
+        InputError, match="8 stages were asked for, and the step can be cut into .* at most"
+    ):
+        aq.plan(
+            work.train_step, work.state, work.batch, cluster=CLUSTER, method=aq.Megatron(pipeline=8)
+        )
 
 
 def test_a_plain_network_alternates_columns_and_rows():
@@ -315,8 +386,12 @@ def test_nothing_to_split():
 def test_an_output_head_is_split_by_vocabulary_and_what_stands_before_it_stays_whole():
     sizes = {**SIZES, "num_layers": 1}
     work = zoo.build(zoo.configure("bert-base", **sizes), ROWS, dtype="bf16")
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:4"))
-    split = {path.removeprefix("state.params."): dims for path, dims in plan.stages[0].shardings.items()}
+    plan = aq.plan(
+        work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:4")
+    )
+    split = {
+        path.removeprefix("state.params."): dims for path, dims in plan.stages[0].shardings.items()
+    }
     assert (split["embed.embedding"], split["bias"]) == ((TENSOR, ()), (TENSOR,))
     assert split["transform.kernel"] == ((), ())
 
@@ -324,10 +399,16 @@ def test_an_output_head_is_split_by_vocabulary_and_what_stands_before_it_stays_w
 def test_keys_and_values_of_fewer_heads():
     sizes = {**SIZES, "num_kv_heads": 4}
     work = zoo.build(zoo.configure("llama-70b", **sizes), ROWS, dtype="bf16", scan=True)
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:4"))
+    plan = aq.plan(
+        work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:4")
+    )
     assert plan.stages[0].shardings["state.params.layers.attn.k.kernel"] == ((), (), TENSOR)
-    with pytest.raises(InputError, match=r"(?s)attn.k.kernel: 32 rows or columns in 4 parts.*such as tp:4"):
-        aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:8"))
+    with pytest.raises(
+        InputError, match=r"(?s)attn.k.kernel: 32 rows or columns in 4 parts.*such as tp:4"
+    ):
+        aq.plan(
+            work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name("tp:8")
+        )
 
 
 def test_a_pipeline_tries_numbers_of_micro_batches():
@@ -335,13 +416,33 @@ def test_a_pipeline_tries_numbers_of_micro_batches():
     layout = method_by_name("megatron:dp2,tp2,pp2")
     plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout)
     counts = (1, 2, 4, 8)
-    tried = {n: planned("megatron:dp2,tp2,pp2", micro_batches=n, recompute="block") for n in counts if n > 1}
-    assert plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried.values()) * 1.001
+    tried = {
+        n: planned("megatron:dp2,tp2,pp2", micro_batches=n, recompute="block")
+        for n in counts
+        if n > 1
+    }
+    assert (
+        plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried.values()) * 1.001
+    )
     text = str(plan)
-    assert "Tried in the search" in text and "megatron:dp2,tp2,pp2, 2 stages, 1f1b, 8 micro-batches" in text
-    assert "pipeline: 2 stages, 1f1b; data (2): parameters are whole; tensor (2): 9" in " ".join(text.split())
-    with pytest.raises(InputError, match="A batch of 16 cannot be split over dp2 in each of 3 micro-batches"):
-        aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout, num_micro_batches=3)
+    assert (
+        "Tried in the search" in text
+        and "megatron:dp2,tp2,pp2, 2 stages, 1f1b, 8 micro-batches" in text
+    )
+    assert "pipeline: 2 stages, 1f1b; data (2): parameters are whole; tensor (2): 9" in " ".join(
+        text.split()
+    )
+    with pytest.raises(
+        InputError, match="A batch of 16 cannot be split over dp2 in each of 3 micro-batches"
+    ):
+        aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=CLUSTER,
+            method=layout,
+            num_micro_batches=3,
+        )
 
 
 def test_stages_that_are_alike_keep_their_own_layers():
@@ -357,5 +458,9 @@ def test_stages_that_are_alike_keep_their_own_layers():
     assert [stage.like for stage in plan.stages] == [None, None, 1, None]
     for stage in plan.stages:
         layers = {name for name in stage.layer_names if "layers[" in name}
-        kept = {path.split(".attn")[0] for path in stage.shardings if path.startswith("state.params.layers")}
+        kept = {
+            path.split(".attn")[0]
+            for path in stage.shardings
+            if path.startswith("state.params.layers")
+        }
         assert layers == {path.split(".norm")[0].split(".mlp")[0] for path in kept}

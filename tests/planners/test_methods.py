@@ -9,7 +9,14 @@ from planners.small_steps import mlp
 import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import ClusterError, InfeasibleError, InputError, PlanMismatchError
-from aliquot.cost import PlannedStep, decode_interior, encode_interior, estimate, make_problem, price
+from aliquot.cost import (
+    PlannedStep,
+    decode_interior,
+    encode_interior,
+    estimate,
+    make_problem,
+    price,
+)
 from aliquot.planners import (
     ILP,
     Auto,
@@ -88,10 +95,14 @@ def test_prediction_is_that_of_the_judge(plan, problem):
 
 def test_breakdown_adds_up(plan):
     p = plan.prediction
-    assert p.step_time_s == pytest.approx(p.compute_s + p.communication_s + p.gradient_s - p.hidden_s, rel=1e-12)
+    assert p.step_time_s == pytest.approx(
+        p.compute_s + p.communication_s + p.gradient_s - p.hidden_s, rel=1e-12
+    )
     assert 0 <= p.hidden_s <= p.gradient_s
     assert sum(p.memory_bytes.values()) == pytest.approx(p.peak_memory_bytes, rel=1e-9)
-    assert sum(c.seconds for c in p.collectives) == pytest.approx(p.communication_s + p.gradient_s, rel=1e-9, abs=1e-15)
+    assert sum(c.seconds for c in p.collectives) == pytest.approx(
+        p.communication_s + p.gradient_s, rel=1e-9, abs=1e-15
+    )
     assert p.peak_memory_bytes <= p.memory_limit_bytes
 
 
@@ -124,7 +135,9 @@ def test_new_state_is_split_like_old_state(plan):
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "moments"), [("dp", 1, 1), ("zero2", 1, 8), ("zero3", 8, 8)], ids=["dp", "zero2", "zero3"]
+    ("name", "params", "moments"),
+    [("dp", 1, 1), ("zero2", 1, 8), ("zero3", 8, 8)],
+    ids=["dp", "zero2", "zero3"],
 )
 def test_zero_stages_split_parameters_and_moments(plans, name, params, moments):
     plan = plans(name)
@@ -138,7 +151,8 @@ def test_zero_stages_split_parameters_and_moments(plans, name, params, moments):
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [("zero2 within a host", MOMENTS), ("zero3 within a host", PARAMETERS + MOMENTS)]
+    ("name", "split"),
+    [("zero2 within a host", MOMENTS), ("zero3 within a host", PARAMETERS + MOMENTS)],
 )
 def test_sharding_within_a_host_replicates_across_hosts(plans, name, split):
     plan = plans(name)
@@ -166,7 +180,9 @@ def test_manual_takes_named_axes_and_axes_of_size_one():
     method = ManualParallel(specs=specs, mesh_shape=(8, 1), axis_names=("data", "model"))
     plan = aq.plan(*STEP, cluster=CLUSTER, method=method)
     assert plan.stages[0].shardings["batch.x"] == (("data", "model"), ())
-    plan = aq.plan(*STEP, cluster=CLUSTER, method=ManualParallel(specs={"batch.x": ("y",)}, mesh_shape=(1, 8)))
+    plan = aq.plan(
+        *STEP, cluster=CLUSTER, method=ManualParallel(specs={"batch.x": ("y",)}, mesh_shape=(1, 8))
+    )
     assert plan.stages[0].shardings["batch.x"] == (("y",), ())
 
 
@@ -179,9 +195,19 @@ def test_manual_reports_all_faults_at_once():
         "state.params[[]0]": ("x",),
     }
     with pytest.raises(InputError) as error:
-        aq.plan(*mlp((6, 9, 6), 6), cluster=CLUSTER, method=ManualParallel(specs=specs, mesh_shape=(2, 4)))
+        aq.plan(
+            *mlp((6, 9, 6), 6),
+            cluster=CLUSTER,
+            method=ManualParallel(specs=specs, mesh_shape=(2, 4)),
+        )
     text = str(error.value)
-    for part in ("`state.parms*` matches no input", "the axis 'z'", "splits 3 dims", "'x' twice", "state.params[[]0]"):
+    for part in (
+        "`state.parms*` matches no input",
+        "the axis 'z'",
+        "splits 3 dims",
+        "'x' twice",
+        "state.params[[]0]",
+    ):
         assert part in text
 
 
@@ -203,7 +229,12 @@ def test_infeasible_errors_name_what_would_fit(name):
     assert sum(error.parts.values()) == pytest.approx(error.required_bytes, rel=1e-6)
     assert "2x4xH100" in str(error) and "parameters" in str(error) and "It could fit" in str(error)
     # The smallest found is a plan indeed.
-    plan = aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=error.required_bytes + 1)
+    plan = aq.plan(
+        *STEP,
+        cluster=CLUSTER,
+        method=ALL_METHODS[name],
+        memory_limit_bytes=error.required_bytes + 1,
+    )
     assert plan.prediction.peak_memory_bytes <= error.required_bytes + 1
 
 
@@ -215,7 +246,11 @@ def test_a_mesh_that_does_not_fit(shape):
 
 def test_axis_names_that_do_not_fit():
     with pytest.raises(ClusterError, match="2 axes"):
-        aq.plan(*STEP, cluster=CLUSTER, method=ManualParallel(specs={}, mesh_shape=(2, 4), axis_names=("data",)))
+        aq.plan(
+            *STEP,
+            cluster=CLUSTER,
+            method=ManualParallel(specs={}, mesh_shape=(2, 4), axis_names=("data",)),
+        )
 
 
 def test_unknown_names():
@@ -266,18 +301,24 @@ def test_a_reached_node_limit_is_reported():
 
 def test_an_interior_of_another_plan_is_refused(plans, problem):
     stage = plans("shard").stages[0]
-    wrong = msgspec.structs.replace(stage.interior[0], node="another", splits={stage.axis_names[0]: "nowhere"})
+    wrong = msgspec.structs.replace(
+        stage.interior[0], node="another", splits={stage.axis_names[0]: "nowhere"}
+    )
     short = msgspec.structs.replace(stage, interior=(wrong, *stage.interior[1:-1]))
     with pytest.raises(PlanMismatchError) as found:
         decode_interior(short, problem.nodes)
     assert len(found.value.violations) == 2
     unknown = msgspec.structs.replace(stage.interior[0], splits={stage.axis_names[0]: "nowhere"})
     with pytest.raises(PlanMismatchError, match="nowhere"):
-        decode_interior(msgspec.structs.replace(stage, interior=(unknown, *stage.interior[1:])), problem.nodes)
+        decode_interior(
+            msgspec.structs.replace(stage, interior=(unknown, *stage.interior[1:])), problem.nodes
+        )
 
 
 def test_micro_batches_pay_the_update_once(problem):
-    """Twice the micro-batches of one size: forward and backward double, the update and its gradients do not."""
+    """Twice the micro-batches of one size: forward and backward double, the update and its
+    gradients do not.
+    """
     mesh = LogicalMesh(shape=(8,), cluster=CLUSTER)
     once, twice = (price(problem, mesh, repeats=m, data_axes=frozenset({0})) for m in (1, 2))
     kinds = {}
@@ -292,13 +333,17 @@ def test_micro_batches_pay_the_update_once(problem):
 
 @pytest.mark.parametrize("method", [Zero2Parallel(), Zero3Parallel()])
 def test_gradients_are_reduced_after_the_last_micro_batch_if_they_fit(method):
-    """Whole gradients are synchronised once; under a limit that they exceed, each micro-batch adds to its shards."""
+    """Whole gradients are synchronised once; under a limit that they exceed, each micro-batch adds
+    to its shards.
+    """
     free = aq.plan(*STEP, cluster=CLUSTER, method=method, num_micro_batches=2)
     assert free.stages[0].data_axes == free.stages[0].axis_names
     plan = free
     # Until nothing fits, which is an error.
     while plan.stages[0].data_axes:
         limit = 0.98 * plan.prediction.peak_memory_bytes
-        plan = aq.plan(*STEP, cluster=CLUSTER, method=method, num_micro_batches=2, memory_limit_bytes=limit)
+        plan = aq.plan(
+            *STEP, cluster=CLUSTER, method=method, num_micro_batches=2, memory_limit_bytes=limit
+        )
     assert plan.prediction.peak_memory_bytes < free.prediction.peak_memory_bytes
     assert plan.prediction.step_time_s >= free.prediction.step_time_s

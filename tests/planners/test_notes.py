@@ -1,4 +1,6 @@
-"""What a plan says of work that every device does: operators that run whole, and a share of the computing."""
+"""What a plan says of work that every device does: operators that run whole, and a share of the
+computing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def test_operators_that_run_whole_are_priced_and_named(method):
 
     plan = planned(whole, struct(512, 4096), struct(8192, 512), method=method)
     (line,) = [note for note in plan.notes if "runs whole" in note]
-    assert "shared_scale_test" in line and "no rule, and none was found" in line and "test_notes.py" in line
+    assert (
+        "shared_scale_test" in line
+        and "no rule, and none was found" in line
+        and "test_notes.py" in line
+    )
     assert f"{format_bytes(2 * 8192 * 4096 * 4)} each time, 1 times a step" in line
     gathers = [use.num_bytes for use in plan.prediction.collectives if use.kind == "all-gather"]
     assert f"{format_bytes(sum(gathers)) if gathers else 'nothing'} is gathered" in line
@@ -54,7 +60,9 @@ def test_with_a_rule_the_step_is_faster_and_has_no_note():
     assert whole.prediction.compute_s > 3 * split.prediction.compute_s
     assert not [note for note in split.notes if "runs whole" in note]
     (line,) = [note for note in whole.notes if "replicated" in note]
-    assert re.match(r"\d\d% of the computing is replicated, .*: operators that run whole \(\d\d%\)", line)
+    assert re.match(
+        r"\d\d% of the computing is replicated, .*: operators that run whole \(\d\d%\)", line
+    )
 
 
 def test_a_replicated_update_is_noted_in_one_line():
@@ -63,7 +71,10 @@ def test_a_replicated_update_is_noted_in_one_line():
         return params - 0.1 * grads
 
     args = struct(4096, 4096), struct(8, 4096)
-    plans = {m: aq.plan(train_step, *args, cluster=EIGHT, method=m) for m in (aq.DataParallel(), aq.Zero3Parallel())}
+    plans = {
+        m: aq.plan(train_step, *args, cluster=EIGHT, method=m)
+        for m in (aq.DataParallel(), aq.Zero3Parallel())
+    }
     lines = [[note for note in plan.notes if "replicated" in note] for plan in plans.values()]
     assert len(lines[0]) == 1 and "the update of state that is not split" in lines[0][0]
     assert lines[1] == []
@@ -73,19 +84,29 @@ def test_small_operators_and_one_device_are_not_mentioned():
     plan = planned(lambda x: shared_scale_p.bind(2 * x), struct(64, 8))
     assert not [note for note in plan.notes if "runs whole" in note]
     with pytest.warns(UserWarning, match="Rules were inferred"):
-        alone = aq.plan(scaled(shared_scale_p), struct(8192, 4096), cluster=aq.Cluster.preset("1xH100"))
+        alone = aq.plan(
+            scaled(shared_scale_p), struct(8192, 4096), cluster=aq.Cluster.preset("1xH100")
+        )
     assert alone.notes == ()
 
 
 @pytest.mark.parametrize(
     ("devices", "rows", "count", "said"),
     [
-        ("7xH100", 64, 1, "7 devices do not divide the batch of 64: data parallelism can use 1 of them"),
+        (
+            "7xH100",
+            64,
+            1,
+            "7 devices do not divide the batch of 64: data parallelism can use 1 of them",
+        ),
         (
             "8xH100",
             24,
             2,
-            "8 devices do not divide each of the 2 micro-batches of 12: data parallelism can use 4 of them",
+            (
+                "8 devices do not divide each of the 2 micro-batches of 12: data parallelism can"
+                " use 4 of them"
+            ),
         ),
         ("8xH100", 64, 1, ""),
         ("8xH100", 4, 1, ""),
@@ -97,7 +118,9 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(devices, rows, count, sa
         return params - 0.1 * jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
 
     cluster = aq.Cluster.preset(devices)
-    plan = aq.plan(train_step, struct(512, 512), struct(rows, 512), cluster=cluster, num_micro_batches=count)
+    plan = aq.plan(
+        train_step, struct(512, 512), struct(rows, 512), cluster=cluster, num_micro_batches=count
+    )
     lines = [note for note in plan.notes if "do not divide" in note]
     assert bool(lines) == bool(said)
     if said:

@@ -23,14 +23,22 @@ def workload(scan: bool, recompute: str = "block"):
 
 def planned(work, method, **options):
     cluster = aq.Cluster.preset("2x4xV100-16GB")
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method, **options)
+    plan = aq.plan(
+        work.train_step, work.state, work.batch, cluster=cluster, method=method, **options
+    )
     return Plan.from_json(plan.to_json())
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(
     "method",
-    [aq.DataParallel(), aq.Zero2Parallel(), aq.Zero3Parallel(), aq.ShardParallel(mesh_shape=(2, 4)), aq.Auto()],
+    [
+        aq.DataParallel(),
+        aq.Zero2Parallel(),
+        aq.Zero3Parallel(),
+        aq.ShardParallel(mesh_shape=(2, 4)),
+        aq.Auto(),
+    ],
 )
 def test_one_program(method, micro_batches):
     work = workload(scan=True)
@@ -60,7 +68,10 @@ def test_an_edited_plan_is_judged_as_it_is():
     found = aq.estimate(other, work.train_step, work.state, work.batch)
     assert found.peak_memory_bytes > plan.prediction.peak_memory_bytes
     beside = aq.estimate(
-        msgspec.structs.replace(plan, overlaps_transfers=True), work.train_step, work.state, work.batch
+        msgspec.structs.replace(plan, overlaps_transfers=True),
+        work.train_step,
+        work.state,
+        work.batch,
     )
     assert beside.step_time_s <= plan.prediction.step_time_s
 

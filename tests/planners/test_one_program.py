@@ -16,7 +16,9 @@ from aliquot.sharding import plan_micro_batches
 
 
 class Seconds:
-    """A method whose problem is a number of micro-batches: what each takes, or nothing if it does not fit."""
+    """A method whose problem is a number of micro-batches: what each takes, or nothing if it does
+    not fit.
+    """
 
     def __init__(self, seconds):
         self.seconds, self.tried = seconds, []
@@ -31,7 +33,9 @@ class Seconds:
 @pytest.mark.parametrize(
     ("seconds", "most", "tried", "found"),
     [
-        pytest.param({n: 10 + n for n in (1, 2, 4, 8, 16)}, 64, [8, 4, 2, 1], 1, id="the fewest are fastest"),
+        pytest.param(
+            {n: 10 + n for n in (1, 2, 4, 8, 16)}, 64, [8, 4, 2, 1], 1, id="the fewest are fastest"
+        ),
         pytest.param({4: 14, 8: 12, 16: 16}, 64, [8, 4], 8, id="fewer take longer"),
         pytest.param({8: 12}, 64, [8, 4], 8, id="fewer do not fit"),
         pytest.param({32: 12, 16: 11}, 64, [8, 16], 16, id="more are needed"),
@@ -49,15 +53,23 @@ def test_numbers_of_micro_batches_that_are_tried(seconds, most, tried, found):
 
 
 def test_numbers_of_micro_batches_that_cannot_fit_are_not_tried():
-    """The one that fits says so of half its micro-batches; where nothing fits yet, nothing is said of more."""
+    """The one that fits says so of half its micro-batches; where nothing fits yet, nothing is said
+    of more.
+    """
     seconds = {n: 10 + n for n in (1, 2, 4, 8, 16)}
     method = Seconds(seconds)
     best = fewer_micro_batches(
-        method, lambda n: n, most=64, faster_than_s=20, is_hopeless=lambda problem, count: (problem, count) == (4, 2)
+        method,
+        lambda n: n,
+        most=64,
+        faster_than_s=20,
+        is_hopeless=lambda problem, count: (problem, count) == (4, 2),
     )
     assert (method.tried, best.count) == ([8, 4], 4)
     upwards = Seconds({16: 11})
-    fewer_micro_batches(upwards, lambda n: n, most=64, faster_than_s=20, is_hopeless=lambda problem, count: True)
+    fewer_micro_batches(
+        upwards, lambda n: n, most=64, faster_than_s=20, is_hopeless=lambda problem, count: True
+    )
     assert upwards.tried == [8, 16]
 
 
@@ -73,11 +85,15 @@ def step(state, batch):
 
     value, gradients = jax.value_and_grad(loss)(state["params"])
     mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], gradients)
-    return {"params": jax.tree.map(lambda w, m: w - 0.1 * m, state["params"], mu), "mu": mu}, {"loss": value}
+    return {"params": jax.tree.map(lambda w, m: w - 0.1 * m, state["params"], mu), "mu": mu}, {
+        "loss": value
+    }
 
 
 def plan_of(**options):
-    params = {"layers": [{"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)} for _ in range(4)]}
+    params = {
+        "layers": [{"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)} for _ in range(4)]
+    }
     return aq.plan(
         step,
         {"params": params, "mu": params},
@@ -128,19 +144,33 @@ def test_too_few_micro_batches_are_ruled_out_by_a_problem_with_more(limit_bytes)
     for count in (c for c, too_large in said.items() if too_large):
         with pytest.raises(InfeasibleError):
             ShardParallel().solve(problem_of(count, limit_bytes))
-    # Six activations of 32 MiB in all on four devices: half of them at once are far too many, or an eighth.
+    # Six activations of 32 MiB in all on four devices: half of them at once are far too many, or an
+    # eighth.
     assert said[2] == (limit_bytes <= 16e6)
     assert said[8] == (limit_bytes <= 4e6)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_search_for_stages_is_never_slower_than_auto(count):
-    """Prices of single layers may say that stages are faster; one program is planned all the same."""
+    """Prices of single layers may say that stages are faster; one program is planned all the
+    same.
+    """
     for rows, width in ((256, 1024), (64, 4096), (1024, 512)):
-        layers = {"layers": [{"w": jax.ShapeDtypeStruct((width, width), jnp.float32)} for _ in range(4)]}
-        args = {"params": layers, "mu": layers}, {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+        layers = {
+            "layers": [{"w": jax.ShapeDtypeStruct((width, width), jnp.float32)} for _ in range(4)]
+        }
+        args = (
+            {"params": layers, "mu": layers},
+            {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)},
+        )
         plans = [
-            aq.plan(step, *args, cluster=Cluster.preset("2x8xH100"), method=method, num_micro_batches=count)
+            aq.plan(
+                step,
+                *args,
+                cluster=Cluster.preset("2x8xH100"),
+                method=method,
+                num_micro_batches=count,
+            )
             for method in (aq.PipeshardParallel(), aq.Auto())
         ]
         stages, auto = (plan.prediction.step_time_s for plan in plans)

@@ -1,4 +1,6 @@
-"""`PipeshardParallel`: what is wanted is honoured or refused, and what comes out is a plan that holds together."""
+"""`PipeshardParallel`: what is wanted is honoured or refused, and what comes out is a plan that
+holds together.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def init(key, width=64):
     scale = width**-0.5
     return {
         "embed": jax.random.normal(keys[0], (256, width)),
-        "layers": [{"w": scale * jax.random.normal(k, (width, width)), "b": jnp.zeros((width,))} for k in keys[1:-1]],
+        "layers": [
+            {"w": scale * jax.random.normal(k, (width, width)), "b": jnp.zeros((width,))}
+            for k in keys[1:-1]
+        ],
         "head": scale * jax.random.normal(keys[-1], (width, 256)),
     }
 
@@ -76,7 +81,9 @@ def test_a_number_of_stages_is_honoured(num_stages):
 def test_a_pipeline_is_listed_among_what_was_tried():
     plan = plan_of(num_stages=2, num_micro_batches=4)
     (tried,) = plan.provenance.candidates
-    assert tried["name"].startswith("pipeshard, 2 stages") and tried["name"].endswith("4 micro-batches")
+    assert tried["name"].startswith("pipeshard, 2 stages") and tried["name"].endswith(
+        "4 micro-batches"
+    )
     assert tried["step_time_s"] == plan.prediction.step_time_s
     assert "Tried in the search" in str(plan)
     (stages,) = [row for row in str(plan).splitlines() if row.startswith("  splits")]
@@ -85,7 +92,9 @@ def test_a_pipeline_is_listed_among_what_was_tried():
 
 def test_the_parts_of_the_step_add_up():
     p = plan_of(num_stages=2, num_micro_batches=4).prediction
-    assert p.step_time_s == pytest.approx(p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s)
+    assert p.step_time_s == pytest.approx(
+        p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s
+    )
     assert p.bubble_s > 0
     assert sum(p.memory_bytes.values()) == pytest.approx(p.peak_memory_bytes)
 
@@ -225,7 +234,9 @@ def test_a_plan_runs_and_gives_the_numbers_of_the_plain_step(schedule):
         placed, found = step(placed, batch)
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
     for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(plain), strict=True):
-        assert jnp.abs(jax.device_get(a) - jax.device_get(b)).max() <= 1e-5 * max(1e-3, float(jnp.abs(b).max()))
+        assert jnp.abs(jax.device_get(a) - jax.device_get(b)).max() <= 1e-5 * max(
+            1e-3, float(jnp.abs(b).max())
+        )
 
 
 def scanned_step(state, batch):
@@ -239,12 +250,16 @@ def scanned_step(state, batch):
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
-    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, {"loss": value}
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, {
+        "loss": value
+    }
 
 
 def scanned_state(key):
     params = init(key)
-    return state_of(params | {"layers": jax.tree.map(lambda *rows: jnp.stack(rows), *params["layers"])})
+    return state_of(
+        params | {"layers": jax.tree.map(lambda *rows: jnp.stack(rows), *params["layers"])}
+    )
 
 
 def test_a_loop_over_layers_is_cut_between_any_two():
@@ -253,7 +268,9 @@ def test_a_loop_over_layers_is_cut_between_any_two():
     plan = aq.plan(scanned_step, state, BATCH, cluster=aq.Cluster.preset(CLUSTER), method=method)
     assert violations(plan) == []
     assert (plan.scan_bounds[0], plan.scan_bounds[-1], len(plan.scan_bounds)) == (0, LAYERS, 5)
-    assert [name for stage in plan.stages for name in stage.layer_names] == [f"layers[{k}]" for k in range(LAYERS)]
+    assert [name for stage in plan.stages for name in stage.layer_names] == [
+        f"layers[{k}]" for k in range(LAYERS)
+    ]
     last = plan.scan_bounds[-2]
     assert f"state.params.layers.w[{last}:{LAYERS}]" in plan.stages[-1].shardings
 

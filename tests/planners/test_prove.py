@@ -15,14 +15,17 @@ _CLUSTER = Cluster.preset("8xH100")
 
 @pytest.fixture(scope="module")
 def searches():
-    """Searches in little memory, each with its bound and its best solution by the integer program."""
+    """Searches in little memory, each with its bound and its best solution by the integer
+    program.
+    """
     work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
     graph = aq.capture(work.train_step, work.state, work.batch)
     priced = price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(8,), cluster=_CLUSTER))
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
+        float(timeline(free.model(picks), priced, picks).max())
+        for picks in (free.picks, free.least_memory())
     )
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +50,10 @@ def test_no_existing_solution_is_ruled_out(searches, monkeypatch):
 
 def test_most_ceilings_between_bound_and_best_are_ruled_out(searches, monkeypatch):
     monkeypatch.setattr(_solve, "_CLOSE", 1.0)
-    ruled_out = [search._nothing_below(bound + 0.2 * (best.step_time_s - bound)) for search, bound, best in searches]
+    ruled_out = [
+        search._nothing_below(bound + 0.2 * (best.step_time_s - bound))
+        for search, bound, best in searches
+    ]
     assert sum(ruled_out) >= 0.5 * len(ruled_out)
 
 

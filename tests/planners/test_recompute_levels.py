@@ -1,4 +1,6 @@
-"""Selective recomputation in pipelines: what is searched, that it wins where memory is short, and that plans run right."""
+"""Selective recomputation in pipelines: what is searched, that it wins where memory is short, and
+that plans run right.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,14 @@ from aliquot.planners._recompute_levels import chain_with_levels, recompute_leve
 from aliquot.planners._solve_stages import solve_with
 from aliquot.sharding import layer_step, operators_of
 
-SIZES = {"hidden_size": 32, "num_heads": 4, "ffn_size": 64, "vocab_size": 64, "num_layers": 4, "seq_len": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_heads": 4,
+    "ffn_size": 64,
+    "vocab_size": 64,
+    "num_layers": 4,
+    "seq_len": 64,
+}
 METHOD = aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule="1f1b")
 LIMIT_BYTES = 2.9e6
 
@@ -32,7 +41,12 @@ def small_gpt():
 def planned(work, limit_bytes):
     cluster = Cluster.preset("8xcpu")
     return aq.plan(
-        work.train_step, work.state, work.batch, cluster=cluster, method=METHOD, memory_limit_bytes=limit_bytes
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=cluster,
+        method=METHOD,
+        memory_limit_bytes=limit_bytes,
     )
 
 
@@ -55,10 +69,14 @@ def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step():
         random = np.random.default_rng(0)
         wanted = found = start
         for _ in range(3):
-            batch = {name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()}
+            batch = {
+                name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()
+            }
             wanted, expected = plain(wanted, batch)
             found, metrics = step(found, batch)
-            assert abs(float(metrics["loss"]) - float(expected["loss"])) <= 1e-9 * float(expected["loss"])
+            assert abs(float(metrics["loss"]) - float(expected["loss"])) <= 1e-9 * float(
+                expected["loss"]
+            )
         leaf, path = largest("float64", start, jax.device_get(found), jax.device_get(wanted))
         assert leaf <= 1e-9, path
 
@@ -67,7 +85,9 @@ def test_plans_are_faster_with_levels_where_memory_is_short(monkeypatch):
     with jax.enable_x64(True):
         work = small_gpt()
         with_levels = planned(work, LIMIT_BYTES)
-        monkeypatch.setattr(_solve_stages, "chain_with_levels", lambda costs, levels, chain: (chain, ()))
+        monkeypatch.setattr(
+            _solve_stages, "chain_with_levels", lambda costs, levels, chain: (chain, ())
+        )
         without = planned(work, LIMIT_BYTES)
     assert with_levels.prediction.step_time_s < without.prediction.step_time_s
 
@@ -110,7 +130,7 @@ def test_the_first_level_repeats_what_frees_most_for_its_seconds():
         costs = layer_costs("2xcpu")
     levels = recompute_levels(costs)
     inner = costs.kinds[2]
-    (problem, chosen) = costs.problems[inner], levels.nodes[0][inner]
+    problem, chosen = costs.problems[inner], levels.nodes[0][inner]
     ops = operators_of(problem.nodes, chosen)
     shapes = {problem.graph.values[problem.graph.ops[op].outputs[0]].shape[-2:] for op in ops}
     assert (64, 64) in shapes, "attention scores make more than they read"

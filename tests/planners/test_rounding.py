@@ -1,4 +1,6 @@
-"""Where memory is short, relaxations mix choices: rounding them finds solutions that fit, to which others can be compared."""
+"""Where memory is short, relaxations mix choices: rounding them finds solutions that fit, to which
+others can be compared.
+"""
 
 import numpy as np
 import pytest

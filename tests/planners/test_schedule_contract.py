@@ -12,7 +12,14 @@ from planners.plugins import INTERS, KINDS, TRAINING, all_schedules  # noqa: F40
 from planners.test_pipeshard import BATCH, STATE, init, plan_of, state_of, train_step
 
 import aliquot as aq
-from aliquot.cost import PrefixSums, StageCosts, find_stage_faults, judge_stages, simulate, simulate_stages
+from aliquot.cost import (
+    PrefixSums,
+    StageCosts,
+    find_stage_faults,
+    judge_stages,
+    simulate,
+    simulate_stages,
+)
 from aliquot.planners import ManualStages, StageDP, StageLimits, plan_chain
 from aliquot.plans import Keeps, Plan, make_schedule, violations
 from aliquot.report import planned_trace
@@ -32,10 +39,12 @@ class TestEverySchedule:
             schedule = make_schedule(name, *counts)
             tasks = schedule.order()
             assert len(tasks) == len(set(tasks)) == sum(map(len, schedule.lists))
-            assert schedule.placement[: schedule.num_submeshes] == tuple(range(schedule.num_submeshes))
-            assert sorted(k for s in range(schedule.num_submeshes) for k in schedule.stages_of(s)) == [
-                *range(schedule.num_stages)
-            ]
+            assert schedule.placement[: schedule.num_submeshes] == tuple(
+                range(schedule.num_submeshes)
+            )
+            assert sorted(
+                k for s in range(schedule.num_submeshes) for k in schedule.stages_of(s)
+            ) == [*range(schedule.num_stages)]
 
     def test_micro_batches_in_flight_cover_the_task_lists(self, name):
         for stages, count, submeshes in sizes(KINDS[name]):
@@ -76,7 +85,11 @@ class TestEverySchedule:
             ones, zeros = np.ones(stages), np.zeros(stages)
             trains = KINDS[name].trains
             times = types.SimpleNamespace(
-                forward_s=ones, backward_s=2 * ones, weight_gradient_s=ones, exposed_s=ones, once_s=zeros
+                forward_s=ones,
+                backward_s=2 * ones,
+                weight_gradient_s=ones,
+                exposed_s=ones,
+                once_s=zeros,
             )
             form = KINDS[name].closed_form(times, count, stages // submeshes)
             costs = StageCosts(
@@ -96,9 +109,13 @@ class TestEverySchedule:
         if not KINDS[name].trains:
             return
         plan = plan_of(num_stages=4, num_micro_batches=8, schedule=name)
-        events = [e for e in planned_trace(plan).events if e.lane == "compute" and e.kind != "update"]
+        events = [
+            e for e in planned_trace(plan).events if e.lane == "compute" and e.kind != "update"
+        ]
         lists = make_schedule(name, 4, 8, plan.num_submeshes).lists
-        tasks = {(s, t.stage, t.micro_batch, t.kind.value) for s, row in enumerate(lists) for t in row}
+        tasks = {
+            (s, t.stage, t.micro_batch, t.kind.value) for s, row in enumerate(lists) for t in row
+        }
         assert {(e.submesh, e.stage, e.micro_batch, str(e.kind)) for e in events} == tasks
 
 
@@ -150,7 +167,9 @@ class TestEveryTrainingSchedule:
         places = KINDS[name].placement(4, 2)
         assert [s.first_device for s in plan.stages] == [2 * place for place in places]
         # What stays on its devices does not travel.
-        assert [f.transfer_s > 0 for f in plan.figures[1:]] == [a != b for a, b in zip(places, places[1:])]
+        assert [f.transfer_s > 0 for f in plan.figures[1:]] == [
+            a != b for a, b in zip(places, places[1:])
+        ]
         swapped = judge_stages(chain, plan.stages[::-1], name, num_submeshes=2).stages
         assert find_stage_faults(chain, swapped, name, num_submeshes=2)
 

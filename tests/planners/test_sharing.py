@@ -1,4 +1,6 @@
-"""Edges that share conversions pay for each once, though programs learn so only where a solution needs it."""
+"""Edges that share conversions pay for each once, though programs learn so only where a solution
+needs it.
+"""
 
 import numpy as np
 import pytest
@@ -28,13 +30,16 @@ def limits(priced):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
+        float(timeline(free.model(picks), priced, picks).max())
+        for picks in (free.picks, free.least_memory())
     )
     return [float(limit) for limit in np.linspace(least, most, 6)[1:-1]]
 
 
 def all_paid(search):
-    """The program of a search, its memory rows included, with the excess of every shared conversion."""
+    """The program of a search, its memory rows included, with the excess of every shared
+    conversion.
+    """
     program, choices = build_program(search.priced, everything(search.priced))
     for time in search._times:
         model = search._model(search._in_turn)
@@ -71,7 +76,9 @@ def test_branching_finds_what_it_finds_with_all_shared_conversions(priced, limit
     search.bound()
     best = search.improve()
     program, choices = all_paid(search)
-    outcome = solve_integers(program, choices, node_limit=100, relative_gap=1e-3, ceiling_s=best.step_time_s * 1.01)
+    outcome = solve_integers(
+        program, choices, node_limit=100, relative_gap=1e-3, ceiling_s=best.step_time_s * 1.01
+    )
     assert not search._narrowed and not search.gave_up
     assert search.lower_bound_s <= best.step_time_s <= search.lower_bound_s * 1.001
     assert outcome.bound_s * (1 - 1e-6) <= best.step_time_s
@@ -85,4 +92,6 @@ def test_a_program_with_all_shared_conversions_prices_choices_as_the_judge_does(
         for mask, pick in zip(masks, picks, strict=True):
             mask[pick] = True
         program, _ = build_program(priced, masks)
-        assert Relaxation(program).solve().bound_s == pytest.approx(evaluate(priced, picks).total_s, rel=1e-6)
+        assert Relaxation(program).solve().bound_s == pytest.approx(
+            evaluate(priced, picks).total_s, rel=1e-6
+        )

@@ -29,7 +29,8 @@ def between(priced, count):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max()) for picks in (free.picks, free.least_memory())
+        float(timeline(free.model(picks), priced, picks).max())
+        for picks in (free.picks, free.least_memory())
     )
     return [float(limit) for limit in np.linspace(least, most, count + 2)[1:-1]]
 

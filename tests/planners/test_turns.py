@@ -1,4 +1,6 @@
-"""Searches where memory depends on many choices together: whether products for gradients run in turn or wait."""
+"""Searches where memory depends on many choices together: whether products for gradients run in
+turn or wait.
+"""
 
 import numpy as np
 import pytest
@@ -25,14 +27,22 @@ _CLUSTER = Cluster.preset("4xH100")
 @pytest.fixture(scope="module")
 def problem():
     config = zoo.configure(
-        "llama-7b", num_layers=3, hidden_size=256, num_heads=4, seq_len=32, vocab_size=512, ffn_size=256
+        "llama-7b",
+        num_layers=3,
+        hidden_size=256,
+        num_heads=4,
+        seq_len=32,
+        vocab_size=512,
+        ffn_size=256,
     )
     work = zoo.build(config, 64, dtype="float32", recompute="block")
     return make_problem(aq.capture(work.train_step, work.state, work.batch), _CLUSTER)
 
 
 def on_mesh(problem, *shape):
-    return price(problem, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=_CLUSTER))
+    return price(
+        problem, LogicalMesh(shape=shape, axis_names=("x", "y")[: len(shape)], cluster=_CLUSTER)
+    )
 
 
 def peak(model, priced, picks) -> float:
@@ -40,7 +50,9 @@ def peak(model, priced, picks) -> float:
 
 
 def test_running_weight_gradients_at_once_fits_where_deferring_does_not(problem):
-    """The limit lies between what these choices need and what they would need if all products waited that may."""
+    """The limit lies between what these choices need and what they would need if all products
+    waited that may.
+    """
     priced = on_mesh(problem, 2, 2)
     rng = np.random.default_rng(0)
     tried = 0
@@ -70,12 +82,20 @@ def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem)
     least = free.least_memory()
     low = peak(free.model(least), priced, least)
     limit_bytes = low + 0.2 * (best.peak_bytes - low)
-    search = Search(priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-2, node_limit=20)
+    search = Search(
+        priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-2, node_limit=20
+    )
     bound = search.bound()
     found = search.improve()
     assert not takes_turns(priced, found.picks)
-    assert peak(known_memory(priced, found.picks), priced, found.picks) == found.peak_bytes <= limit_bytes
-    assert bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
+    assert (
+        peak(known_memory(priced, found.picks), priced, found.picks)
+        == found.peak_bytes
+        <= limit_bytes
+    )
+    assert (
+        bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
+    )
     assert found.status == "optimal if every deferrable product is deferred"
 
 
@@ -84,7 +104,9 @@ def test_without_overlap_choices_do_not_change_what_is_deferred(problem):
     priced = price(problem, LogicalMesh(shape=(4,), axis_names=("x",), cluster=tpus))
     assert may_take_turns(on_mesh(problem, 4)) and not may_take_turns(priced)
     first = np.zeros(len(priced.nodes), np.int64)
-    either = [timeline(memory_model(priced, in_turn=in_turn), priced, first) for in_turn in (True, False)]
+    either = [
+        timeline(memory_model(priced, in_turn=in_turn), priced, first) for in_turn in (True, False)
+    ]
     assert (either[0] == either[1]).all()
 
 

@@ -1,4 +1,6 @@
-"""Plan files: what is written is read again, and whatever is no plan is refused with all that is wrong."""
+"""Plan files: what is written is read again, and whatever is no plan is refused with all that is
+wrong.
+"""
 
 import json
 import os
@@ -70,7 +72,10 @@ def test_files_of_earlier_versions_still_load(path, version):
 def test_version_2_said_only_whether_a_stage_recomputes():
     data = json.loads(Path(__file__).with_name("golden_pipeline_2.json").read_text())
     data["stages"][0]["recompute"] = True
-    assert [stage.recompute for stage in Plan.from_json(json.dumps(data)).stages] == ["stage", "none"]
+    assert [stage.recompute for stage in Plan.from_json(json.dumps(data)).stages] == [
+        "stage",
+        "none",
+    ]
     data["stages"][0]["recompute"] = "often"
     with pytest.raises(PlanFileError, match="stage 0 recomputes 'often'"):
         Plan.from_json(json.dumps(data))
@@ -115,11 +120,15 @@ def test_save_and_load(tmp_path):
 
 def test_infinite_numbers_are_refused():
     with pytest.raises(InputError, match=r"plan\.prediction\.compute_s must be finite"):
-        sample_plan(prediction=msgspec.structs.replace(PREDICTION, compute_s=float("inf"))).to_json()
+        sample_plan(
+            prediction=msgspec.structs.replace(PREDICTION, compute_s=float("inf"))
+        ).to_json()
 
 
 def test_a_candidate_that_did_not_fit_is_written_without_a_time():
-    provenance = msgspec.structs.replace(PROVENANCE, candidates=({"method": "dp", "step_time_s": float("inf")},))
+    provenance = msgspec.structs.replace(
+        PROVENANCE, candidates=({"method": "dp", "step_time_s": float("inf")},)
+    )
     plan = Plan.from_json(sample_plan(provenance=provenance).to_json())
     assert plan.provenance.candidates[0]["step_time_s"] is None
 
@@ -144,7 +153,10 @@ def _edited(**changes):
         (_edited(stages=[{}]), "`plan.stages[0].mesh_shape`: is missing"),
         (_edited(stages=5), "`plan.stages`: expected `array`, got `int`"),
         (_edited(prediction=[]), "`plan.prediction`: expected an object"),
-        (_edited(inputs=[{"path": "a", "shape": [1, "b"], "dtype": "f"}]), "`plan.inputs[0].shape[1]`: expected `int`"),
+        (
+            _edited(inputs=[{"path": "a", "shape": [1, "b"], "dtype": "f"}]),
+            "`plan.inputs[0].shape[1]`: expected `int`",
+        ),
         (_edited(num_micro_batches=0), "num_micro_batches is 0"),
         (_edited(stages=[]), "the plan has no stages"),
         (_edited(cluster={}), "cluster: "),

@@ -1,4 +1,6 @@
-"""Whatever a plan file says, it is read as a valid plan or refused in a few lines, soon, and runs nothing."""
+"""Whatever a plan file says, it is read as a valid plan or refused in a few lines, soon, and runs
+nothing.
+"""
 
 import json
 import random
@@ -23,14 +25,24 @@ LONGEST_S = 10.0
 @pytest.fixture(scope="module")
 def originals():
     """Valid plan files: one program and pipelines."""
-    own = [sample_plan(), sample_pipeline(4), sample_pipeline(16, 8), sample_pipeline(4, num_submeshes=4, layers="4")]
-    return [*(plan.to_json() for plan in own), *(path.read_text() for path in sorted(HERE.glob("golden*.json")))]
+    own = [
+        sample_plan(),
+        sample_pipeline(4),
+        sample_pipeline(16, 8),
+        sample_pipeline(4, num_submeshes=4, layers="4"),
+    ]
+    return [
+        *(plan.to_json() for plan in own),
+        *(path.read_text() for path in sorted(HERE.glob("golden*.json"))),
+    ]
 
 
 @pytest.fixture
 def canary(tmp_path, monkeypatch):
     """A module that leaves a mark if anything imports it."""
-    (tmp_path / f"{CANARY}.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
+    (tmp_path / f"{CANARY}.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "ran"
@@ -55,7 +67,9 @@ def read(text, original):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(200), pytest.param(range(200, 2000), marks=pytest.mark.slow)], ids=["200", "the other 1800"]
+    "seeds",
+    [range(200), pytest.param(range(200, 2000), marks=pytest.mark.slow)],
+    ids=["200", "the other 1800"],
 )
 def test_mutated_plans_are_read_or_refused(seeds, originals, canary):
     taken = 0

@@ -19,7 +19,9 @@ replace = msgspec.structs.replace
 
 def _reshaped(plan, shapes):
     stages = [
-        replace(stage, mesh_shape=shape, axis_names=("x", "y")[: len(shape)], shardings={}, outputs={})
+        replace(
+            stage, mesh_shape=shape, axis_names=("x", "y")[: len(shape)], shardings={}, outputs={}
+        )
         for stage, shape in zip(plan.stages, shapes, strict=True)
     ]
     return replace(plan, stages=tuple(stages))
@@ -40,7 +42,10 @@ def _reshaped(plan, shapes):
         ),
         (
             sample_pipeline(4, num_submeshes=2, schedule="interleaved-1f1b"),
-            "gpt-10m: pipeshard, 4 stages on 2 submeshes of 2 devices each of 8xH100, interleaved-1f1b",
+            (
+                "gpt-10m: pipeshard, 4 stages on 2 submeshes of 2 devices each of 8xH100,"
+                " interleaved-1f1b"
+            ),
         ),
         (
             _reshaped(sample_pipeline(4), [(1,), (2,), (4,), (2, 4)]),
@@ -102,7 +107,9 @@ def test_no_line_is_too_long():
 
 def test_parts_of_the_time_add_up_with_the_bubble():
     p = sample_pipeline().prediction
-    assert p.compute_s + p.communication_s + p.gradient_s + p.bubble_s == pytest.approx(p.step_time_s)
+    assert p.compute_s + p.communication_s + p.gradient_s + p.bubble_s == pytest.approx(
+        p.step_time_s
+    )
     text = time_parts(sample_pipeline())
     assert "9.0 ms bubble" in text and "hidden" not in text
     assert "transfers" not in text
@@ -123,7 +130,11 @@ def test_transfers_of_the_busiest_stage_are_not_counted_as_bubble():
 def test_recomputation_has_a_column_where_there_is_any():
     stages = sample_pipeline().stages
     text = str(sample_pipeline(stages=(replace(stages[0], recompute="stage"), *stages[1:])))
-    rows = [line.split() for line in text.splitlines() if line.strip().startswith(("stage ", "0 ", "1 "))]
+    rows = [
+        line.split()
+        for line in text.splitlines()
+        if line.strip().startswith(("stage ", "0 ", "1 "))
+    ]
     assert rows[0][5] == "recompute" and rows[1][5] == "stage" and rows[2][5] == "-"
     assert "recompute" not in str(sample_pipeline())
 
@@ -134,7 +145,10 @@ def test_recomputation_has_a_column_where_there_is_any():
         (["state.params.layers[0]"], "layers[0]"),
         ([f"state.params.layers[{i}]" for i in range(6)], "layers[0..5]"),
         (["params.layers[8:12]", "params.layers[12:16]", "layer 9"], "layers[8:16], layer 9"),
-        (["params.encoder", "params.blocks[9]", "params.blocks[10]"], "params.encoder, blocks[9..10]"),
+        (
+            ["params.encoder", "params.blocks[9]", "params.blocks[10]"],
+            "params.encoder, blocks[9..10]",
+        ),
         (["a", "b", "c", "d", "e"], "a .. e (5)"),
         ([], ""),
     ],

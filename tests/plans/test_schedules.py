@@ -1,4 +1,6 @@
-"""Schedules: complete, free of circles, within their bounds of memory, and with the bubbles of the textbook."""
+"""Schedules: complete, free of circles, within their bounds of memory, and with the bubbles of the
+textbook.
+"""
 
 import re
 
@@ -9,7 +11,12 @@ from hypothesis import strategies as st
 from aliquot.core import InputError
 from aliquot.plans import SCHEDULES, Schedule, Task, TaskKind, dependencies, make_schedule
 
-UNITS = {TaskKind.FORWARD: 1, TaskKind.BACKWARD: 2, TaskKind.BACKWARD_INPUT: 1, TaskKind.BACKWARD_WEIGHT: 1}
+UNITS = {
+    TaskKind.FORWARD: 1,
+    TaskKind.BACKWARD: 2,
+    TaskKind.BACKWARD_INPUT: 1,
+    TaskKind.BACKWARD_WEIGHT: 1,
+}
 KINDS = {
     "inference": {TaskKind.FORWARD},
     "zero-bubble": {TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT},
@@ -25,21 +32,29 @@ def counts(draw):
 
 
 def unit_time(schedule) -> int:
-    """Until when the tasks run, if forward takes 1 and each half of backward 1. Fails if the order is wrong."""
+    """Until when the tasks run, if forward takes 1 and each half of backward 1. Fails if the order
+    is wrong.
+    """
     ends: dict[Task, int] = {}
     free = [0] * schedule.num_submeshes
     for task in schedule.order():
         submesh = schedule.submesh_of(task.stage)
-        start = max([free[submesh], *(ends[read] for read in dependencies(task, schedule.num_stages))])
+        start = max(
+            [free[submesh], *(ends[read] for read in dependencies(task, schedule.num_stages))]
+        )
         ends[task] = free[submesh] = start + UNITS[task.kind]
     return max(free)
 
 
 def text(tasks) -> str:
-    """Short names, such as `f0 b0`; in lists with chunks `f2.0`, the stage before the micro-batch."""
+    """Short names, such as `f0 b0`; in lists with chunks `f2.0`, the stage before the
+    micro-batch.
+    """
     letters = {"forward": "f", "backward": "b", "backward-input": "i", "backward-weight": "w"}
     chunks = len({task.stage for task in tasks}) > 1
-    return " ".join(f"{letters[t.kind]}{f'{t.stage}.' if chunks else ''}{t.micro_batch}" for t in tasks)
+    return " ".join(
+        f"{letters[t.kind]}{f'{t.stage}.' if chunks else ''}{t.micro_batch}" for t in tasks
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -49,7 +64,9 @@ def test_every_task_once_in_an_order_that_can_be_run(name, sizes):
     stages, micro_batches, submeshes = sizes
     schedule = make_schedule(name, stages, micro_batches, submeshes)
     kinds = KINDS.get(name, WHOLE)
-    wanted = {Task(s, m, kind) for s in range(stages) for m in range(micro_batches) for kind in kinds}
+    wanted = {
+        Task(s, m, kind) for s in range(stages) for m in range(micro_batches) for kind in kinds
+    }
     order = schedule.order()
     assert len(order) == len(wanted) and set(order) == wanted
     for submesh, tasks in enumerate(schedule.lists):
@@ -65,7 +82,9 @@ def test_the_order_is_by_earliest_start(sizes):
     ends, free, keys = {}, [0] * schedule.num_submeshes, []
     for task in schedule.order():
         submesh = schedule.submesh_of(task.stage)
-        start = max([free[submesh], *(ends[read] for read in dependencies(task, schedule.num_stages))])
+        start = max(
+            [free[submesh], *(ends[read] for read in dependencies(task, schedule.num_stages))]
+        )
         ends[task] = free[submesh] = start + UNITS[task.kind]
         keys.append((start, submesh))
     assert keys == sorted(keys)
@@ -114,7 +133,11 @@ def test_in_flight_of_interleaved(sizes):
     ("name", "sizes", "lists"),
     [
         ("gpipe", (2, 2, 2), ("f0 f1 b0 b1", "f0 f1 b0 b1")),
-        ("1f1b", (3, 4, 3), ("f0 f1 f2 b0 f3 b1 b2 b3", "f0 f1 b0 f2 b1 f3 b2 b3", "f0 b0 f1 b1 f2 b2 f3 b3")),
+        (
+            "1f1b",
+            (3, 4, 3),
+            ("f0 f1 f2 b0 f3 b1 b2 b3", "f0 f1 b0 f2 b1 f3 b2 b3", "f0 b0 f1 b1 f2 b2 f3 b3"),
+        ),
         ("zero-bubble", (2, 3, 2), ("f0 f1 i0 w0 f2 i1 w1 i2 w2", "f0 i0 f1 i1 w0 f2 i2 w1 w2")),
         (
             "interleaved-1f1b",
@@ -134,9 +157,16 @@ def test_lists_of_the_papers(name, sizes, lists):
 @given(st.integers(1, 9), st.integers(1, 17))
 @settings(deadline=None, max_examples=60)
 def test_bubbles_of_own_submeshes(stages, micro_batches):
-    """Idle share (S - 1) / (M + S - 1), a third of that idle time for the zero-bubble schedule if M >= S."""
+    """Idle share (S - 1) / (M + S - 1), a third of that idle time for the zero-bubble schedule if M
+    >= S.
+    """
     times = {name: unit_time(make_schedule(name, stages, micro_batches)) for name in SCHEDULES}
-    assert times["1f1b"] == times["gpipe"] == times["interleaved-1f1b"] == 3 * (micro_batches + stages - 1)
+    assert (
+        times["1f1b"]
+        == times["gpipe"]
+        == times["interleaved-1f1b"]
+        == 3 * (micro_batches + stages - 1)
+    )
     assert times["inference"] == micro_batches + stages - 1
     if stages > 1:
         assert times["zero-bubble"] < times["1f1b"]
@@ -147,11 +177,16 @@ def test_bubbles_of_own_submeshes(stages, micro_batches):
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 17))
 @settings(deadline=None, max_examples=100)
 def test_bubble_of_interleaved(submeshes, chunks, micro_batches):
-    """With v chunks the time of a submesh's work and a v-th of the bubble; also where micro-batches fill no group."""
-    time = unit_time(make_schedule("interleaved-1f1b", submeshes * chunks, micro_batches, submeshes))
+    """With v chunks the time of a submesh's work and a v-th of the bubble; also where micro-batches
+    fill no group.
+    """
+    time = unit_time(
+        make_schedule("interleaved-1f1b", submeshes * chunks, micro_batches, submeshes)
+    )
     if micro_batches >= submeshes:
         assert time == 3 * (chunks * micro_batches + submeshes - 1)
-    # The same work as one stage for each submesh; a single micro-batch finds no work to overlap with either way.
+    # The same work as one stage for each submesh; a single micro-batch finds no work to overlap
+    # with either way.
     whole = chunks * unit_time(make_schedule("1f1b", submeshes, micro_batches))
     assert time < whole if micro_batches > 1 else time == whole
 
@@ -174,7 +209,9 @@ def test_impossible(arguments, message):
 def test_all_that_is_wrong_at_once():
     with pytest.raises(InputError) as caught:
         make_schedule("gpip", 2, -1, 4)
-    assert [part in str(caught.value) for part in ("'gpipe'?", "-1 micro-batches", "4 submeshes")] == [True] * 3
+    assert [
+        part in str(caught.value) for part in ("'gpipe'?", "-1 micro-batches", "4 submeshes")
+    ] == [True] * 3
 
 
 def f(stage, micro_batch=0):
@@ -204,5 +241,7 @@ def test_lists_that_are_no_schedule(lists, message):
 def test_tasks_that_wait_for_one_another():
     lists = ((f(0), b(0)), (b(1), f(1)))
     schedule = Schedule(name="own", num_stages=2, num_micro_batches=1, num_submeshes=2, lists=lists)
-    with pytest.raises(InputError, match="submesh 0 at the backward of micro-batch 0 in stage 0; submesh 1 at"):
+    with pytest.raises(
+        InputError, match="submesh 0 at the backward of micro-batch 0 in stage 0; submesh 1 at"
+    ):
         schedule.order()

@@ -1,4 +1,6 @@
-"""What is shown of a plan is made once: terminals, the explanation and the page show the same rows."""
+"""What is shown of a plan is made once: terminals, the explanation and the page show the same
+rows.
+"""
 
 from html import unescape
 
@@ -32,13 +34,17 @@ def test_printed_rows_are_explained_and_are_on_the_page(plan):
     on_page = unescape(page(plan))
     printed = describe(plan).splitlines()
     shown = [section for section in sections(plan, PRINTED) if section.kind in PRINTED_KINDS]
-    assert {"tried", "arrays", "communication"} <= {s.kind for s in shown} or plan is PLANS["pipeline"]
+    assert {"tried", "arrays", "communication"} <= {s.kind for s in shown} or plan is PLANS[
+        "pipeline"
+    ]
     for section in shown:
         assert section.title in printed
         for row in section.rows:
             assert " ".join(row).split() in [line.split() for line in printed]
             assert " ".join(row).split() in explained
-            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page.replace(' class="number"', "")
+            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page.replace(
+                ' class="number"', ""
+            )
     for name, text in fact_rows(plan):
         if name:
             assert [*name.split(), *text.split()] in explained
@@ -65,7 +71,12 @@ def test_tried_plans_stand_by_their_step_time_and_unpriced_ones_last():
 
 def test_a_column_without_bounds_is_left_out():
     plan = sample_plan(provenance=replace(PROVENANCE, candidates=CANDIDATES[1:]))
-    assert next(iter(sections(plan, EXPLAINED))).header == ("method", "mesh", "step time", "outcome")
+    assert next(iter(sections(plan, EXPLAINED))).header == (
+        "method",
+        "mesh",
+        "step time",
+        "outcome",
+    )
 
 
 def test_notes_that_are_left_out_are_counted():
@@ -76,6 +87,11 @@ def test_notes_that_are_left_out_are_counted():
 
 def test_numbers_stay_with_their_units_where_facts_wrap():
     for width in range(60, 121):
-        for text in (describe(PLANS["pipeline"], width), as_text(explanation(PLANS["pipeline"]), width=width)):
+        for text in (
+            describe(PLANS["pipeline"], width),
+            as_text(explanation(PLANS["pipeline"]), width=width),
+        ):
             facts = text.partition("\n\n")[0].splitlines()
-            assert not any(line.lstrip().startswith(("ms ", "us ", "GiB ", "MiB ")) for line in facts), text
+            assert not any(
+                line.lstrip().startswith(("ms ", "us ", "GiB ", "MiB ")) for line in facts
+            ), text

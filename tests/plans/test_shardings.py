@@ -27,14 +27,23 @@ def arguments():
     rng = np.random.default_rng(0)
     params = {"up": rng.normal(size=(16, 64)), "down": rng.normal(size=(64, 8))}
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-    state = {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params), "step": jnp.zeros((), jnp.int32)}
-    batch = {"x": jnp.asarray(rng.normal(size=(32, 16)), jnp.float32), "y": jnp.zeros((32, 8), jnp.float32)}
+    state = {
+        "params": params,
+        "momentum": jax.tree.map(jnp.zeros_like, params),
+        "step": jnp.zeros((), jnp.int32),
+    }
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(32, 16)), jnp.float32),
+        "y": jnp.zeros((32, 8), jnp.float32),
+    }
     return state, batch
 
 
 def test_shardings_run_as_they_are_under_jit():
     state, batch = arguments()
-    plan = aq.plan(train_step, state, batch, cluster=aq.Cluster.preset("8xcpu"), method=aq.Zero3Parallel())
+    plan = aq.plan(
+        train_step, state, batch, cluster=aq.Cluster.preset("8xcpu"), method=aq.Zero3Parallel()
+    )
     mesh = plan.mesh()
     assert mesh.shape == {"x": 8}
     of_state, of_batch = plan.shardings(state, mesh=mesh), plan.shardings(batch)
@@ -50,26 +59,38 @@ def test_shardings_run_as_they_are_under_jit():
 
 
 def sample_state():
-    return {"params": {"layers": [{"w": SDS((64, 32), jnp.float32)}] * 2}, "step": SDS((), jnp.int32)}
+    return {
+        "params": {"layers": [{"w": SDS((64, 32), jnp.float32)}] * 2},
+        "step": SDS((), jnp.int32),
+    }
 
 
 def test_specs_are_a_tree_like_the_argument():
     specs = sample_plan().partition_specs(sample_state())
-    assert specs == {"params": {"layers": [{"w": PartitionSpec("x", "y")}] * 2}, "step": PartitionSpec()}
+    assert specs == {
+        "params": {"layers": [{"w": PartitionSpec("x", "y")}] * 2},
+        "step": PartitionSpec(),
+    }
 
 
 def test_a_part_of_an_argument_is_found_by_its_paths():
-    assert sample_plan().partition_specs(sample_state()["params"])["layers"][1]["w"] == PartitionSpec("x", "y")
+    assert sample_plan().partition_specs(sample_state()["params"])["layers"][1][
+        "w"
+    ] == PartitionSpec("x", "y")
     weight = SDS((64, 32), jnp.float32)
     with pytest.raises(aq.InputError, match=r"could be any of state.params.layers\[0\].w, state"):
         sample_plan().partition_specs(weight)
-    assert sample_plan().partition_specs(weight, path="state.params.layers[0].w") == PartitionSpec("x", "y")
+    assert sample_plan().partition_specs(weight, path="state.params.layers[0].w") == PartitionSpec(
+        "x", "y"
+    )
 
 
 def test_trees_unlike_every_argument_are_refused_with_the_difference():
     state = sample_state()
     state["params"]["layers"] = [{"w": SDS((64, 33), jnp.float32)}] * 2
-    with pytest.raises(aq.InputError, match=r"layers\[0\].w has shape \(64, 33\), and \(64, 32\) in the plan"):
+    with pytest.raises(
+        aq.InputError, match=r"layers\[0\].w has shape \(64, 33\), and \(64, 32\) in the plan"
+    ):
         sample_plan().partition_specs(state)
     with pytest.raises(aq.InputError, match="state, batch"):
         sample_plan().partition_specs({"nothing": SDS((3,), jnp.float32)})

@@ -1,21 +1,40 @@
-"""What a printed plan leads with: splits in the field's words, throughput, the largest costs and the runner-up."""
+"""What a printed plan leads with: splits in the field's words, throughput, the largest costs and
+the runner-up.
+"""
 
 import msgspec
 import pytest
 from sample_plans import INPUTS, PROVENANCE, SPLITS, STAGE, sample_plan
 
-from aliquot.plans import ArrayInterface, ModelReference, grouped_arrays, mfu, runner_up, summary_rows, tokens_per_step
+from aliquot.plans import (
+    ArrayInterface,
+    ModelReference,
+    grouped_arrays,
+    mfu,
+    runner_up,
+    summary_rows,
+    tokens_per_step,
+)
 
 replace = msgspec.structs.replace
 MOMENT = "state.opt.mu.layers[0].w"
 MODEL = ModelReference(
-    kind="zoo", name="gpt-10m", settings={"dtype": "bf16", "recompute": "block"}, flops_per_step=1e12
+    kind="zoo",
+    name="gpt-10m",
+    settings={"dtype": "bf16", "recompute": "block"},
+    flops_per_step=1e12,
 )
 
 
 def splits_of(**shardings):
-    inputs = (*INPUTS, ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state"))
-    stage = replace(STAGE, shardings={path: ((), ()) if path != "state.step" else () for path in [*SPLITS, MOMENT]})
+    inputs = (
+        *INPUTS,
+        ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state"),
+    )
+    stage = replace(
+        STAGE,
+        shardings={path: ((), ()) if path != "state.step" else () for path in [*SPLITS, MOMENT]},
+    )
     for path, dims in shardings.items():
         stage = replace(stage, shardings={**stage.shardings, path: dims})
     return dict(summary_rows(sample_plan(inputs=inputs, stages=(stage,))))["splits"]
@@ -30,7 +49,10 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
     [
         (BATCH, "x (4): data: parameters are whole"),
         (BATCH | WEIGHTS, "x (4): data with FSDP: 100% of the parameters are split too"),
-        (BATCH | {MOMENT: (("x",), ())}, "x (4): data with ZeRO-2: 100% of the optimizer state is split"),
+        (
+            BATCH | {MOMENT: (("x",), ())},
+            "x (4): data with ZeRO-2: 100% of the optimizer state is split",
+        ),
         ({"batch.inputs": ((), ("x",))}, "x (4): sequence"),
         (WEIGHTS, "x (4): tensor: 100% of the parameters are split, the batch's arrays are not"),
     ],
@@ -50,13 +72,19 @@ def test_throughput_is_of_the_model_and_says_what_it_rests_on():
 
 
 def test_the_two_largest_costs():
-    assert dict(summary_rows(sample_plan()))["largest costs"].startswith("compute 73%; communication 18%")
+    assert dict(summary_rows(sample_plan()))["largest costs"].startswith(
+        "compute 73%; communication 18%"
+    )
 
 
 def test_the_runner_up_is_the_best_that_was_not_taken():
-    tried = ({"name": "ilp", "mesh": [4, 2], "step_time_s": 0.011}, {"name": "dp", "mesh": "8", "step_time_s": 0.02})
+    tried = (
+        {"name": "ilp", "mesh": [4, 2], "step_time_s": 0.011},
+        {"name": "dp", "mesh": "8", "step_time_s": 0.02},
+    )
     assert (
-        runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried))) == "dp on 8: 20.0 ms, +9.0 ms a step"
+        runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
+        == "dp on 8: 20.0 ms, +9.0 ms a step"
     )
     assert runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried[:1]))) == ""
 
@@ -65,7 +93,10 @@ def test_moments_split_like_their_parameters_are_left_out():
     moment = ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state")
     alike = replace(STAGE, shardings={**SPLITS, MOMENT: SPLITS["state.params.layers[0].w"]})
     text = str(sample_plan(inputs=(*INPUTS[:1], moment), stages=(alike,)))
-    assert "state.opt.mu" not in text and "optimizer state that is split like its parameters is left out" in text
+    assert (
+        "state.opt.mu" not in text
+        and "optimizer state that is split like its parameters is left out" in text
+    )
     other = replace(STAGE, shardings={**SPLITS, MOMENT: ((), ())})
     assert "state.opt.mu" in str(sample_plan(inputs=(*INPUTS[:1], moment), stages=(other,)))
     assert grouped_arrays((*INPUTS[:1], moment), alike, alike.shardings)

@@ -19,7 +19,11 @@ def _split(path, dims):
 
 
 def _curve(parts):
-    return {"prediction": replace(PREDICTION, memory_over_time=MemoryCurve(phases=("forward", "update"), parts=parts))}
+    return {
+        "prediction": replace(
+            PREDICTION, memory_over_time=MemoryCurve(phases=("forward", "update"), parts=parts)
+        )
+    }
 
 
 def test_the_sample_has_none():
@@ -33,12 +37,18 @@ W = "state.params.layers[0].w"
     ("changes", "message"),
     [
         ({"stages": ()}, "the plan has no stages"),
-        (_stage(mesh_shape=(4, 4)), "the stage has mesh 4x4 of 16 devices, and the plan's cluster has 8"),
+        (
+            _stage(mesh_shape=(4, 4)),
+            "the stage has mesh 4x4 of 16 devices, and the plan's cluster has 8",
+        ),
         (_stage(mesh_shape=(8,), shardings=dict.fromkeys(SPLITS, ())), "1 mesh axes with 2 names"),
         (_stage(axis_names=("x", "x")), "names 2 axes 'x'"),
         (_stage(data_axes=("q",)), "data axis 'q'"),
         (_stage(recompute="operator"), "the stage recomputes 'operator': did you mean"),
-        (_stage(recompute="operators"), "the stage recomputes operators, and its interior names none"),
+        (
+            _stage(recompute="operators"),
+            "the stage recomputes operators, and its interior names none",
+        ),
         (
             _stage(interior=(replace(STAGE.interior[0], recompute=True),)),
             "the stage names operators to recompute, such as",
@@ -65,7 +75,10 @@ W = "state.params.layers[0].w"
             _curve({"parameters": (3000.0,)}),
             "memory_over_time has 2 moments, and another number of them for `parameters`",
         ),
-        (_curve({"parameters": (3000.0, -1.0)}), "memory_over_time holds bytes that are not finite or are negative"),
+        (
+            _curve({"parameters": (3000.0, -1.0)}),
+            "memory_over_time holds bytes that are not finite or are negative",
+        ),
         (_curve({"parameters": (10.0, 2000.0)}), "rises to 2000 bytes, and the peak is 3000 bytes"),
         ({"cluster": {"name": "nothing"}}, "cluster: "),
     ],
@@ -77,7 +90,9 @@ def test_a_violation_is_named(changes, message):
 
 def test_dims_that_do_not_divide():
     inputs = (replace(INPUTS[0], shape=(62, 32)), *INPUTS[1:])
-    assert violations(sample_plan(inputs=inputs)) == [f"input `{W}` has 62 in dim 0, which x = 4 does not divide"]
+    assert violations(sample_plan(inputs=inputs)) == [
+        f"input `{W}` has 62 in dim 0, which x = 4 does not divide"
+    ]
 
 
 def test_all_at_once():
@@ -101,7 +116,9 @@ def test_another_model_names_the_first_path_that_differs():
 
 
 def test_another_device_count():
-    with pytest.raises(PlanMismatchError, match="the plan is for 8 devices .8xH100., and there are 4"):
+    with pytest.raises(
+        PlanMismatchError, match="the plan is for 8 devices .8xH100., and there are 4"
+    ):
         require_match(sample_plan(), num_devices=4)
 
 
@@ -123,7 +140,9 @@ def _pipeline(index=None, **changes):
 
 
 def _predicted(index, **changes):
-    return _pipeline(index, prediction=replace(sample_pipeline(4).stages[index].prediction, **changes))
+    return _pipeline(
+        index, prediction=replace(sample_pipeline(4).stages[index].prediction, **changes)
+    )
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 16])
@@ -140,13 +159,25 @@ def test_sample_pipelines_have_none(num_stages):
         (_pipeline(num_submeshes=0), "4 stages cannot be dealt out to 0 submeshes equally"),
         (
             _pipeline(num_submeshes=2),
-            "stage 2 on devices 4 to 5 should be on those of stage 0, with which it shares a submesh",
+            (
+                "stage 2 on devices 4 to 5 should be on those of stage 0, with which it shares a"
+                " submesh"
+            ),
         ),
         (_pipeline(1, first_device=0), "devices 0-1 are in the submeshes of stages 0-1 at once"),
-        (_pipeline(3, first_device=7), "stage 3 on devices 7 to 8 reaches outside the cluster of 8"),
-        (_pipeline(0, first_device=-1), "stage 0 on devices -1 to 0 reaches outside the cluster of 8"),
+        (
+            _pipeline(3, first_device=7),
+            "stage 3 on devices 7 to 8 reaches outside the cluster of 8",
+        ),
+        (
+            _pipeline(0, first_device=-1),
+            "stage 0 on devices -1 to 0 reaches outside the cluster of 8",
+        ),
         (_pipeline(1, first_layer=2), "layer 1 is in no stage"),
-        (_pipeline(2, first_layer=1), "stage 2 begins with layer 1, and the stages before it have all up to 1"),
+        (
+            _pipeline(2, first_layer=1),
+            "stage 2 begins with layer 1, and the stages before it have all up to 1",
+        ),
         (_pipeline(3, layer_names=()), "stage 3 has no layers"),
         (_pipeline(layers="5"), "the stages have 4 layers, and the plan cuts the step into 5"),
         (_pipeline(scan_bounds=(0, 4, 2)), "scan_bounds are 0, 4, 2, and must rise"),
@@ -155,7 +186,10 @@ def test_sample_pipelines_have_none(num_stages):
         (_predicted(2, forward_s=-1.0), "stage 2 predicts forward_s -1.0"),
         (_predicted(2, weight_gradient_s=1.0), "stage 2 predicts 1 s for gradients of weights"),
         (_predicted(2, bubble=1.5), "stage 2 predicts a bubble of 1.5"),
-        (_predicted(0, peak_memory_bytes=1e9), "the parts of memory of stage 0 add up to 7000000000 bytes"),
+        (
+            _predicted(0, peak_memory_bytes=1e9),
+            "the parts of memory of stage 0 add up to 7000000000 bytes",
+        ),
         (_pipeline(num_micro_batches=0), "num_micro_batches is 0"),
     ],
 )
@@ -167,16 +201,28 @@ def test_a_violation_of_a_pipeline_is_named(plan, message):
 def test_a_submesh_across_hosts():
     plan = sample_pipeline(16)
     stages = [replace(stage, first_device=stage.first_device + 1) for stage in plan.stages]
-    assert "stage 3 on devices 7 to 8 straddles hosts of 8" in violations(replace(plan, stages=tuple(stages)))
-    wide = [replace(plan.stages[0], mesh_shape=(16,)), replace(plan.stages[1], mesh_shape=(16,), first_device=16)]
+    assert "stage 3 on devices 7 to 8 straddles hosts of 8" in violations(
+        replace(plan, stages=tuple(stages))
+    )
+    wide = [
+        replace(plan.stages[0], mesh_shape=(16,)),
+        replace(plan.stages[1], mesh_shape=(16,), first_device=16),
+    ]
     found = violations(replace(plan, stages=tuple(wide), num_submeshes=2))
     assert not any("straddles" in each or "outside" in each for each in found)
 
 
 def test_all_that_is_wrong_with_a_pipeline_at_once():
-    plan = replace(_pipeline(1, first_device=0, first_layer=3), schedule="zerobubble", num_micro_batches=0)
+    plan = replace(
+        _pipeline(1, first_device=0, first_layer=3), schedule="zerobubble", num_micro_batches=0
+    )
     found = "; ".join(violations(plan))
-    for part in ("no schedule 'zerobubble'", "layers 1-2 are in no stage", "devices 0-1", "num_micro_batches is 0"):
+    for part in (
+        "no schedule 'zerobubble'",
+        "layers 1-2 are in no stage",
+        "devices 0-1",
+        "num_micro_batches is 0",
+    ):
         assert part in found
 
 

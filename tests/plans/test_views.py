@@ -3,7 +3,15 @@
 import msgspec
 import pytest
 from jax.sharding import PartitionSpec
-from sample_plans import INPUTS, PREDICTION, SPLITS, STAGE, sample_pipeline, sample_plan, sample_stage
+from sample_plans import (
+    INPUTS,
+    PREDICTION,
+    SPLITS,
+    STAGE,
+    sample_pipeline,
+    sample_plan,
+    sample_stage,
+)
 
 from aliquot.plans import Change, diff, grouped_arrays
 
@@ -15,7 +23,10 @@ def test_text_names_what_was_decided_and_predicted():
     for part in (
         "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
         "step time (predicted) 11.0 ms = 8.0 ms compute + 2.0 ms communication",
-        "lower bound 10.0 ms among all splits of mesh 4x2; this plan is at most 10.00% above it; optimal",
+        (
+            "lower bound 10.0 ms among all splits of mesh 4x2; this plan is at most 10.00% above"
+            " it; optimal"
+        ),
         "state.params.layers[*].w",
         "float32[64, 32]",
         "[x, y]",
@@ -26,7 +37,9 @@ def test_text_names_what_was_decided_and_predicted():
 
 
 def test_text_of_odd_plans():
-    odd = sample_plan(stages=(), prediction=replace(PREDICTION, collectives=(), memory_limit_bytes=0.0))
+    odd = sample_plan(
+        stages=(), prediction=replace(PREDICTION, collectives=(), memory_limit_bytes=0.0)
+    )
     assert "No communication is predicted." in str(odd)
 
 
@@ -58,13 +71,18 @@ def test_equal_plans_do_not_differ():
 def test_differences_term_by_term():
     stage = replace(STAGE, shardings={**SPLITS, "batch.inputs": ((), ())})
     found = diff(
-        sample_plan(), sample_plan(method="dp", stages=(stage,), prediction=replace(PREDICTION, step_time_s=0.02))
+        sample_plan(),
+        sample_plan(method="dp", stages=(stage,), prediction=replace(PREDICTION, step_time_s=0.02)),
     )
     assert found.decisions == (
         Change(section="decision", subject="method", before="shard", after="dp"),
-        Change(section="decision", subject="input batch.inputs", before="[x, -]", after="replicated"),
+        Change(
+            section="decision", subject="input batch.inputs", before="[x, -]", after="replicated"
+        ),
     )
-    assert found.predictions == (Change(section="prediction", subject="step_time_s", before=0.011, after=0.02),)
+    assert found.predictions == (
+        Change(section="prediction", subject="step_time_s", before=0.011, after=0.02),
+    )
     assert found.to_dict()["identical"] is False
 
 
@@ -82,12 +100,22 @@ def test_a_plan_for_another_step_differs_by_its_arrays():
 
 def test_differences_of_pipelines():
     before = sample_pipeline(4)
-    stages = [replace(stage, mesh_shape=(1,), first_device=index) for index, stage in enumerate(before.stages)]
+    stages = [
+        replace(stage, mesh_shape=(1,), first_device=index)
+        for index, stage in enumerate(before.stages)
+    ]
     stages[0] = replace(stages[0], recompute="stage")
     after = replace(
-        before, stages=tuple(stages), schedule="zero-bubble", num_micro_batches=8, layers="4", scan_bounds=(0, 2, 4)
+        before,
+        stages=tuple(stages),
+        schedule="zero-bubble",
+        num_micro_batches=8,
+        layers="4",
+        scan_bounds=(0, 2, 4),
     )
-    found = {change.subject: (change.before, change.after) for change in diff(before, after).decisions}
+    found = {
+        change.subject: (change.before, change.after) for change in diff(before, after).decisions
+    }
     assert found == {
         "num_micro_batches": (4, 8),
         "schedule": ("1f1b", "zero-bubble"),
@@ -103,14 +131,18 @@ def test_stages_that_are_cut_elsewhere_do_not_change_the_arrays():
     one = sample_pipeline(4)
     both = sample_stage(0, layer_names=("state.params.layers[0]", "state.params.layers[1]"))
     both = replace(both, shardings=one.stages[0].shardings | one.stages[1].shardings)
-    subjects = [c.subject for c in diff(one, sample_pipeline(4, stages=(both, *one.stages[2:]))).decisions]
+    subjects = [
+        c.subject for c in diff(one, sample_pipeline(4, stages=(both, *one.stages[2:]))).decisions
+    ]
     assert "num_stages" in subjects and "stage 0 layers" in subjects and "stage 3 mesh" in subjects
     assert not any(subject.startswith("input ") for subject in subjects)
 
 
 def test_predictions_of_stages_differ():
     plan = sample_pipeline(2)
-    slow = replace(plan.stages[1], prediction=replace(plan.stages[1].prediction, forward_s=0.5, bubble=0.5))
+    slow = replace(
+        plan.stages[1], prediction=replace(plan.stages[1].prediction, forward_s=0.5, bubble=0.5)
+    )
     found = diff(plan, replace(plan, stages=(plan.stages[0], slow))).predictions
     assert [(c.subject, c.before, c.after) for c in found] == [
         ("stage 1 forward_s", 0.001, 0.5),
@@ -124,7 +156,9 @@ def test_operators_are_compared_where_the_stages_are_the_same():
     other = replace(before, stages=(before.stages[0], replace(before.stages[1], interior=(split,))))
     subjects = [change.subject for change in diff(before, other).decisions]
     assert subjects == ["stage 1 operator layers[1] dot_general"]
-    assert not any("operator" in change.subject for change in diff(before, sample_pipeline(4)).decisions)
+    assert not any(
+        "operator" in change.subject for change in diff(before, sample_pipeline(4)).decisions
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,18 +175,25 @@ def test_operators_are_compared_where_the_stages_are_the_same():
             "gap_within_folded_space",
             "optimal within the gap",
             0.004,
-            "lower bound 25.0 ms among plans that split equal layers equally; this plan is at most 0.40% above it",
+            (
+                "lower bound 25.0 ms among plans that split equal layers equally; this plan is at"
+                " most 0.40% above it"
+            ),
         ),
         (
             "gap_within_neighbourhood",
             "node limit reached",
             0.1,
-            "lower bound 25.0 ms among choices near the solutions of coarser meshes; this plan is at most 10.00% above it;"
-            " node limit reached",
+            (
+                "lower bound 25.0 ms among choices near the solutions of coarser meshes; this plan"
+                " is at most 10.00% above it; node limit reached"
+            ),
         ),
     ],
 )
 def test_bounds_are_stated_in_words(holds_for, status, gap, wanted):
     plan = sample_plan()
-    provenance = replace(plan.provenance, bound_holds_for=holds_for, status=status, gap=gap, lower_bound_s=0.025)
+    provenance = replace(
+        plan.provenance, bound_holds_for=holds_for, status=status, gap=gap, lower_bound_s=0.025
+    )
     assert f" bound {wanted} memory " in " ".join(str(replace(plan, provenance=provenance)).split())

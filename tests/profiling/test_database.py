@@ -18,12 +18,20 @@ from aliquot.profiling import Measurement, ProfileDatabase, ProgramKey
 
 
 def key(number: int, **changes: object) -> ProgramKey:
-    fields = {"program": f"p{number}", "device": "cpu, 2 cores", "num_devices": 8, "mesh": "8", "jax_version": "0.12"}
+    fields = {
+        "program": f"p{number}",
+        "device": "cpu, 2 cores",
+        "num_devices": 8,
+        "mesh": "8",
+        "jax_version": "0.12",
+    }
     return ProgramKey(**{**fields, **changes})
 
 
 def test_what_is_put_is_got(tmp_path):
-    found = Measurement(seconds=0.5, spread=0.1, repeats=7, memory_bytes=3.0, grade="measured", label="layer [0, 1]")
+    found = Measurement(
+        seconds=0.5, spread=0.1, repeats=7, memory_bytes=3.0, grade="measured", label="layer [0, 1]"
+    )
     lost = Measurement(seconds=None, repeats=0, outcome="out of memory")
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
         database.put(key(1), found)
@@ -33,7 +41,9 @@ def test_what_is_put_is_got(tmp_path):
         assert dict(again.rows()) == {key(1): found, key(2): lost}
 
 
-@pytest.mark.parametrize("change", [{"device": "H100"}, {"num_devices": 4}, {"mesh": "4x2"}, {"jax_version": "0.10.2"}])
+@pytest.mark.parametrize(
+    "change", [{"device": "H100"}, {"num_devices": 4}, {"mesh": "4x2"}, {"jax_version": "0.10.2"}]
+)
 def test_another_machine_or_compiler_is_another_program(tmp_path, change):
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
         database.put(key(1), Measurement(seconds=1.0))
@@ -41,12 +51,18 @@ def test_another_machine_or_compiler_is_another_program(tmp_path, change):
 
 
 def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path):
-    with ProfileDatabase(tmp_path / "a.sqlite") as one, ProfileDatabase(tmp_path / "b.sqlite") as other:
+    with (
+        ProfileDatabase(tmp_path / "a.sqlite") as one,
+        ProfileDatabase(tmp_path / "b.sqlite") as other,
+    ):
         one.put(key(1), Measurement(seconds=1.0))
         other.put(key(1), Measurement(seconds=9.0))
         other.put(key(2), Measurement(seconds=2.0))
         assert one.merge(tmp_path / "b.sqlite") == 1
-        assert [m.seconds for _, m in sorted(one.rows(), key=lambda row: row[0].program)] == [1.0, 2.0]
+        assert [m.seconds for _, m in sorted(one.rows(), key=lambda row: row[0].program)] == [
+            1.0,
+            2.0,
+        ]
 
 
 def test_readers_do_not_wait_for_a_writer(tmp_path):
@@ -92,7 +108,8 @@ def test_killed_at_any_moment_it_keeps_what_was_finished(tmp_path):
 
 def test_what_is_no_database_is_refused(tmp_path):
     with pytest.raises(
-        InputError, match=r"There is no profile database .*aliquot profile run .*aliquot blocks profile"
+        InputError,
+        match=r"There is no profile database .*aliquot profile run .*aliquot blocks profile",
     ):
         ProfileDatabase(tmp_path / "none.sqlite", must_exist=True)
     (tmp_path / "text.sqlite").write_text("seconds,bytes\n" * 1000)
@@ -108,13 +125,18 @@ def test_a_truncated_file_is_refused(tmp_path):
             database.put(key(k), Measurement(seconds=1.0, label="x" * 100))
     data = (tmp_path / "p.sqlite").read_bytes()
     (tmp_path / "p.sqlite").write_bytes(data[: len(data) // 2])
-    with pytest.raises(InputError, match=r"damaged|cannot be opened"), ProfileDatabase(tmp_path / "p.sqlite") as cut:
+    with (
+        pytest.raises(InputError, match=r"damaged|cannot be opened"),
+        ProfileDatabase(tmp_path / "p.sqlite") as cut,
+    ):
         list(cut.rows())
 
 
 def test_a_newer_format_is_refused(tmp_path):
     ProfileDatabase(tmp_path / "p.sqlite").close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "p.sqlite", isolation_level=None)) as connection:
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "p.sqlite", isolation_level=None)
+    ) as connection:
         connection.execute("UPDATE format SET version = 9")
     with pytest.raises(InputError, match="has format 9"):
         ProfileDatabase(tmp_path / "p.sqlite")

@@ -31,8 +31,8 @@ MODELS = {
     "wide-resnet-250m": {},
 }
 NUM_DEVICES = 4
-# A product that sums over a split dim ends in an all-reduce. Where the entry does, what follows may be split anew: then the
-# sum is a reduce-scatter, and the gradient of the result is gathered.
+# A product that sums over a split dim ends in an all-reduce. Where the entry does, what follows may
+# be split anew: then the sum is a reduce-scatter, and the gradient of the result is gathered.
 OF_A_SUM = {"all-reduce"}
 OF_A_SUM_IN_THE_ENTRY = {"all-reduce", "reduce-scatter", "all-gather"}
 
@@ -51,7 +51,9 @@ class Step:
             for i in item.inputs:
                 self.readers[i].append(k)
         made_by = maker_of_class(self.nodes)
-        self.nodes_of_item = [{made_by.get(self.nodes.op_class[o], -1) for o in item.ops} for item in self.items]
+        self.nodes_of_item = [
+            {made_by.get(self.nodes.op_class[o], -1) for o in item.ops} for item in self.items
+        ]
 
     def lone(self, block: ParallelBlock, phase: Phase) -> list[Item]:
         """The first copy of a block's products in a phase, and everything between them."""
@@ -66,18 +68,29 @@ class Step:
         )
         of_one = len(products) // copies
         # The first layer comes last in the backward pass.
-        products = products[:of_one] if phase is Phase.FORWARD else products[len(products) - of_one :]
+        products = (
+            products[:of_one] if phase is Phase.FORWARD else products[len(products) - of_one :]
+        )
 
         def within(some: Iterable[int]) -> list[int]:
             return [k for k in some if self.items[k].phase is phase]
 
-        behind = reached(products, lambda k: within(r for o in self.items[k].outputs for r in self.readers[o]))
-        before = reached(products, lambda k: within(self.maker[i] for i in self.items[k].inputs if i in self.maker))
+        behind = reached(
+            products, lambda k: within(r for o in self.items[k].outputs for r in self.readers[o])
+        )
+        before = reached(
+            products,
+            lambda k: within(self.maker[i] for i in self.items[k].inputs if i in self.maker),
+        )
         return [self.items[k] for k in sorted(behind & before)]
 
 
 def maker_of_class(nodes: NodeGraph) -> dict[int, int]:
-    return {site.op_class: site.results[0][0].node for site in nodes.sites if site.results and site.results[0]}
+    return {
+        site.op_class: site.results[0][0].node
+        for site in nodes.sites
+        if site.results and site.results[0]
+    }
 
 
 def reached(start: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
@@ -89,11 +102,17 @@ def reached(start: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set
     return found
 
 
-def compiled_collectives(step: Step, block: ParallelBlock, items: list[Item], option: tuple[int, ...]) -> set[str]:
-    """What the compiler puts between a block's products if its entry is split by an option and all else as is best."""
+def compiled_collectives(
+    step: Step, block: ParallelBlock, items: list[Item], option: tuple[int, ...]
+) -> set[str]:
+    """What the compiler puts between a block's products if its entry is split by an option and all
+    else as is best.
+    """
     part = extract_items(step.graph, items)
     problem = make_problem(part.graph, Cluster.detect(jax.devices()[:NUM_DEVICES]))
-    priced = price(problem, LogicalMesh(shape=(NUM_DEVICES,), axis_names=("x",), cluster=problem.cluster))
+    priced = price(
+        problem, LogicalMesh(shape=(NUM_DEVICES,), axis_names=("x",), cluster=problem.cluster)
+    )
     allowed = [np.ones(len(node.choices), bool) for node in priced.nodes]
     whole, here = maker_of_class(step.nodes), maker_of_class(problem.nodes)
     for number, op in enumerate(part.ops):
@@ -104,17 +123,29 @@ def compiled_collectives(step: Step, block: ParallelBlock, items: list[Item], op
     space = Space(name="lone block", priced=priced, allowed=allowed)
     solution = ILP().solve(problem, space, memory_limit_bytes=math.inf)
     assert solution is not None
-    compiled = compile_part(problem, picked_choices(priced, solution.picks), (NUM_DEVICES,), ("x",)).compiled
+    compiled = compile_part(
+        problem, picked_choices(priced, solution.picks), (NUM_DEVICES,), ("x",)
+    ).compiled
     return {c.kind for c in compiled_stats(compiled, ("x",), (NUM_DEVICES,)).collectives}
 
 
-def expected(step: Step, block: ParallelBlock, items: list[Item], option: tuple[int, ...]) -> set[str]:
+def expected(
+    step: Step, block: ParallelBlock, items: list[Item], option: tuple[int, ...]
+) -> set[str]:
     """Collectives that a split calls for: those of products that sum over a dim that it splits."""
     made_by = maker_of_class(step.nodes)
-    products = {made_by.get(step.nodes.op_class[o], -1) for item in items for o in item.ops} & set(block.products)
+    products = {made_by.get(step.nodes.op_class[o], -1) for item in items for o in item.ops} & set(
+        block.products
+    )
 
     def sums(product: int) -> bool:
-        kept = {f for e in step.nodes.edges if e.source == product for f, d in enumerate(e.source_projection) if d >= 0}
+        kept = {
+            f
+            for e in step.nodes.edges
+            if e.source == product
+            for f, d in enumerate(e.source_projection)
+            if d >= 0
+        }
         return any(block.linked[product][f] not in kept for f in option)
 
     if sums(block.entry):
@@ -144,6 +175,6 @@ def test_what_items_read_and_others_read_crosses():
     items = items_of(graph)
     part = extract_items(graph, items[3:9]).graph
     assert len(part.ops) == sum(len(item.ops) for item in items[3:9])
-    assert {i.value for i in part.inputs} | set(part.constants) | {o for op in part.ops for o in op.outputs} >= {
-        i for op in part.ops for i in op.inputs if isinstance(i, int)
-    }
+    assert {i.value for i in part.inputs} | set(part.constants) | {
+        o for op in part.ops for o in op.outputs
+    } >= {i for op in part.ops for i in op.inputs if isinstance(i, int)}

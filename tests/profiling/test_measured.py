@@ -33,13 +33,18 @@ CLUSTER = Cluster.preset("4xH100")
 H100 = "NVIDIA H100 80GB HBM3"
 LARGE = (
     STEP[0],
-    {k: jax.ShapeDtypeStruct(s, "float32") for k, s in (("up", (2048, 8192)), ("down", (8192, 2048)))},
+    {
+        k: jax.ShapeDtypeStruct(s, "float32")
+        for k, s in (("up", (2048, 8192)), ("down", (8192, 2048)))
+    },
     jax.ShapeDtypeStruct((4096, 2048), "float32"),
 )
 
 
 def measured_as(path, of_model, *, device=H100, version=None, of=CLUSTER, spread=0.02, step=STEP):
-    """A database of all that a step needs, in which everything takes `of_model(operator, modelled seconds)`."""
+    """A database of all that a step needs, in which everything takes `of_model(operator, modelled
+    seconds)`.
+    """
     problem = make_problem(capture(*step), CLUSTER)
     with ProfileDatabase(path) as database:
         for operator, shape in required_operators(problem, logical_mesh_shapes(4)):
@@ -69,21 +74,35 @@ def test_a_table_goes_through_its_points(points):
 
 
 def test_between_and_beyond_points_a_table_stays_between_its_ratios():
-    table = RatioTable(points=np.array([[0.0], [4.0]]), ratios=np.array([1.0, 4.0]), spreads=np.zeros(2))
+    table = RatioTable(
+        points=np.array([[0.0], [4.0]]), ratios=np.array([1.0, 4.0]), spreads=np.zeros(2)
+    )
     found = table.correct(np.array([[2.0], [0.5], [100.0]]))
-    assert found.ratios[0] == pytest.approx(2.0) and 1 < found.ratios[1] < 1.2 and 1 < found.ratios[2] <= 4
+    assert (
+        found.ratios[0] == pytest.approx(2.0)
+        and 1 < found.ratios[1] < 1.2
+        and 1 < found.ratios[2] <= 4
+    )
     assert found.is_measured.tolist() == [False, True, False]
-    assert (found.errors == table.interpolation_error).all() and table.interpolation_error == pytest.approx(3.0, rel=2)
+    assert (
+        found.errors == table.interpolation_error
+    ).all() and table.interpolation_error == pytest.approx(3.0, rel=2)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-@pytest.mark.parametrize("method", [aq.DataParallel(), aq.Zero3Parallel(), aq.ShardParallel(mesh_shape=(2, 2))])
-def test_a_step_of_which_everything_takes_twice_as_long_takes_twice_as_long(tmp_path, method, factor):
+@pytest.mark.parametrize(
+    "method", [aq.DataParallel(), aq.Zero3Parallel(), aq.ShardParallel(mesh_shape=(2, 2))]
+)
+def test_a_step_of_which_everything_takes_twice_as_long_takes_twice_as_long(
+    tmp_path, method, factor
+):
     profiles = measured_as(tmp_path / "p.sqlite", lambda operator, seconds: factor * seconds)
     plan = aq.plan(*STEP, cluster=CLUSTER, method=method)
     found = aq.estimate(plan, *STEP, profiles=profiles)
     for name in ("compute_s", "communication_s", "gradient_s", "hidden_s", "step_time_s"):
-        assert getattr(found, name) == pytest.approx(factor * getattr(plan.prediction, name), rel=1e-6), name
+        assert getattr(found, name) == pytest.approx(
+            factor * getattr(plan.prediction, name), rel=1e-6
+        ), name
     assert found.peak_memory_bytes == plan.prediction.peak_memory_bytes
     assert found.measured_share == pytest.approx(1.0) and 0.0 <= found.measured_error <= 0.03
     assert plan.prediction.measured_share == plan.prediction.measured_error == 0.0
@@ -118,7 +137,9 @@ def test_measured_sizes_have_measured_prices(tmp_path):
 
 def test_planners_avoid_what_was_measured_to_be_slow(tmp_path):
     def slow_sums(operator, seconds):
-        return seconds * (1e4 if operator.kind == "all-reduce" and operator.sizes[0] > 1024 else 1.0)
+        return seconds * (
+            1e4 if operator.kind == "all-reduce" and operator.sizes[0] > 1024 else 1.0
+        )
 
     profiles = measured_as(tmp_path / "p.sqlite", slow_sums, step=LARGE)
     plain = aq.plan(*LARGE, cluster=CLUSTER)
@@ -128,12 +149,19 @@ def test_planners_avoid_what_was_measured_to_be_slow(tmp_path):
         return sum(use.num_bytes for use in plan.prediction.collectives if use.kind == "all-reduce")
 
     assert summed_bytes(plain) > 10_000 > summed_bytes(found)
-    assert found.prediction.step_time_s < 0.1 * aq.estimate(plain, *LARGE, profiles=profiles).step_time_s
+    assert (
+        found.prediction.step_time_s
+        < 0.1 * aq.estimate(plain, *LARGE, profiles=profiles).step_time_s
+    )
 
 
-@pytest.mark.parametrize("method", [aq.Auto(), aq.PipeshardParallel(num_stages=2)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [aq.Auto(), aq.PipeshardParallel(num_stages=2)], ids=lambda m: type(m).__name__
+)
 def test_the_judge_gives_a_saved_plan_its_own_prediction(tmp_path, method):
-    profiles = measured_as(tmp_path / "p.sqlite", lambda operator, seconds: seconds * (3.0 if operator.axes else 1.5))
+    profiles = measured_as(
+        tmp_path / "p.sqlite", lambda operator, seconds: seconds * (3.0 if operator.axes else 1.5)
+    )
     plan = aq.plan(*STEP, cluster=CLUSTER, method=method, profiles=profiles)
     plan.save(tmp_path / "plan.json")
     again = aq.Plan.load(tmp_path / "plan.json")
@@ -153,7 +181,9 @@ def test_transfers_between_stages_take_as_long_as_measured(tmp_path):
     plan = aq.plan(*STEP, cluster=CLUSTER, method=aq.PipeshardParallel(num_stages=2))
     plain, found = aq.estimate(plan, *STEP), aq.estimate(plan, *STEP, profiles=profiles)
     assert found.step_time_s > plain.step_time_s + 1e-3
-    searched = aq.plan(*STEP, cluster=CLUSTER, method=aq.PipeshardParallel(num_stages=2), profiles=profiles)
+    searched = aq.plan(
+        *STEP, cluster=CLUSTER, method=aq.PipeshardParallel(num_stages=2), profiles=profiles
+    )
     assert searched.prediction == aq.estimate(searched, *STEP, profiles=profiles)
 
 
@@ -168,22 +198,48 @@ def test_other_splits_are_priced_from_the_same_measurements(tmp_path):
 
 def test_one_device_that_was_measured_serves_for_many(tmp_path):
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
-        for operator, seconds in ((LAUNCH, 1e-5), (Operator("product", "float32", (1, 32, 256, 64)), 1e-3)):
-            key = ProgramKey(program=str(operator), device=H100, num_devices=1, mesh="1", jax_version=jax.__version__)
+        for operator, seconds in (
+            (LAUNCH, 1e-5),
+            (Operator("product", "float32", (1, 32, 256, 64)), 1e-3),
+        ):
+            key = ProgramKey(
+                program=str(operator),
+                device=H100,
+                num_devices=1,
+                mesh="1",
+                jax_version=jax.__version__,
+            )
             database.put(key, Measurement(seconds=seconds))
         measured = read_measured(database, CLUSTER)
-    assert measured.source.endswith("collectives are modelled") and set(measured.tables) == {"product float32"}
-    assert measured.tables["product float32"].grade == MEASURED_COMPUTE and MEASURED_COMPUTE in measured.source
+    assert measured.source.endswith("collectives are modelled") and set(measured.tables) == {
+        "product float32"
+    }
+    assert (
+        measured.tables["product float32"].grade == MEASURED_COMPUTE
+        and MEASURED_COMPUTE in measured.source
+    )
 
 
 def on_one_device(path, *, factor, device=H100):
-    """A database of what one device measures for `CLUSTER`, everything at `factor` times the cost model's seconds."""
+    """A database of what one device measures for `CLUSTER`, everything at `factor` times the cost
+    model's seconds.
+    """
     problem = make_problem(capture(*STEP), CLUSTER)
     with ProfileDatabase(path) as database:
-        for operator, shape in alone_on_one_device(required_operators(problem, logical_mesh_shapes(4))):
+        for operator, shape in alone_on_one_device(
+            required_operators(problem, logical_mesh_shapes(4))
+        ):
             assert shape == (1,)
-            key = ProgramKey(program=str(operator), device=device, num_devices=1, mesh="1", jax_version=jax.__version__)
-            seconds = 0.0 if operator == LAUNCH else factor * modelled_operator(operator, key, CLUSTER)[2]
+            key = ProgramKey(
+                program=str(operator),
+                device=device,
+                num_devices=1,
+                mesh="1",
+                jax_version=jax.__version__,
+            )
+            seconds = (
+                0.0 if operator == LAUNCH else factor * modelled_operator(operator, key, CLUSTER)[2]
+            )
             database.put(key, Measurement(seconds=seconds, spread=0.02, grade=MEASURED_COMPUTE))
     return path
 
@@ -201,11 +257,20 @@ def test_compute_of_one_device_prices_that_of_many_and_counts_apart(tmp_path):
     made = aq.plan(*STEP, cluster=CLUSTER, method=aq.DataParallel(), profiles=profiles)
     assert made.prediction == found and "on one device alone (measured-compute)" in str(made)
     share = found.measured_compute_share
-    asked = {"cluster": CLUSTER, "method": aq.DataParallel(), "profiles": profiles, "require_measured": share - 0.01}
-    with pytest.raises(InputError, match=r"0% of the plan's .* counts with --require-grade measured-compute"):
+    asked = {
+        "cluster": CLUSTER,
+        "method": aq.DataParallel(),
+        "profiles": profiles,
+        "require_measured": share - 0.01,
+    }
+    with pytest.raises(
+        InputError, match=r"0% of the plan's .* counts with --require-grade measured-compute"
+    ):
         aq.plan(*STEP, **asked)
     assert aq.plan(*STEP, **asked, require_grade="measured-compute").prediction == found
-    with pytest.raises(InputError, match=r"on one device alone \(grade measured-compute\), and 100% is required"):
+    with pytest.raises(
+        InputError, match=r"on one device alone \(grade measured-compute\), and 100% is required"
+    ):
         aq.plan(*STEP, **{**asked, "require_measured": 1.0}, require_grade="measured-compute")
     with pytest.raises(InputError, match="require_grade='modelled'"):
         aq.plan(*STEP, **asked, require_grade="modelled")
@@ -232,7 +297,9 @@ def test_one_cpu_device_stands_for_many_only_if_asked(tmp_path):
     )
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
         database.put(key, Measurement(seconds=1.0))
-        with pytest.raises(InputError, match=r"measurements of 1 x cpu.* and the plan is for 4 x cpu"):
+        with pytest.raises(
+            InputError, match=r"measurements of 1 x cpu.* and the plan is for 4 x cpu"
+        ):
             read_measured(database, here)
         database.put(key, Measurement(seconds=1.0, grade=MEASURED_COMPUTE))
         assert read_measured(database, here).tables["product float32"].grade == MEASURED_COMPUTE
@@ -242,7 +309,13 @@ def test_what_the_launch_of_a_program_hides_stays_as_modelled(tmp_path):
     product = Operator("product", "float32", (1, 32, 256, 64))
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
         for operator, seconds in ((LAUNCH, 1e-4), (product, 1.1e-4)):
-            key = ProgramKey(program=str(operator), device=H100, num_devices=4, mesh="4", jax_version=jax.__version__)
+            key = ProgramKey(
+                program=str(operator),
+                device=H100,
+                num_devices=4,
+                mesh="4",
+                jax_version=jax.__version__,
+            )
             database.put(key, Measurement(seconds=seconds))
         assert not read_measured(database, CLUSTER).tables
 
@@ -288,7 +361,10 @@ def test_measuring_ends_when_the_best_plan_needs_nothing_more(tmp_path):
         assert len(database) == held > 5
     assert again.prediction == plan.prediction and plan.cluster["num_hosts"] == 1
     step = aq.parallelize(two := STEP[0], plan)
-    params = {"up": np.full((64, 256), 0.01, np.float32), "down": np.full((256, 64), 0.02, np.float32)}
+    params = {
+        "up": np.full((64, 256), 0.01, np.float32),
+        "down": np.full((256, 64), 0.02, np.float32),
+    }
     x = np.ones((128, 64), np.float32)
     np.testing.assert_allclose(step(params, x)[1], two(params, x)[1], rtol=1e-5)
 
@@ -308,17 +384,28 @@ FIGURES = {
 
 def test_a_fit_finds_the_figures_that_measurements_were_made_with(tmp_path):
     truth = replace(CLUSTER, device=replace(CLUSTER.device, calibration=FIGURES))
-    profiles = measured_as(tmp_path / "p.sqlite", lambda operator, seconds: seconds, of=truth, step=LARGE)
+    profiles = measured_as(
+        tmp_path / "p.sqlite", lambda operator, seconds: seconds, of=truth, step=LARGE
+    )
     with ProfileDatabase(profiles) as database:
         fit = fit_profiles(database, CLUSTER)
     found = fit.cluster.device.calibration
-    for name in ("matmul_efficiency", "bandwidth_efficiency", "collective_efficiency", "all_to_all_efficiency"):
+    for name in (
+        "matmul_efficiency",
+        "bandwidth_efficiency",
+        "collective_efficiency",
+        "all_to_all_efficiency",
+    ):
         assert found[name] == pytest.approx(FIGURES[name], rel=0.05), name
-    assert all(row["after"] < 0.05 < row["before"] for row in fit.errors if row["table"] != "traffic"), fit.errors
+    assert all(
+        row["after"] < 0.05 < row["before"] for row in fit.errors if row["table"] != "traffic"
+    ), fit.errors
     (tmp_path / "c.toml").write_text(to_toml(fit))
     read = Cluster.load(tmp_path / "c.toml")
     assert read.device.calibration == {k: float(f"{v:.4g}") for k, v in found.items()}
-    assert read.intra == CLUSTER.intra and target_for(read.device).matmul_efficiency == pytest.approx(0.55, rel=0.05)
+    assert read.intra == CLUSTER.intra and target_for(
+        read.device
+    ).matmul_efficiency == pytest.approx(0.55, rel=0.05)
     plan = aq.plan(*LARGE, cluster=read)
     assert Cluster.from_dict(plan.cluster) == read and aq.estimate(plan, *LARGE) == plan.prediction
     assert plan.prediction.step_time_s > aq.plan(*LARGE, cluster=CLUSTER).prediction.step_time_s
@@ -331,9 +418,13 @@ def test_more_than_a_peak_raises_the_peak(tmp_path):
     assert fit.cluster.device.calibration["matmul_efficiency"] == 1.0
     assert fit.cluster.device.peak("bfloat16") > 2 * CLUSTER.device.peak("bfloat16")
     (tmp_path / "c.toml").write_text(to_toml(fit))
-    assert Cluster.load(tmp_path / "c.toml").device.peak("bfloat16") == fit.cluster.device.peak("bfloat16")
+    assert Cluster.load(tmp_path / "c.toml").device.peak("bfloat16") == fit.cluster.device.peak(
+        "bfloat16"
+    )
 
 
 def test_figures_of_a_device_are_checked():
-    with pytest.raises(aq.ClusterError, match=r"calibration has 'speed'.*(.|\n)*must not be negative"):
+    with pytest.raises(
+        aq.ClusterError, match=r"calibration has 'speed'.*(.|\n)*must not be negative"
+    ):
         replace(CLUSTER.device, calibration={"speed": 1.0, "matmul_efficiency": -1.0})

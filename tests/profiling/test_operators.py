@@ -32,7 +32,13 @@ OPERATORS = [
     Operator("traffic", "float32", (4096,)),
     *[
         Operator(kind, "float32", (1024,), axes)
-        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+        for kind in (
+            "all-reduce",
+            "all-gather",
+            "reduce-scatter",
+            "all-to-all",
+            "collective-permute",
+        )
         for axes in ((0,), (1,), (0, 1))
     ],
     Operator("transfer", "float32", (1 << 16,)),
@@ -69,7 +75,13 @@ def test_each_device_runs_the_operator_and_nothing_else(operator):
     text = part.compiled.as_text()
     found = {
         kind
-        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+        for kind in (
+            "all-reduce",
+            "all-gather",
+            "reduce-scatter",
+            "all-to-all",
+            "collective-permute",
+        )
         if f" {kind}(" in text
     }
     assert found == ({operator.kind} if operator.axes else set())
@@ -85,7 +97,9 @@ def test_each_device_runs_the_operator_and_nothing_else(operator):
 
 def test_only_collectives_depend_on_the_mesh():
     product, collective = OPERATORS[0], OPERATORS[3]
-    assert operator_key(product, (4, 2)) == operator_key(product, (8,)) != operator_key(product, (4,))
+    assert (
+        operator_key(product, (4, 2)) == operator_key(product, (8,)) != operator_key(product, (4,))
+    )
     assert operator_key(collective, (4, 2)) != operator_key(collective, (2, 4))
 
 
@@ -95,23 +109,42 @@ def test_a_step_needs_the_products_of_all_its_splits():
     assert found[0] == (LAUNCH, (4,)) and len({(str(o), s) for o, s in found}) == len(found)
     products = {operator.sizes for operator, _ in found if operator.kind == "product"}
     # Rows, columns and length of the first product's sums, whole, halved and quartered.
-    assert {(1, 128, 256, 64), (1, 32, 256, 64), (1, 128, 64, 64), (1, 64, 128, 64), (1, 64, 256, 32)} <= products
-    collectives = {(operator.kind, operator.axes, shape) for operator, shape in found if operator.axes}
-    assert {("all-reduce", (0,), (4,)), ("all-reduce", (0,), (2, 2)), ("all-gather", (1,), (2, 2))} <= collectives
+    assert {
+        (1, 128, 256, 64),
+        (1, 32, 256, 64),
+        (1, 128, 64, 64),
+        (1, 64, 128, 64),
+        (1, 64, 256, 32),
+    } <= products
+    collectives = {
+        (operator.kind, operator.axes, shape) for operator, shape in found if operator.axes
+    }
+    assert {
+        ("all-reduce", (0,), (4,)),
+        ("all-reduce", (0,), (2, 2)),
+        ("all-gather", (1,), (2, 2)),
+    } <= collectives
     small = required_operators(problem, [(4,)], largest_in_host_bytes=4096)
     assert max(operator.sizes[0] for operator, _ in small if operator.axes) <= 4096
 
 
 def test_what_may_save_most_comes_first():
     problem = make_problem(capture(*STEP), Cluster.preset("4xH100"))
-    products = [operator for operator, _ in required_operators(problem, [(4,)]) if operator.kind == "product"]
+    products = [
+        operator
+        for operator, _ in required_operators(problem, [(4,)])
+        if operator.kind == "product"
+    ]
     whole = products.index(Operator("product", "float32", (1, 128, 256, 64)))
     assert all(
-        products.index(Operator("product", "float32", split)) < whole for split in [(1, 32, 256, 64), (1, 128, 64, 64)]
+        products.index(Operator("product", "float32", split)) < whole
+        for split in [(1, 32, 256, 64), (1, 128, 64, 64)]
     )
 
 
-@pytest.mark.parametrize("method", [aq.DataParallel(), aq.Zero3Parallel(), aq.Auto()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [aq.DataParallel(), aq.Zero3Parallel(), aq.Auto()], ids=lambda m: type(m).__name__
+)
 def test_a_plan_needs_some_of_what_its_step_needs(method):
     cluster = Cluster.preset("4xH100")
     plan = aq.plan(*STEP, cluster=cluster, method=method)
@@ -126,7 +159,9 @@ def test_shares_merged_are_one_run(tmp_path, monkeypatch):
     """Times are made of labels, so that they are the same wherever a program runs."""
     monkeypatch.setattr(
         "aliquot.profiling._run.time_part",
-        lambda part, *args, **options: Measurement(seconds=1e-3 * (1 + len(part.label)), label=part.label),
+        lambda part, *args, **options: Measurement(
+            seconds=1e-3 * (1 + len(part.label)), label=part.label
+        ),
     )
     some = [(operator, (2, 2)) for operator in OPERATORS]
     with ProfileDatabase(tmp_path / "one.sqlite") as one:

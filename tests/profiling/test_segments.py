@@ -1,4 +1,6 @@
-"""Segments of the zoo's models, their programs measured on virtual devices, and whole steps composed of them."""
+"""Segments of the zoo's models, their programs measured on virtual devices, and whole steps
+composed of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ from aliquot.runtime import compiled_stats
 def problem_of(model: str, num_layers: int, cluster: Cluster | None = None, **options: object):
     overrides = {"num_layers": num_layers}
     if model == "tiny":
-        model, overrides = "gpt-10m", {"num_layers": num_layers, "hidden_size": 32, "num_heads": 4, "seq_len": 16}
+        model, overrides = (
+            "gpt-10m",
+            {"num_layers": num_layers, "hidden_size": 32, "num_heads": 4, "seq_len": 16},
+        )
     workload = zoo.build(model, 8, overrides=overrides, **options)
     graph = capture(workload.train_step, workload.state, workload.batch)
     return make_problem(graph, cluster or Cluster.preset("4xH100"))
@@ -47,7 +52,12 @@ def problem_of(model: str, num_layers: int, cluster: Cluster | None = None, **op
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize(
     ("model", "programs"),
-    [("gpt-10m", [1, 81, 3]), ("llama-7b", [1, 81, 3]), ("bert-base", [1, 81, 9]), ("moe-380m", [1, 108, 81, 3])],
+    [
+        ("gpt-10m", [1, 81, 3]),
+        ("llama-7b", [1, 81, 3]),
+        ("bert-base", [1, 81, 9]),
+        ("moe-380m", [1, 108, 81, 3]),
+    ],
 )
 def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recompute):
     for num_layers in (2, 4):
@@ -59,10 +69,26 @@ def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recomp
 
 @pytest.mark.parametrize("num_layers", [2, 4])
 def test_an_encoder_and_a_decoder_have_segments_of_their_own(num_layers):
-    """The decoder's layers, of seven blocks, end in the middle of segments; those at its two ends have kinds of their own."""
+    """The decoder's layers, of seven blocks, end in the middle of segments; those at its two ends
+    have kinds of their own.
+    """
     step = segment_step(problem_of("t5-770m", num_layers), (4,))
-    assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == [1, 81, 243, 81, 27, 27]
-    assert [kind.count for kind in step.kinds] == [1, num_layers, 1, num_layers - 1, num_layers - 1, 1]
+    assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == [
+        1,
+        81,
+        243,
+        81,
+        27,
+        27,
+    ]
+    assert [kind.count for kind in step.kinds] == [
+        1,
+        num_layers,
+        1,
+        num_layers - 1,
+        num_layers - 1,
+        1,
+    ]
     assert step.num_programs == 460
 
 
@@ -76,7 +102,9 @@ def test_an_encoder_and_a_decoder_composed_are_as_good_as_the_integer_program():
     step = segment_step(problem_of("t5-770m", 2), (4,))
     (best,) = compose(step, priced_combinations(step), most=1)
     whole = step.whole(best.options)
-    least = ILP().solve(step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes)
+    least = ILP().solve(
+        step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes
+    )
     assert best.seconds == pytest.approx(whole.step_time_s, rel=0.01)
     assert least.step_time_s * (1 - 1e-3) <= whole.step_time_s <= least.step_time_s * 1.002
 
@@ -93,12 +121,23 @@ def test_the_blocks_of_a_segment_are_those_of_the_step():
 
 
 def test_a_loop_over_layers_is_one_segment_however_many_blocks_it_has():
-    """The decoder's layer has seven blocks, and a pair of layers with experts eight: the most promising combinations count."""
+    """The decoder's layer has seven blocks, and a pair of layers with experts eight: the most
+    promising combinations count.
+    """
     step = segment_step(problem_of("t5-770m", 4, scan=True), (4,))
-    assert [[len(block) for block in kind.blocks] for kind in step.kinds] == [[], [3] * 4, [3] * 7, [3]]
+    assert [[len(block) for block in kind.blocks] for kind in step.kinds] == [
+        [],
+        [3] * 4,
+        [3] * 7,
+        [3],
+    ]
     assert step.num_programs == 1 + 81 + 243 + 3
     pairs = segment_step(problem_of("moe-380m", 4, scan=True, recompute="none"), (4,))
-    assert [len(kind.blocks) for kind in pairs.kinds] == [0, 8, 1] and pairs.num_programs == 1 + 243 + 3
+    assert [len(kind.blocks) for kind in pairs.kinds] == [
+        0,
+        8,
+        1,
+    ] and pairs.num_programs == 1 + 243 + 3
 
 
 def test_of_very_many_combinations_the_most_promising_are_found(monkeypatch):
@@ -111,25 +150,33 @@ def test_of_very_many_combinations_the_most_promising_are_found(monkeypatch):
         found = [c.seconds for c in kind.promising()]
         hopeful = [seconds for seconds in every if seconds <= 1.5 * every[0]][:most]
         assert found == sorted(found) and found[0] == pytest.approx(every[0], rel=2e-3)
-        # A bound lies a little below its combination, so that those at the end of the list may change places.
+        # A bound lies a little below its combination, so that those at the end of the list may
+        # change places.
         np.testing.assert_allclose(found[: len(hopeful)], hopeful, rtol=0.02)
 
 
 @pytest.mark.parametrize("model", ["gpt-350m", "moe-380m"])
 def test_the_best_composed_step_is_among_the_best_of_whole_steps(model):
     step = segment_step(problem_of(model, 4), (4,))
-    combinations = [[c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds]
+    combinations = [
+        [c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds
+    ]
     best = compose(step, combinations, most=20)
     assert [c.seconds for c in best] == sorted(c.seconds for c in best)
     whole = [step.whole(c.options) for c in best]
-    assert np.median([abs(c.seconds / w.step_time_s - 1) for c, w in zip(best, whole, strict=True)]) < 0.05
+    assert (
+        np.median([abs(c.seconds / w.step_time_s - 1) for c, w in zip(best, whole, strict=True)])
+        < 0.05
+    )
     assert whole[0].step_time_s <= min(w.step_time_s for w in whole) * 1.02
 
 
 def test_composing_finds_what_trying_everything_finds():
     step = segment_step(problem_of("tiny", 3), (4,))
     rng = np.random.default_rng(0)
-    combinations = [[c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds]
+    combinations = [
+        [c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds
+    ]
     kinds = tuple({c.options: float(rng.uniform(1, 2)) for c in some} for some in combinations)
     # Half of the conversions are known.
     found = all_conversions(step, combinations)[1:]
@@ -141,10 +188,14 @@ def test_composing_finds_what_trying_everything_finds():
     for chosen in itertools.product(*combinations):
         (one,) = compose(step, [[c] for c in chosen], measured)
         own = launch_s + sum(
-            k.count * (m[c.options] - launch_s) for k, m, c in zip(step.kinds, kinds, chosen, strict=True)
+            k.count * (m[c.options] - launch_s)
+            for k, m, c in zip(step.kinds, kinds, chosen, strict=True)
         )
         for a, b in itertools.pairwise(step.sequence):
-            needed = [conversion for _, conversion in conversions_between(step.crossings[a, b], chosen[a], chosen[b])]
+            needed = [
+                conversion
+                for _, conversion in conversions_between(step.crossings[a, b], chosen[a], chosen[b])
+            ]
             own += sum(conversions[n] - launch_s for n in needed if n in conversions)
         assert one.seconds >= own * (1 - 1e-12)
         assert one.measured_share == pytest.approx(own / one.seconds)
@@ -162,14 +213,21 @@ def test_segments_run_and_are_measured_once_each():
     kind = step.kinds[1]
     some = [kind.combination(options) for options in [(0, 0, 0, 0), (2, 1, 2, 1)]]
     parts = [
-        lambda c=c: compile_part(kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names, label=str(c.options))
+        lambda c=c: compile_part(
+            kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names, label=str(c.options)
+        )
         for c in some
     ]
     found = list(
-        measure_in_turn(parts, lambda part: time_part(part, Timing(warm_up=1, repeats=3, least_s=0.0, retries=0)))
+        measure_in_turn(
+            parts,
+            lambda part: time_part(part, Timing(warm_up=1, repeats=3, least_s=0.0, retries=0)),
+        )
     )
     assert [m.label for m in found] == [str(c.options) for c in some]
-    assert all(m.outcome == "ok" and m.seconds > 0 and m.memory_bytes > 0 and m.repeats == 3 for m in found)
+    assert all(
+        m.outcome == "ok" and m.seconds > 0 and m.memory_bytes > 0 and m.repeats == 3 for m in found
+    )
     keys = {program_key(kind.problem.graph, c.choices, step.mesh.shape) for c in some}
     assert len(keys) == 2 and all(k.device.endswith("cores") for k in keys)
     assert program_key(kind.problem.graph, some[0].choices, (4,)) in keys

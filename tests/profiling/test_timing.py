@@ -1,4 +1,6 @@
-"""How often programs run: adaptive repetitions, early stops, retries, and what is kept of those that fail."""
+"""How often programs run: adaptive repetitions, early stops, retries, and what is kept of those
+that fail.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ _MODULE = "aliquot.profiling._timing"
 
 @pytest.fixture
 def part():
-    return CompiledPart(arguments=(), successors={}, compiled=lambda: jnp.float32(0), memory_bytes=8.0, label="part")
+    return CompiledPart(
+        arguments=(), successors={}, compiled=lambda: jnp.float32(0), memory_bytes=8.0, label="part"
+    )
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Let programs take given seconds, run after run, and count the runs. An error in the list is raised."""
+    """Let programs take given seconds, run after run, and count the runs. An error in the list is
+    raised.
+    """
     count = itertools.count(1)
     seen = []
 
@@ -101,13 +107,19 @@ def test_failed_measurements_are_tried_again(part, runs):
     assert time_part(part, timing).seconds == 1.0
     runs([ERROR, ERROR])
     found = time_part(part, timing)
-    assert found.has_failed and found.seconds is None and found.outcome == "failed: INTERNAL: the link is down"
+    assert (
+        found.has_failed
+        and found.seconds is None
+        and found.outcome == "failed: INTERNAL: the link is down"
+    )
 
 
 def test_too_little_memory_is_a_result_and_not_tried_again(part, runs):
     seen = runs([1.0, FULL])
     found = time_part(part, Timing(warm_up=1, repeats=1, retries=3))
-    lost = Measurement(seconds=None, repeats=0, memory_bytes=8.0, outcome="out of memory", label="part")
+    lost = Measurement(
+        seconds=None, repeats=0, memory_bytes=8.0, outcome="out of memory", label="part"
+    )
     assert found == lost and not found.has_failed and len(seen) == 2
 
 
@@ -133,7 +145,10 @@ def test_a_run_keeps_too_little_memory_and_tries_failures_again(tmp_path, monkey
         return found if error is None else CompiledPart(**{**fields(found), "compiled": fail})
 
     def fields(part):
-        return {name: getattr(part, name) for name in ("arguments", "successors", "memory_bytes", "label")}
+        return {
+            name: getattr(part, name)
+            for name in ("arguments", "successors", "memory_bytes", "label")
+        }
 
     monkeypatch.setattr("aliquot.profiling._run.compile_operator", compile_one)
     timing = Timing(warm_up=1, repeats=1, least_s=0.0, retries=0)
@@ -149,13 +164,20 @@ def test_a_run_keeps_too_little_memory_and_tries_failures_again(tmp_path, monkey
 
 def test_a_compiler_that_fails_is_a_failure_of_that_program(part):
     broken = CompiledPart(
-        arguments=(), successors={}, compiled=None, memory_bytes=0.0, label="x", failure="INTERNAL: no such kernel"
+        arguments=(),
+        successors={},
+        compiled=None,
+        memory_bytes=0.0,
+        label="x",
+        failure="INTERNAL: no such kernel",
     )
     assert time_part(broken).outcome == "failed: INTERNAL: no such kernel"
 
 
 def test_impossible_numbers_of_runs_are_refused_together():
-    with pytest.raises(InputError, match=r"warm_up=0 must be at least 1; most_repeats=3 must be at least 5"):
+    with pytest.raises(
+        InputError, match=r"warm_up=0 must be at least 1; most_repeats=3 must be at least 5"
+    ):
         Timing(warm_up=0, most_repeats=3)
     with pytest.raises(InputError, match="early_stop"):
         Timing(early_stop=0.5)
@@ -164,7 +186,9 @@ def test_impossible_numbers_of_runs_are_refused_together():
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
 def test_accelerators_run_one_program_while_the_next_are_compiled(part, monkeypatch, platform):
     """CPU devices, which compile on the cores that they run on, do not."""
-    monkeypatch.setattr("aliquot.profiling._programs.jax.devices", lambda: [SimpleNamespace(platform=platform)])
+    monkeypatch.setattr(
+        "aliquot.profiling._programs.jax.devices", lambda: [SimpleNamespace(platform=platform)]
+    )
     monkeypatch.setattr("aliquot.profiling._programs.os.cpu_count", lambda: 2)
     compiled = [threading.Event() for _ in range(6)]
 

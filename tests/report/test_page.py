@@ -30,7 +30,9 @@ def test_texts_of_a_plan_file_are_escaped_in_html():
 
 def test_explain_writes_the_page(tmp_path):
     sample_plan().save(tmp_path / "plan.json")
-    found = run("explain", tmp_path / "plan.json", "--no-alternatives", "--html", tmp_path / "page.html")
+    found = run(
+        "explain", tmp_path / "plan.json", "--no-alternatives", "--html", tmp_path / "page.html"
+    )
     assert found.exit_code == 0 and "The page is in" in found.stdout
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 

@@ -28,11 +28,14 @@ CURVE = MemoryCurve(
 PLANS = {
     "program": sample_plan(
         prediction=PREDICTION.__class__(
-            **{name: getattr(PREDICTION, name) for name in PREDICTION.__struct_fields__} | {"memory_over_time": CURVE}
+            **{name: getattr(PREDICTION, name) for name in PREDICTION.__struct_fields__}
+            | {"memory_over_time": CURVE}
         )
     ),
     "pipeline": sample_pipeline(),
-    "strange names": sample_plan(notes=("<script>document.title = 'run'</script> & \"quoted\"",), method="<b>"),
+    "strange names": sample_plan(
+        notes=("<script>document.title = 'run'</script> & \"quoted\"",), method="<b>"
+    ),
 }
 
 
@@ -43,7 +46,9 @@ def rendered(tmp_path_factory):
     paths = [folder / f"{name.replace(' ', '_')}.html" for name in PLANS]
     for path, plan in zip(paths, PLANS.values()):
         path.write_text(page(plan))
-    ended = subprocess.run([sys.executable, str(RENDER), *map(str, paths)], capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        [sys.executable, str(RENDER), *map(str, paths)], capture_output=True, text=True, timeout=240
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     return dict(zip(PLANS, zip(found, (path.with_suffix(".png") for path in paths)), strict=True))

@@ -1,4 +1,6 @@
-"""Reports hold what they should, as text and as data; figures say whether they are predicted or compiled."""
+"""Reports hold what they should, as text and as data; figures say whether they are predicted or
+compiled.
+"""
 
 import dataclasses
 import json
@@ -41,7 +43,11 @@ OTHERS = (
         alternative_step_time_s=None,
     ),
     Alternative(
-        subject="mesh", chosen="4x2", chosen_step_time_s=0.011, alternative="8", alternative_step_time_s=0.0105
+        subject="mesh",
+        chosen="4x2",
+        chosen_step_time_s=0.011,
+        alternative="8",
+        alternative_step_time_s=0.0105,
     ),
 )
 
@@ -76,7 +82,12 @@ def test_memory_rows_add_up():
 def test_explanation_as_data():
     data = json.loads(json.dumps(explained(sample_plan(), OTHERS)))
     predicted = data["predicted"]
-    parts_s = predicted["compute_s"] + predicted["communication_s"] + predicted["gradient_s"] - predicted["hidden_s"]
+    parts_s = (
+        predicted["compute_s"]
+        + predicted["communication_s"]
+        + predicted["gradient_s"]
+        - predicted["hidden_s"]
+    )
     assert parts_s == pytest.approx(predicted["step_time_s"])
     assert sum(predicted["memory_bytes"].values()) == predicted["peak_memory_bytes"]
     assert data["stages"][0]["arrays"][0]["pattern"] == "state.params.layers[*].w"
@@ -84,31 +95,47 @@ def test_explanation_as_data():
 
 
 def test_a_closure_says_that_it_must_be_passed_again():
-    plan = sample_plan(model=msgspec.structs.replace(sample_plan().model, kind="closure", settings={}))
+    plan = sample_plan(
+        model=msgspec.structs.replace(sample_plan().model, kind="closure", settings={})
+    )
     assert "pass that function again" in as_text(explanation(plan), width=200)
 
 
 def test_a_plan_without_bound():
     plan = sample_plan(
-        provenance=replace(PROVENANCE, lower_bound_s=None, gap=None, status="optimal", bound_holds_for="")
+        provenance=replace(
+            PROVENANCE, lower_bound_s=None, gap=None, status="optimal", bound_holds_for=""
+        )
     )
     assert "no lower bound; optimal within its method" in as_text(explanation(plan), width=200)
 
 
 def test_difference_merges_layers():
     shardings = {**SPLITS, **{f"state.params.layers[{i}].w": ((), ("y",)) for i in range(2)}}
-    found = diff(sample_plan(), sample_plan(method="dp", stages=(replace(STAGE, shardings=shardings),)))
+    found = diff(
+        sample_plan(), sample_plan(method="dp", stages=(replace(STAGE, shardings=shardings),))
+    )
     text = as_text(difference(found, "a.json", "b.json"))
     assert "input state.params.layers[*].w (2 of them)" in text
     assert "shard" in text and "dp" in text
-    assert "decide and predict the same" in as_text(difference(diff(sample_plan(), sample_plan()), "a", "b"))
+    assert "decide and predict the same" in as_text(
+        difference(diff(sample_plan(), sample_plan()), "a", "b")
+    )
 
 
 def test_predicted_beside_compiled():
-    compiled = [CollectiveUse(kind="all-reduce", axes=("x",), count=3.0, num_bytes=2100.0, seconds=0.0)]
-    memory = types.SimpleNamespace(argument_bytes=2200, output_bytes=2148, alias_bytes=2100, temp_bytes=824)
+    compiled = [
+        CollectiveUse(kind="all-reduce", axes=("x",), count=3.0, num_bytes=2100.0, seconds=0.0)
+    ]
+    memory = types.SimpleNamespace(
+        argument_bytes=2200, output_bytes=2148, alias_bytes=2100, temp_bytes=824
+    )
     figures = compared(sample_plan(), memory, compiled)
-    assert figures["memory"][0] == {"what": "state and batch", "predicted_bytes": 2180.0, "compiled_bytes": 2200}
+    assert figures["memory"][0] == {
+        "what": "state and batch",
+        "predicted_bytes": 2180.0,
+        "compiled_bytes": 2200,
+    }
     assert figures["memory"][1]["compiled_bytes"] == 3072
     first = next(row for row in figures["collectives"] if row["kind"] == "all-reduce")
     assert first == {
@@ -124,10 +151,16 @@ def test_predicted_beside_compiled():
 
 
 def test_curves_in_one_frame():
-    text = loss_chart({"8 devices": [5.0, 4.0, 3.5, 3.2], "1 device": [5.0, 4.0, 3.5, 3.2]}, width=30, height=6)
+    text = loss_chart(
+        {"8 devices": [5.0, 4.0, 3.5, 3.2], "1 device": [5.0, 4.0, 3.5, 3.2]}, width=30, height=6
+    )
     lines = text.splitlines()
     assert len(lines) == 8
-    assert lines[0].startswith("   5.000 ┤o") and lines[5].startswith("   3.200") and lines[5].endswith("o")
+    assert (
+        lines[0].startswith("   5.000 ┤o")
+        and lines[5].startswith("   3.200")
+        and lines[5].endswith("o")
+    )
     assert "⠒ 8 devices   o 1 device" in lines[-1]
 
 
@@ -146,25 +179,54 @@ def test_a_pipeline_explained(width):
     text = as_text(explanation(sample_pipeline(16)), width=width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    assert lines[0].startswith("gpt-10m: pipeshard, 16 stages on 2 devices each of 4x8xH100, 1f1b"[: width - 10])
+    assert lines[0].startswith(
+        "gpt-10m: pipeshard, 16 stages on 2 devices each of 4x8xH100, 1f1b"[: width - 10]
+    )
     whole = " ".join(text.split())
     assert "+ 45.0 ms bubble (of the busiest stage)" in whole
     assert "Stages 1-15, each: the largest of 1 inputs on each device" in whole
-    rows = [line.split() for line in lines if line.strip().startswith("9 ") and ("layers" in line or "ms" in line)]
+    rows = [
+        line.split()
+        for line in lines
+        if line.strip().startswith("9 ") and ("layers" in line or "ms" in line)
+    ]
     if width == 80:
         assert rows == [
             ["9", "layers[9]", "2", "18-19", "2"],
-            ["9", "1.0", "ms", "2.0", "ms", "500.0", "us", "0", "s", "6.5", "GiB", "10%", "2", "78.3%"],
+            [
+                "9",
+                "1.0",
+                "ms",
+                "2.0",
+                "ms",
+                "500.0",
+                "us",
+                "0",
+                "s",
+                "6.5",
+                "GiB",
+                "10%",
+                "2",
+                "78.3%",
+            ],
         ]
     else:
-        assert len(rows) == 1 and rows[0][:5] == ["9", "layers[9]", "2", "18-19", "2"] and rows[0][-1] == "78.3%"
+        assert (
+            len(rows) == 1
+            and rows[0][:5] == ["9", "layers[9]", "2", "18-19", "2"]
+            and rows[0][-1] == "78.3%"
+        )
     assert "0-15 all-reduce x" in whole
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_tables_fit_the_width_and_break_paths_at_dots(width):
     path = "state.params.encoder.blocks[*].attention.projections.query.kernel"
-    uses = (CollectiveUse(kind="reduce-scatter", axes=("x",), count=4, num_bytes=1e6, seconds=1e-3, label=path),)
+    uses = (
+        CollectiveUse(
+            kind="reduce-scatter", axes=("x",), count=4, num_bytes=1e6, seconds=1e-3, label=path
+        ),
+    )
     plan = sample_plan()
     plan = replace(plan, prediction=replace(plan.prediction, collectives=uses))
     for text in (as_text(explanation(plan), width=width), describe(plan, width)):
@@ -188,9 +250,12 @@ def test_the_schedule_of_a_pipeline_is_drawn():
     drawn = [line.split() for line in lines[:4]]
     assert [number for number, _ in drawn] == ["0", "1", "2", "3"]
     rows = [row for _, row in drawn]
-    # Each micro-batch begins one forward task later on each submesh, and its backward pass comes back the other way.
+    # Each micro-batch begins one forward task later on each submesh, and its backward pass comes
+    # back the other way.
     assert [row.index("0") for row in rows] == sorted(row.index("0") for row in rows)
-    assert [row.index("a") for row in rows] == sorted((row.index("a") for row in rows), reverse=True)
+    assert [row.index("a") for row in rows] == sorted(
+        (row.index("a") for row in rows), reverse=True
+    )
     assert all(set("0123abcdU") <= set(row) for row in rows)
     assert rows[3].replace("0", "").startswith("......")
 
@@ -205,20 +270,31 @@ def test_of_a_long_schedule_beginning_and_end_are_drawn():
 def test_a_pipeline_as_data_keeps_everything():
     data = json.loads(json.dumps(explained(sample_pipeline(4))))
     predicted = data["predicted"]
-    parts = sum(predicted[name] for name in ("compute_s", "communication_s", "gradient_s", "bubble_s"))
+    parts = sum(
+        predicted[name] for name in ("compute_s", "communication_s", "gradient_s", "bubble_s")
+    )
     assert parts - predicted["hidden_s"] == pytest.approx(predicted["step_time_s"])
     assert (data["schedule"], data["num_submeshes"], len(data["stages"])) == ("1f1b", 4, 4)
     stage = data["stages"][2]
-    assert (stage["devices"], stage["layers"], stage["recompute"]) == ([4, 5], ["state.params.layers[2]"], "none")
+    assert (stage["devices"], stage["layers"], stage["recompute"]) == (
+        [4, 5],
+        ["state.params.layers[2]"],
+        "none",
+    )
     assert stage["predicted"]["in_flight"] == 2
     assert stage["arrays"][0]["pattern"] == "state.params.layers[2].w"
 
 
 def test_equal_differences_of_stages_are_one_row():
     before = sample_pipeline(4)
-    stages = [replace(stage, recompute="stage" if index != 1 else "none") for index, stage in enumerate(before.stages)]
+    stages = [
+        replace(stage, recompute="stage" if index != 1 else "none")
+        for index, stage in enumerate(before.stages)
+    ]
     stages[1] = replace(stages[1], data_axes=())
-    text = as_text(difference(diff(before, replace(before, stages=tuple(stages))), "a.json", "b.json"))
+    text = as_text(
+        difference(diff(before, replace(before, stages=tuple(stages))), "a.json", "b.json")
+    )
     assert "stages 0, 2-3 recompute" in text and "stage 1 data_axes" in text
 
 

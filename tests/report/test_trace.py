@@ -1,4 +1,6 @@
-"""Predicted schedules as traces: every task once, nothing at the same time on a submesh, the step time as planned."""
+"""Predicted schedules as traces: every task once, nothing at the same time on a submesh, the step
+time as planned.
+"""
 
 import json
 
@@ -9,11 +11,24 @@ from sample_plans import sample_pipeline, sample_plan
 
 from aliquot.core import InputError
 from aliquot.cost import StageCosts, simulate
-from aliquot.plans import Trace, TraceEvent, chrome_trace, in_flight_events, make_schedule, save_trace
+from aliquot.plans import (
+    Trace,
+    TraceEvent,
+    chrome_trace,
+    in_flight_events,
+    make_schedule,
+    save_trace,
+)
 from aliquot.report import planned_trace
 
 replace = msgspec.structs.replace
-SCHEDULES = [("gpipe", 4), ("1f1b", 4), ("zero-bubble", 4), ("interleaved-1f1b", 2), ("inference", 4)]
+SCHEDULES = [
+    ("gpipe", 4),
+    ("1f1b", 4),
+    ("zero-bubble", 4),
+    ("interleaved-1f1b", 2),
+    ("inference", 4),
+]
 
 
 def _uneven(schedule, submeshes, overlaps, seed):
@@ -24,9 +39,16 @@ def _uneven(schedule, submeshes, overlaps, seed):
     for stage in plan.stages:
         f, b, u, t = (float(x) for x in rng.uniform(0.5, 2.0, 4) * (1e-3, 2e-3, 5e-4, 3e-4))
         figures = replace(
-            stage.prediction, forward_s=f, backward_s=b, weight_gradient_s=0.4 * b, update_s=u, transfer_s=t
+            stage.prediction,
+            forward_s=f,
+            backward_s=b,
+            weight_gradient_s=0.4 * b,
+            update_s=u,
+            transfer_s=t,
         )
-        stages.append(replace(stage, prediction=figures, first_device=stage.first_device % (2 * submeshes)))
+        stages.append(
+            replace(stage, prediction=figures, first_device=stage.first_device % (2 * submeshes))
+        )
     p = [stage.prediction for stage in stages]
     times = simulate(
         make_schedule(schedule, 4, 8, submeshes),
@@ -57,7 +79,11 @@ def _boxes(trace):
 
 def _overlap(events):
     events = sorted(events, key=lambda event: (event["ts"], event["ts"] + event["dur"]))
-    return [(a["name"], b["name"]) for a, b in zip(events, events[1:]) if a["ts"] + a["dur"] > b["ts"] + 1e-6]
+    return [
+        (a["name"], b["name"])
+        for a, b in zip(events, events[1:])
+        if a["ts"] + a["dur"] > b["ts"] + 1e-6
+    ]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -86,7 +112,10 @@ def test_a_planned_trace(schedule, submeshes, overlaps, tmp_path):
     assert sorted(e["args"]["stage"] for e in updates) == [0, 1, 2, 3]
     assert [pair for events in boxes.values() for pair in _overlap(events)] == []
     if not overlaps:
-        every = [[e for (pid, _), events in boxes.items() if pid == submesh for e in events] for submesh in range(4)]
+        every = [
+            [e for (pid, _), events in boxes.items() if pid == submesh for e in events]
+            for submesh in range(4)
+        ]
         assert [pair for events in every for pair in _overlap(events)] == []
 
 
@@ -126,7 +155,13 @@ def test_times_that_touch_stay_apart():
     third = 1e-6 / 3
     events = tuple(
         TraceEvent(
-            kind="forward", lane="compute", submesh=0, stage=0, micro_batch=k, start_s=k * third, end_s=(k + 1) * third
+            kind="forward",
+            lane="compute",
+            submesh=0,
+            stage=0,
+            micro_batch=k,
+            start_s=k * third,
+            end_s=(k + 1) * third,
         )
         for k in range(9)
     )
@@ -138,7 +173,9 @@ def test_times_that_touch_stay_apart():
     "plan",
     [
         sample_plan(),
-        sample_pipeline(2, stages=tuple(replace(s, prediction=None) for s in sample_pipeline(2).stages)),
+        sample_pipeline(
+            2, stages=tuple(replace(s, prediction=None) for s in sample_pipeline(2).stages)
+        ),
     ],
 )
 def test_a_plan_without_figures_of_stages_has_no_trace(plan):

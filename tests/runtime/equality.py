@@ -1,8 +1,9 @@
-"""Is a parallel step the plain step? Every method, model, form, number of micro-batches and mesh, in both precisions.
+"""Is a parallel step the plain step? Every method, model, form, number of micro-batches and mesh,
+in both precisions.
 
-In float64 three AdamW steps are compared: the loss, and every leaf of the state against its own largest magnitude. In
-float32 AdamW turns rounding into steps wherever a gradient is nearly zero, so three SGD steps are: the loss, and every leaf
-against its largest change since the start.
+In float64 three AdamW steps are compared: the loss, and every leaf of the state against its own
+largest magnitude. In float32 AdamW turns rounding into steps wherever a gradient is nearly zero, so
+three SGD steps are: the loss, and every leaf against its largest change since the start.
 """
 
 from __future__ import annotations
@@ -18,14 +19,28 @@ import numpy as np
 
 import aliquot as aq
 from aliquot import zoo
-from aliquot.planners import AbstractMethod, DataParallel, ManualParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+from aliquot.planners import (
+    AbstractMethod,
+    DataParallel,
+    ManualParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
 
 NUM_STEPS = 3
 LOSS = {"float64": 1e-9, "float32": 1e-5}
 LEAF = {"float64": 1e-9, "float32": 1e-4}
 _MODELS = {"gpt": "gpt-125m", "llama": "llama-7b"}
 # Divisible by eight where meshes need it and by little else: choices are few and searches short.
-_SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vocab_size": 40, "seq_len": 6}
+_SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "ffn_size": 24,
+    "vocab_size": 40,
+    "seq_len": 6,
+}
 _BATCH = 32
 _MESHES = {"dp": ("8",), "zero2": ("8", "4x2"), "zero3": ("8", "4x2")}
 _ALL_MESHES = ("8", "4x2", "2x2x2")
@@ -48,7 +63,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The largest differences of a case, relative to what the bars refer to, and the leaf that differs most."""
+    """The largest differences of a case, relative to what the bars refer to, and the leaf that
+    differs most.
+    """
 
     loss: float
     leaf: float
@@ -58,7 +75,14 @@ class Difference:
 def all_cases() -> list[Case]:
     """The whole table."""
     return [
-        Case(method=method, mesh=mesh, model=model, form=form, micro_batches=micro_batches, dtype=dtype)
+        Case(
+            method=method,
+            mesh=mesh,
+            model=model,
+            form=form,
+            micro_batches=micro_batches,
+            dtype=dtype,
+        )
         for method in ("dp", "zero2", "zero3", "manual", "shard", "program")
         for mesh in _MESHES.get(method, _ALL_MESHES)
         for model, form, micro_batches, dtype in itertools.product(
@@ -68,7 +92,9 @@ def all_cases() -> list[Case]:
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
-    """A sample in which every pair of choices that occurs in `cases` occurs at least once, found greedily."""
+    """A sample in which every pair of choices that occurs in `cases` occurs at least once, found
+    greedily.
+    """
     open_pairs = {pair for case in cases for pair in _pairs(case)}
     chosen = []
     while open_pairs:
@@ -110,8 +136,8 @@ def largest(dtype: str, start: Any, found: Any, wanted: Any) -> tuple[float, str
     reference = want if dtype == "float64" else {path: want[path] - first[path] for path in want}
     worst = (0.0, "")
     for path in want:
-        # The softmax does not see what is added to all keys: their bias has a gradient of rounding alone, which nothing
-        # can be compared with. Its neighbour's scale stands for it.
+        # The softmax does not see what is added to all keys: their bias has a gradient of rounding
+        # alone, which nothing can be compared with. Its neighbour's scale stands for it.
         scale = np.abs(reference[path.replace("k.bias", "q.bias")]).max()
         difference = np.abs(have[path] - want[path]).max()
         if difference:
@@ -121,7 +147,10 @@ def largest(dtype: str, start: Any, found: Any, wanted: Any) -> tuple[float, str
 
 def _by_path(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x, np.float64) for path, x in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x, np.float64)
+        for path, x in leaves
+    }
 
 
 @functools.lru_cache(maxsize=1)
@@ -137,13 +166,21 @@ def _workload(model: str, form: str, dtype: str) -> Any:
     optimizer, rate = ("adamw", 1e-3) if dtype == "float64" else ("sgd", 4.0)
     config = zoo.configure(_MODELS[model], **_SIZES)
     return zoo.build(
-        config, _BATCH, dtype=dtype, scan=form == "scan", optimizer=optimizer, learning_rate=rate, recompute="block"
+        config,
+        _BATCH,
+        dtype=dtype,
+        scan=form == "scan",
+        optimizer=optimizer,
+        learning_rate=rate,
+        recompute="block",
     )
 
 
 @functools.cache
 def _plain(model: str, form: str, dtype: str) -> tuple[Any, Any, tuple[float, ...]]:
-    """The state before and after the plain steps on one device, and their losses. Called with the precision set."""
+    """The state before and after the plain steps on one device, and their losses. Called with the
+    precision set.
+    """
     work = _workload(model, form, dtype)
     state = start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
     step = jax.jit(work.train_step)

@@ -13,13 +13,28 @@ from runtime.processes import started
 WORKER = Path(__file__).parent / "fault_worker.py"
 #: Within it all must have ended.
 BAR_S = 10
-_OWN_CODES = {"raise": 1, "exit": 7, "leave": 9, "return": 0, "interrupt": 130, "kill": -9, "segv": -11}
+_OWN_CODES = {
+    "raise": 1,
+    "exit": 7,
+    "leave": 9,
+    "return": 0,
+    "interrupt": 130,
+    "kill": -9,
+    "segv": -11,
+}
 # Those who cannot know of it wait so long.
 _PATIENCE_S = 5
 
 
 def _case(count, runtime, kind, moment, rank, **more):
-    return {"count": count, "runtime": runtime, "kind": kind, "moment": moment, "rank": rank, **more}
+    return {
+        "count": count,
+        "runtime": runtime,
+        "kind": kind,
+        "moment": moment,
+        "rank": rank,
+        **more,
+    }
 
 
 def _all_cases():
@@ -41,9 +56,17 @@ def _all_cases():
     ]
     found += [_case(2, "pipeline", kind, "end", 1, steps=6) for kind in ("raise", "exit", "return")]
     # Programs that run ahead of the one who starts them.
-    found += [_case(n, "pipeline", "interrupt", "step", 0, devices=4 // n, reads=False) for n in (1, 2)]
-    found += [_case(3, "pipeline", kind, "step", rank) for kind in ("raise", "kill", "stop") for rank in (1, 2)]
-    found += [_case(3, "pipeline", kind, "meeting", rank) for kind in ("kill", "segv") for rank in (0, 1)]
+    found += [
+        _case(n, "pipeline", "interrupt", "step", 0, devices=4 // n, reads=False) for n in (1, 2)
+    ]
+    found += [
+        _case(3, "pipeline", kind, "step", rank)
+        for kind in ("raise", "kill", "stop")
+        for rank in (1, 2)
+    ]
+    found += [
+        _case(3, "pipeline", kind, "meeting", rank) for kind in ("kill", "segv") for rank in (0, 1)
+    ]
     found += [
         _case(2, "program", kind, "step", rank)
         for kind in ("raise", "exit", "return", "kill", "stop")
@@ -90,7 +113,9 @@ def expected(case):
 
 
 def run_case(case, limit_s=90):
-    """Exit codes, those expected, seconds from the fault to the last end, and what was said on standard error."""
+    """Exit codes, those expected, seconds from the fault to the last end, and what was said on
+    standard error.
+    """
     if case["kind"] == "second run":
         return _run_twice(case, limit_s)
     wanted = expected(case)
@@ -121,17 +146,29 @@ def _run_twice(case, limit_s):
         with started(WORKER, 2, json.dumps({**case, "run_id": "b"}), port=port) as second:
             begin, theirs = time.monotonic(), _Watch(second, limit_s)
             # At the same time either may be first at the port.
-            while not (loser := [w for w in (ours, theirs) if w.all_ended()]) and time.monotonic() < begin + limit_s:
+            while (
+                not (loser := [w for w in (ours, theirs) if w.all_ended()])
+                and time.monotonic() < begin + limit_s
+            ):
                 time.sleep(0.1)
             winner = ours if loser == [theirs] else theirs
-            while len(winner.said("TRAINS")) < 2 and time.monotonic() < begin + limit_s and not winner.all_ended():
+            while (
+                len(winner.said("TRAINS")) < 2
+                and time.monotonic() < begin + limit_s
+                and not winner.all_ended()
+            ):
                 time.sleep(0.1)
             trains = [process.poll() for process in winner.processes]
             codes = [process.poll() for process in (loser or [winner])[0].processes]
             last = max((loser or [winner])[0].ended.values(), default=begin + limit_s)
     # Importing JAX is part of the time.
     seconds = last - max(theirs.said("FAULT").values(), default=begin)
-    return {"codes": codes + trains, "expected": [3, 3, None, None], "seconds": seconds, "errors": theirs.errors()}
+    return {
+        "codes": codes + trains,
+        "expected": [3, 3, None, None],
+        "seconds": seconds,
+        "errors": theirs.errors(),
+    }
 
 
 class _Watch:
@@ -147,11 +184,19 @@ class _Watch:
                 threading.Thread(target=target, args=(k, process), daemon=True).start()
 
     def codes(self, wanted):
-        """The exit codes of all; None for those that have not ended when `wanted` have, or in time."""
-        while not all(k in self.ended for k in wanted) and time.monotonic() < self.started + self._limit_s:
+        """The exit codes of all; None for those that have not ended when `wanted` have, or in
+        time.
+        """
+        while (
+            not all(k in self.ended for k in wanted)
+            and time.monotonic() < self.started + self._limit_s
+        ):
             time.sleep(0.05)
         # A Python program ends by SIGINT itself after Ctrl-C, which shells call 130.
-        return [130 if process.poll() == -signal.SIGINT else process.poll() for process in self.processes]
+        return [
+            130 if process.poll() == -signal.SIGINT else process.poll()
+            for process in self.processes
+        ]
 
     def all_ended(self):
         return len(self.ended) == len(self.processes)
@@ -185,7 +230,15 @@ def wrong(found):
     """What is wrong with how a case ended, or nothing."""
     if found["codes"] != found["expected"]:
         return f"exit codes {found['codes']}, not {found['expected']}"
-    if "Fatal Python error" in "".join(found["errors"]) or "pure virtual" in "".join(found["errors"]):
+    if "Fatal Python error" in "".join(found["errors"]) or "pure virtual" in "".join(
+        found["errors"]
+    ):
         return "a crash at the end"
-    told = [k for k, code in enumerate(found["expected"]) if code == 3 and "aliquot: " not in found["errors"][k]]
-    return f"no message from {told}" if told and len(found["errors"]) == len(found["expected"]) else ""
+    told = [
+        k
+        for k, code in enumerate(found["expected"])
+        if code == 3 and "aliquot: " not in found["errors"][k]
+    ]
+    return (
+        f"no message from {told}" if told and len(found["errors"]) == len(found["expected"]) else ""
+    )

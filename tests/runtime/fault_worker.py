@@ -1,6 +1,8 @@
-"""One of several processes that train together until a fault comes. Run by `test_process_faults.py` and by a benchmark.
+"""One of several processes that train together until a fault comes. Run by `test_process_faults.py`
+and by a benchmark.
 
-Usage: fault_worker.py PROCESS COUNT PORT CASE, with the case as JSON: its `kind` of fault, the `rank` that has it, its `moment`,
+Usage: fault_worker.py PROCESS COUNT PORT CASE, with the case as JSON: its `kind` of fault, the
+    `rank` that has it, its `moment`,
 the `runtime`. What is about to happen is said as a line of its own.
 """
 
@@ -21,7 +23,8 @@ if __name__ == "__main__":
     devices = f"--xla_force_host_platform_device_count={case.get('devices', 1)}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Programs that a shell starts in the background ignore Ctrl-C, and this one may descend from such a one.
+    # Programs that a shell starts in the background ignore Ctrl-C, and this one may descend from
+    # such a one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
@@ -72,7 +75,10 @@ def fault(kind):
         case "interrupt":
             signal.raise_signal(signal.SIGINT)
         case "kill" | "stop" | "segv":
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}[kind])
+            os.kill(
+                os.getpid(),
+                {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}[kind],
+            )
     return False
 
 
@@ -113,10 +119,14 @@ def main():
         )
     if at("joined"):
         return
-    batch = {name: np.ones((BATCH * (2 if differs("shape") else 1), WIDTH), np.float32) for name in "xy"}
+    batch = {
+        name: np.ones((BATCH * (2 if differs("shape") else 1), WIDTH), np.float32) for name in "xy"
+    }
     train_step = step_with(jnp.sin if differs("model") else jnp.tanh)
     stages = max(count, 2)
-    method = PipeshardParallel(num_stages=stages, num_micro_batches=4 if differs("plan") else 2, schedule="1f1b")
+    method = PipeshardParallel(
+        num_stages=stages, num_micro_batches=4 if differs("plan") else 2, schedule="1f1b"
+    )
     options = {}
     if case["runtime"] == "program":
         method, options = Zero3Parallel(), {"num_micro_batches": 2 if differs("plan") else 1}

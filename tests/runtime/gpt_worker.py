@@ -1,6 +1,8 @@
-"""One of several processes that train a small GPT as a pipeline. Run by `test_pipeline_processes.py` and by a benchmark.
+"""One of several processes that train a small GPT as a pipeline. Run by
+`test_pipeline_processes.py` and by a benchmark.
 
-Usage: gpt_worker.py PROCESS COUNT PORT CASE, with the case as JSON. The losses of all steps are the last line, as JSON.
+Usage: gpt_worker.py PROCESS COUNT PORT CASE, with the case as JSON. The losses of all steps are the
+    last line, as JSON.
 """
 
 import faulthandler
@@ -33,7 +35,9 @@ def train(case):
     config = zoo.configure("gpt-10m", num_layers=case["layers"], seq_len=case["seq_len"])
     work = zoo.build(config, case["batch"], dtype="float32", recompute="none", optimizer="adamw")
     method = PipeshardParallel(
-        num_stages=case["stages"], num_micro_batches=case["micro_batches"], schedule=case["schedule"]
+        num_stages=case["stages"],
+        num_micro_batches=case["micro_batches"],
+        schedule=case["schedule"],
     )
     cluster = Cluster.preset(f"{case['devices']}xcpu")
     plan = aliquot.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
@@ -56,7 +60,9 @@ def train(case):
 def main():
     """Train, and print what came out."""
     if count > 1:
-        initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=100, cpu_collectives=None)
+        initialize(
+            f"127.0.0.1:{port}", count, process, initialization_timeout_s=100, cpu_collectives=None
+        )
     print(json.dumps(train(case)), flush=True)
     shutdown()
 

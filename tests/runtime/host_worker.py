@@ -1,4 +1,6 @@
-"""One of several processes that train together; prints its losses. Run by `test_hosts.py`, which imports the model."""
+"""One of several processes that train together; prints its losses. Run by `test_hosts.py`, which
+imports the model.
+"""
 
 import faulthandler
 import json
@@ -10,7 +12,9 @@ if __name__ == "__main__":
     shape = tuple(map(int, sys.argv[5:]))
     faulthandler.dump_traceback_later(150, exit=True)
     # The last one counts.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={8 // count}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={8 // count}"
+    )
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -22,7 +26,14 @@ from aliquot.planners import ManualParallel, Zero3Parallel
 from aliquot.runtime import initialize, shutdown
 
 NUM_STEPS = 3
-_SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 32, "seq_len": 8}
+_SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 32,
+    "seq_len": 8,
+}
 
 
 def workload():
@@ -38,7 +49,8 @@ def batch_of(work, number):
 
 
 def method(shape):
-    """The batch over the first axis, feed-forward layers by columns and rows over the last: every process plans.
+    """The batch over the first axis, feed-forward layers by columns and rows over the last: every
+    process plans.
 
     Without a shape parameters and gradients are split over all devices: sums are reduce-scattered.
     """

@@ -1,4 +1,6 @@
-"""The table of pipelines of whole models: each runs three AdamW steps in float64 as the plain step does."""
+"""The table of pipelines of whole models: each runs three AdamW steps in float64 as the plain step
+does.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ NUM_STEPS = 3
 BAR = 1e-9
 MICRO_BATCHES = 4
 _ROWS = 16
-_TEXT = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "vocab_size": 24, "seq_len": 4}
+_TEXT = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "ffn_size": 16,
+    "vocab_size": 24,
+    "seq_len": 4,
+}
 _MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "gpt": ("gpt-125m", _TEXT),
     "llama": ("llama-7b", _TEXT),
     "moe": ("moe-380m", {**_TEXT, "num_experts": 4, "group_size": 4}),
     "t5": ("t5-770m", {**_TEXT, "seq_len": 8, "target_len": 4}),
-    # The last layer has a 32nd of the image's points each way. Normalised over two values, as of two examples with a point
-    # each, everything is 1 or -1 and gradients are rounding alone, which nothing can be compared with.
+    # The last layer has a 32nd of the image's points each way. Normalised over two values, as of
+    # two examples with a point each, everything is 1 or -1 and gradients are rounding alone, which
+    # nothing can be compared with.
     "wide_resnet": (
         "wide-resnet-250m",
         {"num_layers": 14, "num_channels": 4, "image_size": 64, "num_classes": 8},
@@ -48,7 +58,9 @@ _MESHES: dict[tuple[int, str], tuple[int, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One combination. `mesh` is how many devices each stage has; interleaved schedules run two stages on each mesh."""
+    """One combination. `mesh` is how many devices each stage has; interleaved schedules run two
+    stages on each mesh.
+    """
 
     model: str
     schedule: str
@@ -61,7 +73,11 @@ class Case:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices of each submesh."""
-        count = self.stages // 2 if self.schedule.startswith("interleaved") and self.stages > 2 else self.stages
+        count = (
+            self.stages // 2
+            if self.schedule.startswith("interleaved") and self.stages > 2
+            else self.stages
+        )
         return _MESHES[count, self.mesh]
 
 
@@ -84,7 +100,9 @@ def pairs(case: Case) -> Iterator[tuple[Any, ...]]:
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
-    """A sample in which every pair of choices that occurs in `cases` occurs at least once, found greedily."""
+    """A sample in which every pair of choices that occurs in `cases` occurs at least once, found
+    greedily.
+    """
     open_pairs = {pair for case in cases for pair in pairs(case)}
     chosen = []
     while open_pairs:
@@ -95,7 +113,9 @@ def covering(cases: Sequence[Case]) -> list[Case]:
 
 
 def compare(case: Case) -> tuple[float, float, str]:
-    """The largest relative differences of a loss and of a leaf of the state, and that leaf's path."""
+    """The largest relative differences of a loss and of a leaf of the state, and that leaf's
+    path.
+    """
     with jax.enable_x64(True):
         fn, graph, start, batches = _workload(case.model)
         sizes = case.sizes
@@ -119,7 +139,9 @@ def compare(case: Case) -> tuple[float, float, str]:
 
 @functools.cache
 def _plain(model: str, groups: int) -> tuple[Any, tuple[float, ...]]:
-    """The state after the plain steps, and their losses; with `groups`, of independent parts of the batch."""
+    """The state after the plain steps, and their losses; with `groups`, of independent parts of the
+    batch.
+    """
     fn, graph, state, batches = _workload(model)
     step = jax.jit(fn)
     losses = []
@@ -148,9 +170,13 @@ def _workload(model: str) -> tuple[Any, Any, Any, tuple[Any, ...]]:
         fn, state, batches = _tiny(random)
     else:
         name, sizes = _MODELS[model]
-        work = zoo.build(name, _ROWS, overrides=sizes, dtype="float64", learning_rate=1e-3, recompute="none")
+        work = zoo.build(
+            name, _ROWS, overrides=sizes, dtype="float64", learning_rate=1e-3, recompute="none"
+        )
         fn, state = work.train_step, jax.device_get(jax.jit(work.init)(jax.random.key(0)))
-        batches = tuple(jax.tree.map(lambda x: _random(random, x), work.batch) for _ in range(NUM_STEPS))
+        batches = tuple(
+            jax.tree.map(lambda x: _random(random, x), work.batch) for _ in range(NUM_STEPS)
+        )
     return fn, capture(fn, state, batches[0]), state, batches
 
 
@@ -161,7 +187,9 @@ def _random(random: Any, leaf: Any) -> Any:
 
 
 def _tiny(random: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Four residual layers between an embedding and its transpose, trained by AdamW under a bound for the global norm."""
+    """Four residual layers between an embedding and its transpose, trained by AdamW under a bound
+    for the global norm.
+    """
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -175,9 +203,14 @@ def _tiny(random: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     def train_step(state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {
+            "loss": loss
+        }
 
-    params = {"embed": random.normal(size=(10, 6)), "layers": [random.normal(size=(6, 6)) for _ in range(4)]}
+    params = {
+        "embed": random.normal(size=(10, 6)),
+        "layers": [random.normal(size=(6, 6)) for _ in range(4)],
+    }
     words = random.integers(0, 10, (NUM_STEPS, 2, _ROWS)).astype(np.int32)
     batches = tuple({"inputs": w[0], "targets": w[1]} for w in words)
     state = {"params": params, "opt_state": optimizer.init(params)}

@@ -1,6 +1,8 @@
-"""One of several processes that run pipelines together. Run by `test_pipeline_processes.py`, which imports the model.
+"""One of several processes that run pipelines together. Run by `test_pipeline_processes.py`, which
+imports the model.
 
-Usage: pipeline_worker.py PROCESS COUNT PORT DEVICES PLAIN TASK [CASE...]; PLAIN is a file with the plain step's losses and
+Usage: pipeline_worker.py PROCESS COUNT PORT DEVICES PLAIN TASK [CASE...]; PLAIN is a file with the
+    plain step's losses and
 last state, where a task wants it. What a process finds is its last line, as JSON.
 """
 
@@ -40,13 +42,17 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e
 def init(key):
     """A tied embedding, four layers, moments, and a random key."""
     keys = jax.random.split(key, 6)
-    layers = [{"w": jax.random.normal(k, (WIDTH, WIDTH)) / 3, "b": jnp.zeros(WIDTH)} for k in keys[:4]]
+    layers = [
+        {"w": jax.random.normal(k, (WIDTH, WIDTH)) / 3, "b": jnp.zeros(WIDTH)} for k in keys[:4]
+    ]
     params = {"embed": jax.random.normal(keys[4], (WORDS, WIDTH)), "layers": layers}
     return {"params": params, "moments": OPTIMIZER.init(params), "key": keys[5]}
 
 
 def loss_of(params, noise, batch, key=None):
-    """Cross entropy, with dropped features: at the beginning, and with a key by one number at the end."""
+    """Cross entropy, with dropped features: at the beginning, and with a key by one number at the
+    end.
+    """
     x = params["embed"][batch["x"]] * noise
     for layer in params["layers"]:
         x = x + jnp.tanh(x @ layer["w"] + layer["b"])
@@ -63,7 +69,10 @@ def train_step(state, batch):
     loss, gradients = jax.value_and_grad(loss_of)(state["params"], noise, batch, own)
     updates, moments = OPTIMIZER.update(gradients, state["moments"], state["params"])
     new = {"params": optax.apply_updates(state["params"], updates), "moments": moments, "key": key}
-    return new, {"loss": loss, "norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients)))}
+    return new, {
+        "loss": loss,
+        "norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))),
+    }
 
 
 def evaluate(params, batch):
@@ -83,7 +92,9 @@ def say(**found):
 
 
 def equal(case):
-    """The worst difference to the plain step of any leaf, losses as read here, and what a check says."""
+    """The worst difference to the plain step of any leaf, losses as read here, and what a check
+    says.
+    """
     key, is_checked = jax.random.key(0), case.pop("check", False)
     shapes = jax.eval_shape(init, key)
     step = pipeline(train_step, shapes, batch_of(0), **case)
@@ -121,7 +132,8 @@ def refused(case):
 
 
 def relayed(case):
-    """What two processes add up when a part of it comes to one from the other through a third, which is late.
+    """What two processes add up when a part of it comes to one from the other through a third,
+    which is late.
 
     The other has begun to add and waits, and must send nevertheless.
     """
@@ -151,9 +163,17 @@ def relayed(case):
 
 
 def moved(case):
-    """How many arrays of many shapes, splits and types came from some devices to others as they were."""
+    """How many arrays of many shapes, splits and types came from some devices to others as they
+    were.
+    """
     devices, random, count = jax.devices(), np.random.default_rng(0), 0
-    looks = [((12, 8), "float32"), ((8, 12), "bfloat16"), ((300, 400), "float64"), ((), "bool"), ((0, 4), "int8")]
+    looks = [
+        ((12, 8), "float32"),
+        ((8, 12), "bfloat16"),
+        ((300, 400), "float64"),
+        ((), "bool"),
+        ((0, 4), "int8"),
+    ]
     hosts = [random.integers(0, 2, shape).astype(jnp.dtype(dtype)) for shape, dtype in looks]
     ends = [
         (devices[:2], devices[2:4]),
@@ -174,7 +194,11 @@ def moved(case):
             sources.append(jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding))
             targets.append(target)
             if sharding.addressable_devices:
-                arrays.append(jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index]))
+                arrays.append(
+                    jax.make_array_from_callback(
+                        host.shape, sharding, lambda index, host=host: host[index]
+                    )
+                )
         move = plan_move(sources, targets)
         for host, array in zip(hosts, move(*arrays) if move else (), strict=False):
             assert array.dtype == host.dtype
@@ -217,7 +241,13 @@ def main():
     """All cases, one after the other."""
     jax.config.update("jax_enable_x64", True)
     initialize(f"127.0.0.1:{port}", count, process, initialization_timeout_s=100)
-    tasks = {"equal": equal, "refused": refused, "relayed": relayed, "moved": moved, "endless": endless}
+    tasks = {
+        "equal": equal,
+        "refused": refused,
+        "relayed": relayed,
+        "moved": moved,
+        "endless": endless,
+    }
     say(found=[tasks[case.pop("task", task)](case) for case in cases])
     shutdown()
 

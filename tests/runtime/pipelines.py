@@ -1,4 +1,6 @@
-"""Steps as pipelines made by hand, for tests of the runtime: stages cut anywhere, on meshes of any size."""
+"""Steps as pipelines made by hand, for tests of the runtime: stages cut anywhere, on meshes of any
+size.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,15 @@ def pipeline(
     )
 
 
-def staging(graph: Graph, num_stages: int, *, layers: str | int | None = None, anywhere: bool = False) -> Staging:
+def staging(
+    graph: Graph, num_stages: int, *, layers: str | int | None = None, anywhere: bool = False
+) -> Staging:
     """Stages of about as many layers each."""
     if anywhere:
         items = items_of(graph)
-        forward = [k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared]
+        forward = [
+            k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
+        ]
         stages = {k: place * num_stages // len(forward) for place, k in enumerate(forward)}
         return assign_stages(graph, items, stages, num_stages)
     cut = cut_layers(graph, layers=layers)
@@ -73,7 +79,9 @@ def build(
     backwards: bool = False,
     semantics: str = "exact",
 ) -> Step:
-    """The pipeline of a captured step; stage k runs on submesh `k % len(sizes)`, submeshes follow one another."""
+    """The pipeline of a captured step; stage k runs on submesh `k % len(sizes)`, submeshes follow
+    one another.
+    """
     bounds = np.cumsum([0, *sizes])
     devices = jax.devices()[:: -1 if backwards else 1]
     setups = [_setup(graph, devices[a:b]) for a, b in zip(bounds, bounds[1:])]
@@ -82,7 +90,12 @@ def build(
     groups = [s.mesh.size if s.data_axes and micro_batches > 1 else 1 for s in chosen]
     splits = schedule_kind(schedule).splits_backward
     cut = cut_pipeline(
-        graph, stages, groups, num_micro_batches=micro_batches, split_backward=splits, semantics=semantics
+        graph,
+        stages,
+        groups,
+        num_micro_batches=micro_batches,
+        split_backward=splits,
+        semantics=semantics,
     )
     made = build_pipeline(graph, cut, chosen, lists)
     return Step(graph.calling.fn, runner=PipelineRunner(graph, made))
@@ -97,9 +110,17 @@ def _setup(graph: Graph, devices: Sequence[Any]) -> StageSetup:
         outputs=((-1,),) * len(graph.outputs),
         values={},
     )
-    batch = {i.value: PartitionSpec("x") for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape}
+    batch = {
+        i.value: PartitionSpec("x")
+        for i in graph.inputs
+        if i.role is Role.BATCH and graph.values[i.value].shape
+    }
     return StageSetup(
-        mesh=mesh, pins=pins, data_axes=("x",) if len(devices) > 1 else (), given_specs=batch, sent_specs={}
+        mesh=mesh,
+        pins=pins,
+        data_axes=("x",) if len(devices) > 1 else (),
+        given_specs=batch,
+        sent_specs={},
     )
 
 
@@ -109,10 +130,14 @@ def check(step: Step, *args: Any, **kwargs: Any) -> StepCheck:
 
 
 def check_steps(fn: Any, step: Step, state: Any, batches: Sequence[Any]) -> StepCheck:
-    """Several steps `(state, batch) -> (state, metrics)` of a pipeline against as many plain ones."""
+    """Several steps `(state, batch) -> (state, metrics)` of a pipeline against as many plain
+    ones.
+    """
     plain = jax.jit(fn)
     wanted = found = (state, None)
     for batch in batches:
         wanted, found = plain(wanted[0], batch), step(found[0], batch)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(wanted)[0]]
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(wanted)[0]
+    ]
     return compare(paths, jax.tree.leaves(found), jax.tree.leaves(wanted))

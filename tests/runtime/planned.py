@@ -1,4 +1,6 @@
-"""Steps under plans, for tests of the runtime: by a method, or by hand with groups of devices that share the batch."""
+"""Steps under plans, for tests of the runtime: by a method, or by hand with groups of devices that
+share the batch.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,35 @@ from aliquot.runtime import ProgramRunner, Step, build_program, make_mesh, place
 from aliquot.sharding import Pins, plan_micro_batches, trace_part
 
 
-def parallel(fn: Any, *args: Any, method: Any, num_micro_batches: int = 1, semantics: str = "exact", **kwargs: Any):
+def parallel(
+    fn: Any,
+    *args: Any,
+    method: Any,
+    num_micro_batches: int = 1,
+    semantics: str = "exact",
+    **kwargs: Any,
+):
     """The step of a plan for eight CPU devices."""
     graph = capture(fn, *args, **kwargs)
     return build(graph, method, num_micro_batches, semantics)
 
 
-def build(graph: Graph, method: Any, num_micro_batches: int = 1, semantics: str = "exact", devices: Any = None):
+def build(
+    graph: Graph,
+    method: Any,
+    num_micro_batches: int = 1,
+    semantics: str = "exact",
+    devices: Any = None,
+):
     """The same for a captured step."""
     small = graph if num_micro_batches == 1 else trace_part(graph, num_micro_batches)
     cluster = Cluster.preset("8xcpu")
     problem = make_problem(small, cluster, num_micro_batches=num_micro_batches)
     plan = write_plan(
         method.solve(problem),
-        Task(graph=graph, cluster=cluster, num_micro_batches=num_micro_batches, semantics=semantics),
+        Task(
+            graph=graph, cluster=cluster, num_micro_batches=num_micro_batches, semantics=semantics
+        ),
         model=ModelReference(kind="closure", name=graph.name),
         version="0",
         trace_s=0.0,
@@ -39,7 +56,9 @@ def build(graph: Graph, method: Any, num_micro_batches: int = 1, semantics: str 
 def loop_results(
     graph: Graph, leaves: Any, *, num_micro_batches: int, groups: int = 1, semantics: str = "exact"
 ) -> list[Any]:
-    """Flat results of a step in micro-batches, with `groups` devices that share the batch and nothing else split."""
+    """Flat results of a step in micro-batches, with `groups` devices that share the batch and
+    nothing else split.
+    """
     mesh = make_mesh((groups,), ("x",))
     batch = (0,) if groups > 1 else (-1,)
     pins = Pins(
@@ -50,7 +69,9 @@ def loop_results(
         values={},
     )
     plan = plan_micro_batches(graph, num_micro_batches, num_groups=groups, semantics=semantics)
-    program = build_program(graph, pins, mesh, micro_batches=plan, data_axes=("x",) if groups > 1 else ())
+    program = build_program(
+        graph, pins, mesh, micro_batches=plan, data_axes=("x",) if groups > 1 else ()
+    )
     copies = [
         place(leaf, sharding, leaf.shape, keep=True)
         for leaf, sharding in zip(leaves, program.in_shardings, strict=True)

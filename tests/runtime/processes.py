@@ -13,7 +13,9 @@ from runtime.ports import coordinator_port
 
 
 @contextlib.contextmanager
-def started(worker: Path, count: int, *arguments: object, port: int = 0) -> Iterator[list[subprocess.Popen[str]]]:
+def started(
+    worker: Path, count: int, *arguments: object, port: int = 0
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes `worker PROCESS COUNT PORT ARGUMENTS...`.
 
     Whoever still runs at the end is killed: hung processes listen to nothing gentler.

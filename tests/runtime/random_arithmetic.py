@@ -9,12 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from runtime.random_base import Apply, Draw, Inputs, along_rows, operator
 
-# ---- element-wise ----------------------------------------------------------------------------------------------------
+# ---- element-wise --------------------------------------------------------------------------------
 
 
 @operator()
 def _activation(draw: Draw) -> Apply:
-    fn = draw.pick(jnp.tanh, jax.nn.gelu, jax.nn.relu, jnp.sin, jax.nn.sigmoid, jax.nn.softplus, jnp.arctan, lax.erf)
+    fn = draw.pick(
+        jnp.tanh,
+        jax.nn.gelu,
+        jax.nn.relu,
+        jnp.sin,
+        jax.nn.sigmoid,
+        jax.nn.softplus,
+        jnp.arctan,
+        lax.erf,
+    )
     return lambda h, given: fn(h)
 
 
@@ -29,7 +38,9 @@ def _gate(draw: Draw) -> Apply | None:
     if len(draw.shape) < 2:
         return None
     name = draw.weight(*draw.shape[1:])
-    return lambda h, given: h * jax.nn.sigmoid(given.params[name]) + jnp.where(h > 0, h, 0.1 * given.params[name])
+    return lambda h, given: (
+        h * jax.nn.sigmoid(given.params[name]) + jnp.where(h > 0, h, 0.1 * given.params[name])
+    )
 
 
 @operator()
@@ -97,7 +108,7 @@ def _dropout(draw: Draw) -> Apply | None:
     return apply
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
 
 @operator()
@@ -114,7 +125,9 @@ def _contraction(draw: Draw) -> Apply | None:
     if len(draw.shape) != 3:
         return None
     a, b = draw.shape[1:]
-    equation, shape = draw.pick(("rab,ac->rcb", (a, 4)), ("rab,abc->rc", (a, b, 5)), ("rab,acb->rac", (a, 3, b)))
+    equation, shape = draw.pick(
+        ("rab,ac->rcb", (a, 4)), ("rab,abc->rc", (a, b, 5)), ("rab,acb->rac", (a, 3, b))
+    )
     name = draw.weight(*shape)
     return lambda h, given: jnp.einsum(equation, h, given.params[name])
 
@@ -142,9 +155,14 @@ def _convolution(draw: Draw) -> Apply | None:
         return None
     width, features = draw.pick(1, 2, 3), draw.size()
     name = draw.weight(width, draw.shape[2], features)
-    stride, padding = draw.pick(1, 2), draw.pick("SAME", "VALID") if draw.shape[1] >= width else "SAME"
+    stride, padding = (
+        draw.pick(1, 2),
+        draw.pick("SAME", "VALID") if draw.shape[1] >= width else "SAME",
+    )
     order = ("NHC", "HIO", "NHC")
-    return lambda h, given: lax.conv_general_dilated(h, given.params[name], (stride,), padding, dimension_numbers=order)
+    return lambda h, given: lax.conv_general_dilated(
+        h, given.params[name], (stride,), padding, dimension_numbers=order
+    )
 
 
 @operator()
@@ -154,7 +172,7 @@ def _outer(draw: Draw) -> Apply | None:
     return lambda h, given: h[:, :, None] * jnp.tanh(h)[:, None, :]
 
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
+# ---- reductions ----------------------------------------------------------------------------------
 
 
 @operator()
@@ -200,7 +218,11 @@ def _pool(draw: Draw) -> Apply | None:
     if len(draw.shape) != 3 or draw.shape[1] < 2:
         return None
     stride = draw.pick(1, 2)
-    window: Any = {"window_dimensions": (1, 2, 1), "window_strides": (1, stride, 1), "padding": "VALID"}
+    window: Any = {
+        "window_dimensions": (1, 2, 1),
+        "window_strides": (1, stride, 1),
+        "padding": "VALID",
+    }
     if draw.rng.random() < 0.5:
         return lambda h, given: lax.reduce_window(h, 0.0, lax.add, **window)
     return lambda h, given: lax.reduce_window(h, -jnp.inf, lax.max, **window)

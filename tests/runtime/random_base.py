@@ -1,8 +1,9 @@
-"""What random training steps are made of: operators by name, each of which draws its arguments from a seed.
+"""What random training steps are made of: operators by name, each of which draws its arguments from
+a seed.
 
-An operator returns a function of an activation. Activations are float64 with the examples in dim 0. Sizes are read from the
-arrays, as a step must that is cut into micro-batches. What one example gets does not depend on the others, except where
-an operator says that it `mixes` them.
+An operator returns a function of an activation. Activations are float64 with the examples in dim 0.
+Sizes are read from the arrays, as a step must that is cut into micro-batches. What one example gets
+does not depend on the others, except where an operator says that it `mixes` them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Inputs:
 
 @dataclass(slots=True, kw_only=True)
 class Draw:
-    """The choices made so far: `shape` is that of the activation now, with `rows` examples at first."""
+    """The choices made so far: `shape` is that of the activation now, with `rows` examples at
+    first.
+    """
 
     rng: np.random.Generator
     shape: Shape
@@ -46,7 +49,9 @@ class Draw:
         return int(self.pick(1, 2, 3, 4, 5, 6, 8, 8))
 
     def dim(self, *, rows: bool = False) -> int | None:
-        """One of the dims of the activation, not that of examples unless `rows`; None if there is none."""
+        """One of the dims of the activation, not that of examples unless `rows`; None if there is
+        none.
+        """
         first = 0 if rows else 1
         return int(self.rng.integers(first, len(self.shape))) if len(self.shape) > first else None
 

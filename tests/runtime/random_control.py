@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from runtime.random_base import Apply, Draw, Inputs, operator
 
-# ---- control flow ----------------------------------------------------------------------------------------------------
+# ---- control flow --------------------------------------------------------------------------------
 
 
 @operator()
@@ -75,7 +75,9 @@ def _loop(draw: Draw) -> Apply:
 @operator()
 def _while(draw: Draw) -> Apply:
     def halved(h: jax.Array, given: Inputs) -> jax.Array:
-        size = jax.tree.reduce(jnp.add, [jnp.sum(jnp.abs(w)) for w in given.params.values()], jnp.zeros(()))
+        size = jax.tree.reduce(
+            jnp.add, [jnp.sum(jnp.abs(w)) for w in given.params.values()], jnp.zeros(())
+        )
         scale = lax.while_loop(lambda s: s > 1.0, lambda s: s / 2, lax.stop_gradient(size) + 1.0)
         return h * scale
 
@@ -111,7 +113,7 @@ def _jitted(draw: Draw) -> Apply:
     return lambda h, given: inner(h) + inner(0.5 * h)
 
 
-# ---- over examples ---------------------------------------------------------------------------------------------------
+# ---- over examples -------------------------------------------------------------------------------
 
 
 @operator(mixes=True)

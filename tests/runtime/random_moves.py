@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from runtime.random_base import Apply, Draw, Inputs, operator, row_index
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 @operator()
@@ -57,7 +57,9 @@ def _pad(draw: Draw) -> Apply | None:
     low, high, inner = draw.pick(0, 1, 2, -1), draw.pick(0, 1, 3), draw.pick(0, 0, 1)
     if draw.shape[dim] + low + high < 1:
         return None
-    return lambda h, given: lax.pad(h, jnp.zeros((), h.dtype), _one_dim(h.ndim, dim, (low, high, inner), (0, 0, 0)))
+    return lambda h, given: lax.pad(
+        h, jnp.zeros((), h.dtype), _one_dim(h.ndim, dim, (low, high, inner), (0, 0, 0))
+    )
 
 
 @operator()
@@ -76,7 +78,9 @@ def _reverse_and_roll(draw: Draw) -> Apply | None:
     dim = draw.dim()
     if dim is None:
         return None
-    return draw.pick(lambda h, given: jnp.flip(h, dim) + 0.5 * h, lambda h, given: jnp.roll(h, 2, dim) - h)
+    return draw.pick(
+        lambda h, given: jnp.flip(h, dim) + 0.5 * h, lambda h, given: jnp.roll(h, 2, dim) - h
+    )
 
 
 @operator()
@@ -106,7 +110,9 @@ def _stack(draw: Draw) -> Apply | None:
 def _tile(draw: Draw) -> Apply | None:
     if len(draw.shape) != 2 or draw.shape[1] > 4:
         return None
-    return draw.pick(lambda h, given: jnp.tile(h, (1, 2)), lambda h, given: jnp.repeat(h, 3, axis=1))
+    return draw.pick(
+        lambda h, given: jnp.tile(h, (1, 2)), lambda h, given: jnp.repeat(h, 3, axis=1)
+    )
 
 
 @operator()
@@ -122,7 +128,7 @@ def _split_and_swap(draw: Draw) -> Apply | None:
     return apply
 
 
-# ---- indices ---------------------------------------------------------------------------------------------------------
+# ---- indices -------------------------------------------------------------------------------------
 
 
 @operator()
@@ -177,7 +183,9 @@ def _one_hot(draw: Draw) -> Apply | None:
     if len(draw.shape) != 2:
         return None
     name = draw.weight(draw.shape[1], draw.tokens)
-    return lambda h, given: h @ given.params[name] * jax.nn.one_hot(given.batch["tokens"], 7, dtype=h.dtype)
+    return lambda h, given: (
+        h @ given.params[name] * jax.nn.one_hot(given.batch["tokens"], 7, dtype=h.dtype)
+    )
 
 
 @operator()
@@ -210,12 +218,16 @@ def _scatter(draw: Draw) -> Apply | None:
     how = draw.pick("set", "add", "max")
     if how == "set":
         index = np.unique(index)
-    return lambda h, given: getattr(h.at[:, index], how)(jnp.tanh(h[:, : len(index)])) if h.shape[1] >= 3 else -h
+    return lambda h, given: (
+        getattr(h.at[:, index], how)(jnp.tanh(h[:, : len(index)])) if h.shape[1] >= 3 else -h
+    )
 
 
 @operator()
 def _segments(draw: Draw) -> Apply | None:
-    """Into a table by token, summed over examples: given back to each through a parameter, a sum over the batch."""
+    """Into a table by token, summed over examples: given back to each through a parameter, a sum
+    over the batch.
+    """
     if len(draw.shape) != 2:
         return None
     ids = np.asarray(draw.rng.integers(0, 3, draw.shape[1]), np.int32)

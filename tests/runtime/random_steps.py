@@ -1,7 +1,8 @@
-"""Random training steps with arguments: forward pass, loss, update, state and metrics drawn from a seed.
+"""Random training steps with arguments: forward pass, loss, update, state and metrics drawn from a
+seed.
 
-A forward pass is a chain of operators of `random_base`. The state holds what people keep in it: parameters, moments, a
-count, a key, arrays of size zero, None.
+A forward pass is a chain of operators of `random_base`. The state holds what people keep in it:
+parameters, moments, a count, a key, arrays of size zero, None.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def random_step(seed: int, num_batches: int = 2) -> RandomStep:
         chain.append(("bias", OPERATORS["bias"](draw)))
     loss, loss_name = _loss(draw)
     update = str(draw.pick("sgd", "sgd", "momentum", "adam", "clip", "if_finite", "average"))
-    metrics = tuple(str(name) for name in rng.permutation(list(_METRICS))[: int(rng.integers(0, 4))])
+    metrics = tuple(
+        str(name) for name in rng.permutation(list(_METRICS))[: int(rng.integers(0, 4))]
+    )
     donates = rng.random() < 0.5
     names = [name for name, _ in chain]
     params = {name: _array(rng, size) for name, size in draw.params.items()}
@@ -66,7 +69,10 @@ def random_step(seed: int, num_batches: int = 2) -> RandomStep:
         fn=jax.jit(step, donate_argnums=0) if donates else step,
         state=_state(params, update, seed),
         batches=tuple(_batch(rng, shape) for _ in range(num_batches)),
-        text=f"seed {seed}: {' '.join(names)} | {loss_name}, {update}, {metrics}, donates={donates} | {shape} {draw.params}",
+        text=(
+            f"seed {seed}: {' '.join(names)} | {loss_name}, {update}, {metrics}, donates={donates}"
+            f" | {shape} {draw.params}"
+        ),
         mixes=loss_name in _MIXING_LOSSES or bool(MIXING.intersection(names)),
         tolerance=max([1e-9, *(ROUNDING.get(name, 0.0) for name in names)]),
     )
@@ -74,7 +80,12 @@ def random_step(seed: int, num_batches: int = 2) -> RandomStep:
 
 def _input_shape(rng: np.random.Generator) -> tuple[int, ...]:
     rows = int(rng.choice([2, 3, 4, 6, 8, 16], p=[0.04, 0.04, 0.06, 0.06, 0.5, 0.3]))
-    sizes = [int(k) for k in rng.choice([0, 1, 2, 3, 4, 5, 7, 8], int(rng.integers(0, 3)), p=[0.03, *[0.97 / 7] * 7])]
+    sizes = [
+        int(k)
+        for k in rng.choice(
+            [0, 1, 2, 3, 4, 5, 7, 8], int(rng.integers(0, 3)), p=[0.03, *[0.97 / 7] * 7]
+        )
+    ]
     return (rows, *sizes)
 
 
@@ -107,14 +118,16 @@ def _shape_after(fn: Apply, draw: Draw) -> tuple[int, ...]:
         struct((), jnp.int32),
         struct((2,), jnp.uint32),
     )
-    return tuple(jax.eval_shape(lambda h, *args: fn(h, _inputs(*args)), struct(draw.shape), *given).shape)
+    return tuple(
+        jax.eval_shape(lambda h, *args: fn(h, _inputs(*args)), struct(draw.shape), *given).shape
+    )
 
 
 def _inputs(params: Any, batch: Any, count: Any, key: Any) -> Inputs:
     return Inputs(params=params, batch=batch, count=count, key=key)
 
 
-# ---- loss ------------------------------------------------------------------------------------------------------------
+# ---- loss ----------------------------------------------------------------------------------------
 
 _MIXING_LOSSES = {"masked mean", "root", "longest"}
 
@@ -125,7 +138,9 @@ def _loss(draw: Draw) -> tuple[Callable[..., Any], str]:
         "sum": lambda h, batch: jnp.sum(jnp.tanh(h)),
         "by hand": lambda h, batch: jnp.sum(h * h) / h.shape[0],
         "weighted": lambda h, batch: jnp.mean(_per_row(h) * batch["mask"]),
-        "masked mean": lambda h, batch: jnp.sum(_per_row(h) * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1),
+        "masked mean": lambda h, batch: (
+            jnp.sum(_per_row(h) * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1)
+        ),
         "root": lambda h, batch: jnp.sqrt(1 + jnp.sum(h * h)),
     }
     if len(draw.shape) == 2 and draw.shape[1] > 1:
@@ -148,13 +163,15 @@ def _cross_entropy(h: jax.Array, batch: dict[str, Any]) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h), labels[:, None], axis=1))
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 _METRICS: dict[str, Callable[..., Any]] = {
     "outputs": lambda h, batch, state: h,
     "mean": lambda h, batch, state: jnp.mean(h) if h.size else jnp.zeros(()),
     "largest": lambda h, batch, state: jnp.max(jnp.abs(h), initial=0.0),
-    "right": lambda h, batch, state: jnp.sum(_per_row(h).astype(jnp.int32) % 3 == batch["tokens"] % 3),
+    "right": lambda h, batch, state: jnp.sum(
+        _per_row(h).astype(jnp.int32) % 3 == batch["tokens"] % 3
+    ),
     "count": lambda h, batch, state: state["count"],
     "marked": lambda h, batch, state: jnp.any(batch["mask"]) & jnp.all(jnp.isfinite(h)),
     "tokens": lambda h, batch, state: batch["tokens"] + state["count"],
@@ -164,11 +181,15 @@ _METRICS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- the step --------------------------------------------------------------------------------------------------------
+# ---- the step ------------------------------------------------------------------------------------
 
 
-def _step(chain: list[Apply], loss: Callable[..., Any], update: str, metrics: tuple[str, ...]) -> Callable[..., Any]:
-    def forward(params: dict[str, Any], state: dict[str, Any], batch: dict[str, Any], key: Any) -> Any:
+def _step(
+    chain: list[Apply], loss: Callable[..., Any], update: str, metrics: tuple[str, ...]
+) -> Callable[..., Any]:
+    def forward(
+        params: dict[str, Any], state: dict[str, Any], batch: dict[str, Any], key: Any
+    ) -> Any:
         h = batch["x"]
         for fn in chain:
             h = fn(h, Inputs(params=params, batch=batch, count=state["count"], key=key))
@@ -176,10 +197,16 @@ def _step(chain: list[Apply], loss: Callable[..., Any], update: str, metrics: tu
 
     def train_step(state: dict[str, Any], batch: dict[str, Any]) -> Any:
         key, use = jax.random.split(state["key"])
-        (value, h), grads = jax.value_and_grad(forward, has_aux=True)(state["params"], state, batch, use)
+        (value, h), grads = jax.value_and_grad(forward, has_aux=True)(
+            state["params"], state, batch, use
+        )
         new = _update(update, state, grads)
         found = {name: _METRICS[name](h, batch, state) for name in metrics}
-        return {**state, **new, "count": state["count"] + 1, "key": key}, {"loss": value, "none": None, **found}
+        return {**state, **new, "count": state["count"] + 1, "key": key}, {
+            "loss": value,
+            "none": None,
+            **found,
+        }
 
     return train_step
 
@@ -189,33 +216,50 @@ def _update(update: str, state: dict[str, Any], grads: dict[str, Any]) -> dict[s
     match update:
         case "momentum":
             moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
-            return {"params": jax.tree.map(lambda p, m: p - rate * m, params, moments), "moments": moments}
+            return {
+                "params": jax.tree.map(lambda p, m: p - rate * m, params, moments),
+                "moments": moments,
+            }
         case "adam":
             count = state["count"] + 1
             first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["moments"], grads)
             second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["squares"], grads)
 
             def moved(p: Any, m: Any, v: Any) -> Any:
-                # A large epsilon: where a gradient is rounding alone, the usual one would make a step of it.
+                # A large epsilon: where a gradient is rounding alone, the usual one would make a
+                # step of it.
                 return p - rate * (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.99**count)) + 0.1)
 
-            return {"params": jax.tree.map(moved, params, first, second), "moments": first, "squares": second}
+            return {
+                "params": jax.tree.map(moved, params, first, second),
+                "moments": first,
+                "squares": second,
+            }
         case "clip":
             norm = jnp.sqrt(1e-6 + sum(jnp.sum(g * g) for g in grads.values()))
-            return {"params": jax.tree.map(lambda p, g: p - rate * g / jnp.maximum(norm, 1), params, grads)}
+            return {
+                "params": jax.tree.map(
+                    lambda p, g: p - rate * g / jnp.maximum(norm, 1), params, grads
+                )
+            }
         case "if_finite":
             finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in grads.values()]))
             taken = lax.cond(
-                finite, lambda: jax.tree.map(lambda p, g: p - rate * g, params, grads), lambda: dict(params)
+                finite,
+                lambda: jax.tree.map(lambda p, g: p - rate * g, params, grads),
+                lambda: dict(params),
             )
             return {"params": taken}
         case "average":
             taken = jax.tree.map(lambda p, g: p - rate * g, params, grads)
-            return {"params": taken, "moments": jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, state["moments"], taken)}
+            return {
+                "params": taken,
+                "moments": jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, state["moments"], taken),
+            }
     return {"params": jax.tree.map(lambda p, g: p - rate * g, params, grads)}
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def _state(params: dict[str, Any], update: str, seed: int) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Splits that an array takes on on its way to products: once for all products that read it, in each body by itself."""
+"""Splits that an array takes on on its way to products: once for all products that read it, in each
+body by itself.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,13 @@ def three_products(w, x):
 def test_an_array_is_converted_once_in_each_body(mesh):
     w, x = np.random.default_rng(0).standard_normal((2, 8, 8))
     graph = capture(three_products, w, x)
-    pin = Pin(operands=(None, (0, 1)), between=((), ((-1, 1),)), results=(((-1, -1),),), minor=((),), totals=((),))
+    pin = Pin(
+        operands=(None, (0, 1)),
+        between=((), ((-1, 1),)),
+        results=(((-1, -1),),),
+        minor=((),),
+        totals=((),),
+    )
     products = [op.index for op in graph.ops if op.name == "dot_general"]
     assert len(products) == 3
     pins = Pins(
@@ -34,11 +42,18 @@ def test_an_array_is_converted_once_in_each_body(mesh):
         values={},
     )
     program = build_program(graph, pins, mesh(2, 4))
-    arrays = [place(a, sharding, a.shape, keep=True) for a, sharding in zip((w, x), program.in_shardings, strict=True)]
+    arrays = [
+        place(a, sharding, a.shape, keep=True)
+        for a, sharding in zip((w, x), program.in_shardings, strict=True)
+    ]
     for found, wanted in zip(program.jitted(*arrays), three_products(w, x), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     text = str(jax.make_jaxpr(program.jitted)(*arrays))
     # Before and behind the loop the same one, and another in its body.
     assert (
-        text.count("sharding=NamedSharding(mesh=Mesh('x': 2, 'y': 4, axis_types=(Auto, Auto)), spec=P(None, 'y')") == 2
+        text.count(
+            "sharding=NamedSharding(mesh=Mesh('x': 2, 'y': 4, axis_types=(Auto, Auto)),"
+            " spec=P(None, 'y')"
+        )
+        == 2
     )

@@ -1,4 +1,6 @@
-"""Checks at run time raise under plans as they do without: for any example, in any micro-batch, on any device."""
+"""Checks at run time raise under plans as they do without: for any example, in any micro-batch, on
+any device.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def checked(params, x):
 
 def arguments():
     random = np.random.default_rng(0)
-    return jnp.asarray(random.normal(size=(4, 4)) / 2), jnp.asarray(random.uniform(-1, 1, (ROWS, 4)))
+    return jnp.asarray(random.normal(size=(4, 4)) / 2), jnp.asarray(
+        random.uniform(-1, 1, (ROWS, 4))
+    )
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
@@ -42,12 +46,16 @@ def test_a_check_that_passes(method, num_micro_batches):
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_a_check_that_fails(num_micro_batches):
-    """On one device: what raises on one of several leaves the others waiting for it, and XLA ends the process."""
+    """On one device: what raises on one of several leaves the others waiting for it, and XLA ends
+    the process.
+    """
     params, x = arguments()
     graph = capture(checked, params, x)
     with pytest.raises(Exception, match="too large"):
         jax.block_until_ready(
-            loop_results(graph, [params, x.at[ROWS - 1, 2].set(2.0)], num_micro_batches=num_micro_batches)
+            loop_results(
+                graph, [params, x.at[ROWS - 1, 2].set(2.0)], num_micro_batches=num_micro_batches
+            )
         )
 
 
@@ -72,7 +80,9 @@ def test_primitives_of_libraries_in_micro_batches(name, method):
 
 @pytest.mark.parametrize("method", [aq.DataParallel(), aq.ShardParallel()], ids=["dp", "shard"])
 def test_loops_that_end_when_all_examples_are_done(method):
-    """Under "independent" semantics each micro-batch ends when its own are; examples that are done keep what they have."""
+    """Under "independent" semantics each micro-batch ends when its own are; examples that are done
+    keep what they have.
+    """
 
     def step(params, x):
         def one(params, x):
@@ -81,9 +91,13 @@ def test_loops_that_end_when_all_examples_are_done(method):
                 return number + 1, 0.5 * y + 0.1 * jnp.tanh(y @ params)
 
             init = (0, x)
-            return eqxi.while_loop(lambda c: jnp.sum(c[1] ** 2) > 0.1, turn, init, max_steps=16, kind="checkpointed")[1]
+            return eqxi.while_loop(
+                lambda c: jnp.sum(c[1] ** 2) > 0.1, turn, init, max_steps=16, kind="checkpointed"
+            )[1]
 
-        grads = jax.grad(lambda params: jnp.mean(jax.vmap(lambda x: one(params, x))(x) ** 2))(params)
+        grads = jax.grad(lambda params: jnp.mean(jax.vmap(lambda x: one(params, x))(x) ** 2))(
+            params
+        )
         return params - 9.0 * grads
 
     params, x = arguments()

@@ -1,6 +1,8 @@
-"""Batches that a step reshapes, strides and gathers, in micro-batches: what is planned can run, and gives the plain step's numbers.
+"""Batches that a step reshapes, strides and gathers, in micro-batches: what is planned can run, and
+gives the plain step's numbers.
 
-Some of these steps write down numbers of examples, so that they run on a micro-batch and not on a device's share of it.
+Some of these steps write down numbers of examples, so that they run on a micro-batch and not on a
+device's share of it.
 """
 
 import jax
@@ -38,9 +40,15 @@ _METHODS = {
     "auto": aq.WholeProgram(max_axes=1),
     "pipeline": aq.PipeshardParallel(num_stages=2, schedule="1f1b"),
 }
-_QUICK = {"dp": set(_FORMS), "shard": set(_FORMS), "pipeline": {"four halves", "both seconds", "in four", "last"}}
+_QUICK = {
+    "dp": set(_FORMS),
+    "shard": set(_FORMS),
+    "pipeline": {"four halves", "both seconds", "in four", "last"},
+}
 # What no part of a batch can follow, or no share of a part.
-_REFUSED = {*(("written down", method) for method in _METHODS)} | {("two halves", m) for m in ("dp", "zero2", "zero3")}
+_REFUSED = {*(("written down", method) for method in _METHODS)} | {
+    ("two halves", m) for m in ("dp", "zero2", "zero3")
+}
 
 
 def _step(form):
@@ -86,7 +94,9 @@ def test_what_is_planned_runs(form, method, x64, tmp_path):
             continue
         planned += 1
         plan.save(tmp_path / "plan.json")
-        parallel = aq.parallelize(step, aq.Plan.load(tmp_path / "plan.json"), devices=jax.devices()[:_DEVICES])
+        parallel = aq.parallelize(
+            step, aq.Plan.load(tmp_path / "plan.json"), devices=jax.devices()[:_DEVICES]
+        )
         found = parallel(jax.tree.map(np.array, state), batch)
         for have, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(have, want, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,6 @@
-"""What a step does besides computing arrays happens as often as in the plain step, or is refused."""
+"""What a step does besides computing arrays happens as often as in the plain step, or is
+refused.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +86,9 @@ def test_callbacks_that_write_happen_once(count):
     def write(value):
         io_callback(lambda v: SEEN.append(np.asarray(v)), None, value)
 
-    assert_same_effects(step_with(lambda y: None, write), method=aq.DataParallel(), num_micro_batches=count)
+    assert_same_effects(
+        step_with(lambda y: None, write), method=aq.DataParallel(), num_micro_batches=count
+    )
 
 
 @pytest.mark.parametrize("semantics", ["exact", "independent"])
@@ -95,12 +99,18 @@ def test_effects_that_would_repeat_in_each_micro_batch_are_refused(semantics):
                 jax.debug.callback(lambda value: SEEN.append(value), x.sum())
                 return jnp.tanh(x @ w), None
 
-            return jnp.mean(jax.lax.scan(turn, batch, jnp.stack([params["up"], params["down"]]))[0] ** 2)
+            return jnp.mean(
+                jax.lax.scan(turn, batch, jnp.stack([params["up"], params["down"]]))[0] ** 2
+            )
 
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
-    options = {"num_micro_batches": 2, "micro_batch_semantics": semantics, "method": aq.DataParallel()}
+    options = {
+        "num_micro_batches": 2,
+        "micro_batch_semantics": semantics,
+        "method": aq.DataParallel(),
+    }
     with pytest.raises(CaptureError, match="does not decompose into micro-batches"):
         aq.plan(loop, *arguments(), cluster=CLUSTER, **options)
 
@@ -118,7 +128,9 @@ def test_ordered_effects_are_refused_on_several_devices():
     step = step_with(lambda y: None, write)
     with pytest.raises(CaptureError, match="ordered effect, `io_callback`"):
         aq.plan(step, *arguments(), cluster=CLUSTER)
-    assert_one = aq.plan(step, *arguments(), cluster=aq.Cluster.preset("1xcpu"), method=aq.DataParallel())
+    assert_one = aq.plan(
+        step, *arguments(), cluster=aq.Cluster.preset("1xcpu"), method=aq.DataParallel()
+    )
     assert effects_of(aq.parallelize(step, assert_one))[1] == effects_of(jax.jit(step))[1]
 
 
@@ -128,19 +140,26 @@ def test_steps_written_for_devices_are_refused(mesh):
             return jax.lax.pmean(jnp.mean((batch @ params["up"]) ** 2), "x")
 
         sharded = jax.shard_map(
-            jax.value_and_grad(loss), mesh=mesh(8), in_specs=(P(), P("x")), out_specs=(P(), P()), check_vma=False
+            jax.value_and_grad(loss),
+            mesh=mesh(8),
+            in_specs=(P(), P("x")),
+            out_specs=(P(), P()),
+            check_vma=False,
         )
         value, grads = sharded(params, batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
     with pytest.raises(
-        CaptureError, match="written for several devices: it runs `shard_map`.*Take out pmap or shard_map"
+        CaptureError,
+        match="written for several devices: it runs `shard_map`.*Take out pmap or shard_map",
     ):
         aq.plan(step, *arguments(), cluster=CLUSTER)
 
 
 def test_a_step_under_pmap_is_refused():
-    step = jax.pmap(lambda params, batch: params - jax.lax.pmean(batch.mean() * params, "i"), axis_name="i")
+    step = jax.pmap(
+        lambda params, batch: params - jax.lax.pmean(batch.mean() * params, "i"), axis_name="i"
+    )
     shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
     with pytest.raises(CaptureError, match="written for several devices"):
         aq.plan(step, *shapes, cluster=CLUSTER)

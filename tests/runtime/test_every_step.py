@@ -11,7 +11,9 @@ import aliquot as aq
 @pytest.mark.parametrize("name", list(STEPS))
 def test_every_step_runs_unmodified_on_eight_devices(name):
     step = STEPS[name]()
-    plan = aq.plan(step.fn, *step.args, cluster=aq.Cluster.detect(), method=aq.ShardParallel(), **step.kwargs)
+    plan = aq.plan(
+        step.fn, *step.args, cluster=aq.Cluster.detect(), method=aq.ShardParallel(), **step.kwargs
+    )
     check = aq.parallelize(step.fn, plan).check(*step.args, **step.kwargs)
     off = {leaf.path: leaf.relative for leaf in check.leaves if leaf.relative > 5e-5}
     assert not off, off

@@ -1,4 +1,6 @@
-"""Collectives read from compiled text: real programs, and snippets of the forms that other compilers print."""
+"""Collectives read from compiled text: real programs, and snippets of the forms that other
+compilers print.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ from aliquot.runtime.compiled._hlo import num_bytes
 
 
 def entry(*lines: str) -> str:
-    return "ENTRY %main (p: f32[8]) -> f32[8] {\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    return (
+        "ENTRY %main (p: f32[8]) -> f32[8] {\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    )
 
 
 def one(line: str, names=("x", "y"), sizes=(2, 2)):
@@ -24,44 +28,81 @@ def one(line: str, names=("x", "y"), sizes=(2, 2)):
     ("line", "expected"),
     [
         (
-            "%a = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add",
+            (
+                "%a = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}},"
+                " use_global_device_ids=true, to_apply=%add"
+            ),
             ("all-reduce", ("y",), 32),
         ),
-        ("%a = f32[8]{0} all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add", ("all-reduce", ("x",), 32)),
-        ("%a = f32[8]{0} all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add", ("all-reduce", ("x", "y"), 32)),
-        ("%a = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add", ("all-reduce", ("x", "y"), 32)),
         (
-            "%a = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add",
+            "%a = f32[8]{0} all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add",
+            ("all-reduce", ("x",), 32),
+        ),
+        (
+            "%a = f32[8]{0} all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add",
+            ("all-reduce", ("x", "y"), 32),
+        ),
+        (
+            "%a = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add",
+            ("all-reduce", ("x", "y"), 32),
+        ),
+        (
+            (
+                "%a = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(%p, %q), replica_groups=[2,2]<=[4],"
+                " to_apply=%add"
+            ),
             ("all-reduce", ("y",), 48),
         ),
         (
-            "%a = (f32[4]{0:T(128)}, f32[8]{0:T(128)}) all-gather-start(%p), replica_groups=[2,2]<=[4], dimensions={0}",
+            (
+                "%a = (f32[4]{0:T(128)}, f32[8]{0:T(128)}) all-gather-start(%p),"
+                " replica_groups=[2,2]<=[4], dimensions={0}"
+            ),
             ("all-gather", ("y",), 32),
         ),
         (
-            "%a = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%p, %q), "
-            "replica_groups=[2,2]<=[4], dimensions={0}",
+            (
+                "%a = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%p, %q), "
+                "replica_groups=[2,2]<=[4], dimensions={0}"
+            ),
             ("all-gather", ("y",), 48),
         ),
-        ("%a = f32[8]{0} all-reduce-start(%p), replica_groups=[2,2]<=[4], to_apply=%add", ("all-reduce", ("y",), 32)),
         (
-            "%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%add",
+            "%a = f32[8]{0} all-reduce-start(%p), replica_groups=[2,2]<=[4], to_apply=%add",
             ("all-reduce", ("y",), 32),
         ),
         (
-            "%a = (f32[8]{0}, f32[4]{0}) all-reduce-start(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add",
+            (
+                "%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p),"
+                " replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%add"
+            ),
+            ("all-reduce", ("y",), 32),
+        ),
+        (
+            (
+                "%a = (f32[8]{0}, f32[4]{0}) all-reduce-start(%p, %q), replica_groups=[2,2]<=[4],"
+                " to_apply=%add"
+            ),
             ("all-reduce", ("y",), 48),
         ),
         (
-            "%a = ((f32[8]{0}), f32[4]{0}, u32[]) reduce-scatter-start(%p), replica_groups=[2,2]<=[4], dimensions={0}",
+            (
+                "%a = ((f32[8]{0}), f32[4]{0}, u32[]) reduce-scatter-start(%p),"
+                " replica_groups=[2,2]<=[4], dimensions={0}"
+            ),
             ("reduce-scatter", ("y",), 16),
         ),
         (
-            "%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), "
-            "source_target_pairs={{0,2},{2,0},{1,3},{3,1}}",
+            (
+                "%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), "
+                "source_target_pairs={{0,2},{2,0},{1,3},{3,1}}"
+            ),
             ("collective-permute", ("x",), 32),
         ),
-        ("%a = pred[3]{0} all-to-all(%p), replica_groups=[2,2]<=[4], dimensions={0}", ("all-to-all", ("y",), 3)),
+        (
+            "%a = pred[3]{0} all-to-all(%p), replica_groups=[2,2]<=[4], dimensions={0}",
+            ("all-to-all", ("y",), 3),
+        ),
     ],
 )
 def test_one_instruction(line, expected):
@@ -70,7 +111,8 @@ def test_one_instruction(line, expected):
 
 def test_the_second_half_of_a_pair_does_not_count():
     text = entry(
-        "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4], dimensions={0}",
+        "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4],"
+        " dimensions={0}",
         "%d = f32[8]{0} all-gather-done(%s)",
     )
     assert len(find_collectives(text, ("x", "y"), (2, 2))) == 1
@@ -78,9 +120,10 @@ def test_the_second_half_of_a_pair_does_not_count():
 
 def test_wrapped_asynchronous_operators_are_found_in_their_own_computation():
     text = (
-        "%wrapped (q: f32[8]) -> f32[4] {\n"
-        "  ROOT %r = f32[4]{0} reduce-scatter(%q), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add\n}\n"
-    ) + entry("%s = ((f32[8]{0}), f32[4]{0}, u32[]) async-start(%p), calls=%wrapped")
+        "%wrapped (q: f32[8]) -> f32[4] {\n  ROOT %r = f32[4]{0} reduce-scatter(%q),"
+        " replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add\n}\n"
+        + entry("%s = ((f32[8]{0}), f32[4]{0}, u32[]) async-start(%p), calls=%wrapped")
+    )
     (found,) = find_collectives(text, ("x", "y"), (2, 2))
     assert (found.kind, found.num_bytes) == ("reduce-scatter", 16)
 
@@ -92,7 +135,8 @@ def test_a_loop_multiplies(known):
         "%body (q: f32[8]) -> f32[8] {\n"
         "  ROOT %r = f32[8]{0} all-reduce(%q), replica_groups=[2,2]<=[4], to_apply=%add\n}\n"
         "%condition (q: f32[8]) -> pred[] {\n  %n = s32[] constant(6)\n}\n"
-    ) + entry(f"%w = f32[8]{{0}} while(%p), condition=%condition, body=%body{config}")
+        + entry(f"%w = f32[8]{{0}} while(%p), condition=%condition, body=%body{config}")
+    )
     (found,) = find_collectives(text, ("x", "y"), (2, 2))
     assert (found.count, found.num_bytes, found.in_loop) == (6, 6 * 32, True)
 
@@ -106,7 +150,12 @@ def test_bytes_of_odd_types():
 
 
 def test_groups_over_three_dims():
-    assert device_groups("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert device_groups("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 8) == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+    ]
 
 
 def test_a_compiled_loop_over_a_mesh(mesh):
@@ -117,7 +166,10 @@ def test_a_compiled_loop_over_a_mesh(mesh):
 
     def f(w, x):
         def body(x, w):
-            return jnp.tanh(constrain(constrain(x, "x", "y") @ constrain(w, "y", None), "x", None)), None
+            return (
+                jnp.tanh(constrain(constrain(x, "x", "y") @ constrain(w, "y", None), "x", None)),
+                None,
+            )
 
         return jax.lax.scan(body, x, w)[0].sum()
 

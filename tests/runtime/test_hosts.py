@@ -22,7 +22,9 @@ TIMEOUT_S = 170
 
 
 def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]:
-    """What each process printed. Hung processes are killed: they do not listen to anything gentler."""
+    """What each process printed. Hung processes are killed: they do not listen to anything
+    gentler.
+    """
     tests = WORKER.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "JAX_ENABLE_X64": "0"}
     port = coordinator_port()
@@ -50,7 +52,11 @@ def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]
 
 @pytest.mark.parametrize(
     ("count", "mesh", "num_micro_batches"),
-    [(2, (4, 2), 2), (2, (), 1), *(pytest.param(4, mesh, 1, marks=pytest.mark.slow) for mesh in ((8,), ()))],
+    [
+        (2, (4, 2), 2),
+        (2, (), 1),
+        *(pytest.param(4, mesh, 1, marks=pytest.mark.slow) for mesh in ((8,), ())),
+    ],
 )
 def test_several_processes_train_as_one_device(count, mesh, num_micro_batches):
     for found in run(count, mesh, num_micro_batches):
@@ -62,7 +68,10 @@ def test_several_processes_train_as_one_device(count, mesh, num_micro_batches):
 
 def test_ports_are_never_those_of_other_processes_or_of_the_system():
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(reserved_port("127.0.0.1", 1, 3)).getsockname()[1] for _ in range(20)]
+        found = [
+            stack.enter_context(reserved_port("127.0.0.1", 1, 3)).getsockname()[1]
+            for _ in range(20)
+        ]
         assert {port % 3 for port in found} == {(16384 + 1) % 3} and len(set(found)) == 20
     # One port in all: whoever holds it, the other would be the system's.
     with reserved_port("127.0.0.1", 7, 16384) as held:
@@ -84,7 +93,11 @@ def test_ports_are_never_those_of_other_processes_or_of_the_system():
 @pytest.mark.parametrize(
     ("flags", "given", "threads"),
     [
-        ("--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=4", "3", "10"),
+        (
+            "--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=4",
+            "3",
+            "10",
+        ),
         ("", "3", "4"),
         ("--xla_force_host_platform_device_count=4", "64", "64"),
     ],

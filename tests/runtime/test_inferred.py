@@ -1,4 +1,6 @@
-"""Steps with primitives that have no rule are planned, split as was inferred, and compute the plain step's numbers."""
+"""Steps with primitives that have no rule are planned, split as was inferred, and compute the plain
+step's numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from aliquot.report import as_text, explained, explanation
 def arguments():
     random = np.random.default_rng(0)
     sizes = {"up": (8, 64), "scale": (64,), "down": (64, 8)}
-    params = {name: jnp.asarray(random.normal(size=size) / 4, jnp.float32) for name, size in sizes.items()}
+    params = {
+        name: jnp.asarray(random.normal(size=size) / 4, jnp.float32) for name, size in sizes.items()
+    }
     return params, {name: jnp.asarray(random.normal(size=(64, 8)), jnp.float32) for name in "xy"}
 
 
@@ -29,7 +33,13 @@ def planned(method, num_micro_batches=1):
     """A plan for eight CPU devices, which comes with a warning."""
     cluster = aq.Cluster.preset("8xcpu")
     with pytest.warns(UserWarning, match=re.escape(WARNING)) as warned:
-        plan = aq.plan(train_step, *arguments(), cluster=cluster, method=method, num_micro_batches=num_micro_batches)
+        plan = aq.plan(
+            train_step,
+            *arguments(),
+            cluster=cluster,
+            method=method,
+            num_micro_batches=num_micro_batches,
+        )
     assert len(warned) == 1
     return plan
 
@@ -72,4 +82,6 @@ def test_plans_and_explanations_name_inferred_rules():
     assert rules["row_norm_test"] == "a.,.->a." and rules["soft_cap_test"] == "ab->ab"
     text = as_text(explanation(plan))
     assert re.search(r"soft_cap_test +1 +ab->ab +dims 0, 1 of its result", text)
-    assert "row_norm_test" not in str(aq.plan(lambda x: 2 * x, np.ones(8), cluster=aq.Cluster.preset("8xcpu")))
+    assert "row_norm_test" not in str(
+        aq.plan(lambda x: 2 * x, np.ones(8), cluster=aq.Cluster.preset("8xcpu"))
+    )

@@ -1,4 +1,6 @@
-"""Steps with Pallas kernels: split along their grids, each device runs its piece, and nothing is gathered for them."""
+"""Steps with Pallas kernels: split along their grids, each device runs its piece, and nothing is
+gathered for them.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ def dense(x, w):
     return product(x, w)
 
 
-dense.defvjp(lambda x, w: (product(x, w), (x, w)), lambda kept, g: (product(g, kept[1].T), kept[0].T @ g))
+dense.defvjp(
+    lambda x, w: (product(x, w), (x, w)), lambda kept, g: (product(g, kept[1].T), kept[0].T @ g)
+)
 
 
 def train_step(params, batch):
     def loss(params):
-        return jnp.mean((dense(jnp.tanh(dense(batch["x"], params["up"])), params["down"]) - batch["y"]) ** 2)
+        return jnp.mean(
+            (dense(jnp.tanh(dense(batch["x"], params["up"])), params["down"]) - batch["y"]) ** 2
+        )
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
@@ -51,7 +57,9 @@ def train_step(params, batch):
 def arguments():
     random = np.random.default_rng(0)
     sizes = {"up": (8, 64), "down": (64, 8)}
-    params = {name: jnp.asarray(random.normal(size=size) / 4, jnp.float32) for name, size in sizes.items()}
+    params = {
+        name: jnp.asarray(random.normal(size=size) / 4, jnp.float32) for name, size in sizes.items()
+    }
     return params, {name: jnp.asarray(random.normal(size=(128, 8)), jnp.float32) for name in "xy"}
 
 
@@ -77,12 +85,19 @@ def estimated(grid, block, flops):
 
 
 def test_a_kernel_is_never_free():
-    """What runs whole takes every device as long as it would take one; what is split takes each its part."""
+    """What runs whole takes every device as long as it would take one; what is split takes each its
+    part.
+    """
     x = jnp.ones((64, 8), jnp.float32)
     rows, whole = ((16,), pl.BlockSpec((4, 8), lambda i: (i, 0))), ((), pl.BlockSpec())
 
     def seconds(shape, flops):
-        plan = aq.plan(estimated(*shape, flops), x, cluster=aq.Cluster.preset("8xH100"), method=aq.DataParallel())
+        plan = aq.plan(
+            estimated(*shape, flops),
+            x,
+            cluster=aq.Cluster.preset("8xH100"),
+            method=aq.DataParallel(),
+        )
         return plan.prediction.step_time_s
 
     free, taken = seconds(whole, 0), seconds(whole, 10**15)
@@ -101,7 +116,9 @@ METHODS = {
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_with_kernels(method, num_micro_batches):
-    step = parallel(train_step, *arguments(), method=METHODS[method], num_micro_batches=num_micro_batches)
+    step = parallel(
+        train_step, *arguments(), method=METHODS[method], num_micro_batches=num_micro_batches
+    )
     check = step.check(*arguments())
     assert check.largest < 1e-5, str(check)
 
@@ -112,7 +129,9 @@ def normalised(x):
         out[...] = jax.nn.softmax(x[...])
 
     def row(x):
-        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+        return pl.pallas_call(
+            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+        )(x)
 
     return jax.vmap(row)(x)
 
@@ -126,10 +145,14 @@ normalised.defvjp(lambda x: (normalised(x),) * 2, _backward)
 
 @pytest.mark.parametrize("rows", [16, 32])
 def test_a_kernel_for_each_example(rows):
-    """Down to one example for each device and micro-batch, of which the plan is worked out from larger ones."""
+    """Down to one example for each device and micro-batch, of which the plan is worked out from
+    larger ones.
+    """
 
     def step(params, batch):
-        grads = jax.grad(lambda params: jnp.mean((normalised(batch["x"] @ params["up"]) @ params["down"]) ** 2))(params)
+        grads = jax.grad(
+            lambda params: jnp.mean((normalised(batch["x"] @ params["up"]) @ params["down"]) ** 2)
+        )(params)
         return jax.tree.map(lambda p, g: p - 9.0 * g, params, grads)
 
     params, batch = arguments()

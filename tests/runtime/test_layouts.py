@@ -15,7 +15,14 @@ from aliquot import zoo
 from aliquot.planners import method_by_name
 
 ROWS = 16
-SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, "vocab_size": 40, "seq_len": 8}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "ffn_size": 32,
+    "vocab_size": 40,
+    "seq_len": 8,
+}
 MODELS = {
     "gpt": ("gpt-125m", SIZES),
     "llama": ("llama-7b", SIZES),
@@ -29,7 +36,9 @@ MODELS = {
 @functools.cache
 def workload(model: str, scan: bool) -> Any:
     name, sizes = MODELS[model]
-    return zoo.build(zoo.configure(name, **sizes), ROWS, dtype="float64", scan=scan, learning_rate=1e-3)
+    return zoo.build(
+        zoo.configure(name, **sizes), ROWS, dtype="float64", scan=scan, learning_rate=1e-3
+    )
 
 
 @functools.cache
@@ -38,7 +47,10 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
     work = workload(model, scan)
     state = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
     random = np.random.default_rng(0)
-    batch = {name: random.integers(0, SIZES["vocab_size"], x.shape, np.int32) for name, x in work.batch.items()}
+    batch = {
+        name: random.integers(0, SIZES["vocab_size"], x.shape, np.int32)
+        for name, x in work.batch.items()
+    }
     after, metrics = jax.jit(work.train_step)(state, batch)
     return state, batch, jax.device_get(after), float(metrics["loss"])
 

@@ -1,4 +1,6 @@
-"""Operators that XLA splits badly in the form JAX gives them: convolutions in groups of devices, Fourier transforms."""
+"""Operators that XLA splits badly in the form JAX gives them: convolutions in groups of devices,
+Fourier transforms.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +24,22 @@ def arguments(batch=ROWS):
 def convolve(image, kernel, stride, groups=1):
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
-        image, kernel, (stride, stride), "VALID", dimension_numbers=numbers, feature_group_count=groups
+        image,
+        kernel,
+        (stride, stride),
+        "VALID",
+        dimension_numbers=numbers,
+        feature_group_count=groups,
     )
 
 
 def loss(params, images):
     hidden = convolve(convolve(images, params["first"], 2), params["second"], 1)
-    return jnp.mean(jnp.tanh(convolve(jnp.pad(hidden, ((0, 0), (1, 1), (1, 1), (0, 0))), params["deep"], 1, groups=8)))
+    return jnp.mean(
+        jnp.tanh(
+            convolve(jnp.pad(hidden, ((0, 0), (1, 1), (1, 1), (0, 0))), params["deep"], 1, groups=8)
+        )
+    )
 
 
 def of_the_batch(params, images):
@@ -36,10 +47,14 @@ def of_the_batch(params, images):
 
 
 def clipped_for_each_image(params, images):
-    """As training with differential privacy does: the gradient of each image is clipped before they are added up."""
+    """As training with differential privacy does: the gradient of each image is clipped before they
+    are added up.
+    """
 
     def loss(params, images):
-        return jnp.mean(jnp.tanh(convolve(convolve(images, params["first"], 2), params["second"], 1)))
+        return jnp.mean(
+            jnp.tanh(convolve(convolve(images, params["first"], 2), params["second"], 1))
+        )
 
     grads = jax.vmap(lambda image: jax.grad(loss)(params, image[None]))(images)
     norms = jnp.sqrt(sum(jnp.sum(g**2, axis=(1, 2, 3, 4)) for g in jax.tree.leaves(grads)))
@@ -79,7 +94,9 @@ def mixed_by_transforms(params, images):
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_each_device_transforms_what_it_has(num_micro_batches):
     args = arguments()
-    planned = parallel(mixed_by_transforms, *args, method=aq.DataParallel(), num_micro_batches=num_micro_batches)
+    planned = parallel(
+        mixed_by_transforms, *args, method=aq.DataParallel(), num_micro_batches=num_micro_batches
+    )
     check = planned.check(*args)
     assert check.largest < 1e-5, str(check)
     text = planned.lower().compile().as_text()

@@ -19,7 +19,11 @@ def data():
     random = np.random.default_rng(0)
     mask = (random.random(ROWS) < 0.6).astype(np.float64)
     mask[:4] = [1, 0, 0, 0]  # micro-batches count differently
-    return {"x": random.normal(size=(ROWS, 6)), "y": random.integers(0, 3, ROWS).astype(np.int32), "mask": mask}
+    return {
+        "x": random.normal(size=(ROWS, 6)),
+        "y": random.integers(0, 3, ROWS).astype(np.int32),
+        "mask": mask,
+    }
 
 
 def weights():
@@ -41,7 +45,10 @@ def logits(params, batch):
 
 def each(params, batch):
     scores = logits(params, batch)
-    return jax.nn.logsumexp(scores, axis=1) - jnp.take_along_axis(scores, batch["y"][:, None], axis=1)[:, 0]
+    return (
+        jax.nn.logsumexp(scores, axis=1)
+        - jnp.take_along_axis(scores, batch["y"][:, None], axis=1)[:, 0]
+    )
 
 
 def mean(params, batch):
@@ -235,7 +242,14 @@ def test_a_result_with_fewer_rows_than_the_batch_is_cut_where_it_has_rows():
     params, x = weights()["w"], data()["x"][:8]
     batch = {"x": x, "y": x}
     method = aq.ManualParallel(specs={"batch.y": ("x", None)}, mesh_shape=(4,))
-    plan = aq.plan(train_step, params, batch, cluster=aq.Cluster.preset("4xcpu"), method=method, num_micro_batches=2)
+    plan = aq.plan(
+        train_step,
+        params,
+        batch,
+        cluster=aq.Cluster.preset("4xcpu"),
+        method=method,
+        num_micro_batches=2,
+    )
     check = aq.parallelize(train_step, plan, devices=jax.devices()[:4]).check(params, batch)
     assert check.largest < 1e-6
 
@@ -244,7 +258,9 @@ def test_a_result_with_fewer_rows_than_the_batch_is_cut_where_it_has_rows():
 def test_a_loop_under_vmap_ends_for_each_example_by_itself(method):
     def train_step(params, batch):
         def halved(x):
-            return jax.lax.while_loop(lambda c: jnp.sum(c[0] ** 2) > 0.5, lambda c: (c[0] / 2, c[1] + 1), (x, 0))
+            return jax.lax.while_loop(
+                lambda c: jnp.sum(c[0] ** 2) > 0.5, lambda c: (c[0] / 2, c[1] + 1), (x, 0)
+            )
 
         def loss_fn(params):
             x, turns = jax.vmap(halved)(batch["x"])

@@ -1,4 +1,6 @@
-"""What groups of devices have in common keeps its split over all of them: weights, wherever a step reads them."""
+"""What groups of devices have in common keeps its split over all of them: weights, wherever a step
+reads them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,9 @@ def scan_whose_carry_comes_to_differ(w, x):
 
 def while_loop(w, x):
     return jax.lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1]) + w[0], c[2] + x), (jnp.int32(0), w[0], x)
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, jnp.sin(c[1]) + w[0], c[2] + x),
+        (jnp.int32(0), w[0], x),
     )
 
 
@@ -55,7 +59,9 @@ def cond(w, x):
 
 
 def cond_that_each_group_decides(w, x):
-    return jax.lax.cond(x.sum() > 0, lambda w, x: (jnp.sin(w), x * 2), lambda w, x: (jnp.cos(w), x), w, x)
+    return jax.lax.cond(
+        x.sum() > 0, lambda w, x: (jnp.sin(w), x * 2), lambda w, x: (jnp.cos(w), x), w, x
+    )
 
 
 # For each step the operators on weights alone that stay common to all groups.
@@ -72,10 +78,16 @@ COMMON = {
 
 
 class SplitWhatIsCommon(ReplayHook):
-    """Splits everything that does not differ along the groups' axis, which JAX refuses of arrays that each group has."""
+    """Splits everything that does not differ along the groups' axis, which JAX refuses of arrays
+    that each group has.
+    """
 
     def __init__(self, mesh, differs):
-        self._sharding, self._differs, self.seen = NamedSharding(mesh, PartitionSpec("x")), differs, set()
+        self._sharding, self._differs, self.seen = (
+            NamedSharding(mesh, PartitionSpec("x")),
+            differs,
+            set(),
+        )
 
     def results(self, op, arrays):
         split = [self.value(v, a) for v, a in zip(op.outputs, arrays, strict=True)]
@@ -92,11 +104,16 @@ class SplitWhatIsCommon(ReplayHook):
 @pytest.mark.parametrize("step", COMMON, ids=lambda step: step.__name__)
 def test_values_equal_in_all_groups_may_be_split_over_all_groups(step, mesh):
     random = np.random.default_rng(0)
-    w, x = random.normal(size=(8, 8)).astype(np.float32), random.normal(size=(8, 8)).astype(np.float32)
+    w, x = (
+        random.normal(size=(8, 8)).astype(np.float32),
+        random.normal(size=(8, 8)).astype(np.float32),
+    )
     graph = capture(step, w, x[0])
     differs = differing(graph, [graph.inputs[1].value])
     hook = SplitWhatIsCommon(mesh(8), differs)
-    run = jax.vmap(lambda w, x: evaluate(graph, [w, x], on_op=hook), in_axes=(None, 0), spmd_axis_name="x")
+    run = jax.vmap(
+        lambda w, x: evaluate(graph, [w, x], on_op=hook), in_axes=(None, 0), spmd_axis_name="x"
+    )
     found = jax.jit(run)(w, x)
     assert COMMON[step] <= hook.seen
     assert hook.seen.isdisjoint({"sin", "cos"} - COMMON[step])
@@ -143,12 +160,16 @@ def test_weights_that_a_loop_keeps_are_gathered_once(x64):
     layers, x = random.normal(size=(3, 64, 64)), random.normal(size=(32, 64)).astype(np.float32)
     step = parallel(train_step, layers, x, method=Zero3Parallel())
     found = sum(c.num_bytes for c in step.stats().collectives if c.kind == "all-gather")
-    assert found == sum(c.num_bytes for c in step.plan.prediction.collectives if c.kind == "all-gather")
+    assert found == sum(
+        c.num_bytes for c in step.plan.prediction.collectives if c.kind == "all-gather"
+    )
     assert all(leaf.largest <= 1e-6 for leaf in step.check(layers, x).leaves)
 
 
 def test_totals_of_stacked_gradients_stay_split(x64):
-    """Each group of micro-batches adds up what its own devices hold, where a loop over layers makes the gradients, too."""
+    """Each group of micro-batches adds up what its own devices hold, where a loop over layers makes
+    the gradients, too.
+    """
 
     def train_step(layers, x):
         def loss(layers):
@@ -172,7 +193,9 @@ def test_totals_of_stacked_gradients_stay_split(x64):
 
 
 def test_sums_wait_along_data_axes_alone(x64):
-    """A gradient that is summed over other axes, too, is so for each micro-batch, and among groups behind the last."""
+    """A gradient that is summed over other axes, too, is so for each micro-batch, and among groups
+    behind the last.
+    """
 
     def train_step(state, x):
         def loss(w, b):
@@ -183,10 +206,25 @@ def test_sums_wait_along_data_axes_alone(x64):
         return {"w": state["w"] - 0.1 * mean, "m": mean, "b": state["b"] - 0.1 * db}, value
 
     random = np.random.default_rng(0)
-    state = {"w": random.normal(size=(512, 256)), "m": random.normal(size=(512, 256)), "b": random.normal(size=256)}
+    state = {
+        "w": random.normal(size=(512, 256)),
+        "m": random.normal(size=(512, 256)),
+        "b": random.normal(size=256),
+    }
     x = random.normal(size=(32, 128, 512))
-    specs = {"state.w": (None, None), "state.m": ("y", "x"), "state.b": (None,), "x": ("x", "y", None)}
-    step = parallel(train_step, state, x, method=ManualParallel(specs=specs, mesh_shape=(4, 2)), num_micro_batches=4)
+    specs = {
+        "state.w": (None, None),
+        "state.m": ("y", "x"),
+        "state.b": (None,),
+        "x": ("x", "y", None),
+    }
+    step = parallel(
+        train_step,
+        state,
+        x,
+        method=ManualParallel(specs=specs, mesh_shape=(4, 2)),
+        num_micro_batches=4,
+    )
     assert step.plan.stages[0].data_axes == ("x",)
     planned, found = (
         {
@@ -200,14 +238,21 @@ def test_sums_wait_along_data_axes_alone(x64):
     reduced = {("x",): weights / 2 + bias, ("y",): 4 * bias, ("x", "y"): 4 * loss}
     scattered = {("x",): 0, ("y",): 4 * weights / 2, ("x", "y"): 0}
     scattered = {("reduce-scatter", axes): num_bytes for axes, num_bytes in scattered.items()}
-    assert planned == {("all-reduce", axes): num_bytes for axes, num_bytes in reduced.items()} | scattered
+    assert (
+        planned
+        == {("all-reduce", axes): num_bytes for axes, num_bytes in reduced.items()} | scattered
+    )
     reduced = {("x",): weights / 2 + bias + loss, ("y",): 4 * (bias + loss), ("x", "y"): 0}
-    assert found == pytest.approx({("all-reduce", axes): num_bytes for axes, num_bytes in reduced.items()} | scattered)
+    assert found == pytest.approx(
+        {("all-reduce", axes): num_bytes for axes, num_bytes in reduced.items()} | scattered
+    )
     assert all(leaf.largest <= 1e-12 for leaf in step.check(state, x).leaves)
 
 
 def test_groups_are_summed_along_the_axes_that_split_the_sum_first(x64, monkeypatch):
-    """As for compilers with a reduce-scatter, which would all-reduce whole gradients of which each device keeps a part."""
+    """As for compilers with a reduce-scatter, which would all-reduce whole gradients of which each
+    device keeps a part.
+    """
     monkeypatch.setattr(Problem, "target", property(lambda problem: TARGETS["gpu"]))
 
     def train_step(state, x):
@@ -219,7 +264,13 @@ def test_groups_are_summed_along_the_axes_that_split_the_sum_first(x64, monkeypa
     state = {"w": random.normal(size=(512, 256)), "m": random.normal(size=(512, 256))}
     x = random.normal(size=(2048, 512))
     specs = {"state.w": (None, None), "state.m": ("y", None), "x": (("x", "y"), None)}
-    step = parallel(train_step, state, x, method=ManualParallel(specs=specs, mesh_shape=(4, 2)), num_micro_batches=2)
+    step = parallel(
+        train_step,
+        state,
+        x,
+        method=ManualParallel(specs=specs, mesh_shape=(4, 2)),
+        num_micro_batches=2,
+    )
     assert step.plan.stages[0].data_axes == ("x", "y")
     found = [c for c in step.stats().collectives if c.kind == "all-reduce" and c.axes == ("x",)]
     assert sum(c.num_bytes for c in found) == 512 * 256 * 8 / 2

@@ -1,4 +1,6 @@
-"""Arrays without elements and None among the leaves of state and batch, under every method, whole and in micro-batches."""
+"""Arrays without elements and None among the leaves of state and batch, under every method, whole
+and in micro-batches.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +68,11 @@ def _arguments():
         "rest": np.zeros((_DEVICES, 0, 3)),
         "count": np.int32(0),
     }
-    return state, {"x": random.standard_normal((_ROWS, _WIDTH)), "empty": np.zeros((_ROWS, 0)), "none": None}
+    return state, {
+        "x": random.standard_normal((_ROWS, _WIDTH)),
+        "empty": np.zeros((_ROWS, 0)),
+        "none": None,
+    }
 
 
 @pytest.mark.parametrize("method", _METHODS)
@@ -74,9 +80,13 @@ def _arguments():
 def test_a_step_with_nothing_in_some_arrays_is_the_plain_step(method, count, x64, tmp_path):
     state, batch = _arguments()
     cluster = aq.Cluster.preset(f"{_DEVICES}xcpu")
-    plan = aq.plan(_step, state, batch, cluster=cluster, method=_METHODS[method], num_micro_batches=count)
+    plan = aq.plan(
+        _step, state, batch, cluster=cluster, method=_METHODS[method], num_micro_batches=count
+    )
     plan.save(tmp_path / "plan.json")
-    parallel = aq.parallelize(_step, aq.Plan.load(tmp_path / "plan.json"), devices=jax.devices()[:_DEVICES])
+    parallel = aq.parallelize(
+        _step, aq.Plan.load(tmp_path / "plan.json"), devices=jax.devices()[:_DEVICES]
+    )
     plain, have, want = jax.jit(_step), state, state
     for _ in range(2):
         (want, metrics), (have, found) = plain(want, batch), parallel(have, batch)

@@ -1,4 +1,6 @@
-"""A step has the same methods whatever its plan: one program, or a pipeline of written-out or scanned layers."""
+"""A step has the same methods whatever its plan: one program, or a pipeline of written-out or
+scanned layers.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,9 @@ def train_step(state, batch):
 
 @pytest.fixture(scope="module", params=METHODS)
 def step(request):
-    return aq.parallelize(train_step, method=METHODS[request.param], cluster=aq.Cluster.preset("4xcpu"))
+    return aq.parallelize(
+        train_step, method=METHODS[request.param], cluster=aq.Cluster.preset("4xcpu")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,9 @@ def test_all_methods(step, arguments):
     again, loss = step(*placed)
     expected, wanted = train_step(*arguments)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(again["layers"]), expected["layers"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(again["layers"]), expected["layers"], rtol=1e-4, atol=1e-6
+    )
     assert int(again["count"]) == 1
 
     state = step.init(init, jax.random.key(0))

@@ -18,7 +18,10 @@ ROWS, WIDTH, WORDS = 8, 6, 10
 
 def weights():
     random = np.random.default_rng(1)
-    layers = [{"w": random.normal(size=(WIDTH, WIDTH)), "b": random.normal(size=WIDTH) / 5} for _ in range(4)]
+    layers = [
+        {"w": random.normal(size=(WIDTH, WIDTH)), "b": random.normal(size=WIDTH) / 5}
+        for _ in range(4)
+    ]
     return {"embed": random.normal(size=(WORDS, WIDTH)), "layers": layers}
 
 
@@ -43,7 +46,10 @@ def body(params, batch, block=block):
 
 def each(params, batch, x):
     scores = x @ params["embed"].T
-    return jax.nn.logsumexp(scores, axis=1) - jnp.take_along_axis(scores, batch["targets"][:, None], axis=1)[:, 0]
+    return (
+        jax.nn.logsumexp(scores, axis=1)
+        - jnp.take_along_axis(scores, batch["targets"][:, None], axis=1)[:, 0]
+    )
 
 
 def tied(params, batch):
@@ -74,7 +80,11 @@ def metrics_for_each_example(params, batch):
     x = body(params, batch)
     losses = each(params, batch, x)
     middle = block(params["layers"][0], params["embed"][batch["inputs"]])
-    return losses.mean(), {"losses": losses, "norms": (middle**2).sum(1), "largest": jnp.abs(x).max()}
+    return losses.mean(), {
+        "losses": losses,
+        "norms": (middle**2).sum(1),
+        "largest": jnp.abs(x).max(),
+    }
 
 
 def auxiliary_losses(params, batch):
@@ -119,7 +129,11 @@ WHOLE = {"sizes": (1, 2), "micro_batches": 1}
 
 SGD = optax.sgd(0.1)
 CASES = {
-    "tied, clipped by the global norm": (tied, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), GROUPS),
+    "tied, clipped by the global norm": (
+        tied,
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
+        GROUPS,
+    ),
     "tied, in one micro-batch": (tied, optax.adam(0.1), WHOLE),
     "tied, in chunks": (tied, SGD, {**CHUNKS, "micro_batches": 2}),
     "clipped by value": (tied, optax.chain(optax.clip(0.01), SGD), TWO),
@@ -193,7 +207,9 @@ def test_independent_micro_batches_are_steps_of_their_own(sizes, schedule, x64):
     random = np.random.default_rng(0)
     params = {"w": random.normal(size=(WIDTH, 3)), "v": random.normal(size=(3, 3))}
     args = (params, (np.zeros(3), np.ones(3)), {"x": random.normal(size=(16, WIDTH))})
-    step = pipeline(train_step, *args, sizes=sizes, schedule=schedule, semantics="independent", anywhere=True)
+    step = pipeline(
+        train_step, *args, sizes=sizes, schedule=schedule, semantics="independent", anywhere=True
+    )
     new, running, loss = step(*args)
     count = 2 * sizes[0]
     losses = jax.value_and_grad(lambda p, x: batch_norm(p, {"x": x})[0])
@@ -227,7 +243,9 @@ _REST = [case for case in all_cases() if case not in [*_SAMPLE, *_MODELS]]
 
 
 @pytest.mark.parametrize(
-    "case", [*_SAMPLE, *_MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in _REST)], ids=str
+    "case",
+    [*_SAMPLE, *_MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in _REST)],
+    ids=str,
 )
 def test_three_steps_of_a_pipeline_are_three_plain_steps(case):
     loss, leaf, path = compare(case)

@@ -1,4 +1,6 @@
-"""Pipelines in two, three and four processes on this machine: the same numbers as on one device, and no hang when one dies."""
+"""Pipelines in two, three and four processes on this machine: the same numbers as on one device,
+and no hang when one dies.
+"""
 
 import contextlib
 import json
@@ -65,9 +67,13 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize(("count", "cases"), [(2, TWO), (3, THREE), (4, FOUR)], ids=["two", "three", "four"])
+@pytest.mark.parametrize(
+    ("count", "cases"), [(2, TWO), (3, THREE), (4, FOUR)], ids=["two", "three", "four"]
+)
 def test_processes_train_as_one_device(count, cases, plain):
-    by_process = found(count, *({"layers": 4, "micro_batches": 4, **case} for case in cases), plain=plain)
+    by_process = found(
+        count, *({"layers": 4, "micro_batches": 4, **case} for case in cases), plain=plain
+    )
     for process, results in enumerate(by_process):
         for case, result in zip(cases, results, strict=True):
             if case is MISFIT:
@@ -94,18 +100,37 @@ def test_arrays_arrive_as_they_were():
 
 
 # gpt-10m: stages of real widths, whose arrays cross in many sizes. As JSON for a worker.
-GPT = {"layers": 2, "stages": 2, "batch": 8, "seq_len": 64, "micro_batches": 2, "schedule": "1f1b", "steps": 8}
+GPT = {
+    "layers": 2,
+    "stages": 2,
+    "batch": 8,
+    "seq_len": 64,
+    "micro_batches": 2,
+    "schedule": "1f1b",
+    "steps": 8,
+}
 SHORT = [
     (2, {"devices": 4}),
     (2, {"devices": 8, "seq_len": 16, "schedule": "gpipe", "micro_batches": 4, "batch": 16}),
 ]
 LONG = [
-    (count, {"devices": count * each, "layers": count, "stages": count, "schedule": schedule, "seq_len": length})
+    (
+        count,
+        {
+            "devices": count * each,
+            "layers": count,
+            "stages": count,
+            "schedule": schedule,
+            "seq_len": length,
+        },
+    )
     for count in (2, 4)
     for each in (1, 2, 4)
     for length, schedule in ((16, "gpipe"), (64, "1f1b"), (128, "zero-bubble"))
 ]
-LONG_CASES = [pytest.param(n, {**c, "steps": 200, "limit_s": 1500}, marks=pytest.mark.slow) for n, c in LONG]
+LONG_CASES = [
+    pytest.param(n, {**c, "steps": 200, "limit_s": 1500}, marks=pytest.mark.slow) for n, c in LONG
+]
 
 
 @pytest.mark.parametrize(("count", "case"), [*SHORT, *LONG_CASES], ids=str)
@@ -133,16 +158,26 @@ FORWARD = {"forward": True, "schedule": "inference"}
 @pytest.mark.parametrize(
     ("count", "killed", "case"),
     [
-        # JAX aborts all at once when its coordinator is gone: the watch has its say even if it comes late.
+        # JAX aborts all at once when its coordinator is gone: the watch has its say even if it
+        # comes late.
         pytest.param(3, 0, {"late": True}, id="the coordinator dies"),
-        pytest.param(2, 0, {"late": True, "backwards": True, **FORWARD}, id="a coordinator that only receives dies"),
+        pytest.param(
+            2,
+            0,
+            {"late": True, "backwards": True, **FORWARD},
+            id="a coordinator that only receives dies",
+        ),
         pytest.param(2, 1, FORWARD, id="one that only receives dies"),
-        pytest.param(3, 1, {"sizes": [4, 2], "micro_batches": 2}, id="one of two that share a stage dies"),
+        pytest.param(
+            3, 1, {"sizes": [4, 2], "micro_batches": 2}, id="one of two that share a stage dies"
+        ),
     ],
 )
 def test_the_others_end_when_one_dies(count, killed, case):
     case = {"sizes": [1] * count, "layers": 4, "micro_batches": 4, **case}
-    stages = np.repeat(range(len(case["sizes"])), np.array(case["sizes"]) * count // sum(case["sizes"])).tolist()
+    stages = np.repeat(
+        range(len(case["sizes"])), np.array(case["sizes"]) * count // sum(case["sizes"])
+    ).tolist()
     stages = stages[:: -1 if case.get("backwards") else 1]
     with started(count, "endless", case) as running:
         out, errors = [[[] for _ in running] for _ in range(2)]
@@ -163,7 +198,10 @@ def test_the_others_end_when_one_dies(count, killed, case):
     for k, code in zip(others, codes, strict=True):
         said = "".join(errors[k])
         assert re.search(rf"process {killed}\b.* has ended", said), said
-        issued = rf"Process {k} \(stage {stages[k]}\) had issued instruction \d+ of \d+ \(.*\) of step \d+"
+        issued = (
+            rf"Process {k} \(stage {stages[k]}\) had issued instruction \d+ of \d+ \(.*\) of"
+            r" step \d+"
+        )
         assert re.search(issued, said), said
         exchanged = rf"exchange with process {killed} \(stage {stages[killed]}\) is instruction"
         assert re.search(exchanged, said) or count > 2, said

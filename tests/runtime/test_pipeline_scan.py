@@ -1,4 +1,6 @@
-"""A step that scans over its layers runs in stages that each scan their own rows of the stacked parameters."""
+"""A step that scans over its layers runs in stages that each scan their own rows of the stacked
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def in_stages(fn, *args, bounds, sizes, micro_batches=2, schedule="1f1b"):
     """A step as a pipeline with one stage for each range of layers."""
     graph = split_scans(capture(fn, *args), bounds).graph
     layers = cut_layers(graph)
-    begins = [next(k for k, n in enumerate(layers.names) if n.endswith(f"[{a}:{b}]")) for a, b in ranges(bounds)]
+    begins = [
+        next(k for k, n in enumerate(layers.names) if n.endswith(f"[{a}:{b}]"))
+        for a, b in ranges(bounds)
+    ]
     staging = stage_layers(graph, layers, [0, *begins[1:]])
     return build(graph, staging, sizes=sizes, micro_batches=micro_batches, schedule=schedule)
 
@@ -36,7 +41,7 @@ def ranges(bounds):
     return list(zip(bounds, bounds[1:]))
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +65,26 @@ CASES = [
 
 @functools.cache
 def work(model):
-    sizes = {"num_layers": 6, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "vocab_size": 24, "seq_len": 4}
-    return zoo.build(model, 16, overrides=sizes, dtype="float64", learning_rate=1e-3, recompute="none", scan=True)
+    sizes = {
+        "num_layers": 6,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "ffn_size": 16,
+        "vocab_size": 24,
+        "seq_len": 4,
+    }
+    return zoo.build(
+        model, 16, overrides=sizes, dtype="float64", learning_rate=1e-3, recompute="none", scan=True
+    )
 
 
 @functools.cache
 def batches(model):
     random = np.random.default_rng(0)
-    return [jax.tree.map(lambda x: random.integers(0, 24, x.shape).astype(x.dtype), work(model).batch) for _ in "123"]
+    return [
+        jax.tree.map(lambda x: random.integers(0, 24, x.shape).astype(x.dtype), work(model).batch)
+        for _ in "123"
+    ]
 
 
 @functools.cache
@@ -81,7 +98,9 @@ def plain(model):
     return start, jax.device_get(state), losses
 
 
-@pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str
+)
 def test_same_numbers(case, x64):
     """Three AdamW steps; every stage keeps and scans its own layers alone."""
     made = work(case.model)
@@ -106,35 +125,50 @@ def test_same_numbers(case, x64):
 
 
 def assert_apart(step, bounds):
-    """No stage is given other layers' parameters or moments, nor gets them sent; loops stay loops."""
+    """No stage is given other layers' parameters or moments, nor gets them sent; loops stay
+    loops.
+    """
     pipeline = step.runner.pipeline
     homes = {}
     for item in pipeline.graph.inputs:
         if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE) and item.path.endswith("]"):
-            homes.setdefault(item.path[item.path.rindex("[") :], set()).update(pipeline.given_slots(item.value))
+            homes.setdefault(item.path[item.path.rindex("[") :], set()).update(
+                pipeline.given_slots(item.value)
+            )
     assert homes == {f"[{a}:{b}]": {k} for k, (a, b) in enumerate(ranges(bounds))}
     for stage in pipeline.compile():
-        loops = [c for c in stage.function.program.graph.body.items if isinstance(c, Call) and c.kind == "scan"]
+        loops = [
+            c
+            for c in stage.function.program.graph.body.items
+            if isinstance(c, Call) and c.kind == "scan"
+        ]
         a, b = ranges(bounds)[stage.function.program.stage]
         assert {c.eqn.params["length"] for c in loops} <= {b - a}
         assert not loops or b - a == 1 or " while(" in stage.compiled.as_text()
     used = {step.function for step in pipeline.instructions.steps if isinstance(step, Run)}
     parts = [pipeline.functions[k].program for k in used]
     with_loops = [p for p in parts if any(isinstance(c, Call) for c in p.graph.body.items)]
-    assert len(with_loops) == 2 * (len(bounds) - 1)  # a forward and a backward loop for each stage, once
+    assert len(with_loops) == 2 * (
+        len(bounds) - 1
+    )  # a forward and a backward loop for each stage, once
 
 
-# ---- arguments and results -------------------------------------------------------------------------------------------
+# ---- arguments and results -----------------------------------------------------------------------
 
 
 def train_step(state, batch):
     def loss_fn(params):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"] @ params["first"], params["w"])
+        x, _ = jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None), batch["x"] @ params["first"], params["w"]
+        )
         return jnp.mean((x - batch["y"]) ** 2)
 
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     new = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
-    return {"params": new, "key": state["key"], "count": state["count"] + 1}, {"loss": loss, "grads": grads}
+    return {"params": new, "key": state["key"], "count": state["count"] + 1}, {
+        "loss": loss,
+        "grads": grads,
+    }
 
 
 def init(key):
@@ -151,7 +185,9 @@ def data():
 
 @functools.cache
 def small(bounds=(0, 2, LAYERS)):
-    return in_stages(train_step, jax.eval_shape(init, jax.random.key(0)), data(), bounds=bounds, sizes=(1, 1))
+    return in_stages(
+        train_step, jax.eval_shape(init, jax.random.key(0)), data(), bounds=bounds, sizes=(1, 1)
+    )
 
 
 def test_one_leaf():
@@ -161,7 +197,10 @@ def test_one_leaf():
     state, metrics = step(start, data())
     assert not start["params"]["w"].is_deleted()
     wanted, plain_metrics = train_step(init(jax.random.key(0)), data())
-    for found, want in ((state["params"], wanted["params"]), (metrics["grads"], plain_metrics["grads"])):
+    for found, want in (
+        (state["params"], wanted["params"]),
+        (metrics["grads"], plain_metrics["grads"]),
+    ):
         assert jax.tree.structure(found) == jax.tree.structure(want)
         np.testing.assert_allclose(found["w"], want["w"], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found["first"], want["first"], rtol=1e-5, atol=1e-6)
@@ -183,7 +222,11 @@ def test_pieces_go_round():
     step, other = small(), small((0, 3, LAYERS))
     first, _ = step(init(jax.random.key(0)), data())
     kept = jax.tree.map(np.asarray, first["params"])
-    lent = {"params": {**kept, "w": first["params"]["w"]}, "key": jax.random.key(0), "count": np.int32(1)}
+    lent = {
+        "params": {**kept, "w": first["params"]["w"]},
+        "key": jax.random.key(0),
+        "count": np.int32(1),
+    }
     again, _ = other(lent, data())
     assert again["params"]["w"].bounds == (0, 3, 5)
     assert not any(piece.is_deleted() for piece in first["params"]["w"].pieces)
@@ -195,19 +238,27 @@ def test_pieces_go_round():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zero-bubble"])
 def test_four_stages(schedule):
-    """Unequal ranges, two stages on each submesh if the schedule wants that, and examples divided within each."""
+    """Unequal ranges, two stages on each submesh if the schedule wants that, and examples divided
+    within each.
+    """
     sizes = (2, 2) if schedule == "interleaved-1f1b" else (1, 2, 1, 2)
     bounds = (0, 1, 3, 4, LAYERS)
     with jax.enable_x64(True):
-        state = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == np.float32 else x, init(jax.random.key(0)))
+        state = jax.tree.map(
+            lambda x: x.astype(jnp.float64) if x.dtype == np.float32 else x, init(jax.random.key(0))
+        )
         batch = jax.tree.map(np.float64, data())
-        step = in_stages(train_step, state, batch, bounds=bounds, sizes=sizes, micro_batches=4, schedule=schedule)
+        step = in_stages(
+            train_step, state, batch, bounds=bounds, sizes=sizes, micro_batches=4, schedule=schedule
+        )
         assert check_steps(train_step, step, state, [batch] * 3).largest < BAR
         assert_apart(step, bounds)
 
 
 def test_born_and_checked_in_pieces():
-    """Each stage makes its own rows, the same numbers as a plain run makes; a check leaves them as they are."""
+    """Each stage makes its own rows, the same numbers as a plain run makes; a check leaves them as
+    they are.
+    """
     step = small()
     state = step.init(init, jax.random.key(0))
     w = state["params"]["w"]
@@ -215,7 +266,10 @@ def test_born_and_checked_in_pieces():
     np.testing.assert_array_equal(w, jax.jit(init)(jax.random.key(0))["params"]["w"])
     assert step.check(state, data()).largest < 1e-5
     assert not any(piece.is_deleted() for piece in w.pieces)
-    assert {path for path in step.shardings if "w" in path} == {"state.params.w[0:2]", "state.params.w[2:5]"}
+    assert {path for path in step.shardings if "w" in path} == {
+        "state.params.w[0:2]",
+        "state.params.w[2:5]",
+    }
     assert step.shardings["state.params.w[2:5]"].device_set == {jax.devices()[1]}
 
 
@@ -234,19 +288,23 @@ def test_keys_in_pieces():
     assert (jnp.asarray(pieces) == keys).all()
 
 
-# ---- objects ---------------------------------------------------------------------------------------------------------
+# ---- objects -------------------------------------------------------------------------------------
 
 
 def test_nnx_in_place():
     """Flax NNX objects hold pieces after a step, and take part in the next."""
 
     def make():
-        layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(nnx.Rngs(0).split(LAYERS))
+        layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(
+            nnx.Rngs(0).split(LAYERS)
+        )
         return layers, nnx.Optimizer(layers, optax.adam(1e-2), wrt=nnx.Param)
 
     def step(layers, optimizer, batch):
         def loss_fn(layers):
-            scan = nnx.scan(lambda layer, x: jnp.tanh(layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            scan = nnx.scan(
+                lambda layer, x: jnp.tanh(layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+            )
             return jnp.mean((scan(layers, batch["x"]) - batch["y"]) ** 2)
 
         loss, grads = nnx.value_and_grad(loss_fn)(layers)
@@ -260,5 +318,7 @@ def test_nnx_in_place():
         np.testing.assert_allclose(a, b, rtol=1e-5)
     assert isinstance(found[0].kernel.get_value(), PiecedArray)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), nnx.state(found[0]), nnx.state(wanted[0])
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        nnx.state(found[0]),
+        nnx.state(wanted[0]),
     )

@@ -19,12 +19,16 @@ def step(state, batch):
         return jnp.mean(x**2)
 
     value, gradients = jax.value_and_grad(loss)(state["params"])
-    return {"params": jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], gradients)}, {"loss": value}
+    return {"params": jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], gradients)}, {
+        "loss": value
+    }
 
 
 @pytest.fixture(scope="module")
 def plan():
-    state = {"params": {"layers": [{"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)} for _ in range(2)]}}
+    state = {
+        "params": {"layers": [{"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)} for _ in range(2)]}
+    }
     return aq.plan(
         step,
         state,
@@ -39,10 +43,14 @@ def devices(num_processes):
 
 
 def test_too_few_devices(plan):
-    with pytest.raises(PlanMismatchError, match="the plan is for 8 devices in 2 stages, and there are 4"):
+    with pytest.raises(
+        PlanMismatchError, match="the plan is for 8 devices in 2 stages, and there are 4"
+    ):
         require_devices(plan, devices(1)[:4])
 
 
 def test_processes_that_cannot_share_the_hosts(plan):
-    with pytest.raises(PlanMismatchError, match="1 host of 8 devices, which 3 processes cannot share equally"):
+    with pytest.raises(
+        PlanMismatchError, match="1 host of 8 devices, which 3 processes cannot share equally"
+    ):
         require_devices(plan, devices(3))

@@ -1,4 +1,6 @@
-"""Whatever happens to a process: it keeps its own exit code, the others end with 3 and a message, and nobody hangs."""
+"""Whatever happens to a process: it keeps its own exit code, the others end with 3 and a message,
+and nobody hangs.
+"""
 
 import pytest
 from runtime.fault_cases import CASES, name_of, run_case, wrong
@@ -19,7 +21,12 @@ _SHORT = [
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name_of(case), marks=() if name_of(case) in _SHORT else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(
+            case, id=name_of(case), marks=() if name_of(case) in _SHORT else pytest.mark.slow
+        )
+        for case in CASES
+    ],
 )
 def test_processes_end_as_they_should(case):
     found = run_case(case)
@@ -33,9 +40,14 @@ def test_processes_end_as_they_should(case):
         }
         # One of two that differ: which is the odd one nobody can say.
         assert f"process 1 has other {what[case['kind']]} than process 0" in found["errors"][0]
-        assert case["kind"] != "shape" or "process 1: inputs[4].shape = (32, 16)" in found["errors"][0]
+        assert (
+            case["kind"] != "shape" or "process 1: inputs[4].shape = (32, 16)" in found["errors"][0]
+        )
     if case["kind"] == "version":
-        assert "jax 0.0.1 in process 1" in found["errors"][0] and "jax 0.0.1 in process 1" in found["errors"][1]
+        assert (
+            "jax 0.0.1 in process 1" in found["errors"][0]
+            and "jax 0.0.1 in process 1" in found["errors"][1]
+        )
 
 
 def test_the_table_has_sixty_cases_and_the_selection_is_in_it():

@@ -1,4 +1,6 @@
-"""Random steps run in parallel as they do plainly, by two methods each, whole and in two micro-batches, in float64."""
+"""Random steps run in parallel as they do plainly, by two methods each, whole and in two
+micro-batches, in float64.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from aliquot.runtime._check import compare
 
 _NUM_DEVICES = 4
 _SPLIT_BATCHES = {"dp": aq.DataParallel(), "zero2": aq.Zero2Parallel(), "zero3": aq.Zero3Parallel()}
-_METHODS: dict[str, Any] = {**_SPLIT_BATCHES, "shard": aq.ShardParallel(), "auto": aq.Auto(), "pipeline": None}
+_METHODS: dict[str, Any] = {
+    **_SPLIT_BATCHES,
+    "shard": aq.ShardParallel(),
+    "auto": aq.Auto(),
+    "pipeline": None,
+}
 _PAIRS = [("dp", "shard"), ("zero3", "shard"), ("zero2", "auto"), ("dp", "pipeline")]
 # So slow, and with links so fast, that work on few numbers is worth splitting.
 _SLOW = replace(
@@ -38,17 +45,23 @@ _FLOOR = 1e-5
 
 def _cases(seeds: range, *marks: Any) -> list[Any]:
     pairs = ((seed, method) for seed in seeds for method in _PAIRS[seed % len(_PAIRS)])
-    return [pytest.param(seed, method, marks=marks, id=f"{seed}-{method}") for seed, method in pairs]
+    return [
+        pytest.param(seed, method, marks=marks, id=f"{seed}-{method}") for seed, method in pairs
+    ]
 
 
-@pytest.mark.parametrize(("seed", "method"), _cases(range(40)) + _cases(range(40, 400), pytest.mark.slow))
+@pytest.mark.parametrize(
+    ("seed", "method"), _cases(range(40)) + _cases(range(40, 400), pytest.mark.slow)
+)
 def test_a_random_step_is_the_plain_step(seed, method, x64):
     step, wanted = _plain(seed)
     for micro_batches in (1, 2):
         try:
             found = _run(step, method, micro_batches)
         except AliquotError as error:
-            assert _may_refuse(step, method, micro_batches), f"{step.text}\n{method}, {micro_batches}: {error}"
+            assert _may_refuse(step, method, micro_batches), (
+                f"{step.text}\n{method}, {micro_batches}: {error}"
+            )
             continue
         except Exception as error:
             error.add_note(step.text)
@@ -103,10 +116,15 @@ def _may_refuse(step: RandomStep, method: str, micro_batches: int) -> bool:
 
 
 def _differences(found: Any, wanted: Any, tolerance: float) -> dict[str, Any]:
-    have, want = jax.tree_util.tree_flatten_with_path(found)[0], jax.tree_util.tree_flatten_with_path(wanted)[0]
+    have, want = (
+        jax.tree_util.tree_flatten_with_path(found)[0],
+        jax.tree_util.tree_flatten_with_path(wanted)[0],
+    )
     paths = [jax.tree_util.keystr(path) for path, _ in want]
     assert [jax.tree_util.keystr(path) for path, _ in have] == paths
     for path, (_, a), (_, b) in zip(paths, have, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), (path, a.dtype, b.dtype)
     leaves = compare(paths, [a for _, a in have], [b for _, b in want]).leaves
-    return {x.path: x.largest for x in leaves if not x.largest <= tolerance * max(x.magnitude, _FLOOR)}
+    return {
+        x.path: x.largest for x in leaves if not x.largest <= tolerance * max(x.magnitude, _FLOOR)
+    }

@@ -1,4 +1,6 @@
-"""Steps called again and again: what is donated, what is returned as it was given, and several threads."""
+"""Steps called again and again: what is donated, what is returned as it was given, and several
+threads.
+"""
 
 import copy
 import pickle
@@ -46,7 +48,12 @@ BATCH = np.ones((16, 16), np.float32)
 def parallel(method):
     chosen, count = METHODS[method]
     plan = aq.plan(
-        train_step, start(), BATCH, cluster=aq.Cluster.preset("8xcpu"), method=chosen, num_micro_batches=count
+        train_step,
+        start(),
+        BATCH,
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=chosen,
+        num_micro_batches=count,
     )
     return aq.parallelize(train_step, plan)
 
@@ -71,7 +78,9 @@ def test_state_that_was_donated_before_is_refused_by_name(method):
     step = parallel(method)
     second, _ = step(start(), BATCH)
     third, _ = step(second, BATCH)
-    with pytest.raises(InputError, match=r"no longer exist: state\.params\[.\].*state that the last call returned"):
+    with pytest.raises(
+        InputError, match=r"no longer exist: state\.params\[.\].*state that the last call returned"
+    ):
         step(second, BATCH)
     step(third, BATCH)
 
@@ -132,7 +141,9 @@ def test_a_step_is_copied_as_functions_are_and_refuses_to_be_pickled(method):
     assert pickle.loads(pickle.dumps(step.plan)) == step.plan
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.make_jaxpr, lambda f: lambda *args: jax.eval_shape(f, *args)])
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.make_jaxpr, lambda f: lambda *args: jax.eval_shape(f, *args)]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_inside_a_traced_function_is_refused(method, transform):
     step = parallel(method)

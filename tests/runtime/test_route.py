@@ -1,4 +1,6 @@
-"""Arrays taken apart at one end and put together at the other: the same values, whatever the ends are."""
+"""Arrays taken apart at one end and put together at the other: the same values, whatever the ends
+are.
+"""
 
 import itertools
 
@@ -25,8 +27,16 @@ def test_arrays_arrive_as_they_were(n, m, cut_above, monkeypatch):
     """Even and uneven dims, scalars, empty arrays, narrow types and random keys."""
     monkeypatch.setattr(_route, "WORTH_CUTTING_BYTES", cut_above)
     devices = jax.devices()
-    ends = [NamedSharding(_mesh(own, ("x",)), PartitionSpec()) for own in (devices[:n], devices[-m:])]
-    looks = [((12, 5), "float32"), ((5, 12), "bfloat16"), ((7, 5), "int8"), ((), "bool"), ((0, 4), "float32")]
+    ends = [
+        NamedSharding(_mesh(own, ("x",)), PartitionSpec()) for own in (devices[:n], devices[-m:])
+    ]
+    looks = [
+        ((12, 5), "float32"),
+        ((5, 12), "bfloat16"),
+        ((7, 5), "int8"),
+        ((), "bool"),
+        ((0, 4), "float32"),
+    ]
     random = np.random.default_rng(0)
     hosts = [jnp.asarray(random.integers(0, 2, shape).astype(dtype)) for shape, dtype in looks]
     arrays = jax.device_put([*hosts, jax.random.split(jax.random.key(0), 6)], ends[0])
@@ -42,7 +52,9 @@ def test_arrays_arrive_as_they_were(n, m, cut_above, monkeypatch):
 def test_splits_change_on_the_way(monkeypatch):
     monkeypatch.setattr(_route, "WORTH_CUTTING_BYTES", 0)
     devices = jax.devices()
-    source = NamedSharding(_mesh(np.reshape(devices[:4], (2, 2)), ("a", "b")), PartitionSpec(("a", "b")))
+    source = NamedSharding(
+        _mesh(np.reshape(devices[:4], (2, 2)), ("a", "b")), PartitionSpec(("a", "b"))
+    )
     target = NamedSharding(_mesh(devices[6:], ("c",)), PartitionSpec(None, "c"))
     array = jax.device_put(jnp.arange(48.0).reshape(8, 6), source)
     (moved,) = plan_route([struct(array.shape, array.dtype, source)], [target])(array)

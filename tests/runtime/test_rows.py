@@ -1,4 +1,6 @@
-"""Stacks of new parameters that are gathered row by row, as for GPUs: the same numbers, and never two of them at once."""
+"""Stacks of new parameters that are gathered row by row, as for GPUs: the same numbers, and never
+two of them at once.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,14 @@ from aliquot.cost import Problem
 from aliquot.graph import capture
 from aliquot.sharding import _rows
 
-SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vocab_size": 40, "seq_len": 6}
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "ffn_size": 24,
+    "vocab_size": 40,
+    "seq_len": 6,
+}
 
 
 @pytest.fixture
@@ -35,7 +44,14 @@ def by_rows(monkeypatch):
 @pytest.mark.parametrize(("mesh", "micro_batches"), [("8", 1), ("8", 4), ("4x2", 1)])
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_same_numbers(model, mesh, micro_batches, by_rows):
-    case = Case(method="zero2", mesh=mesh, model=model, form="scan", micro_batches=micro_batches, dtype="float64")
+    case = Case(
+        method="zero2",
+        mesh=mesh,
+        model=model,
+        form="scan",
+        micro_batches=micro_batches,
+        dtype="float64",
+    )
     found = compare(case)
     assert found.loss <= LOSS["float64"] and found.leaf <= LEAF["float64"], found
 
@@ -54,7 +70,11 @@ def gathered(step, work):
 def test_rows_are_gathered_and_not_the_stack(request):
     work = workload()
     plan = aq.plan(
-        work.train_step, work.state, work.batch, cluster=aq.Cluster.preset("8xcpu"), method=aq.Zero2Parallel()
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=aq.Zero2Parallel(),
     )
     whole = gathered(aq.parallelize(work.train_step, plan), work)
     request.getfixturevalue("by_rows")
@@ -67,9 +87,15 @@ def test_a_program_for_verification_is_lowered_once(by_rows, monkeypatch, tmp_pa
     """Its constraints of order are calls that promise later releases nothing, known beforehand."""
     work, written = workload(), []
     export = jax.export.export
-    monkeypatch.setattr(jax.export, "export", lambda *args, **kwargs: written.append(1) or export(*args, **kwargs))
+    monkeypatch.setattr(
+        jax.export, "export", lambda *args, **kwargs: written.append(1) or export(*args, **kwargs)
+    )
     plan = aq.plan(
-        work.train_step, work.state, work.batch, cluster=aq.Cluster.preset("8xcpu"), method=aq.Zero2Parallel()
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=aq.Zero2Parallel(),
     )
     assert aq.verify(plan, work.train_step, work.state, work.batch, cache=tmp_path).fits
     assert len(written) == 1
@@ -86,18 +112,28 @@ def test_stages_of_a_pipeline(monkeypatch, x64):
             return jnp.mean(x**2)
 
         value, gradients = jax.value_and_grad(loss)(state["params"])
-        return {"params": jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], gradients)}, {"loss": value}
+        return {"params": jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], gradients)}, {
+            "loss": value
+        }
 
     keys = jax.random.split(jax.random.key(0), 5)
     state = {"params": {"layers": [{"w": jax.random.normal(k, (2, 4, 4))} for k in keys[:4]]}}
     batch = {"x": jax.random.normal(keys[4], (8, 4))}
     graph = capture(train_step, state, batch)
-    rows = {graph.outputs[i.output].value: (i.value, (2,), (-1,)) for i in graph.inputs if i.output is not None}
+    rows = {
+        graph.outputs[i.output].value: (i.value, (2,), (-1,))
+        for i in graph.inputs
+        if i.output is not None
+    }
     assert len(rows) == 4
     monkeypatch.setattr(pipelines, "Pins", functools.partial(pipelines.Pins, rows=rows))
     step = pipelines.pipeline(train_step, state, batch, sizes=(2, 2))
     assert pipelines.check_steps(train_step, step, state, [batch] * 3).largest < 1e-12
-    texts = [program.compiled.as_text() for program in step.runner.pipeline.compile() if program is not None]
+    texts = [
+        program.compiled.as_text()
+        for program in step.runner.pipeline.compile()
+        if program is not None
+    ]
     # Each layer's in the program of its stage.
     found = [re.findall(r"f64\[([\d,]+)\][^ ]* all-gather\(", text) for text in texts]
     assert sum(found, []) == ["4,4"] * 4 and sum(map(bool, found)) == 2

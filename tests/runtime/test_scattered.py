@@ -1,4 +1,6 @@
-"""Products whose partial sums their users want split: on each device's piece, and reduce-scattered."""
+"""Products whose partial sums their users want split: on each device's piece, and
+reduce-scattered.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,9 @@ def arguments(dtype="float32", rows=64):
     sizes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     state = {name: jnp.asarray(random.normal(size=size) / 8, dtype) for name, size in sizes.items()}
     moments = jax.tree.map(jnp.zeros_like, state)
-    return {"params": state, "moments": moments}, jnp.asarray(random.normal(size=(rows, WIDTH)), dtype)
+    return {"params": state, "moments": moments}, jnp.asarray(
+        random.normal(size=(rows, WIDTH)), dtype
+    )
 
 
 def step(state, rows):
@@ -31,7 +35,10 @@ def step(state, rows):
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     moments = jax.tree.map(lambda m, g: 0.5 * m + g, state["moments"], grads)
-    return {"params": jax.tree.map(lambda p, m: p - m, state["params"], moments), "moments": moments}, value
+    return {
+        "params": jax.tree.map(lambda p, m: p - m, state["params"], moments),
+        "moments": moments,
+    }, value
 
 
 def bytes_by_kind(found):
@@ -50,7 +57,11 @@ def test_gradients_of_split_states_are_scattered(dtype):
         found = bytes_by_kind(find_collectives(planned.lower().compile().as_text(), ("x",), (8,)))
         itemsize = max(4, jnp.dtype(dtype).itemsize)
         planned_bytes = bytes_by_kind(planned.plan.prediction.collectives)
-        assert found["reduce-scatter"] == planned_bytes["reduce-scatter"] == 2 * WIDTH * HIDDEN * itemsize // 8
+        assert (
+            found["reduce-scatter"]
+            == planned_bytes["reduce-scatter"]
+            == 2 * WIDTH * HIDDEN * itemsize // 8
+        )
         # The loss, and no gradient.
         assert found["all-reduce"] == planned_bytes["all-reduce"] <= 8
         check = planned.check(*args)
@@ -59,13 +70,19 @@ def test_gradients_of_split_states_are_scattered(dtype):
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_groups_of_devices_scatter_their_own(num_micro_batches):
-    """Rows over one axis, features over the other: each group of devices sums along the other alone."""
+    """Rows over one axis, features over the other: each group of devices sums along the other
+    alone.
+    """
     args = arguments()
     specs = {"rows": ("x", "y"), "*up": (None, "y"), "*down": ("y", None)}
     method = ManualParallel(specs=specs, mesh_shape=(4, 2))
     planned = parallel(step, *args, method=method, num_micro_batches=num_micro_batches)
     text = planned.lower().compile().as_text()
-    found = [c for c in find_collectives(text, ("x", "y"), (4, 2)) if c.kind == "reduce-scatter" and c.axes == ("y",)]
+    found = [
+        c
+        for c in find_collectives(text, ("x", "y"), (4, 2))
+        if c.kind == "reduce-scatter" and c.axes == ("y",)
+    ]
     inside = [c for c in found if c.in_loop is (num_micro_batches > 1)]
     assert inside and "reduce-scatter" in {u.kind for u in planned.plan.prediction.collectives}
     check = planned.check(*args)
@@ -74,7 +91,9 @@ def test_groups_of_devices_scatter_their_own(num_micro_batches):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_plans_for_gpus_run_on_other_devices(dtype):
-    """Products whose sums other axes finish are scattered as on GPUs, whose compiler merges what follows two of them."""
+    """Products whose sums other axes finish are scattered as on GPUs, whose compiler merges what
+    follows two of them.
+    """
 
     def step(state, batch):
         hidden = jnp.tanh(batch["a"] @ state["up"] + batch["b"] @ state["gate"])
@@ -84,7 +103,11 @@ def test_plans_for_gpus_run_on_other_devices(dtype):
     made = {name: jnp.asarray(random.normal(size=(256, 64)) / 16, dtype) for name in ("up", "gate")}
     state = {**made, "last": jnp.zeros((64, 64), dtype)}
     batch = {name: jnp.asarray(random.normal(size=(64, 256)), dtype) for name in "ab"}
-    specs = {"state.up": (("x", "y"), None), "state.gate": (("x", "y"), None), "state.last": ("y", None)}
+    specs = {
+        "state.up": (("x", "y"), None),
+        "state.gate": (("x", "y"), None),
+        "state.last": ("y", None),
+    }
     method = ManualParallel(specs=specs | {"batch.*": (None, ("x", "y"))}, mesh_shape=(4, 2))
     plan = aq.plan(step, state, batch, cluster=Cluster.preset("8xH100"), method=method)
     planned = aq.parallelize(step, plan, devices=jax.devices()[:8])
@@ -97,10 +120,20 @@ def test_plans_for_gpus_run_on_other_devices(dtype):
 
 CASES = {
     "sums over one axis": ((None, "x"), ("x", None), ("x", None), ["reduce-scatter"]),
-    "sums over two axes": ((None, ("x", "y")), (("x", "y"), None), (("x", "y"), None), ["reduce-scatter"]),
+    "sums over two axes": (
+        (None, ("x", "y")),
+        (("x", "y"), None),
+        (("x", "y"), None),
+        ["reduce-scatter"],
+    ),
     "behind what is split": (("y", "x"), ("x", None), (("y", "x"), None), ["reduce-scatter"]),
     "along two dims": ((None, ("x", "y")), (("x", "y"), None), ("x", "y"), ["reduce-scatter"] * 2),
-    "some are finished": ((None, ("x", "y")), (("x", "y"), None), ("x", None), ["all-reduce", "reduce-scatter"]),
+    "some are finished": (
+        (None, ("x", "y")),
+        (("x", "y"), None),
+        ("x", None),
+        ["all-reduce", "reduce-scatter"],
+    ),
     "none is scattered": ((None, "x"), ("x", None), (None, None), None),
     "operands split differently": ((None, "x"), ("y", None), ("x", None), None),
     "in front of what is split": (("y", "x"), ("x", None), (("x", "y"), None), None),
@@ -121,7 +154,9 @@ def test_products_on_pieces_sum_to_the_whole_product(case, wide_sums, mesh):
         return [eqn.primitive.bind(*operands, **eqn.params)]
 
     def run(a, b):
-        return product(eqn, (a, b), bind, devices, [left, right], lambda shape: wanted, wide_sums=wide_sums)
+        return product(
+            eqn, (a, b), bind, devices, [left, right], lambda shape: wanted, wide_sums=wide_sums
+        )
 
     if kinds is None:
         assert run(a, b) is None

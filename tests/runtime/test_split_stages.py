@@ -1,4 +1,6 @@
-"""Programs of stages: nothing is left out, no product is done twice, little is kept, and parameters cross once a step."""
+"""Programs of stages: nothing is left out, no product is done twice, little is kept, and parameters
+cross once a step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MICRO_BATCHES = 4
 def made(schedule="1f1b", sizes=(1, 1, 1, 1), first_layers=(0, 2, 3, 4), num_layers=4):
     graph = layered(num_layers)
     stages = stage_layers(graph, cut_layers(graph, layers="layers[*]"), first_layers)
-    return build(graph, stages, sizes=sizes, micro_batches=MICRO_BATCHES, schedule=schedule).runner.pipeline
+    return build(
+        graph, stages, sizes=sizes, micro_batches=MICRO_BATCHES, schedule=schedule
+    ).runner.pipeline
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +72,15 @@ def test_the_stages_before_wait_for_no_gradient_of_weights():
         p.stage: [found.graph.ops[k].name for k in p.graph.body.items].count("dot_general")
         for p in programs(found, Part.BACKWARD_INPUT)
     }
-    # One product for each weight on the way down; the first stage has nobody to send to, and so no such program.
+    # One product for each weight on the way down; the first stage has nobody to send to, and so no
+    # such program.
     assert names == {1: 2, 2: 2, 3: 3}
 
 
 def test_only_products_are_kept_between_forward_and_backward(pipeline):
-    """Of each layer the two products, or what is cheaper and holds as much: never the activations as well."""
+    """Of each layer the two products, or what is cheaper and holds as much: never the activations
+    as well.
+    """
     for program in programs(pipeline, Part.FORWARD):
         if program.stage in (1, 2):
             values = [pipeline.graph.values[v] for v in program.kept]
@@ -82,9 +89,20 @@ def test_only_products_are_kept_between_forward_and_backward(pipeline):
 
 @pytest.mark.parametrize(("recompute", "count"), [("none", 7), ("block", 0)])
 def test_a_layer_of_gpt_keeps_its_products(recompute, count):
-    """Queries, keys, values, scores, both products behind them and the wide one; with remat only what comes in."""
-    sizes = {"num_layers": 3, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "vocab_size": 24, "seq_len": 4}
-    work = zoo.build("gpt-125m", 4, overrides=sizes, dtype="float32", recompute=recompute, optimizer="sgd")
+    """Queries, keys, values, scores, both products behind them and the wide one; with remat only
+    what comes in.
+    """
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "ffn_size": 16,
+        "vocab_size": 24,
+        "seq_len": 4,
+    }
+    work = zoo.build(
+        "gpt-125m", 4, overrides=sizes, dtype="float32", recompute=recompute, optimizer="sgd"
+    )
     graph = capture(work.train_step, work.state, work.batch)
     stages = staging(graph, 3, layers=3)
     found = build(graph, stages, sizes=(1, 1, 1), micro_batches=2, schedule="1f1b").runner.pipeline
@@ -134,9 +152,14 @@ def test_no_more_micro_batches_are_in_flight_than_the_schedule_says(schedule):
         alive, most = set(), 0
         for step in found.instructions.steps:
             slots = [(slot, *found.instructions.slots[slot]) for slot in step.outputs]
-            forward = isinstance(step, Run) and found.functions[step.function].program.part is Part.FORWARD
+            forward = (
+                isinstance(step, Run)
+                and found.functions[step.function].program.part is Part.FORWARD
+            )
             if forward and step.stage == stage:
-                alive.update((slot, m) for slot, _, key, m in slots if key.value in kept(found, stage))
+                alive.update(
+                    (slot, m) for slot, _, key, m in slots if key.value in kept(found, stage)
+                )
             most = max(most, len({m for _, m in alive}))
             alive = {pair for pair in alive if pair[0] not in step.frees}
         assert most == lists.in_flight(stage, TaskKind.BACKWARD_WEIGHT), stage
@@ -168,9 +191,13 @@ def test_no_device_waits_for_another_before_the_last_micro_batch(grouped):
 
 
 def test_stages_on_the_same_devices_share_what_is_compiled(monkeypatch):
-    """Six stages on two submeshes. The first is the embedding alone, whose gradient the second works out."""
+    """Six stages on two submeshes. The first is the embedding alone, whose gradient the second
+    works out.
+    """
     calls, plain = [], jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: calls.append(lowered) or plain(lowered))
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda lowered: calls.append(lowered) or plain(lowered)
+    )
     compiled = made("interleaved-1f1b", sizes=(1, 1), first_layers=range(6), num_layers=6).compile()
     forward, backward = (
         {c.function.program.stage: c.compiled for c in compiled if c.function.program.part is part}
@@ -185,5 +212,9 @@ def test_stages_on_the_same_devices_share_what_is_compiled(monkeypatch):
 
 def test_results_of_the_pipeline_take_the_place_of_its_state(grouped):
     donated = grouped.donated_values()
-    arrays = [i for i in grouped.graph.inputs if i.output is not None and grouped.graph.values[i.value].shape]
+    arrays = [
+        i
+        for i in grouped.graph.inputs
+        if i.output is not None and grouped.graph.values[i.value].shape
+    ]
     assert not [i.path for i in arrays if i.value not in donated]

@@ -1,4 +1,6 @@
-"""A step under a plan: the user's signature, the plain step's numbers, donated state, one exchange of gradients."""
+"""A step under a plan: the user's signature, the plain step's numbers, donated state, one exchange
+of gradients.
+"""
 
 import re
 
@@ -21,7 +23,9 @@ WIDTHS = (12, 16, 8)
 
 
 def model(name, *, dtype="float64", scan=False, recompute="block", rows=32, optimizer="sgd"):
-    config = zoo.configure(name, **SMALL, **({"num_kv_heads": 2} if name.startswith("llama") else {}))
+    config = zoo.configure(
+        name, **SMALL, **({"num_kv_heads": 2} if name.startswith("llama") else {})
+    )
     return zoo.build(config, rows, dtype=dtype, scan=scan, recompute=recompute, optimizer=optimizer)
 
 
@@ -45,7 +49,9 @@ def mlp_params():
 
 def mlp_batch(rows=16):
     random = np.random.default_rng(1)
-    return {name: random.normal(size=(rows, n)).astype(np.float32) for name, n in (("x", 12), ("y", 8))}
+    return {
+        name: random.normal(size=(rows, n)).astype(np.float32) for name, n in (("x", 12), ("y", 8))
+    }
 
 
 def train_mlp(params, batch, *, rate=0.1):
@@ -102,7 +108,10 @@ def test_gradients_cross_once_behind_the_loop():
 def test_without_micro_batches_there_is_no_loop(mlp_step):
     assert " while(" not in mlp_step.as_text()
     assert (
-        "while" in parallel(train_mlp, mlp_params(), mlp_batch(), method=DataParallel(), num_micro_batches=2).as_text()
+        "while"
+        in parallel(
+            train_mlp, mlp_params(), mlp_batch(), method=DataParallel(), num_micro_batches=2
+        ).as_text()
     )
 
 
@@ -119,14 +128,17 @@ def remats(jaxpr):
 
 def barriers(jaxpr):
     return sum(
-        bool(eqn.params.get("prevent_cse")) and bool(eqn.params.get("differentiated")) for eqn in equations(jaxpr)
+        bool(eqn.params.get("prevent_cse")) and bool(eqn.params.get("differentiated"))
+        for eqn in equations(jaxpr)
     )
 
 
 @pytest.mark.parametrize(("scan", "num_micro_batches"), [(False, 1), (True, 1), (False, 2)])
 def test_as_many_optimization_barriers_as_the_plain_step(scan, num_micro_batches):
     work = model("gpt-125m", dtype="float32", scan=scan)
-    step = build(capture(work.train_step, work.state, work.batch), DataParallel(), num_micro_batches)
+    step = build(
+        capture(work.train_step, work.state, work.batch), DataParallel(), num_micro_batches
+    )
     found = jax.make_jaxpr(step.runner.program.jitted)(*jax.tree.leaves((work.state, work.batch)))
     plain = jax.make_jaxpr(work.train_step)(work.state, work.batch)
     # Inside a scan nothing can be merged, and the model asks for no barriers.
@@ -140,7 +152,11 @@ def test_state_is_donated_and_aliased():
     step = build(capture(work.train_step, work.state, work.batch), Zero3Parallel())
     state = step.init(work.init, jax.random.key(0))
     memory = step.stats().memory
-    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards[:1])
+    held = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(state)
+        for shard in leaf.addressable_shards[:1]
+    )
     assert memory.alias_bytes == held
     new, metrics = step(state, tokens(work))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -161,7 +177,9 @@ def test_state_is_born_where_it_belongs():
 
 
 def test_an_init_of_another_structure_is_told_where(mlp_step):
-    with pytest.raises(PlanMismatchError, match=re.escape("params[0].b is made as float32[3]")) as error:
+    with pytest.raises(
+        PlanMismatchError, match=re.escape("params[0].b is made as float32[3]")
+    ) as error:
         mlp_step.init(lambda: [{**layer, "b": jnp.zeros(3)} for layer in mlp_params()])
     assert len(error.value.violations) == 2
     with pytest.raises(PlanMismatchError, match=r"params\[1\]\.b is missing"):
@@ -174,7 +192,9 @@ def test_plain_arrays_stay_the_users(mlp_step):
     want, want_loss = train_mlp(params, batch)
     for _ in range(2):  # the same arguments again
         found, loss = mlp_step(params, batch)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, want)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, want
+        )
         assert float(loss["loss"]) == pytest.approx(float(want_loss["loss"]), rel=1e-6)
     assert mlp_step.__name__ == "train_mlp"
     assert mlp_step.__doc__ == "One step of gradient descent."
@@ -221,7 +241,9 @@ def test_a_static_argument_that_changes():
 
 def test_too_few_devices():
     with pytest.raises(PlanMismatchError, match="the plan is for 8 devices .* there are 2"):
-        build(capture(train_mlp, mlp_params(), mlp_batch()), DataParallel(), devices=jax.devices()[:2])
+        build(
+            capture(train_mlp, mlp_params(), mlp_batch()), DataParallel(), devices=jax.devices()[:2]
+        )
 
 
 class Net(nnx.Module):
@@ -252,7 +274,12 @@ def make_net():
 def test_nnx_objects_change_in_place(num_micro_batches):
     net, optimizer = make_net()
     step = parallel(
-        train_in_place, net, optimizer, mlp_batch(), method=DataParallel(), num_micro_batches=num_micro_batches
+        train_in_place,
+        net,
+        optimizer,
+        mlp_batch(),
+        method=DataParallel(),
+        num_micro_batches=num_micro_batches,
     )
     plain, plain_optimizer = make_net()
     for _ in range(3):
@@ -260,7 +287,9 @@ def test_nnx_objects_change_in_place(num_micro_batches):
         want = train_in_place(plain, plain_optimizer, mlp_batch())
         assert float(loss) == pytest.approx(float(want), rel=1e-5)
     for a, b in zip(
-        jax.tree.leaves(nnx.state(net, nnx.Param)), jax.tree.leaves(nnx.state(plain, nnx.Param)), strict=True
+        jax.tree.leaves(nnx.state(net, nnx.Param)),
+        jax.tree.leaves(nnx.state(plain, nnx.Param)),
+        strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert int(net.dropout.rngs.count[...]) == int(plain.dropout.rngs.count[...])
@@ -284,14 +313,27 @@ def test_metadata_does_not_wait(mlp_step):
 
 def test_changes_of_split_gather_nothing_on_the_way(capfd):
     """Asked for another split at once, the compiler replicates some arrays, and says so."""
-    sizes = {"num_layers": 1, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2048}
-    work = zoo.build("llama-7b", 8, overrides=sizes | {"vocab_size": 2048, "seq_len": 32}, dtype="float32")
-    step = parallel(work.train_step, work.state, work.batch, method=ShardParallel(mesh_shape=(4, 2)))
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "ffn_size": 2048,
+    }
+    work = zoo.build(
+        "llama-7b", 8, overrides=sizes | {"vocab_size": 2048, "seq_len": 32}, dtype="float32"
+    )
+    step = parallel(
+        work.train_step, work.state, work.batch, method=ShardParallel(mesh_shape=(4, 2))
+    )
     sides: list[dict] = [{}, {}]
-    for side, uses in zip(sides, (step.plan.prediction.collectives, step.stats().collectives), strict=True):
+    for side, uses in zip(
+        sides, (step.plan.prediction.collectives, step.stats().collectives), strict=True
+    ):
         for use in uses:
             side[use.kind, use.axes] = side.get((use.kind, use.axes), 0.0) + use.num_bytes
-    # Of the planned sums over the vocabulary, one number for each of 8 x 32 tokens, the compiled program has one less.
+    # Of the planned sums over the vocabulary, one number for each of 8 x 32 tokens, the compiled
+    # program has one less.
     sides[0]["all-reduce", ("x", "y")] -= 4 * 8 * 32
     assert sides[1] == pytest.approx(sides[0], rel=0.02)
     assert "rematerialization" not in capfd.readouterr().err

@@ -1,4 +1,6 @@
-"""A parallel step is the plain step: a sample that covers every pair of choices, and (slow) the whole table."""
+"""A parallel step is the plain step: a sample that covers every pair of choices, and (slow) the
+whole table.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ _SAMPLE = covering(all_cases())
 _REST = [case for case in all_cases() if case not in _SAMPLE]
 
 
-@pytest.mark.parametrize("case", [*_SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in _REST)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*_SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in _REST)], ids=str
+)
 def test_a_parallel_step_is_the_plain_step(case):
     found = compare(case)
     assert found.loss <= LOSS[case.dtype], found

@@ -1,4 +1,6 @@
-"""A measured step of a pipeline has the form of a planned one: every program and transfer, one after the other."""
+"""A measured step of a pipeline has the form of a planned one: every program and transfer, one
+after the other.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +31,32 @@ def arguments():
     return state, {"x": jnp.asarray(random.normal(size=(8, WIDTH)))}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zero-bubble", 1), ("interleaved-1f1b", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("zero-bubble", 1), ("interleaved-1f1b", 2)]
+)
 def test_a_measured_trace(schedule, chunks):
     state, batch = arguments()
-    made = pipeline(step, state, batch, sizes=(1, 2), micro_batches=4, schedule=schedule, chunks=chunks)
+    made = pipeline(
+        step, state, batch, sizes=(1, 2), micro_batches=4, schedule=schedule, chunks=chunks
+    )
     trace = made.trace(state, batch)
     lists = make_schedule(schedule, 2 * chunks, 4, 2).lists
-    tasks = {(submesh, t.stage, t.micro_batch, str(t.kind)) for submesh, tasks in enumerate(lists) for t in tasks}
-    done = [(e.submesh, e.stage, e.micro_batch, e.kind) for e in trace.events if e.lane == "compute"]
-    # The first stage's gradient of its inputs is of no use to anybody, so there is no program for it.
+    tasks = {
+        (submesh, t.stage, t.micro_batch, str(t.kind))
+        for submesh, tasks in enumerate(lists)
+        for t in tasks
+    }
+    done = [
+        (e.submesh, e.stage, e.micro_batch, e.kind) for e in trace.events if e.lane == "compute"
+    ]
+    # The first stage's gradient of its inputs is of no use to anybody, so there is no program for
+    # it.
     missing = tasks - set(done)
     assert {(stage, kind) for _, stage, _, kind in missing} <= {(0, "backward-input")}
     assert len(set(done)) == len(done)
-    assert {(stage, kind) for _, stage, _, kind in set(done) - tasks} >= {(k, "update") for k in range(2 * chunks)}
+    assert {(stage, kind) for _, stage, _, kind in set(done) - tasks} >= {
+        (k, "update") for k in range(2 * chunks)
+    }
     sends = [e for e in trace.events if e.lane != "compute"]
     assert {(e.stage, e.micro_batch) for e in sends if e.kind == "forward"} == {
         (stage, m) for stage in range(1, 2 * chunks) for m in range(4)
@@ -50,7 +65,9 @@ def test_a_measured_trace(schedule, chunks):
     assert all(a.end_s <= b.start_s for a, b in zip(ordered, ordered[1:]))
     assert ordered[0].start_s == 0.0 and trace.source == "measured"
     assert trace.submeshes[1].endswith("on devices 1-2")
-    assert len([e for e in chrome_trace(trace)["traceEvents"] if e["ph"] == "X"]) == len(trace.events)
+    assert len([e for e in chrome_trace(trace)["traceEvents"] if e["ph"] == "X"]) == len(
+        trace.events
+    )
 
 
 def test_the_step_goes_on_as_before():

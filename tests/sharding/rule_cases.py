@@ -1,6 +1,7 @@
 """The table that every rule must stand in: small calls that produce each primitive.
 
-Dims that may be split have at least 8 elements where it matters, so that they divide on the 4x2 mesh of the tests.
+Dims that may be split have at least 8 elements where it matters, so that they divide on the 4x2
+mesh of the tests.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 class Case:
     """`fn(*args)` produces the primitive.
 
-    `runs` is false where it cannot be run here or has nothing to split. `unplanned` is a collective, beside the
-    all-reduce of reduced factors, that the compiler emits all the same, and `why`.
+    `runs` is false where it cannot be run here or has nothing to split. `unplanned` is a
+    collective, beside the all-reduce of reduced factors, that the compiler emits all the same, and
+    `why`.
     """
 
     primitive: str
@@ -48,7 +50,9 @@ class Case:
 
 
 def floats(*shape, low=0.1, high=0.9):
-    return np.random.default_rng(sum(shape) + len(shape)).uniform(low, high, shape).astype(np.float32)
+    return (
+        np.random.default_rng(sum(shape) + len(shape)).uniform(low, high, shape).astype(np.float32)
+    )
 
 
 def ints(*shape, low=0, high=8):
@@ -72,12 +76,15 @@ X, Y, N, M, B, C = floats(8), floats(16)[8:], ints(8), ints(16)[8:], bools(8), b
 ELEMENTWISE = {
     name: (getattr(lax, name), (X,))
     for name in (
-        "abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 "
-        "expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh"
+        "abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf"
+        " erf_inv erfc exp exp2 expm1 floor is_finite lgamma log log1p logistic neg round rsqrt"
+        " sign sin sinh sqrt square tan tanh"
     ).split()
 } | {
     name: (getattr(lax, name), (X, Y))
-    for name in ("add atan2 complex div eq ge gt le lt max min mul ne nextafter pow rem sub").split()
+    for name in (
+        "add atan2 complex div eq ge gt le lt max min mul ne nextafter pow rem sub"
+    ).split()
 }
 for name in ("igamma", "igamma_grad_a", "igammac"):
     ELEMENTWISE[name] = (getattr(lax, name), (X[:4], Y[:4]))
@@ -99,7 +106,10 @@ ELEMENTWISE |= {
     "population_count": (lax.population_count, (N,)),
     "real": (lambda x, y: lax.real(lax.complex(x, y)), (X, Y)),
     "reduce_precision": (lambda x: lax.reduce_precision(x, 8, 7), (X,)),
-    "regularized_incomplete_beta": (lambda a, b, x: lax.betainc(a, b, x), (X[:4], Y[:4], floats(4, low=0.3))),
+    "regularized_incomplete_beta": (
+        lambda a, b, x: lax.betainc(a, b, x),
+        (X[:4], Y[:4], floats(4, low=0.3)),
+    ),
     "select_n": (lax.select_n, (B, X, Y)),
     "shift_left": (lax.shift_left, (N, M)),
     "shift_right_arithmetic": (lax.shift_right_arithmetic, (N, M)),
@@ -119,11 +129,21 @@ ELEMENTWISE |= {name: case for name, case in RECENT.items() if name not in ABSEN
 for name in ("eq_to", "le_to", "lt_to"):
     ELEMENTWISE[name] = (getattr(jax.extend.core.primitives, f"{name}_p").bind, (X, Y))
 
-STOPS_TOGETHER = "a loop runs until all elements have converged, and so agrees on one truth value per round"
-LOOPS = dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta"), STOPS_TOGETHER)
+STOPS_TOGETHER = (
+    "a loop runs until all elements have converged, and so agrees on one truth value per round"
+)
+LOOPS = dict.fromkeys(
+    ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta"), STOPS_TOGETHER
+)
 
 RULE_CASES: list[Case] = [
-    Case(primitive=n, fn=fn, args=args, unplanned="all-reduce" if n in LOOPS else "", why=LOOPS.get(n, ""))
+    Case(
+        primitive=n,
+        fn=fn,
+        args=args,
+        unplanned="all-reduce" if n in LOOPS else "",
+        why=LOOPS.get(n, ""),
+    )
     for n, (fn, args) in ELEMENTWISE.items()
 ]
 
@@ -133,7 +153,7 @@ def case(primitive, label, fn, *args, **options):
     RULE_CASES.append(Case(primitive=primitive, label=label, fn=fn, args=args, **options))
 
 
-# ---- elementwise operators of more dims, with broadcasting -----------------------------------------------------------
+# ---- elementwise operators of more dims, with broadcasting ---------------------------------------
 
 case("sin", "matrix", lax.sin, floats(8, 4))
 case("add", "matrix", lax.add, floats(8, 4), floats(8, 4))
@@ -147,14 +167,32 @@ case("select_n", "scalar", lax.select_n, np.array(True), floats(8, 4), floats(8,
 case("select_n", "three", lax.select_n, ints(8, high=3), X, Y, X)
 case("convert_element_type", "cut", lambda x: (9 * x).astype(jnp.int32), X)
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
 case("dot_general", "matrix", lax.dot, floats(8, 16), floats(16, 4))
 case("dot_general", "vector", lax.dot, floats(16), floats(16))
 case("dot_general", "batch", partial(jnp.einsum, "bij,bjk->bik"), floats(4, 8, 8), floats(4, 8, 4))
-case("dot_general", "two batch", partial(jnp.einsum, "bhqd,bhkd->bhqk"), floats(4, 8, 4, 4), floats(4, 8, 4, 4))
-case("dot_general", "two contracting", partial(jnp.einsum, "bhd,hdm->bm"), floats(8, 4, 4), floats(4, 4, 8))
-case("dot_general", "many free", partial(jnp.einsum, "abi,icd->abcd"), floats(4, 2, 8), floats(8, 4, 2))
+case(
+    "dot_general",
+    "two batch",
+    partial(jnp.einsum, "bhqd,bhkd->bhqk"),
+    floats(4, 8, 4, 4),
+    floats(4, 8, 4, 4),
+)
+case(
+    "dot_general",
+    "two contracting",
+    partial(jnp.einsum, "bhd,hdm->bm"),
+    floats(8, 4, 4),
+    floats(4, 4, 8),
+)
+case(
+    "dot_general",
+    "many free",
+    partial(jnp.einsum, "abi,icd->abcd"),
+    floats(4, 2, 8),
+    floats(8, 4, 2),
+)
 case("dot_general", "outer", partial(jnp.einsum, "i,j->ij"), floats(8), floats(8))
 case(
     "dot_general",
@@ -165,7 +203,7 @@ case(
 )
 case("dot_general", "integers", lax.dot, ints(8, 16), ints(16, 4))
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
+# ---- reductions ----------------------------------------------------------------------------------
 
 case("reduce_sum", "row", lambda x: jnp.sum(x, 1), floats(8, 8))
 case("reduce_sum", "all", jnp.sum, floats(8, 4))
@@ -187,7 +225,9 @@ case(
     floats(8, 4),
 )
 for name in ("psum", "pmax", "pmin"):
-    over_rows = jax.vmap(partial(getattr(lax, name), axis_name="rows"), axis_name="rows", out_axes=None)
+    over_rows = jax.vmap(
+        partial(getattr(lax, name), axis_name="rows"), axis_name="rows", out_axes=None
+    )
     case(name, "over vmap", over_rows, floats(8, 8))
 case("cumsum", "column", lambda x: jnp.cumsum(x, 0), floats(8, 8))
 case("cumsum", "reversed", lambda x: lax.cumsum(x, 1, reverse=True), floats(8, 8))
@@ -207,13 +247,29 @@ case("reduce_window_min", "", lambda x: pool(x, np.inf, lax.min), IMAGE)
 case("reduce_window_sum", "", lambda x: pool(x, 0.0, lax.add), IMAGE)
 case("reduce_window_sum", "padded", lambda x: pool(x, 0.0, lax.add, "SAME"), floats(4, 7, 7, 4))
 case("reduce_window", "", lambda x: pool(x, np.float32(2), lambda a, b: a * b + 1), IMAGE)
-case("select_and_scatter_add", "", jax.grad(lambda x: jnp.sum(pool(x, -jnp.inf, lax.max) ** 2)), IMAGE)
-case("select_and_gather_add", "", lambda x: jax.jvp(lambda x: pool(x, -jnp.inf, lax.max), (x,), (x,)), IMAGE)
+case(
+    "select_and_scatter_add",
+    "",
+    jax.grad(lambda x: jnp.sum(pool(x, -jnp.inf, lax.max) ** 2)),
+    IMAGE,
+)
+case(
+    "select_and_gather_add",
+    "",
+    lambda x: jax.jvp(lambda x: pool(x, -jnp.inf, lax.max), (x,), (x,)),
+    IMAGE,
+)
 
 GROUP_SIZES = np.array([3, 0, 8, 5], np.int32)
 ROWS_OF_GROUPS = floats(16, 8)
 A_MATRIX_EACH = floats(4, 8, 8)
-case("ragged_dot_general", "rows", lambda x, w: lax.ragged_dot(x, w, GROUP_SIZES), ROWS_OF_GROUPS, A_MATRIX_EACH)
+case(
+    "ragged_dot_general",
+    "rows",
+    lambda x, w: lax.ragged_dot(x, w, GROUP_SIZES),
+    ROWS_OF_GROUPS,
+    A_MATRIX_EACH,
+)
 case(
     "ragged_dot_general",
     "matrices",
@@ -233,7 +289,7 @@ case(
     np.stack([GROUP_SIZES // 2] * 8),
 )
 
-# ---- linear algebra and transforms -----------------------------------------------------------------------------------
+# ---- linear algebra and transforms ---------------------------------------------------------------
 
 MATRICES = floats(8, 4, 4) + 4 * np.eye(4, dtype=np.float32)
 SYMMETRIC = MATRICES + np.swapaxes(MATRICES, 1, 2)
@@ -247,7 +303,12 @@ case("geqp3", "", lambda a: _linalg.geqp3(a, np.zeros((8, 4), np.int32), use_mag
 case("ormqr", "", lax.linalg.ormqr, MATRICES, floats(8, 4), floats(8, 4, 2))
 case("householder_product", "", lax.linalg.householder_product, MATRICES, floats(8, 4))
 case("lu", "", lax.linalg.lu, MATRICES)
-case("lu_pivots_to_permutation", "", lambda p: lax.linalg.lu_pivots_to_permutation(p, 6), ints(8, 4, high=4))
+case(
+    "lu_pivots_to_permutation",
+    "",
+    lambda p: lax.linalg.lu_pivots_to_permutation(p, 6),
+    ints(8, 4, high=4),
+)
 case("qr", "", lambda a: lax.linalg.qr(a, full_matrices=False), MATRICES)
 case("schur", "", lax.linalg.schur, MATRICES)
 case("svd", "", lambda a: lax.linalg.svd(a, full_matrices=False), MATRICES)
@@ -259,12 +320,28 @@ case(
     SYMMETRIC,
 )
 case("tridiagonal", "", lax.linalg.tridiagonal, SYMMETRIC)
-case("tridiagonal_solve", "", lambda d, b: lax.linalg.tridiagonal_solve(d, d + 4, d, b), floats(8, 4), floats(8, 4, 2))
-NOT_SPLIT = {"unplanned": "all-gather", "why": "the partitioner does not split it; the runtime runs it on pieces"}
+case(
+    "tridiagonal_solve",
+    "",
+    lambda d, b: lax.linalg.tridiagonal_solve(d, d + 4, d, b),
+    floats(8, 4),
+    floats(8, 4, 2),
+)
+NOT_SPLIT = {
+    "unplanned": "all-gather",
+    "why": "the partitioner does not split it; the runtime runs it on pieces",
+}
 SOLVE, SIDES = partial(lax.linalg.triangular_solve, left_side=True), floats(4, 8)
 case("triangular_solve", "", SOLVE, MATRICES, floats(8, 4, 2), **NOT_SPLIT)
 case("triangular_solve", "sides", SOLVE, MATRICES[0], SIDES, **NOT_SPLIT)
-case("triangular_solve", "from the right", lax.linalg.triangular_solve, MATRICES[0], SIDES.T, **NOT_SPLIT)
+case(
+    "triangular_solve",
+    "from the right",
+    lax.linalg.triangular_solve,
+    MATRICES[0],
+    SIDES.T,
+    **NOT_SPLIT,
+)
 case("fft", "", jnp.fft.fft, floats(8, 4), **NOT_SPLIT)
 case("fft", "two real dims", jnp.fft.rfft2, floats(8, 2, 4, 6), **NOT_SPLIT)
 case("fft", "inverse", lambda x: jnp.fft.irfft(x, axis=1), floats(8, 5), **NOT_SPLIT)
@@ -279,7 +356,10 @@ def in_blocks(x, w):
     return pallas.pallas_call(
         kernel,
         grid=(8, 4),
-        in_specs=[pallas.BlockSpec((2, 4), lambda i, j: (i, 0)), pallas.BlockSpec((4, 3), lambda i, j: (0, j))],
+        in_specs=[
+            pallas.BlockSpec((2, 4), lambda i, j: (i, 0)),
+            pallas.BlockSpec((4, 3), lambda i, j: (0, j)),
+        ],
         out_specs=pallas.BlockSpec((2, 3), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((16, 12), np.float32),
         interpret=True,
@@ -287,7 +367,14 @@ def in_blocks(x, w):
 
 
 case("pallas_call", "in blocks", in_blocks, floats(16, 4), floats(4, 12), **NOT_SPLIT)
-case("pallas_call", "over vmap", jax.vmap(in_blocks, (0, None)), floats(8, 16, 4), floats(4, 12), **NOT_SPLIT)
+case(
+    "pallas_call",
+    "over vmap",
+    jax.vmap(in_blocks, (0, None)),
+    floats(8, 16, 4),
+    floats(4, 12),
+    **NOT_SPLIT,
+)
 
 
 HEADS = jax.ShapeDtypeStruct((8, 128, 4, 64), jnp.bfloat16)
@@ -298,9 +385,15 @@ def attend(x, **settings):
 
 
 case("dot_product_attention_fwd_wrapper", "", partial(attend, is_causal=True), HEADS, runs=False)
-case("dot_product_attention_bwd_wrapper", "", jax.grad(lambda x: jnp.sum(attend(x) ** 2)), HEADS, runs=False)
+case(
+    "dot_product_attention_bwd_wrapper",
+    "",
+    jax.grad(lambda x: jnp.sum(attend(x) ** 2)),
+    HEADS,
+    runs=False,
+)
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 def reshaped(before, after, label):
@@ -325,7 +418,9 @@ reshaped((8, 0, 3), (8, 0), "empty")
 reshaped((3, 5), (5, 3), "nothing shared")
 case("broadcast_in_dim", "scalar", lambda x: jnp.broadcast_to(x, (8, 4)), np.float32(2))
 case("broadcast_in_dim", "new dims", lambda x: lax.broadcast_in_dim(x, (4, 8, 8), (1,)), floats(8))
-case("broadcast_in_dim", "from one", lambda x: lax.broadcast_in_dim(x, (8, 8), (0, 1)), floats(8, 1))
+case(
+    "broadcast_in_dim", "from one", lambda x: lax.broadcast_in_dim(x, (8, 8), (0, 1)), floats(8, 1)
+)
 case("broadcast_in_dim", "to ones", lambda x: lax.broadcast_in_dim(x, (1, 8, 1), (1,)), floats(8))
 case("squeeze", "", lambda x: lax.squeeze(x, (1,)), floats(8, 1, 4))
 case("transpose", "", lambda x: lax.transpose(x, (2, 0, 1)), floats(4, 8, 8))
@@ -342,8 +437,20 @@ case("split", "", lambda x: lax.split(x, (4, 4, 8), 1), floats(8, 16))
 case("stack", "", lambda x, y: jnp.stack([x, y], 1), floats(8, 4), floats(8, 4))
 case("unstack", "", lambda x: jnp.unstack(x, axis=1), floats(8, 2, 4))
 case("tile", "", lambda x: lax.tile(x, (1, 2, 8)), floats(8, 4, 1))
-case("dynamic_slice", "", lambda x, i: lax.dynamic_slice(x, (i, 0), (4, 8)), floats(8, 8), np.int32(3))
-case("dynamic_slice", "all dims", lambda x, i: lax.dynamic_slice(x, (0, i, i), (8, 1, 2)), floats(8, 4, 8), np.int32(2))
+case(
+    "dynamic_slice",
+    "",
+    lambda x, i: lax.dynamic_slice(x, (i, 0), (4, 8)),
+    floats(8, 8),
+    np.int32(3),
+)
+case(
+    "dynamic_slice",
+    "all dims",
+    lambda x, i: lax.dynamic_slice(x, (0, i, i), (8, 1, 2)),
+    floats(8, 4, 8),
+    np.int32(2),
+)
 case(
     "dynamic_update_slice",
     "",
@@ -357,13 +464,18 @@ case("empty", "", lambda: lax.empty((8, 4), jnp.float32), runs=False)
 case(
     "empty2",
     "",
-    lambda: jax.extend.core.primitives.empty2_p.bind(dtype=np.dtype("float32"), memory_space=jax.memory.Space.Device),
+    lambda: jax.extend.core.primitives.empty2_p.bind(
+        dtype=np.dtype("float32"), memory_space=jax.memory.Space.Device
+    ),
     runs=False,
 )
 case("bitcast_convert_type", "same width", lambda x: lax.bitcast_convert_type(x, jnp.int32), X)
 case("bitcast_convert_type", "narrower", lambda x: lax.bitcast_convert_type(x, jnp.uint8), X)
 case(
-    "bitcast_convert_type", "wider", lambda x: lax.bitcast_convert_type(x, jnp.float32), ints(8, 4, 2).astype(np.int16)
+    "bitcast_convert_type",
+    "wider",
+    lambda x: lax.bitcast_convert_type(x, jnp.float32),
+    ints(8, 4, 2).astype(np.int16),
 )
 case("sort", "one", lambda x: lax.sort(x, dimension=1), floats(8, 8))
 case("sort", "with index", lambda x, i: lax.sort((x, i), dimension=0), floats(8, 8), ints(8, 8))
@@ -377,20 +489,48 @@ case(
 )
 case("approx_top_k", "", lambda x: lax.approx_max_k(x, 2), floats(8, 16), runs=False)
 
-# ---- gathers and scatters --------------------------------------------------------------------------------------------
+# ---- gathers and scatters ------------------------------------------------------------------------
 
 case("gather", "embedding", lambda t, i: t[i], floats(8, 8), ints(8))
-case("gather", "embedding of sequences", lambda t, i: t.at[i].get(mode="promise_in_bounds"), floats(16, 8), ints(4, 8))
+case(
+    "gather",
+    "embedding of sequences",
+    lambda t, i: t.at[i].get(mode="promise_in_bounds"),
+    floats(16, 8),
+    ints(4, 8),
+)
 case("gather", "clipped", lambda t, i: t.at[i].get(mode="clip"), floats(8, 8), ints(8, high=12))
-case("gather", "filled", lambda t, i: t.at[i].get(mode="fill", fill_value=3.0), floats(8, 8), ints(8, high=12))
+case(
+    "gather",
+    "filled",
+    lambda t, i: t.at[i].get(mode="fill", fill_value=3.0),
+    floats(8, 8),
+    ints(8, high=12),
+)
 case("gather", "last dim", lambda t, i: t[:, i], floats(8, 8), ints(8))
 case("gather", "along axis", lambda t, i: jnp.take_along_axis(t, i, 1), floats(8, 8), ints(8, 4))
-case("gather", "labels", lambda t, i: jnp.take_along_axis(t, i[..., None], -1), floats(4, 8, 8), ints(4, 8))
+case(
+    "gather",
+    "labels",
+    lambda t, i: jnp.take_along_axis(t, i[..., None], -1),
+    floats(4, 8, 8),
+    ints(4, 8),
+)
 case("gather", "two indices", lambda t, i, j: t[i, j], floats(8, 8, 8), ints(8), ints(8))
 case(
-    "gather", "window", lambda t, i: jax.vmap(lambda i: lax.dynamic_slice(t, (i, 0), (4, 8)))(i), floats(8, 8), ints(8)
+    "gather",
+    "window",
+    lambda t, i: jax.vmap(lambda i: lax.dynamic_slice(t, (i, 0), (4, 8)))(i),
+    floats(8, 8),
+    ints(8),
 )
-case("gather", "windows of each", jax.vmap(lambda t, i: lax.dynamic_slice(t, (i, 0), (4, 8))), floats(8, 8, 8), ints(8))
+case(
+    "gather",
+    "windows of each",
+    jax.vmap(lambda t, i: lax.dynamic_slice(t, (i, 0), (4, 8))),
+    floats(8, 8, 8),
+    ints(8),
+)
 case("gather", "integers", lambda t, i: t[i], ints(8, 8), ints(8))
 
 UPDATES = {
@@ -408,7 +548,13 @@ for method, primitive in UPDATES.items():
 
     case(primitive, "rows", update, floats(8, 8), ints(8, low=0, high=8), floats(8, 8))
     case(primitive, "elements", update, floats(16), ints(8), floats(8))
-case("scatter-add", "gradient of embedding", jax.grad(lambda t, i: jnp.sum(t[i] ** 2)), floats(16, 8), ints(4, 8))
+case(
+    "scatter-add",
+    "gradient of embedding",
+    jax.grad(lambda t, i: jnp.sum(t[i] ** 2)),
+    floats(16, 8),
+    ints(4, 8),
+)
 case(
     "scatter-add",
     "gradient along axis",
@@ -416,8 +562,18 @@ case(
     floats(8, 8),
     ints(8, 4),
 )
-case("scatter-add", "two indices", lambda t, i, j, u: t.at[i, j].add(u), floats(8, 8), ints(8), ints(16)[8:], floats(8))
-case("scatter-add", "columns", lambda t, i, u: t.at[:, i].add(u), floats(8, 8), ints(4), floats(8, 4))
+case(
+    "scatter-add",
+    "two indices",
+    lambda t, i, j, u: t.at[i, j].add(u),
+    floats(8, 8),
+    ints(8),
+    ints(16)[8:],
+    floats(8),
+)
+case(
+    "scatter-add", "columns", lambda t, i, u: t.at[:, i].add(u), floats(8, 8), ints(4), floats(8, 4)
+)
 case(
     "scatter",
     "cache",
@@ -428,10 +584,12 @@ case(
 )
 case("scatter", "column", lambda t, u: t.at[:, 3].set(u), floats(8, 8), floats(8))
 
-# ---- convolutions ----------------------------------------------------------------------------------------------------
+# ---- convolutions --------------------------------------------------------------------------------
 
 
-GROUPS = "the compiler for CPUs turns groups of several channels into a form that it does not partition"
+GROUPS = (
+    "the compiler for CPUs turns groups of several channels into a form that it does not partition"
+)
 
 
 def conv(image, kernel, label, unplanned="", why="", **options):
@@ -457,7 +615,9 @@ conv((4, 8, 8, 8), (8, 8, 2, 2), "strided", window_strides=(2, 2), padding="VALI
 conv((4, 8, 6), (8, 8, 3), "one dim")
 conv((4, 8, 4, 4), (8, 8, 3, 3), "dilated image", lhs_dilation=(2, 2), padding=((2, 1), (2, 1)))
 conv((4, 8, 6, 6), (8, 8, 3, 3), "dilated kernel", rhs_dilation=(2, 2))
-conv((4, 16, 6, 6), (8, 2, 3, 3), "groups", feature_group_count=8, unplanned="all-gather", why=GROUPS)
+conv(
+    (4, 16, 6, 6), (8, 2, 3, 3), "groups", feature_group_count=8, unplanned="all-gather", why=GROUPS
+)
 conv((4, 8, 6, 6), (16, 1, 3, 3), "by channel", feature_group_count=8)
 conv((16, 4, 6, 6), (8, 4, 3, 3), "groups of batch", batch_group_count=8)
 
@@ -476,7 +636,7 @@ for argnum, what in enumerate(("image", "kernel")):
         tolerance=1e-4,
     )
 
-# ---- random numbers --------------------------------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------
 
 case("random_bits", "one key", lambda raw: jax.random.bits(keys(raw), (8, 4)), words())
 case("random_bits", "a key each", jax.vmap(lambda raw: jax.random.bits(keys(raw), (8,))), words(8))
@@ -485,16 +645,40 @@ case("random_wrap", "", keys, words(8))
 case("random_unwrap", "", lambda raw: jax.random.key_data(keys(raw)), words(8))
 case("random_seed", "", jax.vmap(jax.random.key), ints(8))
 case("random_clone", "", lambda raw: jax.random.clone(keys(raw)), words(8))
-case("random_fold_in", "", jax.vmap(lambda raw, i: jax.random.fold_in(keys(raw), i)), words(8), ints(8))
-case("random_fold_in", "one key", lambda raw, i: jax.random.fold_in(keys(raw), i), words(), np.int32(2))
+case(
+    "random_fold_in",
+    "",
+    jax.vmap(lambda raw, i: jax.random.fold_in(keys(raw), i)),
+    words(8),
+    ints(8),
+)
+case(
+    "random_fold_in",
+    "one key",
+    lambda raw, i: jax.random.fold_in(keys(raw), i),
+    words(),
+    np.int32(2),
+)
 case("threefry2x32", "", lambda raw: jax.extend.random.threefry_2x32(raw, raw), words(4)[0])
 case("random_gamma", "", lambda raw: jax.random.gamma(keys(raw), 2.0, (4,)), words(), runs=False)
-case("rng_bit_generator", "", lambda raw: lax.rng_bit_generator(raw, (4,)), np.zeros(4, np.uint32), runs=False)
+case(
+    "rng_bit_generator",
+    "",
+    lambda raw: lax.rng_bit_generator(raw, (4,)),
+    np.zeros(4, np.uint32),
+    runs=False,
+)
 case("rng_uniform", "", lambda: lax.rng_uniform(0.0, 1.0, (4,)), runs=False)
 
-# ---- passed through, or whole ----------------------------------------------------------------------------------------
+# ---- passed through, or whole --------------------------------------------------------------------
 
-case("optimization_barrier", "", lambda x, y: lax.optimization_barrier((x, y)), floats(8, 4), floats(16))
+case(
+    "optimization_barrier",
+    "",
+    lambda x, y: lax.optimization_barrier((x, y)),
+    floats(8, 4),
+    floats(16),
+)
 case("device_put", "", jax.device_put, floats(8, 4))
 
 
@@ -505,7 +689,12 @@ def partitioned(x):
 
 partitioned.def_partition(
     infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
-    partition=lambda mesh, operands, result: (mesh, lambda x: x + 1, result.sharding, (operands[0].sharding,)),
+    partition=lambda mesh, operands, result: (
+        mesh,
+        lambda x: x + 1,
+        result.sharding,
+        (operands[0].sharding,),
+    ),
     sharding_rule="i j -> i j",
 )
 
@@ -526,10 +715,24 @@ opaque("custom_partitioning", partitioned, floats(8, 4))
 opaque("debug_callback", lambda x: jax.debug.callback(lambda x: None, x), X)
 opaque("debug_print", lambda x: jax.debug.print("{}", x), X)
 opaque("ffi_call", jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct((8,), np.float32)), X)
-opaque("io_callback", lambda x: jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
-opaque("pallas_call", pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), np.float32), interpret=True), X)
+opaque(
+    "io_callback",
+    lambda x: jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    X,
+)
+opaque(
+    "pallas_call",
+    pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), np.float32), interpret=True),
+    X,
+)
 opaque("noinline", equinox.internal.noinline(jnp.sin), X)
 opaque("call_exported", jax.export.export(jax.jit(jnp.sin))(X).call, X)
 opaque("platform_index", lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
-opaque("pure_callback", lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X)
-opaque("shard_map", jax.shard_map(jnp.sin, mesh=DEVICES, in_specs=jax.P("x"), out_specs=jax.P("x")), X)
+opaque(
+    "pure_callback",
+    lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    X,
+)
+opaque(
+    "shard_map", jax.shard_map(jnp.sin, mesh=DEVICES, in_specs=jax.P("x"), out_specs=jax.P("x")), X
+)

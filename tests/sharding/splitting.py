@@ -1,4 +1,6 @@
-"""Runs one operator split as its rule says, two ways: by hand on local pieces, and by the compiler under shardings."""
+"""Runs one operator split as its rule says, two ways: by hand on local pieces, and by the compiler
+under shardings.
+"""
 
 import functools
 import itertools
@@ -31,7 +33,9 @@ NEUTRAL = {"sum": 0, "prod": 1}
 
 
 class Split:
-    """One operator of a case with its operands; `parts` maps each mesh axis in use to the factor that it splits."""
+    """One operator of a case with its operands; `parts` maps each mesh axis in use to the factor
+    that it splits.
+    """
 
     def __init__(self, op, rule, operands, parts):
         self.op, self.rule, self.operands, self.parts = op, rule, operands, parts
@@ -58,9 +62,11 @@ class Split:
         return jax.P(*(tuple(a for a, f in self.parts.items() if f in dim) or None for dim in dims))
 
     def needs_position(self):
-        """Whether a piece depends on where in the whole it stands, which the operator on local shapes cannot know.
+        """Whether a piece depends on where in the whole it stands, which the operator on local
+        shapes cannot know.
 
-        True of what counts along a split dim, and of indices into a split dim: there the compiler is asked instead.
+        True of what counts along a split dim, and of indices into a split dim: there the compiler
+        is asked instead.
         """
         name, (first, *rest) = self.op.name, self.rule.operands or ((),)
         used = set(self.parts.values())
@@ -76,11 +82,16 @@ class Split:
         return False
 
     def local_params(self):
-        """The parameters for local shapes: those that state a shape, or count groups, shrink with the split."""
+        """The parameters for local shapes: those that state a shape, or count groups, shrink with
+        the split.
+        """
         count = self.count()
 
         def shrink(shape, dims):
-            return tuple(n // int(np.prod([count[c] for c in dim if c != "1"])) for n, dim in zip(shape, dims))
+            return tuple(
+                n // int(np.prod([count[c] for c in dim if c != "1"]))
+                for n, dim in zip(shape, dims)
+            )
 
         params = dict(self.op.params)
         result = self.rule.results[0] if self.rule.results else ()
@@ -99,7 +110,9 @@ class Split:
                 )
             case "gather":
                 batching = params["dimension_numbers"].operand_batching_dims
-                dims = ["1" if d in batching else dim for d, dim in enumerate(self.rule.operands[0])]
+                dims = [
+                    "1" if d in batching else dim for d, dim in enumerate(self.rule.operands[0])
+                ]
                 params["slice_sizes"] = shrink(params["slice_sizes"], dims)
             case "conv_general_dilated":
                 for key in ("feature_group_count", "batch_group_count"):
@@ -108,7 +121,9 @@ class Split:
         return params
 
     def by_hand(self, mesh):
-        """The result put together from the operator on local pieces, reduced over the axes of reduced factors."""
+        """The result put together from the operator on local pieces, reduced over the axes of
+        reduced factors.
+        """
 
         def local(*operands):
             operands = list(operands)
@@ -128,7 +143,9 @@ class Split:
 
         specs = [self.spec(dims) for dims in self.rule.operands]
         out_specs = [self.spec(dims) for dims in self.rule.results]
-        return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
+        )
 
     def shardings(self, mesh):
         """Shardings of operands and results."""
@@ -142,7 +159,9 @@ _OPERATORS = {}
 
 
 def operators(case):
-    """The different operators of the case's primitive, each with its rule and the values of its operands."""
+    """The different operators of the case's primitive, each with its rule and the values of its
+    operands.
+    """
     if str(case) not in _OPERATORS:
         _OPERATORS[str(case)] = _find_operators(case)
     return _OPERATORS[str(case)]
@@ -162,7 +181,11 @@ def _find_operators(case):
     values |= {item.value: jnp.asarray(arg) for item, arg in zip(graph.inputs, args, strict=True)}
 
     def read(operand):
-        return jnp.asarray(operand.value, operand.dtype) if isinstance(operand, Literal) else values[operand]
+        return (
+            jnp.asarray(operand.value, operand.dtype)
+            if isinstance(operand, Literal)
+            else values[operand]
+        )
 
     done = []
     for op in graph.ops:
@@ -175,20 +198,32 @@ def _find_operators(case):
 
 
 def check_form(op, rule, graph):
-    """A rule names a factor for each dim of each array, of the right size, and only such factors."""
+    """A rule names a factor for each dim of each array, of the right size, and only such
+    factors.
+    """
     shapes = [o.shape if isinstance(o, Literal) else graph.values[o].shape for o in op.inputs]
     shapes += [v.aval.shape if hasattr(v.aval, "shape") else () for v in op.eqn.outvars]
     arrays = (*rule.operands, *rule.results)
-    assert [tuple(math.prod(rule.sizes.get(c, 1) for c in dim) for dim in dims) for dims in arrays] == shapes, op.name
+    assert [
+        tuple(math.prod(rule.sizes.get(c, 1) for c in dim) for dim in dims) for dims in arrays
+    ] == shapes, op.name
     assert {c for dims in arrays for dim in dims for c in dim} - {"1"} == set(rule.sizes), op.name
-    assert all(c.isupper() or c == "1" for dims in arrays for dim in dims for c in dim[1:]), "a minor factor is split"
+    assert all(c.isupper() or c == "1" for dims in arrays for dim in dims for c in dim[1:]), (
+        "a minor factor is split"
+    )
     assert len(rule.linear) in (0, len(op.inputs)), op.name
 
 
 def splits(op, rule, operands):
-    """Every factor on one axis, every factor on both, every pair of factors, on a mesh of 4 by 2, where they divide."""
-    wanted = [[{"x": f}, {"y": f}] for f in rule.factors] + [[{"x": f, "y": f}] for f in rule.factors]
-    wanted += [[{"x": f, "y": g}, {"x": g, "y": f}] for f, g in itertools.combinations(rule.factors, 2)]
+    """Every factor on one axis, every factor on both, every pair of factors, on a mesh of 4 by 2,
+    where they divide.
+    """
+    wanted = [[{"x": f}, {"y": f}] for f in rule.factors] + [
+        [{"x": f, "y": f}] for f in rule.factors
+    ]
+    wanted += [
+        [{"x": f, "y": g}, {"x": g, "y": f}] for f, g in itertools.combinations(rule.factors, 2)
+    ]
     found = []
     for ways in wanted:
         splits = [Split(op, rule, operands, parts) for parts in ways]
@@ -197,13 +232,17 @@ def splits(op, rule, operands):
 
 
 def compiled(cuts, mesh):
-    """One program that runs all these splits, with the operands and results of each placed as its rule says."""
+    """One program that runs all these splits, with the operands and results of each placed as its
+    rule says.
+    """
 
     def run(all_operands):
         return [compat.bind(s.op.eqn, operands) for s, operands in zip(cuts, all_operands)]
 
     placed = [s.shardings(mesh) for s in cuts]
-    jitted = jax.jit(run, in_shardings=([p[0] for p in placed],), out_shardings=[p[1] for p in placed])
+    jitted = jax.jit(
+        run, in_shardings=([p[0] for p in placed],), out_shardings=[p[1] for p in placed]
+    )
     return jitted.lower([s.operands for s in cuts]).compile(QUICK)
 
 
@@ -224,7 +263,9 @@ def numbers(value):
 
 
 def assert_same(got, want, case, split):
-    """Results equal those of the whole operator: integers exactly, others to the tolerance of the case."""
+    """Results equal those of the whole operator: integers exactly, others to the tolerance of the
+    case.
+    """
     for g, w in zip(got, want, strict=True):
         g, w = numbers(g), numbers(w)
         assert (g.shape, g.dtype) == (w.shape, w.dtype), split
@@ -232,4 +273,6 @@ def assert_same(got, want, case, split):
             np.testing.assert_array_equal(g, w, err_msg=repr(split))
         else:
             g, w = (a.astype(np.complex64 if a.dtype.kind == "c" else np.float32) for a in (g, w))
-            np.testing.assert_allclose(g, w, rtol=case.tolerance, atol=case.tolerance, err_msg=repr(split))
+            np.testing.assert_allclose(
+                g, w, rtol=case.tolerance, atol=case.tolerance, err_msg=repr(split)
+            )

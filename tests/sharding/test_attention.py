@@ -1,4 +1,6 @@
-"""Fused attention by cuDNN, which no CPU runs: its rules, its price and plans with it, traced where no cuDNN is."""
+"""Fused attention by cuDNN, which no CPU runs: its rules, its price and plans with it, traced where
+no cuDNN is.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,25 @@ def heads(count=N, length=T):
 
 
 def rules(*extra, shared=N, **settings):
-    """The rules of the forward and the backward operator; `extra` arrays go with the names `settings` gives them."""
+    """The rules of the forward and the backward operator; `extra` arrays go with the names
+    `settings` gives them.
+    """
     names = settings.pop("names", ())
 
     def loss(q, k, v, *given):
         with_names = dict(zip(names, given, strict=True))
-        out = jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **with_names, **settings)
+        out = jax.nn.dot_product_attention(
+            q, k, v, implementation="cudnn", **with_names, **settings
+        )
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     grad = jax.grad(loss, argnums=tuple(range(3 + ("bias" in names))))
     graph = capture(grad, heads(), heads(shared), heads(shared), *extra)
-    found = {op.name: dim_rule(op, graph) for op in graph.ops if op.name.startswith("dot_product_attention")}
+    found = {
+        op.name: dim_rule(op, graph)
+        for op in graph.ops
+        if op.name.startswith("dot_product_attention")
+    }
     return found["dot_product_attention_fwd_wrapper"], found["dot_product_attention_bwd_wrapper"]
 
 
@@ -39,7 +49,12 @@ def split(dims):
 
 def test_batch_and_heads():
     for rule in rules():
-        assert split(rule.operands[0]) == split(rule.operands[2]) == split(rule.results[0]) == ["a", "", "b", ""]
+        assert (
+            split(rule.operands[0])
+            == split(rule.operands[2])
+            == split(rule.results[0])
+            == ["a", "", "b", ""]
+        )
         assert (rule.sizes["a"], rule.sizes["b"]) == (B, N) and set(rule.factors) == {"a", "b"}
     forward, _ = rules()
     assert split(forward.results[1]) == ["a", "b", ""]
@@ -73,18 +88,24 @@ def test_lengths_go_with_the_batch():
 
 
 def test_work():
-    """Two products forward, five backward; half of them where scores of the future are masked away."""
+    """Two products forward, five backward; half of them where scores of the future are masked
+    away.
+    """
     product = 2 * B * N * T * T * H
     assert [rule.flops for rule in rules()] == pytest.approx([2 * product, 5 * product])
     assert [rule.flops for rule in rules(is_causal=True)] == pytest.approx([product, 2.5 * product])
-    assert rules(is_causal=True, local_window_size=(63, 0))[0].flops == pytest.approx(2 * product * 64 / T)
+    assert rules(is_causal=True, local_window_size=(63, 0))[0].flops == pytest.approx(
+        2 * product * 64 / T
+    )
 
 
 def step(implementation):
     def train_step(params, batch):
         def loss(params):
             q, k, v = (jnp.einsum("btd,dnh->btnh", batch, params[name]) for name in "qkv")
-            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+            out = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=implementation
+            )
             return jnp.mean(jnp.einsum("btnh,dnh->btd", out, params["o"]).astype(jnp.float32) ** 2)
 
         value, grads = jax.value_and_grad(loss)(params)
@@ -99,7 +120,9 @@ def step(implementation):
 def test_plans_hold_no_scores(method, num_micro_batches):
     cluster = aq.Cluster.preset("8xH100")
     fused, plain = (
-        aq.plan(*step(kind), cluster=cluster, method=method, num_micro_batches=num_micro_batches).prediction
+        aq.plan(
+            *step(kind), cluster=cluster, method=method, num_micro_batches=num_micro_batches
+        ).prediction
         for kind in ("cudnn", "xla")
     )
     assert fused.peak_memory_bytes < plain.peak_memory_bytes / 4
@@ -109,4 +132,6 @@ def test_plans_hold_no_scores(method, num_micro_batches):
 def test_jax_looks_for_cudnn_again_after_a_capture():
     rules()
     with pytest.raises(RuntimeError, match="cuDNN"):
-        jax.make_jaxpr(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(heads())
+        jax.make_jaxpr(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(
+            heads()
+        )

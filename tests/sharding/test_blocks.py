@@ -70,7 +70,9 @@ def test_the_number_of_blocks_does_not_depend_on_depth():
 
 
 def test_gradients_are_split_as_the_paper_lists_them():
-    """Options rows, columns and contraction of y = x w: of dw contraction, columns, rows; of dx rows, contraction, columns."""
+    """Options rows, columns and contraction of y = x w: of dw contraction, columns, rows; of dx
+    rows, contraction, columns.
+    """
 
     def step(state, batch):
         def loss(w):
@@ -81,7 +83,9 @@ def test_gradients_are_split_as_the_paper_lists_them():
 
     shape = jax.ShapeDtypeStruct
     graph = capture(
-        step, {"one": shape((16, 32), jnp.float32), "two": shape((32, 64), jnp.float32)}, shape((8, 16), jnp.float32)
+        step,
+        {"one": shape((16, 32), jnp.float32), "two": shape((32, 64), jnp.float32)},
+        shape((8, 16), jnp.float32),
     )
     nodes = build_nodes(index_nodes(graph))
     first, second = find_blocks(graph, nodes, factors="all")
@@ -123,12 +127,17 @@ def test_options_split_what_divides():
 
 
 def test_dispatch_and_combine_may_also_be_split_over_experts():
-    """Tokens change devices before the product or behind it: a choice inside the block of the gate."""
+    """Tokens change devices before the product or behind it: a choice inside the block of the
+    gate.
+    """
     graph, nodes = nodes_of("moe-380m", 2)
     experts = 8
-    handed = {name: block.handed_over for name, block in blocks_by_name(graph, nodes) if block.handed_over}
+    handed = {
+        name: block.handed_over for name, block in blocks_by_name(graph, nodes) if block.handed_over
+    }
     assert list(handed) == ["gate"]
-    # Dispatch, recomputed, and combine; the gradients of the tokens, of what is dispatched, and of both masks.
+    # Dispatch, recomputed, and combine; the gradients of the tokens, of what is dispatched, and of
+    # both masks.
     assert len(handed["gate"]) == 6
     for product, factors in handed["gate"].items():
         assert [nodes.nodes[product].factors[f].size for f in factors] == [experts]
@@ -142,7 +151,9 @@ def test_dispatch_and_combine_may_also_be_split_over_experts():
 def test_every_block_begins_in_the_forward_pass():
     graph, nodes = nodes_of("moe-380m", 2, recompute="block")
     for block in find_blocks(graph, nodes):
-        assert nodes.nodes[block.entry].phase is Phase.FORWARD and block.entry == min(block.products)
+        assert nodes.nodes[block.entry].phase is Phase.FORWARD and block.entry == min(
+            block.products
+        )
 
 
 def test_other_factors_are_refused():

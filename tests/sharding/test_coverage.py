@@ -1,4 +1,6 @@
-"""Every primitive that ordinary models and optimizers produce has a rule. Each step here is captured, none is run."""
+"""Every primitive that ordinary models and optimizers produce has a rule. Each step here is
+captured, none is run.
+"""
 
 import equinox as eqx
 import flax.linen as nn
@@ -52,7 +54,14 @@ def mlp_params():
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_zoo_is_covered(model, dtype, scan, recompute):
-    small = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 64, "vocab_size": 64, "seq_len": 16}
+    small = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "ffn_size": 64,
+        "vocab_size": 64,
+        "seq_len": 16,
+    }
     if model == "llama-7b":
         small["num_kv_heads"] = 2
     work = zoo.build(model, 8, overrides=small, dtype=dtype, scan=scan, recompute=recompute)
@@ -62,12 +71,17 @@ def test_zoo_is_covered(model, dtype, scan, recompute):
 OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
     "clipped_adamw": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100))
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
     ),
-    "adamw_bf16_moments": lambda: optax.adamw(optax.linear_schedule(1e-3, 1e-4, 50), mu_dtype=jnp.bfloat16),
+    "adamw_bf16_moments": lambda: optax.adamw(
+        optax.linear_schedule(1e-3, 1e-4, 50), mu_dtype=jnp.bfloat16
+    ),
     "lamb": lambda: optax.lamb(1e-3),
     "lion": lambda: optax.lion(1e-4),
-    "momentum": lambda: optax.sgd(optax.piecewise_constant_schedule(0.1, {10: 0.1}), momentum=0.9, nesterov=True),
+    "momentum": lambda: optax.sgd(
+        optax.piecewise_constant_schedule(0.1, {10: 0.1}), momentum=0.9, nesterov=True
+    ),
     "multi_transform": lambda: optax.multi_transform(
         {"a": optax.adam(1e-3), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b", "v": "a"}
     ),
@@ -98,24 +112,42 @@ def linen_with_batch_norm_and_dropout():
     net = Net()
     images, labels = arrays((8, 16, 16, 3))[0], arrays((8,), dtype=jnp.int32)[0]
     variables = jax.eval_shape(
-        lambda: net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((8, 16, 16, 3)))
+        lambda: net.init(
+            {"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((8, 16, 16, 3))
+        )
     )
     state = jax.eval_shape(
-        lambda: TrainState.create(apply_fn=net.apply, params=variables["params"], tx=optax.adam(1e-3))
+        lambda: TrainState.create(
+            apply_fn=net.apply, params=variables["params"], tx=optax.adam(1e-3)
+        )
     )
 
     def train_step(state, stats, key, images, labels):
         def loss(params):
             logits, changed = net.apply(
-                {"params": params, "batch_stats": stats}, images, rngs={"dropout": key}, mutable=["batch_stats"]
+                {"params": params, "batch_stats": stats},
+                images,
+                rngs={"dropout": key},
+                mutable=["batch_stats"],
             )
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return losses.mean(), (changed, jnp.mean(jnp.argmax(logits, -1) == labels))
 
         grads, (changed, accuracy) = jax.grad(loss, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads), changed["batch_stats"], jax.random.split(key)[0], accuracy
+        return (
+            state.apply_gradients(grads=grads),
+            changed["batch_stats"],
+            jax.random.split(key)[0],
+            accuracy,
+        )
 
-    return train_step, (state, variables["batch_stats"], jax.eval_shape(lambda: jax.random.key(0)), images, labels)
+    return train_step, (
+        state,
+        variables["batch_stats"],
+        jax.eval_shape(lambda: jax.random.key(0)),
+        images,
+        labels,
+    )
 
 
 @step
@@ -156,7 +188,9 @@ def transposed_and_dilated_convolutions():
         y = jax.lax.conv_transpose(x, params["k"], (2, 2), "SAME")
         y = jax.image.resize(y, (4, 16, 16, 8), "nearest")
         numbers = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(y, params["d"], (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=numbers)
+        y = jax.lax.conv_general_dilated(
+            y, params["d"], (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=numbers
+        )
         return jnp.std(jnp.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect"))
 
     k, d = arrays((3, 3, 3, 8), (3, 3, 8, 8))
@@ -167,7 +201,9 @@ def transposed_and_dilated_convolutions():
 def mixture_of_experts():
     def loss(params, x, key):
         tokens, experts, capacity = x.shape[0], params["up"].shape[0], 4
-        gates = jax.nn.softmax(x @ params["router"] + 0.01 * jax.random.normal(key, (tokens, experts)))
+        gates = jax.nn.softmax(
+            x @ params["router"] + 0.01 * jax.random.normal(key, (tokens, experts))
+        )
         weight, chosen = jax.lax.top_k(gates, 2)
         hot = jax.nn.one_hot(chosen, experts, dtype=jnp.int32).reshape(tokens * 2, experts)
         place = (jnp.cumsum(hot, axis=0) * hot).max(-1).reshape(tokens, 2) - 1
@@ -181,7 +217,11 @@ def mixture_of_experts():
         y = jnp.einsum("tk,tkd->td", weight * kept, out)
         order = jnp.argsort(chosen[:, 0])
         balance = jnp.bincount(chosen.reshape(-1), length=experts) / tokens
-        return jnp.mean(y[order] ** 2) + jnp.sum(jnp.mean(gates, 0) * balance) + jnp.sort(gates, -1)[:, 0].mean()
+        return (
+            jnp.mean(y[order] ** 2)
+            + jnp.sum(jnp.mean(gates, 0) * balance)
+            + jnp.sort(gates, -1)[:, 0].mean()
+        )
 
     router, up, down = arrays((16, 4), (4, 16, 32), (4, 32, 16))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -214,7 +254,9 @@ def tied_embedding_with_masked_loss():
         return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1)
 
     table, w = arrays((32, 16), (16, 16))
-    return trained(loss, {"table": table, "w": w}, *arrays((4, 8), (4, 8), dtype=jnp.int32), *arrays((4, 8)))
+    return trained(
+        loss, {"table": table, "w": w}, *arrays((4, 8), (4, 8), dtype=jnp.int32), *arrays((4, 8))
+    )
 
 
 @step
@@ -222,25 +264,34 @@ def loop_and_branch():
     def loss(params, x, flag):
         y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.5), (0, x))[1]
         y = jax.lax.cond(flag, lambda y: y @ params["w"], lambda y: y, y)
-        y = jax.lax.fori_loop(0, 3, lambda i, y: jax.lax.dynamic_update_index_in_dim(y, y[i] * 2, i, 0), y)
+        y = jax.lax.fori_loop(
+            0, 3, lambda i, y: jax.lax.dynamic_update_index_in_dim(y, y[i] * 2, i, 0), y
+        )
         return jnp.sum(jax.lax.dynamic_slice_in_dim(y, 1, 2, axis=0) ** 2)
 
-    return trained(loss, {"w": arrays((8, 8))[0]}, *arrays((4, 8)), jax.ShapeDtypeStruct((), jnp.bool_))
+    return trained(
+        loss, {"w": arrays((8, 8))[0]}, *arrays((4, 8)), jax.ShapeDtypeStruct((), jnp.bool_)
+    )
 
 
 @step
 def attention_with_cache_and_positions():
     def generate(params, cache, token, position):
         q, k, v = (jnp.einsum("bd,dhk->bhk", params["table"][token], params[n]) for n in "qkv")
-        cache = jax.vmap(lambda c, new, at: jax.lax.dynamic_update_slice_in_dim(c, new[None], at, 0))(
-            cache, jnp.concatenate([k, v], -1), position
-        )
+        cache = jax.vmap(
+            lambda c, new, at: jax.lax.dynamic_update_slice_in_dim(c, new[None], at, 0)
+        )(cache, jnp.concatenate([k, v], -1), position)
         keys, values = jnp.split(cache, 2, axis=-1)
         seen = jnp.arange(cache.shape[1]) <= position[:, None]
         scores = jnp.where(seen[:, None], jnp.einsum("bhk,bshk->bhs", q, keys), -jnp.inf)
         out = jnp.einsum("bhs,bshk->bhk", jax.nn.softmax(scores), values)
         logits = jnp.einsum("bhk,hkv->bv", out, params["head"])
-        return cache, jax.random.categorical(jax.random.key(0), logits), jnp.tril(logits), jnp.flip(logits, -1)
+        return (
+            cache,
+            jax.random.categorical(jax.random.key(0), logits),
+            jnp.tril(logits),
+            jnp.flip(logits, -1),
+        )
 
     shapes = {"table": (16, 8), "q": (8, 2, 4), "k": (8, 2, 4), "v": (8, 2, 4), "head": (2, 4, 16)}
     params = {name: arrays(shape)[0] for name, shape in shapes.items()}
@@ -270,9 +321,26 @@ def random_numbers():
 def numerical_odds_and_ends():
     def loss(params, x):
         w = params["w"]
-        y = jnp.logaddexp(x @ w, 0.0) + jnp.clip(x, -1, 1) + jnp.prod(w) + jnp.cumprod(x, 1) + jnp.cumsum(x, 0)
-        y = y + jax.lax.cummax(x, axis=1) + jax.nn.logsumexp(x, axis=1, keepdims=True) + jnp.var(x, axis=0)
-        y = y * jnp.tri(4, 4)[:, :1] + jnp.triu(y) + jnp.diag(w)[None] + jnp.trace(w) + jnp.linalg.norm(w, axis=0)
+        y = (
+            jnp.logaddexp(x @ w, 0.0)
+            + jnp.clip(x, -1, 1)
+            + jnp.prod(w)
+            + jnp.cumprod(x, 1)
+            + jnp.cumsum(x, 0)
+        )
+        y = (
+            y
+            + jax.lax.cummax(x, axis=1)
+            + jax.nn.logsumexp(x, axis=1, keepdims=True)
+            + jnp.var(x, axis=0)
+        )
+        y = (
+            y * jnp.tri(4, 4)[:, :1]
+            + jnp.triu(y)
+            + jnp.diag(w)[None]
+            + jnp.trace(w)
+            + jnp.linalg.norm(w, axis=0)
+        )
         y = (
             y
             + jnp.roll(x, 1, axis=1)
@@ -280,8 +348,17 @@ def numerical_odds_and_ends():
             + jnp.tile(x[:, :1], (1, 4))
             + x[::-1, ::2][:, :1]
         )
-        y = y + jnp.median(x) + jnp.quantile(x, 0.5, axis=1, keepdims=True) + jnp.partition(x, 1, axis=1)
-        y = y + jnp.where(jnp.any(x > 0, 1, keepdims=True) & jnp.all(x < 9), x, -x) + jnp.stack([x, y]).min(0)
+        y = (
+            y
+            + jnp.median(x)
+            + jnp.quantile(x, 0.5, axis=1, keepdims=True)
+            + jnp.partition(x, 1, axis=1)
+        )
+        y = (
+            y
+            + jnp.where(jnp.any(x > 0, 1, keepdims=True) & jnp.all(x < 9), x, -x)
+            + jnp.stack([x, y]).min(0)
+        )
         y = (
             y
             + jax.nn.softplus(x)
@@ -314,7 +391,9 @@ def numerical_odds_and_ends():
 def two_gradients():
     def train_step(generator, critic, noise, real):
         def critic_loss(critic, generator):
-            return jnp.mean(jax.nn.softplus(noise @ generator @ critic)) - jnp.mean(jax.nn.log_sigmoid(real @ critic))
+            return jnp.mean(jax.nn.softplus(noise @ generator @ critic)) - jnp.mean(
+                jax.nn.log_sigmoid(real @ critic)
+            )
 
         critic = critic - 0.1 * jax.grad(critic_loss)(critic, generator)
         generator = generator + 0.1 * jax.grad(critic_loss, argnums=1)(critic, generator)

@@ -1,4 +1,6 @@
-"""Rules of primitives without a declared one: what is inferred is true, and what cannot be tried stays whole."""
+"""Rules of primitives without a declared one: what is inferred is true, and what cannot be tried
+stays whole.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharding.rule_cases import ELEMENTWISE, RULE_CASES, floats, ints
-from unknown_primitives import primitive, row_norm_gradients_p, row_norm_p, shared_scale_p, soft_cap_p
+from unknown_primitives import (
+    primitive,
+    row_norm_gradients_p,
+    row_norm_p,
+    shared_scale_p,
+    soft_cap_p,
+)
 
 from aliquot.core import CaptureError, InputError, MissingRuleError
 from aliquot.graph import Literal, capture
@@ -54,7 +62,12 @@ def parts(rule):
         return set()
     arrays = (*rule.operands, *rule.results)
     return {
-        frozenset((k, d) for k, dims in enumerate(arrays) for d, names in enumerate(dims) if names[0] == factor)
+        frozenset(
+            (k, d)
+            for k, dims in enumerate(arrays)
+            for d, names in enumerate(dims)
+            if names[0] == factor
+        )
         for factor in rule.factors
     }
 
@@ -100,7 +113,8 @@ def test_the_same_rule_every_time():
     )
 
 
-# What is true and not declared, as nothing splits it: what is asked of the whole is asked of a batch of vectors or matrices.
+# What is true and not declared, as nothing splits it: what is asked of the whole is asked of a
+# batch of vectors or matrices.
 MORE_THAN_DECLARED = {
     "noinline": "declared whole, whatever it calls",
     "ormqr": "columns of the matrix that is multiplied are independent",
@@ -142,12 +156,18 @@ assert dim_rule(graph.ops[0], graph).factors == ("a",)
 assert not xla_bridge.backends_are_initialized()
 """
     folder = str(Path(__file__).parents[1])
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})" + code], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})" + code], check=True
+    )
 
 
 def per_example(primitive):
     """A step that returns what a primitive makes of the rows that a batch becomes."""
-    return capture(lambda params, batch: (params, primitive(batch["x"] @ params)), floats(32, 8), {"x": floats(64, 32)})
+    return capture(
+        lambda params, batch: (params, primitive(batch["x"] @ params)),
+        floats(32, 8),
+        {"x": floats(64, 32)},
+    )
 
 
 def normalised(x):

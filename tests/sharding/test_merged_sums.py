@@ -1,4 +1,6 @@
-"""A sum of partial products is reduced once where the compiler merges the reductions, and term by term elsewhere."""
+"""A sum of partial products is reduced once where the compiler merges the reductions, and term by
+term elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_terms_that_are_converted_first_are_reduced_one_by_one(num_micro_batches
     """As XLA for GPUs compiles them; a running total over micro-batches is one array again."""
 
     def step(params, x):
-        return jnp.tanh((x @ params["a"]).astype(jnp.float32) + (x @ params["b"]).astype(jnp.float32))
+        return jnp.tanh(
+            (x @ params["a"]).astype(jnp.float32) + (x @ params["b"]).astype(jnp.float32)
+        )
 
     weight = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
     graph = capture(step, dict.fromkeys("ab", weight), jax.ShapeDtypeStruct((16, 64), jnp.bfloat16))

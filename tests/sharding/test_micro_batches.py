@@ -1,4 +1,6 @@
-"""How results of micro-batches combine: decided by rules, checked against what the plain step does."""
+"""How results of micro-batches combine: decided by rules, checked against what the plain step
+does.
+"""
 
 import equinox as eqx
 import jax
@@ -33,7 +35,10 @@ def plan(loss_fn, num_micro_batches=4, *, has_aux=False, **settings):
 
 def losses(w, batch):
     logits = batch["x"] @ w
-    return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, batch["y"][:, None], axis=1)[:, 0]
+    return (
+        jax.nn.logsumexp(logits, axis=1)
+        - jnp.take_along_axis(logits, batch["y"][:, None], axis=1)[:, 0]
+    )
 
 
 def test_a_mean_is_a_sum_of_summands():
@@ -46,12 +51,22 @@ def test_a_sum_is_one_too():
 
 
 def test_results_for_each_example_are_concatenated():
-    found = plan(lambda w, b: (losses(w, b).mean(), {"each": losses(w, b), "top": losses(w, b).max()}), has_aux=True)
-    assert found.combine == {"[0]": "equal", "[1][0]": "sum", "[1][1].each": "concatenate 0", "[1][1].top": "max"}
+    found = plan(
+        lambda w, b: (losses(w, b).mean(), {"each": losses(w, b), "top": losses(w, b).max()}),
+        has_aux=True,
+    )
+    assert found.combine == {
+        "[0]": "equal",
+        "[1][0]": "sum",
+        "[1][1].each": "concatenate 0",
+        "[1][1].top": "max",
+    }
 
 
 def test_a_sum_over_the_batch_alone_is_known_beforehand():
-    found = plan(lambda w, b: jnp.sum(losses(w, b) * b["mask"]) / jnp.maximum(jnp.sum(b["mask"]), 1.0))
+    found = plan(
+        lambda w, b: jnp.sum(losses(w, b) * b["mask"]) / jnp.maximum(jnp.sum(b["mask"]), 1.0)
+    )
     assert found.combine["[1]"] == "sum"
     assert "early" in set(found.conversions.values())
 
@@ -123,13 +138,17 @@ def test_unless_each_micro_batch_may_stand_for_itself(loss_fn):
 
 
 def normalised(layers):
-    """A loss whose every layer takes statistics of the batch, which the next layer then depends on."""
+    """A loss whose every layer takes statistics of the batch, which the next layer then depends
+    on.
+    """
 
     def loss(w, b):
         x = b["x"]
         for _ in range(layers):
             h = x @ w @ w.T
-            x = (h - h.mean(axis=0)) / jnp.sqrt(jnp.mean(h * h, axis=0) - h.mean(axis=0) ** 2 + 1e-5)
+            x = (h - h.mean(axis=0)) / jnp.sqrt(
+                jnp.mean(h * h, axis=0) - h.mean(axis=0) ** 2 + 1e-5
+            )
         return (x**2).mean()
 
     return loss
@@ -138,7 +157,9 @@ def normalised(layers):
 def test_statistics_of_many_layers_are_settled_in_one_walk(monkeypatch):
     walked = []
     plainly = _findings.follow
-    monkeypatch.setattr(_findings, "follow", lambda op, *more: walked.append(op.index) or plainly(op, *more))
+    monkeypatch.setattr(
+        _findings, "follow", lambda op, *more: walked.append(op.index) or plainly(op, *more)
+    )
     for layers in (4, 16):
         walked.clear()
         found = plan(normalised(layers), semantics="independent")
@@ -149,10 +170,13 @@ def test_statistics_of_many_layers_are_settled_in_one_walk(monkeypatch):
 
 def test_a_batch_that_is_no_multiple():
     with pytest.raises(
-        InputError, match=r"num_micro_batches=3 needs a batch that is a multiple of 3.*batch\.mask holds 8"
+        InputError,
+        match=r"num_micro_batches=3 needs a batch that is a multiple of 3.*batch\.mask holds 8",
     ):
         plan(lambda w, b: losses(w, b).mean(), 3)
-    with pytest.raises(InputError, match="on 4 data-parallel groups needs a batch that is a multiple of 16"):
+    with pytest.raises(
+        InputError, match="on 4 data-parallel groups needs a batch that is a multiple of 16"
+    ):
         plan(lambda w, b: losses(w, b).mean(), 4, num_groups=4)
 
 
@@ -191,7 +215,9 @@ def test_equal_layers_are_walked_through_by_one_rule(monkeypatch):
     """Layers that JAX traced once share their equations."""
     asked = []
     monkeypatch.setattr(
-        _findings, "dim_rule", lambda op, *args, **more: asked.append(op) or dim_rule(op, *args, **more)
+        _findings,
+        "dim_rule",
+        lambda op, *args, **more: asked.append(op) or dim_rule(op, *args, **more),
     )
     layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
 
@@ -239,9 +265,13 @@ def test_a_reshape_of_nothing_is_linear():
 
     @jax.checkpoint
     def scanned(w, x):
-        return jax.vmap(lambda row: jax.lax.associative_scan(combined, (w, jnp.outer(row[:2], row[:3])))[1])(x)
+        return jax.vmap(
+            lambda row: jax.lax.associative_scan(combined, (w, jnp.outer(row[:2], row[:3])))[1]
+        )(x)
 
-    assert plan(lambda w, b: jnp.mean(scanned(jnp.tanh(w[:2]), b["x"]) ** 2)).combine["[1]"] == "sum"
+    assert (
+        plan(lambda w, b: jnp.mean(scanned(jnp.tanh(w[:2]), b["x"]) ** 2)).combine["[1]"] == "sum"
+    )
 
 
 def test_examples_without_numbers_may_be_flattened():
@@ -266,7 +296,9 @@ def test_a_loop_over_two_examples_is_refused_for_each():
 
 
 def test_checks_are_made_part_by_part():
-    """Whether any example is wrong is known once every part has looked, and which message is shown does not matter."""
+    """Whether any example is wrong is known once every part has looked, and which message is shown
+    does not matter.
+    """
 
     def loss(w, b):
         checked = eqx.error_if(b["x"], jnp.any(b["x"] > 9), "too large")

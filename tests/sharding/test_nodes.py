@@ -1,4 +1,6 @@
-"""What a step leaves to decide: groups that can be split on every dim, and nothing tied or blocked without a reason."""
+"""What a step leaves to decide: groups that can be split on every dim, and nothing tied or blocked
+without a reason.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,12 @@ ROWS, SEQ, WIDTH, HEADS, VOCAB = 8, 32, 64, 4, 128
 
 def nodes_of(family="gpt-125m", num_layers=3, **options):
     config = zoo.configure(
-        family, num_layers=num_layers, hidden_size=WIDTH, num_heads=HEADS, seq_len=SEQ, vocab_size=VOCAB
+        family,
+        num_layers=num_layers,
+        hidden_size=WIDTH,
+        num_heads=HEADS,
+        seq_len=SEQ,
+        vocab_size=VOCAB,
     )
     workload = zoo.build(config, ROWS, optimizer="sgd", **options)
     graph = aq.capture(workload.train_step, workload.state, workload.batch)
@@ -31,7 +38,9 @@ def nodes_of(family="gpt-125m", num_layers=3, **options):
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_residual_stream_can_be_split_on_every_dim(family, recompute, scan):
-    """One node holds it for all layers; norms read it with dims of size one, which must not get in the way."""
+    """One node holds it for all layers; norms read it with dims of size one, which must not get in
+    the way.
+    """
     graph, nodes = nodes_of(family, recompute=recompute, scan=scan, dtype="float32")
     readers = {}
     for edge in nodes.edges:
@@ -47,10 +56,14 @@ def test_the_residual_stream_can_be_split_on_every_dim(family, recompute, scan):
 
 @pytest.mark.parametrize("family", ["gpt-125m", "llama-7b"])
 def test_heads_can_be_split_through_attention(family):
-    """Queries, keys, values, scores and what comes out of them: each can be split by head and by row."""
+    """Queries, keys, values, scores and what comes out of them: each can be split by head and by
+    row.
+    """
     _, nodes = nodes_of(family, recompute="none", dtype="float32")
     scores = [
-        n for n in nodes.nodes if n.kind == "group" and sorted(f.size for f in n.factors) == [HEADS, ROWS, SEQ, SEQ]
+        n
+        for n in nodes.nodes
+        if n.kind == "group" and sorted(f.size for f in n.factors) == [HEADS, ROWS, SEQ, SEQ]
     ]
     assert scores
     for node in nodes.nodes:
@@ -70,7 +83,9 @@ def test_no_factor_is_of_size_one_and_labels_name_one():
 
 
 def test_parts_of_one_operator_have_labels_of_their_own():
-    """A plan names a split by its label; the parts of a cut array come from one operator and are split apart."""
+    """A plan names a split by its label; the parts of a cut array come from one operator and are
+    split apart.
+    """
 
     def step(params, batch):
         small, large = jnp.split(batch["x"] * params["scale"], [8], axis=-1)
@@ -98,7 +113,9 @@ def test_the_layers_of_a_scan_are_not_split():
     """Cutting the dim that a loop runs over would gather the whole stack."""
     graph, nodes = nodes_of(recompute="block", scan=True)
     stacked = [
-        (i, p) for i, p in zip(graph.inputs, nodes.input_ports) if i.role is Role.PARAMETER and ".layers" in i.path
+        (i, p)
+        for i, p in zip(graph.inputs, nodes.input_ports)
+        if i.role is Role.PARAMETER and ".layers" in i.path
     ]
     assert len(stacked) >= 8
     for item, port in stacked:
@@ -129,14 +146,23 @@ def _one_dim(x, w):
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_work_of_a_scan_grows_with_its_length(recompute):
-    """A round writes one row of a stack, not all of it: twice as many layers more are twice as much more of everything."""
+    """A round writes one row of a stack, not all of it: twice as many layers more are twice as much
+    more of everything.
+    """
 
     def work(num_layers):
         graph, nodes = nodes_of(num_layers=num_layers, scan=True, recompute=recompute)
         works = [w for node_work in make_problem(graph, CLUSTER).work for w in node_work]
         moved = sum(num_bytes for w in works for num_bytes, _ in w.arrays)
         converted = sum(e.num_bytes * e.count for e in nodes.edges)
-        return np.array([moved, converted, sum(w.kernels for w in works), sum(i.cost for i in cut_layers(graph).items)])
+        return np.array(
+            [
+                moved,
+                converted,
+                sum(w.kernels for w in works),
+                sum(i.cost for i in cut_layers(graph).items),
+            ]
+        )
 
     few, more, most = work(4), work(8), work(16)
     np.testing.assert_allclose((most - more) / (more - few), 2.0, rtol=1e-9)
@@ -145,7 +171,9 @@ def test_the_work_of_a_scan_grows_with_its_length(recompute):
 def test_fused_projection_with_heads_in_front_is_free():
     """`(heads, 3, size)`: the heads pass through the cut into three."""
     step = momentum_step(
-        _attention(_heads_first), {"w": array(WIDTH, HEADS, 3, WIDTH // HEADS)}, {"x": array(ROWS, SEQ, WIDTH)}
+        _attention(_heads_first),
+        {"w": array(WIDTH, HEADS, 3, WIDTH // HEADS)},
+        {"x": array(ROWS, SEQ, WIDTH)},
     )
     nodes = build_nodes(index_nodes(aq.capture(*step)))
     fused = [n for n in nodes.nodes if n.kind == "group" and HEADS in [f.size for f in n.factors]]
@@ -156,7 +184,9 @@ def test_fused_projection_with_heads_in_front_is_free():
 
 def test_fused_projection_in_one_dim_has_a_price_but_is_not_blocked():
     """`(3 heads size)`: a split of it is gathered at the cut, and everything else stays open."""
-    step = momentum_step(_attention(_one_dim), {"w": array(WIDTH, 3 * WIDTH)}, {"x": array(ROWS, SEQ, WIDTH)})
+    step = momentum_step(
+        _attention(_one_dim), {"w": array(WIDTH, 3 * WIDTH)}, {"x": array(ROWS, SEQ, WIDTH)}
+    )
     nodes = build_nodes(index_nodes(aq.capture(*step)))
     gathered = [
         (node, c.factors[0])
@@ -174,10 +204,14 @@ def test_fused_projection_in_one_dim_has_a_price_but_is_not_blocked():
 
 def test_a_tied_embedding_is_one_parameter_with_two_uses():
     graph, nodes = nodes_of(recompute="none", dtype="float32")
-    port = next(p for i, p in zip(graph.inputs, nodes.input_ports) if i.path.endswith("embed.embedding"))
+    port = next(
+        p for i, p in zip(graph.inputs, nodes.input_ports) if i.path.endswith("embed.embedding")
+    )
     assert [f.size for f in nodes.nodes[port.node].factors] == [VOCAB, WIDTH]
     readers = {
-        nodes.nodes[e.target].label.split(":")[0] for e in nodes.edges if e.source == port.node and e.kind == "operand"
+        nodes.nodes[e.target].label.split(":")[0]
+        for e in nodes.edges
+        if e.source == port.node and e.kind == "operand"
     }
     assert {"gather", "dot_general"} <= readers
     # The sum of both gradients comes back to it.
@@ -192,14 +226,18 @@ def test_equal_layers_are_one_decision():
     assert len(folded.nodes) < len(apart.nodes)
     assert all(n.copies == 1 for n in apart.nodes)
     for name in ("flops", "kernels"):
-        totals = [sum(getattr(w, name) for node_work in p.work for w in node_work) for p in problems]
+        totals = [
+            sum(getattr(w, name) for node_work in p.work for w in node_work) for p in problems
+        ]
         assert totals[0] == pytest.approx(totals[1])
     resident = [sum(r.num_bytes * len(r.births) for r in p.residents) for p in problems]
     assert resident[0] == pytest.approx(resident[1], rel=0.02)
 
 
 def test_a_total_over_equal_layers_may_leave_the_step():
-    """All layers read one array, as those of a decoder do; the terms of its gradient are one class that serves itself."""
+    """All layers read one array, as those of a decoder do; the terms of its gradient are one class
+    that serves itself.
+    """
 
     def loss(params, batch):
         x = batch["x"]
@@ -209,7 +247,10 @@ def test_a_total_over_equal_layers_may_leave_the_step():
 
     def step(params, batch):
         value, (grads, of_batch) = jax.value_and_grad(loss, argnums=(0, 1))(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "of_source": of_batch["source"]}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {
+            "loss": value,
+            "of_source": of_batch["source"],
+        }
 
     layer = {"own": array(WIDTH, WIDTH), "cross": array(WIDTH, WIDTH)}
     batch = {"x": array(ROWS, WIDTH), "source": array(ROWS, WIDTH)}
@@ -258,7 +299,9 @@ def test_steps_with_loops_and_branches(name):
 
 
 def test_an_update_reads_nothing_that_it_writes():
-    """Weights, moments and gradients are read, weights and moments written: five arrays, whatever the update computes."""
+    """Weights, moments and gradients are read, weights and moments written: five arrays, whatever
+    the update computes.
+    """
 
     def train_step(state, x):
         loss, gradient = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(state["w"])
@@ -266,9 +309,14 @@ def test_an_update_reads_nothing_that_it_writes():
         return {"w": state["w"] - 0.1 * moment / (1 + jnp.sqrt(jnp.abs(moment))), "m": moment}, loss
 
     square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    graph = aq.capture(train_step, {"w": square, "m": square}, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    graph = aq.capture(
+        train_step, {"w": square, "m": square}, jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    )
     update = [
-        work for node_work in make_problem(graph, CLUSTER).work for work in node_work if work.phase is Phase.UPDATE
+        work
+        for node_work in make_problem(graph, CLUSTER).work
+        for work in node_work
+        if work.phase is Phase.UPDATE
     ]
     assert sum(num_bytes for work in update for num_bytes, _ in work.arrays) == 5 * 64 * 64 * 4
 
@@ -294,7 +342,9 @@ def test_conversions_of_casts_of_parameters_are_named_after_the_parameters(scan)
     weight = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     stacked = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
     layers = {"w": stacked if scan else [weight] * 3}
-    nodes = build_nodes(index_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16))))
+    nodes = build_nodes(
+        index_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)))
+    )
     labels = {edge.label for edge in nodes.edges if edge.num_bytes == 2 * 64 * 64}
     named = {label for label in labels if label.startswith("layers.w")}
     assert named == ({"layers.w"} if scan else {"layers.w[*]"}), labels

@@ -18,7 +18,8 @@ def rule_of(before, after):
 def text(before, after):
     found = rule_of(before, after)
     return "->".join(
-        "".join(d if len(d) == 1 else f"({d})" for d in side[0]) for side in (found.operands, found.results)
+        "".join(d if len(d) == 1 else f"({d})" for d in side[0])
+        for side in (found.operands, found.results)
     )
 
 
@@ -44,7 +45,9 @@ def test_factors_of_known_reshapes(before, after, want):
 
 @st.composite
 def regrouped(draw):
-    """Two shapes with the same elements: prime factors in two orders of grouping, with ones thrown in."""
+    """Two shapes with the same elements: prime factors in two orders of grouping, with ones thrown
+    in.
+    """
     primes = draw(st.lists(st.sampled_from([2, 2, 2, 3, 5]), min_size=1, max_size=6))
 
     def grouped(items):
@@ -57,7 +60,9 @@ def regrouped(draw):
                 shape.append(1)
         return tuple(shape)
 
-    return grouped(primes), grouped(draw(st.permutations(primes)) if draw(st.booleans()) else primes)
+    return grouped(primes), grouped(
+        draw(st.permutations(primes)) if draw(st.booleans()) else primes
+    )
 
 
 def pieces(array, dims, factor, count):

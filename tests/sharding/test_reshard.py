@@ -30,7 +30,9 @@ def conversions(draw):
 @given(conversions())
 @settings(max_examples=400, deadline=None)
 def test_moves_lead_from_source_to_target(case):
-    """What enters each collective is what left the one before, or a slice of it; the last leaves the target's shard."""
+    """What enters each collective is what left the one before, or a slice of it; the last leaves
+    the target's shard.
+    """
     source, target, sizes, reduce_scatter = case
     local = 1 / num_shards(source, sizes)
     for move in reshard(source, target, sizes, reduce_scatter):
@@ -86,7 +88,9 @@ def test_one_axis(size):
     for (source, target), (kind, entering, leaving) in kinds.items():
         (move,) = reshard(source, target, (size,), True)
         assert (move.kind, move.axes, move.group) == (kind, (0,), size)
-        assert move.fraction == pytest.approx(entering) and result_fraction(move, (size,)) == pytest.approx(leaving)
+        assert move.fraction == pytest.approx(entering) and result_fraction(
+            move, (size,)
+        ) == pytest.approx(leaving)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +114,25 @@ def test_two_axes(source, target, kinds):
 
 
 SHAPE = (16, 32, 64)
-PAIRS = [p for p in itertools.product(itertools.product(range(-1, 3), repeat=2), repeat=2) if p[0] != p[1]]
-# XLA exchanges before it slices here, because the tiled dims happen to be the last ones of the array.
+PAIRS = [
+    p
+    for p in itertools.product(itertools.product(range(-1, 3), repeat=2), repeat=2)
+    if p[0] != p[1]
+]
+# XLA exchanges before it slices here, because the tiled dims happen to be the last ones of the
+# array.
 EXCHANGED_FIRST = {((-1, 1), (2, 0)), ((-1, 2), (2, 1)), ((1, -1), (0, 2))}
 
 
 def _compiled(mesh, source, target):
-    """Kinds of the collectives in a compiled conversion, with the bytes that each leaves on a device."""
+    """Kinds of the collectives in a compiled conversion, with the bytes that each leaves on a
+    device.
+    """
     shardings = [
-        NamedSharding(mesh, PartitionSpec(*[axes or None for axes in dims_of(spec, mesh.axis_names, len(SHAPE))]))
+        NamedSharding(
+            mesh,
+            PartitionSpec(*[axes or None for axes in dims_of(spec, mesh.axis_names, len(SHAPE))]),
+        )
         for spec in (source, *way(source, target, tuple(mesh.shape.values())))
     ]
 
@@ -130,10 +144,15 @@ def _compiled(mesh, source, target):
     convert = jax.jit(ask, in_shardings=shardings[0], out_shardings=shardings[-1])
     text = convert.lower(jax.ShapeDtypeStruct(SHAPE, jnp.float32)).compile().as_text()
     found = []
-    pattern = r"= \(?(.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    pattern = (
+        r"= \(?(.*?)"
+        r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    )
     for result, kind in re.findall(pattern, text):
         shapes = re.findall(r"f32\[([\d,]*)\]", result)
-        found.append((kind, sum(4 * math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)))
+        found.append(
+            (kind, sum(4 * math.prod(int(n) for n in shape.split(",") if n) for shape in shapes))
+        )
     return found
 
 
@@ -157,7 +176,9 @@ def test_xla_emits_the_same(mesh):
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 2, 2)])
 def test_axes_that_may_stay_are_not_gathered(sizes):
     """No collective leaves more on a device than it holds before, or behind."""
-    for source, target in itertools.product(itertools.product(range(-1, 3), repeat=len(sizes)), repeat=2):
+    for source, target in itertools.product(
+        itertools.product(range(-1, 3), repeat=len(sizes)), repeat=2
+    ):
         assert way(source, target, sizes)[-1] == target
         kept = max(1 / num_shards(source, sizes), 1 / num_shards(target, sizes))
         moves = reshard(source, target, sizes, True)

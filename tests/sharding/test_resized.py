@@ -34,7 +34,12 @@ def test_operators_are_those_of_a_trace(step, parts):
     found, traced = resized(trace_part(step, 8), step, 32 // parts), _trace(step, 32 // parts)
     assert [v.shape for v in found.values] == [v.shape for v in traced.values]
     for a, b in zip(found.ops, traced.ops, strict=True):
-        assert (a.name, operands(a), a.outputs, a.phase) == (b.name, operands(b), b.outputs, b.phase)
+        assert (a.name, operands(a), a.outputs, a.phase) == (
+            b.name,
+            operands(b),
+            b.outputs,
+            b.phase,
+        )
         assert a.params.keys() == b.params.keys()
         assert all(str(a.params[k]) == str(b.params[k]) for k in a.params if "jaxpr" not in k)
         assert shapes_of(a) == shapes_of(b)
@@ -53,7 +58,9 @@ def sizes_written_down(w, x):
 
 
 def test_steps_that_do_not_follow_the_batch_size_are_traced_again():
-    graph = capture(sizes_written_down, jnp.ones((8, 8)), jax.ShapeDtypeStruct((64, 8), jnp.float32))
+    graph = capture(
+        sizes_written_down, jnp.ones((8, 8)), jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    )
     known = trace_part(graph, 4)
     with pytest.raises(CaptureError, match="size of the batch"):
         resized(known, graph, 6)

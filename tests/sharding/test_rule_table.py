@@ -1,4 +1,6 @@
-"""The table of rules: registration, what is said where a rule is missing, links, and counts of work."""
+"""The table of rules: registration, what is said where a rule is missing, links, and counts of
+work.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -97,17 +99,27 @@ def test_the_gradients_of_a_convolution_cost_what_it_costs():
     def loss(x, k):
         return jnp.sum(lax.conv(x, k, (2, 2), "VALID") ** 2)
 
-    found = rules_of(jax.grad(loss, (0, 1)), floats(2, 3, 8, 8), floats(4, 3, 2, 2), name="conv_general_dilated")
+    found = rules_of(
+        jax.grad(loss, (0, 1)), floats(2, 3, 8, 8), floats(4, 3, 2, 2), name="conv_general_dilated"
+    )
     assert [r.flops for r in found] == pytest.approx([2 * 2 * 16 * 4 * 3 * 4] * 3)
 
 
 def test_conversions_are_linear_where_nothing_is_cut_off():
     def linear(dtype, to):
-        (found,) = rules_of(lambda x: x.astype(to), jax.ShapeDtypeStruct((4,), dtype), name="convert_element_type")
+        (found,) = rules_of(
+            lambda x: x.astype(to), jax.ShapeDtypeStruct((4,), dtype), name="convert_element_type"
+        )
         return found.linear == (1,)
 
-    assert linear("float32", "bfloat16") and linear("int32", "float32") and linear("bool", "float32")
-    assert not linear("float32", "int32") and not linear("int32", "bool") and not linear("float32", "bool")
+    assert (
+        linear("float32", "bfloat16") and linear("int32", "float32") and linear("bool", "float32")
+    )
+    assert (
+        not linear("float32", "int32")
+        and not linear("int32", "bool")
+        and not linear("float32", "bool")
+    )
 
 
 def test_only_threefry_draws_the_same_bits_however_they_are_split():

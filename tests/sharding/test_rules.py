@@ -1,11 +1,22 @@
-"""Every rule tells the truth: each split that it allows gives the unsplit numbers, with the communication it states."""
+"""Every rule tells the truth: each split that it allows gives the unsplit numbers, with the
+communication it states.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharding.rule_cases import ABSENT, RULE_CASES
-from sharding.splitting import QUICK, assert_same, collectives, compiled, is_key, numbers, operators, splits
+from sharding.splitting import (
+    QUICK,
+    assert_same,
+    collectives,
+    compiled,
+    is_key,
+    numbers,
+    operators,
+    splits,
+)
 
 from aliquot.graph import _jax_compat as compat
 from aliquot.sharding import registered_primitives
@@ -36,7 +47,9 @@ def test_every_split_computes_the_same_numbers(case, mesh):
         results = jax.jit(run, compiler_options=QUICK)(operands) if alone else []
         if placed:
             program = compiled(placed, grid)
-            results += program(jax.device_put([operands] * len(placed), [s.shardings(grid)[0] for s in placed]))
+            results += program(
+                jax.device_put([operands] * len(placed), [s.shardings(grid)[0] for s in placed])
+            )
         for split, got in zip(alone + placed, results, strict=True):
             assert_same(got, want, case, split)
 
@@ -51,7 +64,9 @@ def test_splits_need_no_other_communication(case, mesh):
             allowed |= {case.unplanned}
             if group and not collectives(group, grid) <= allowed:
                 found = {repr(s): collectives([s], grid) for s in group}
-                raise AssertionError({split: kinds for split, kinds in found.items() if not kinds <= allowed})
+                raise AssertionError(
+                    {split: kinds for split, kinds in found.items() if not kinds <= allowed}
+                )
 
 
 @pytest.mark.parametrize("case", [c for c in RULE_CASES if not c.runs], ids=str)
@@ -67,7 +82,9 @@ def is_number(operand):
 
 @pytest.mark.parametrize("case", RUN, ids=str)
 def test_linear_means_linear(case):
-    """In the operands that share a number, the others held, the operator of a sum is the sum of its results."""
+    """In the operands that share a number, the others held, the operator of a sum is the sum of its
+    results.
+    """
     for op, op_rule, operands in operators(case):
         for number in sorted(set(op_rule.linear) - {0}):
             varied = [k for k, n in enumerate(op_rule.linear) if n == number]
@@ -80,4 +97,6 @@ def test_linear_means_linear(case):
             results = (compat.bind(op.eqn, inputs) for inputs in (both, a, b))
             for total, one, two in zip(*results, strict=True):
                 rounding = 2e-2 if total.dtype == jnp.bfloat16 else 1e-4
-                np.testing.assert_allclose(numbers(total), numbers(one + two), rtol=rounding, atol=rounding)
+                np.testing.assert_allclose(
+                    numbers(total), numbers(one + two), rtol=rounding, atol=rounding
+                )

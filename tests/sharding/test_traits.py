@@ -78,7 +78,10 @@ def test_operators_on_ranges_of_rows_give_rows_of_the_result(case):
             if local is None or local.counts_rows:
                 continue
             bounds = (0, rows // 3 or 1, rows)
-            parts = [_on_range(op, local, operands, start, stop) for start, stop in zip(bounds[:-1], bounds[1:])]
+            parts = [
+                _on_range(op, local, operands, start, stop)
+                for start, stop in zip(bounds[:-1], bounds[1:])
+            ]
             for k, whole in enumerate(results):
                 pieces = [part[k] for part in parts]
                 if local.join:
@@ -103,7 +106,9 @@ def test_some_case_of_every_reduction_and_move_is_cut_into_rows():
             if any(local_rule(op, values, rows) for rows in sizes):
                 cut_by_rows.add(case.primitive)
     declared = {p for p in registered_primitives() - LINKS if traits_of(p).on_rows}
-    assert cut_by_rows >= {p for p in declared if traits_of(p).join or traits_of(p).moves} - {"copy"}
+    assert cut_by_rows >= {p for p in declared if traits_of(p).join or traits_of(p).moves} - {
+        "copy"
+    }
 
 
 def scale_rows(x, scale):
@@ -112,7 +117,9 @@ def scale_rows(x, scale):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_primitive_of_the_users_own_can_be_cut_by_layers(declared, monkeypatch):
-    """A scan over layers is split where the update runs through it, if it says that it runs row by row."""
+    """A scan over layers is split where the update runs through it, if it says that it runs row by
+    row.
+    """
     monkeypatch.setattr(_rule, "_declarations", dict(_rule._declarations))
     primitive = Primitive("scale_rows")
     primitive.def_impl(scale_rows)
@@ -133,7 +140,9 @@ def test_a_primitive_of_the_users_own_can_be_cut_by_layers(declared, monkeypatch
         grads = jax.grad(loss)(params)
         return params - primitive.bind(grads, jnp.float32(0.1)), loss(params)
 
-    split = split_scans(capture(step, np.ones((4, 8, 8), np.float32), np.ones((2, 8), np.float32)), (0, 2, 4))
+    split = split_scans(
+        capture(step, np.ones((4, 8, 8), np.float32), np.ones((2, 8), np.float32)), (0, 2, 4)
+    )
     count = sum(op.name == "scale_rows" for op in split.graph.ops)
     assert count == (2 if declared else 1)
     assert bool(split.joined) == (not declared)

@@ -55,7 +55,9 @@ def verified(plan: Plan, compiled_bytes: int) -> Verification:
 
 
 class Search:
-    """Plans by rising time, each with `(predicted, compiled)` bytes; the first that is predicted to fit is proposed."""
+    """Plans by rising time, each with `(predicted, compiled)` bytes; the first that is predicted to
+    fit is proposed.
+    """
 
     def __init__(self, *sizes: tuple[float, int]) -> None:
         self.sizes, self.limits = sizes, []
@@ -77,7 +79,11 @@ class Search:
 def test_the_best_plan_if_it_fits():
     search = Search((900, 950), (500, 500))
     plan = search.run()
-    assert (plan.method, plan.compiled.fits, plan.compiled.peak_memory_bytes) == ("method0", True, 950)
+    assert (plan.method, plan.compiled.fits, plan.compiled.peak_memory_bytes) == (
+        "method0",
+        True,
+        950,
+    )
     assert search.limits == [None]
     assert any("all-to-all over x: 2 times, 64 B, dot at a.py:3 (f)" in note for note in plan.notes)
 
@@ -93,7 +99,10 @@ def test_the_next_one_is_planned_with_what_was_learned():
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [(((900, 5000),), "none is left: nothing fits"), (((900, 1100), (810, 1100), (730, 1100)), "No more than 3")],
+    [
+        (((900, 5000),), "none is left: nothing fits"),
+        (((900, 1100), (810, 1100), (730, 1100)), "No more than 3"),
+    ],
 )
 def test_none_fits(sizes, message):
     with pytest.raises(InfeasibleError) as refusal:
@@ -144,11 +153,17 @@ def test_a_pipeline_that_does_not_fit_is_planned_again(monkeypatch):
 
         return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers))
 
-    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    shapes = (
+        [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4,
+        jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    )
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
     plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xcpu"), method=method, verify=True)
     first, second = (each.prediction for each in checked)
     assert second.peak_memory_bytes < 0.99 * first.peak_memory_bytes
     assert second.memory_limit_bytes == first.memory_limit_bytes
     assert plan.schedule == checked[1].schedule and plan.compiled.fits
-    assert any("predicted to be faster does not fit: pipeshard in 2 stages needs" in note for note in plan.notes)
+    assert any(
+        "predicted to be faster does not fit: pipeshard in 2 stages needs" in note
+        for note in plan.notes
+    )

@@ -1,4 +1,6 @@
-"""A program on its way to another process and back: the same figures as in this one, and every way to fail."""
+"""A program on its way to another process and back: the same figures as in this one, and every way
+to fail.
+"""
 
 import os
 import stat
@@ -11,7 +13,13 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.runtime import CompiledCollective
-from aliquot.verification import CompileError, CompilerMissingError, default_cache, require_compiler, resolve_target
+from aliquot.verification import (
+    CompileError,
+    CompilerMissingError,
+    default_cache,
+    require_compiler,
+    resolve_target,
+)
 from aliquot.verification import _compile as compiling
 from aliquot.verification import _verify as verifying
 from aliquot.verification import _wheels as wheels
@@ -39,13 +47,19 @@ def train_step(params, batch):
 def arguments():
     shape = jax.ShapeDtypeStruct
     params = {"blocks": [shape((64, 128), jnp.float32)] * 2}
-    batch = {"x": shape((16, 64), jnp.float32), "y": shape((16, 64), jnp.float32), "key": jax.random.key(0)}
+    batch = {
+        "x": shape((16, 64), jnp.float32),
+        "y": shape((16, 64), jnp.float32),
+        "key": jax.random.key(0),
+    }
     return params, batch
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return aq.plan(train_step, *arguments(), cluster=Cluster.preset("8xcpu"), method=aq.Zero3Parallel())
+    return aq.plan(
+        train_step, *arguments(), cluster=Cluster.preset("8xcpu"), method=aq.Zero3Parallel()
+    )
 
 
 @pytest.fixture
@@ -53,14 +67,18 @@ def cache(tmp_path):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize(("method", "micro_batches"), [(aq.Zero3Parallel(), 1), (aq.DataParallel(), 2)])
+@pytest.mark.parametrize(
+    ("method", "micro_batches"), [(aq.Zero3Parallel(), 1), (aq.DataParallel(), 2)]
+)
 def test_the_other_process_compiles_what_the_runtime_would(method, micro_batches, cache):
     params, batch = arguments()
     step = train_step
     if micro_batches > 1:
         batch = {**batch, "key": jax.random.key(0)}
     cluster = Cluster.preset("8xcpu")
-    plan = aq.plan(step, params, batch, cluster=cluster, method=method, num_micro_batches=micro_batches)
+    plan = aq.plan(
+        step, params, batch, cluster=cluster, method=method, num_micro_batches=micro_batches
+    )
     found = aq.verify(plan, step, params, batch, cache=cache).stages[0].compiled
     here = aq.parallelize(step, plan).prepare(params, batch).stats()
     memory = here.memory
@@ -98,8 +116,12 @@ def test_the_second_time_is_free(plan, cache, monkeypatch):
 def test_the_compiler_starts_while_the_program_is_written_down(plan, cache, monkeypatch):
     order, write = [], verifying.portable_program
     start = compiling.CompilerProcess.start
-    monkeypatch.setattr(compiling.CompilerProcess, "start", lambda process: order.append("start") or start(process))
-    monkeypatch.setattr(verifying, "portable_program", lambda *args: order.append("write") or write(*args))
+    monkeypatch.setattr(
+        compiling.CompilerProcess, "start", lambda process: order.append("start") or start(process)
+    )
+    monkeypatch.setattr(
+        verifying, "portable_program", lambda *args: order.append("write") or write(*args)
+    )
     aq.verify(plan, train_step, *arguments(), cache=cache)
     assert order == ["start", "write"]
 
@@ -120,11 +142,22 @@ def test_no_room_for_the_program(plan, cache, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "error", "messages"),
     [
-        ("kill -9 $$", CompileError, ("was stopped when it had taken", "most likely because there was no more")),
-        ("echo terminate: std::bad_alloc >&2; exit 1", CompileError, ("was stopped", "program of")),
-        ("echo strange words >&2; exit 3", CompileError, ("code 3", "strange words", "All that it said is in")),
         (
-            'echo \'{"error": "JaxRuntimeError", "message": "UNIMPLEMENTED: no such\\\\nmore"}\' > $folder/result.json',
+            "kill -9 $$",
+            CompileError,
+            ("was stopped when it had taken", "most likely because there was no more"),
+        ),
+        ("echo terminate: std::bad_alloc >&2; exit 1", CompileError, ("was stopped", "program of")),
+        (
+            "echo strange words >&2; exit 3",
+            CompileError,
+            ("code 3", "strange words", "All that it said is in"),
+        ),
+        (
+            (
+                'echo \'{"error": "JaxRuntimeError", "message": "UNIMPLEMENTED: no'
+                " such\\\\nmore\"}' > $folder/result.json"
+            ),
             CompileError,
             ("does not compile for cpu", "UNIMPLEMENTED: no such", "All that it said is in"),
         ),
@@ -148,13 +181,19 @@ def test_compilers_that_fail(plan, cache, tmp_path, monkeypatch, script, error, 
     "words",
     [
         "Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm.",
-        "Ran out of memory on HBM, the total memory required for HLO temporaries (20.50G) exceeds available HBM (15.75G).",
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (20.50G)"
+            " exceeds available HBM (15.75G)."
+        ),
     ],
 )
 def test_a_program_that_does_not_fit_is_an_answer(words, plan, cache, tmp_path, monkeypatch):
     path = tmp_path / "python"
     words = f"RESOURCE_EXHAUSTED: {words}"
-    path.write_text(f'#!/bin/sh\nread folder\necho \'{{"error": "E", "message": "{words}"}}\' > $folder/result.json\n')
+    path.write_text(
+        f'#!/bin/sh\nread folder\necho \'{{"error": "E", "message": "{words}"}}\' >'
+        " $folder/result.json\n"
+    )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr("sys.executable", str(path))
     found = aq.verify(plan, train_step, *arguments(), cache=cache)
@@ -170,13 +209,20 @@ def test_a_program_that_does_not_fit_is_an_answer(words, plan, cache, tmp_path, 
             "H100",
             {},
             (
-                "not installed (missing: jax-cuda12-plugin, jax-cuda12-pjrt, nvidia-cuda-nvcc-cu12)",
+                (
+                    "not installed (missing: jax-cuda12-plugin, jax-cuda12-pjrt,"
+                    " nvidia-cuda-nvcc-cu12)"
+                ),
                 "aliquot[verify-gpu]",
             ),
         ),
         (
             "H100",
-            {"jax-cuda12-plugin": "0.4.1", "jax-cuda12-pjrt": "0.4.1", "nvidia-cuda-nvcc-cu12": "12.9"},
+            {
+                "jax-cuda12-plugin": "0.4.1",
+                "jax-cuda12-pjrt": "0.4.1",
+                "nvidia-cuda-nvcc-cu12": "12.9",
+            },
             (
                 "jax-cuda12-plugin 0.4.1",
                 f"JAX is {jax.__version__}",
@@ -196,13 +242,24 @@ def test_compilers_that_are_not_installed(target, versions, messages, monkeypatc
 
 def test_tpu_memory_is_taken_from_the_compilers_report(tmp_path):
     """Main memory alone, whatever the temporaries were said to be; without a report they stay."""
-    memory = {"argument_bytes": 1000, "output_bytes": 900, "alias_bytes": 800, "temp_bytes": 7000, "live_bytes": 5}
+    memory = {
+        "argument_bytes": 1000,
+        "output_bytes": 900,
+        "alias_bytes": 800,
+        "temp_bytes": 7000,
+        "live_bytes": 5,
+    }
     working._correct_temporaries(memory, tmp_path / "reports")
     assert memory["temp_bytes"] == 7000
     (tmp_path / "reports").mkdir()
-    report = tmp_path / "reports" / "module_0000.jit_call.cl_1.after_optimizations-memory-usage-report.txt"
+    report = (
+        tmp_path
+        / "reports"
+        / "module_0000.jit_call.cl_1.after_optimizations-memory-usage-report.txt"
+    )
     report.write_text(
-        "Memory Space: default (color=0)\nTotal bytes: 6100 (6.0KiB)\n\nMemory Space: vmem (color=1)\nTotal bytes: 9"
+        "Memory Space: default (color=0)\nTotal bytes: 6100 (6.0KiB)\n\nMemory Space: vmem"
+        " (color=1)\nTotal bytes: 9"
     )
     working._correct_temporaries(memory, tmp_path / "reports")
     assert memory["temp_bytes"] == 5000 and memory["live_bytes"] == 5

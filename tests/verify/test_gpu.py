@@ -1,4 +1,6 @@
-"""Real compilations for GPUs that are not here; they need the compiler's wheels (`make verify-test` installs them)."""
+"""Real compilations for GPUs that are not here; they need the compiler's wheels (`make verify-test`
+installs them).
+"""
 
 import os
 import subprocess
@@ -11,7 +13,12 @@ import pytest
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
-from aliquot.verification import GPU_DESCRIPTIONS, CompilerMissingError, require_compiler, resolve_target
+from aliquot.verification import (
+    GPU_DESCRIPTIONS,
+    CompilerMissingError,
+    require_compiler,
+    resolve_target,
+)
 from aliquot.zoo import build
 
 
@@ -44,14 +51,19 @@ def mlp(dtype):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "dtype"), [("8xV100-16GB", jnp.float16), ("2x8xH100", jnp.bfloat16), ("8xB200", jnp.bfloat16)]
+    ("cluster", "dtype"),
+    [("8xV100-16GB", jnp.float16), ("2x8xH100", jnp.bfloat16), ("8xB200", jnp.bfloat16)],
 )
 def test_a_step_on_gpus_that_are_not_here(cluster, dtype, tmp_path):
     where = Cluster.preset(cluster)
     plan = aq.plan(mlp_step, *mlp(dtype), cluster=where, method=aq.Zero3Parallel())
     found = aq.verify(plan, mlp_step, *mlp(dtype), cache=tmp_path)
     (stage,) = found.stages
-    assert (found.target.name, found.num_devices, found.fits) == (where.device.name, where.num_devices, True)
+    assert (found.target.name, found.num_devices, found.fits) == (
+        where.device.name,
+        where.num_devices,
+        True,
+    )
     assert stage.compiled.argument_bytes == stage.argument_bytes
     assert stage.compiled.alias_bytes > 0 and stage.compiled.temp_bytes > 0
     gathered = sum(each.compiled_bytes for each in stage.collectives if each.kind == "all-gather")
@@ -61,7 +73,13 @@ def test_a_step_on_gpus_that_are_not_here(cluster, dtype, tmp_path):
 
 def test_products_of_which_no_kernel_is_known_untuned(tmp_path):
     """Rows of a width of 2560, as in a GPT of 2.6 thousand million parameters."""
-    config = {"num_layers": 2, "hidden_size": 2560, "num_heads": 32, "seq_len": 256, "vocab_size": 1024}
+    config = {
+        "num_layers": 2,
+        "hidden_size": 2560,
+        "num_heads": 32,
+        "seq_len": 256,
+        "vocab_size": 1024,
+    }
     work = build("gpt-2.6b", 32, overrides=config, dtype="bf16", scan=True)
     step = (work.train_step, work.state, work.batch)
     plan = aq.plan(*step, cluster=Cluster.preset("8xA100-40GB"), method=aq.Zero3Parallel())
@@ -70,7 +88,9 @@ def test_products_of_which_no_kernel_is_known_untuned(tmp_path):
 
 def convolutions_step(params, images):
     def convolve(x, kernel):
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     def loss(params):
         x = jax.nn.relu(convolve(images, params["first"]))
@@ -86,8 +106,15 @@ def convolutions_step(params, images):
 @pytest.mark.parametrize("cluster", ["8xH100", "8xA100-40GB"])
 def test_memory_of_convolutions(cluster, tmp_path):
     """Kernels in the library's order and positions of maxima are a quarter of it."""
-    sizes = {"first": (3, 3, 64, 128), "wide": [(3, 3, 128, 1024), (3, 3, 1024, 1024), (3, 3, 1024, 128)]}
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), sizes, is_leaf=lambda s: isinstance(s, tuple))
+    sizes = {
+        "first": (3, 3, 64, 128),
+        "wide": [(3, 3, 128, 1024), (3, 3, 1024, 1024), (3, 3, 1024, 128)],
+    }
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        sizes,
+        is_leaf=lambda s: isinstance(s, tuple),
+    )
     step = (convolutions_step, params, jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32))
     plan = aq.plan(*step, cluster=Cluster.preset(cluster), method=aq.DataParallel())
     (stage,) = aq.verify(plan, *step, cache=tmp_path).stages
@@ -103,13 +130,21 @@ def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
         assert stage.held["arguments"] >= stage.argument_bytes > 0
         assert all(p.compiled.temp_bytes > 0 for p in stage.programs if p.name.endswith("backward"))
         predicted = sum(each.predicted_bytes for each in stage.collectives)
-        assert sum(each.compiled_bytes for each in stage.collectives) == pytest.approx(predicted, rel=0.05)
+        assert sum(each.compiled_bytes for each in stage.collectives) == pytest.approx(
+            predicted, rel=0.05
+        )
 
 
 def test_a_model_of_the_zoo_in_a_loop(tmp_path):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_len": 64, "vocab_size": 512}
     work = build("llama-7b", 16, overrides=sizes, scan=True)
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=Cluster.preset("8xH100"), method=aq.Zero3Parallel())
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=Cluster.preset("8xH100"),
+        method=aq.Zero3Parallel(),
+    )
     (stage,) = aq.verify(plan, work.train_step, work.state, work.batch, cache=tmp_path).stages
     assert stage.compiled.argument_bytes == stage.argument_bytes
     assert any(each.in_loop for each in stage.compiled.collectives)
@@ -119,8 +154,12 @@ def test_a_model_of_the_zoo_in_a_loop(tmp_path):
 def test_a_description_of_another_release(tmp_path):
     path = tmp_path / "odd.txtpb"
     path.write_text(GPU_DESCRIPTIONS["H100"].text().replace("core_count", "number_of_cores"))
-    plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("8xH100"), method=aq.DataParallel())
-    with pytest.raises(InputError, match="description of odd is not understood by the compiler of JAX"):
+    plan = aq.plan(
+        mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("8xH100"), method=aq.DataParallel()
+    )
+    with pytest.raises(
+        InputError, match="description of odd is not understood by the compiler of JAX"
+    ):
         aq.verify(plan, mlp_step, *mlp(jnp.bfloat16), target=str(path), cache=tmp_path)
 
 
@@ -140,13 +179,18 @@ def test_gradients_are_scattered_along_two_dims_as_planned(num_micro_batches, tm
     assert plan.stages[0].data_axes == (("x", "y") if num_micro_batches > 1 else ())
     found = aq.verify(plan, step, *shapes, cache=tmp_path)
     assert found.stages[0].unintended == ()
-    moved = {each.kind: (each.predicted_bytes, each.compiled_bytes) for each in found.stages[0].collectives}
+    moved = {
+        each.kind: (each.predicted_bytes, each.compiled_bytes)
+        for each in found.stages[0].collectives
+    }
     for kind in ("reduce-scatter", "all-to-all"):
         predicted, compiled = moved[kind]
         assert compiled == pytest.approx(predicted) and predicted == 2048 * 1024 * 4 / 8
 
 
-@pytest.mark.parametrize("method", [aq.Zero2Parallel(), aq.Zero3Parallel()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [aq.Zero2Parallel(), aq.Zero3Parallel()], ids=lambda m: type(m).__name__
+)
 def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
     def step(state, batch):
         def loss(layers):
@@ -160,15 +204,22 @@ def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
         return {"layers": state["layers"] - 0.1 * moments, "moments": moments}, value
 
     layers = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
-    shapes = dict.fromkeys(("layers", "moments"), layers), jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    shapes = (
+        dict.fromkeys(("layers", "moments"), layers),
+        jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16),
+    )
     plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method)
     (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
     gathers = [each for each in stage.collectives if each.kind == "all-gather"]
-    assert [each.compiled_bytes for each in gathers] == pytest.approx([each.predicted_bytes for each in gathers])
+    assert [each.compiled_bytes for each in gathers] == pytest.approx(
+        [each.predicted_bytes for each in gathers]
+    )
     assert stage.unintended == ()
 
 
-@pytest.mark.parametrize(("cluster", "tensor"), [("8xH100", False), ("8xA100-40GB", False), ("8xH100", True)])
+@pytest.mark.parametrize(
+    ("cluster", "tensor"), [("8xH100", False), ("8xA100-40GB", False), ("8xH100", True)]
+)
 def test_stacks_of_new_parameters_are_gathered_into_their_places(cluster, tensor, tmp_path):
     """Row by row: at once, a copy of the stack would be held beside it."""
 
@@ -177,17 +228,26 @@ def test_stacks_of_new_parameters_are_gathered_into_their_places(cluster, tensor
             def turn(x, layer):
                 return jnp.tanh(x @ layer.astype(jnp.bfloat16)), None
 
-            return jnp.mean(jax.lax.scan(jax.checkpoint(turn), batch, layers)[0].astype(jnp.float32) ** 2)
+            return jnp.mean(
+                jax.lax.scan(jax.checkpoint(turn), batch, layers)[0].astype(jnp.float32) ** 2
+            )
 
         value, grads = jax.value_and_grad(loss)(state["layers"])
         moments = 0.9 * state["moments"] + grads
         return {"layers": state["layers"] - 0.1 * moments, "moments": moments}, value
 
     layers = jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32)
-    shapes = dict.fromkeys(("layers", "moments"), layers), jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
+    shapes = (
+        dict.fromkeys(("layers", "moments"), layers),
+        jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16),
+    )
     method = aq.Zero2Parallel()
     if tensor:
-        specs = {"state.layers": (None, None, "y"), "state.moments": (None, "x", "y"), "batch": ("x", None)}
+        specs = {
+            "state.layers": (None, None, "y"),
+            "state.moments": (None, "x", "y"),
+            "batch": ("x", None),
+        }
         method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
     plan = aq.plan(step, *shapes, cluster=Cluster.preset(cluster), method=method)
     (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
@@ -212,17 +272,25 @@ def test_sums_wait_along_data_axes_alone(tmp_path):
     shapes = dict.fromkeys("wm", weights), jax.ShapeDtypeStruct((64, 1024, 2048), jnp.float32)
     specs = {"state.w": (None, None), "state.m": ("y", "x"), "batch": ("x", "y", None)}
     method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
-    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=4)
+    plan = aq.plan(
+        step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=4
+    )
     assert plan.stages[0].data_axes == ("x",)
     (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
     assert stage.unintended == ()
-    moved = {e.axes: (e.predicted_bytes, e.compiled_bytes) for e in stage.collectives if e.kind == "reduce-scatter"}
+    moved = {
+        e.axes: (e.predicted_bytes, e.compiled_bytes)
+        for e in stage.collectives
+        if e.kind == "reduce-scatter"
+    }
     whole = 2048 * 1024 * 4
     assert moved == {("x",): (whole / 8, whole / 8), ("y",): (4 * whole / 2, 4 * whole / 2)}
 
 
 def test_terms_of_a_sum_are_scattered_once_where_other_axes_finish_it(tmp_path):
-    """XLA merges the all-reduces of products that are added up, but not those that it slices before."""
+    """XLA merges the all-reduces of products that are added up, but not those that it slices
+    before.
+    """
 
     def step(state, batch):
         hidden = jnp.tanh(batch["a"] @ state["up"] + batch["b"] @ state["gate"])
@@ -232,7 +300,11 @@ def test_terms_of_a_sum_are_scattered_once_where_other_axes_finish_it(tmp_path):
     weights = dict.fromkeys(("up", "gate"), shape((2048, 1024), jnp.bfloat16))
     state = {**weights, "last": shape((512, 1024), jnp.bfloat16)}
     shapes = state, dict.fromkeys("ab", shape((512, 2048), jnp.bfloat16))
-    specs = {"state.last": ("y", None), "state.up": (("x", "y"), None), "state.gate": (("x", "y"), None)}
+    specs = {
+        "state.last": ("y", None),
+        "state.up": (("x", "y"), None),
+        "state.gate": (("x", "y"), None),
+    }
     specs |= {"batch.*": (None, ("x", "y"))}
     method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
     plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method)
@@ -247,11 +319,15 @@ def test_terms_of_a_sum_are_scattered_once_where_other_axes_finish_it(tmp_path):
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_lookups_in_a_split_table(num_micro_batches, mode, tmp_path):
-    """Asked for a split of the rows at once, XLA gathers the table, or exchanges rows among all devices."""
+    """Asked for a split of the rows at once, XLA gathers the table, or exchanges rows among all
+    devices.
+    """
 
     def step(state, batch):
         def loss(table):
-            return jnp.mean(jnp.tanh(table.at[batch].get(mode=mode) @ state["up"] @ state["down"]) ** 2)
+            return jnp.mean(
+                jnp.tanh(table.at[batch].get(mode=mode) @ state["up"] @ state["down"]) ** 2
+            )
 
         value, grad = jax.value_and_grad(loss)(state["table"])
         return {**state, "table": state["table"] - 0.1 * grad}, value
@@ -260,9 +336,20 @@ def test_lookups_in_a_split_table(num_micro_batches, mode, tmp_path):
     state = {"table": shape((65536, 1024), jnp.float32), "up": shape((1024, 4096), jnp.float32)}
     state["down"] = shape((4096, 1024), jnp.float32)
     shapes = state, shape((64, 128), jnp.int32)
-    specs = {"state.table": ("y", None), "state.up": (None, None), "state.down": (None, None), "batch": ("x", None)}
+    specs = {
+        "state.table": ("y", None),
+        "state.up": (None, None),
+        "state.down": (None, None),
+        "batch": ("x", None),
+    }
     method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
-    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=num_micro_batches)
+    plan = aq.plan(
+        step,
+        *shapes,
+        cluster=Cluster.preset("8xH100"),
+        method=method,
+        num_micro_batches=num_micro_batches,
+    )
     (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
     assert stage.unintended == ()
     kind = "all-reduce" if mode == "fill" else "reduce-scatter"
@@ -286,15 +373,22 @@ def test_groups_are_summed_along_the_axes_that_split_the_sum_first(scan, tmp_pat
 
         value, grads = jax.value_and_grad(loss)(state["w"])
         moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
-        return {"w": jax.tree.map(lambda w, m: w - 0.1 * m, state["w"], moments), "m": moments}, value
+        return {
+            "w": jax.tree.map(lambda w, m: w - 0.1 * m, state["w"], moments),
+            "m": moments,
+        }, value
 
     one = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     layers = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.float32) if scan else [one, one]
-    specs = {"batch": (("x", "y"), None)} | ({"state.w": (None,) * 3, "state.m": (None, "y", None)} if scan else {})
+    specs = {"batch": (("x", "y"), None)} | (
+        {"state.w": (None,) * 3, "state.m": (None, "y", None)} if scan else {}
+    )
     specs |= {} if scan else {"state.w[*]": (None, None), "state.m[*]": ("y", None)}
     shapes = {"w": layers, "m": layers}, jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
     method = aq.ManualParallel(specs=specs, mesh_shape=(4, 2))
-    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=4)
+    plan = aq.plan(
+        step, *shapes, cluster=Cluster.preset("8xH100"), method=method, num_micro_batches=4
+    )
     assert plan.stages[0].data_axes == ("x", "y")
     (stage,) = aq.verify(plan, step, *shapes, cache=tmp_path).stages
     half = 2 * 1024 * 1024 * 4 / 2
@@ -330,7 +424,12 @@ def attention_step(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-HEADS = {"*q": (None, "y", None), "*k": (None, "y", None), "*v": (None, "y", None), "*o": (None, "y", None)}
+HEADS = {
+    "*q": (None, "y", None),
+    "*k": (None, "y", None),
+    "*v": (None, "y", None),
+    "*o": (None, "y", None),
+}
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
@@ -340,7 +439,9 @@ HEADS = {"*q": (None, "y", None), "*k": (None, "y", None), "*v": (None, "y", Non
     ids=["batch", "batch and heads"],
 )
 def test_fused_attention_is_split_by_batch_and_heads(method, num_micro_batches, tmp_path):
-    """Eight heads of the queries on four of keys and values. Nothing but gradients and sums over heads goes anywhere."""
+    """Eight heads of the queries on four of keys and values. Nothing but gradients and sums over
+    heads goes anywhere.
+    """
     shape, dtype = jax.ShapeDtypeStruct, jnp.bfloat16
     params = {name: shape((512, 4 if name in "kv" else 8, 64), dtype) for name in "qkvo"}
     step = (attention_step, params, shape((32, 1024, 512), dtype))

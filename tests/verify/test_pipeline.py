@@ -14,7 +14,9 @@ from aliquot.runtime.pipeline._stage_memory import stage_memory
 
 
 def train_step(params, batch):
-    """Equal layers between a first and a last one that are different, and a norm that all stages must know."""
+    """Equal layers between a first and a last one that are different, and a norm that all stages
+    must know.
+    """
 
     def loss(params):
         x = batch["x"] @ params["first"]
@@ -30,7 +32,11 @@ def train_step(params, batch):
 def arguments():
     shape = jax.ShapeDtypeStruct
     layers = [shape((64, 64), jnp.float32)] * 4
-    params = {"first": shape((32, 64), jnp.float32), "layers": layers, "last": shape((64, 8), jnp.float32)}
+    params = {
+        "first": shape((32, 64), jnp.float32),
+        "layers": layers,
+        "last": shape((64, 8), jnp.float32),
+    }
     return params, {"x": shape((64, 32), jnp.float32), "y": shape((64, 8), jnp.float32)}
 
 
@@ -44,7 +50,12 @@ def totals(collectives):
 
 def test_verified_programs_are_those_that_run(tmp_path):
     boundaries = ((0, 1), (1, 2), (2, 3), (3, 4))
-    inter = ManualStages(boundaries=boundaries, options=("dp2 tp2",) * 4, schedule="interleaved-1f1b", num_submeshes=2)
+    inter = ManualStages(
+        boundaries=boundaries,
+        options=("dp2 tp2",) * 4,
+        schedule="interleaved-1f1b",
+        num_submeshes=2,
+    )
     plan = aq.plan(
         train_step,
         *arguments(),
@@ -67,7 +78,10 @@ def test_verified_programs_are_those_that_run(tmp_path):
         }
     # The second stage and the third are equal but for their devices.
     same = {p.name: p.same_as for stage in found.stages for p in stage.programs if p.same_as}
-    assert len(same) == 4 and {name[:7] for pair in same.items() for name in pair} == {"stage 1", "stage 2"}
+    assert len(same) == 4 and {name[:7] for pair in same.items() for name in pair} == {
+        "stage 1",
+        "stage 2",
+    }
     assert len({line.partition(" (")[0] for line in lines if line.startswith("compiling")}) == 12
     # Stages take turns on their devices, which hold something of each at any moment.
     together = [[0, 2], [1, 3]]
@@ -76,18 +90,30 @@ def test_verified_programs_are_those_that_run(tmp_path):
         assert max(alone) < num_bytes <= sum(alone)
     assert found.fits and not replace(found, limit_bytes=max(found.submesh_bytes) - 1).fits
     told = found.to_dict()["stages"][0]
-    assert told["parts"]["compiled"] == {**found.stages[0].held, "peak": found.stages[0].compiled_bytes}
+    assert told["parts"]["compiled"] == {
+        **found.stages[0].held,
+        "peak": found.stages[0].compiled_bytes,
+    }
 
 
 def test_the_moment_when_devices_hold_most():
-    """A forward and a backward program for two micro-batches, state of 100 bytes that the update replaces in its place, a batch of 7."""
+    """A forward and a backward program for two micro-batches, state of 100 bytes that the update
+    replaces in its place, a batch of 7.
+    """
     state, new = (0, Key(Form.GIVEN, 0), -1), (0, Key(Form.LATE, 3), -1)
     left = [(0, Key(Form.LOCAL, 1), m) for m in (0, 1)]
     total = (0, Key(Form.TOTAL, 2), -1)
     slots = (state, *left, total, new, (0, Key(Form.GIVEN, 4), -1))
 
     def run(function, micro_batch, inputs, outputs, frees):
-        return Run(function=function, stage=0, micro_batch=micro_batch, inputs=inputs, outputs=outputs, frees=frees)
+        return Run(
+            function=function,
+            stage=0,
+            micro_batch=micro_batch,
+            inputs=inputs,
+            outputs=outputs,
+            frees=frees,
+        )
 
     instructions = Instructions(
         steps=(

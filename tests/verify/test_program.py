@@ -25,7 +25,9 @@ SHAPES = [jax.ShapeDtypeStruct((32, 64), jnp.float32), jax.ShapeDtypeStruct((64,
 
 def written(fn, platform, cluster="8xH100"):
     where = Cluster.preset(cluster)
-    plan = aq.plan(fn, *SHAPES, cluster=where, method=aq.DataParallel(), on_missing_rule="replicate")
+    plan = aq.plan(
+        fn, *SHAPES, cluster=where, method=aq.DataParallel(), on_missing_rule="replicate"
+    )
     graph = capture(fn, *SHAPES)
     problem = make_problem(graph, where, on_missing_rule="replicate")
     return portable_program(PlannedStep.of_program(plan, graph, problem), platform)
@@ -38,11 +40,17 @@ def test_no_device_of_the_platform_is_needed(platform):
     assert exported.platforms == (platform,)
     assert (exported.nr_devices, program.num_devices, program.mesh_shape) == (64, 64, (64,))
     assert program.donated == (0,)
-    assert program.in_dims[0] in ((), ((), ())) and jax.config.jax_export_ignore_forward_compatibility is False
+    assert (
+        program.in_dims[0] in ((), ((), ()))
+        and jax.config.jax_export_ignore_forward_compatibility is False
+    )
 
 
 def test_the_fingerprint_tells_programs_apart():
-    programs = [written(*each) for each in ((step, "cuda"), (step, "cuda"), (step, "tpu"), (step, "cuda", "4xH100"))]
+    programs = [
+        written(*each)
+        for each in ((step, "cuda"), (step, "cuda"), (step, "tpu"), (step, "cuda", "4xH100"))
+    ]
     first, same, *others = [program.fingerprint for program in programs]
     assert first == same and first not in others and len(set(others)) == 2
 

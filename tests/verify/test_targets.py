@@ -38,7 +38,9 @@ def test_every_description_is_of_a_known_device():
     assert set(GPU_DESCRIPTIONS) | set(TPU_DIMS) <= set(DEVICES)
     for name, described in GPU_DESCRIPTIONS.items():
         assert described.device_memory_size == DEVICES[name].memory_bytes
-        assert described.memory_bandwidth == pytest.approx(DEVICES[name].memory_bandwidth_bytes_per_s, rel=0.01)
+        assert described.memory_bandwidth == pytest.approx(
+            DEVICES[name].memory_bandwidth_bytes_per_s, rel=0.01
+        )
 
 
 @pytest.mark.parametrize(

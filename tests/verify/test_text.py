@@ -1,4 +1,6 @@
-"""Compiled text: groups of devices in the compiler's own words, causes of collectives, a TPU's cycles."""
+"""Compiled text: groups of devices in the compiler's own words, causes of collectives, a TPU's
+cycles.
+"""
 
 import pytest
 
@@ -38,9 +40,13 @@ def label(*lines: str) -> str:
 
 
 GROUPS = "replica_groups={{0,2},{1,3}}"
-MADE = '%d = f32[4]{0} dot(%p), metadata={op_name="jit(run)/transpose(jvp())/dot_general" stack_frame_id=2}'
+MADE = (
+    '%d = f32[4]{0} dot(%p), metadata={op_name="jit(run)/transpose(jvp())/dot_general"'
+    " stack_frame_id=2}"
+)
 MARKED = (
-    f'%g = f32[8]{{0}} all-gather(%d), {GROUPS}, metadata={{op_name="jit(run)/sharding_constraint" stack_frame_id=3}}'
+    f'%g = f32[8]{{0}} all-gather(%d), {GROUPS}, metadata={{op_name="jit(run)/sharding_constraint"'
+    " stack_frame_id=3}"
 )
 
 

@@ -43,7 +43,9 @@ def test_later_tokens_do_not_matter():
 def test_all_tokens_matter_where_attention_is_not_causal():
     q, k, v = draw(0, 2, 6, 4, 8), draw(1, 2, 6, 4, 8), draw(2, 2, 6, 4, 8)
     want = jax.jit(jax.nn.dot_product_attention)(q, k, v)
-    np.testing.assert_allclose(jax.jit(partial(attention, is_causal=False))(q, k, v), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(partial(attention, is_causal=False))(q, k, v), want, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -65,9 +67,13 @@ def test_heads_split_and_merge():
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     q, k = (jnp.broadcast_to(draw(seed, 1, 1, 1, 8), (1, 10, 1, 8)) for seed in range(2))
     turned_q, turned_k = rotate(q, 10000.0), rotate(k, 10000.0)
-    np.testing.assert_allclose(jnp.linalg.norm(turned_q, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(
+        jnp.linalg.norm(turned_q, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5
+    )
     scores = jnp.einsum("bshe,bthe->st", turned_q, turned_k)
     for distance in range(-9, 10):
         diagonal = jnp.diagonal(scores, distance)
-        np.testing.assert_allclose(diagonal, jnp.full_like(diagonal, diagonal[0]), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            diagonal, jnp.full_like(diagonal, diagonal[0]), rtol=1e-4, atol=1e-5
+        )
     assert float(scores[0, 0]) != pytest.approx(float(scores[0, 5]), abs=1e-3)

@@ -21,7 +21,10 @@ def masked_batch(share=0.25):
     random = np.random.default_rng(0)
     tokens = random.integers(0, 63, (4, 16), np.int32)
     is_masked = random.random(tokens.shape) < share
-    return {"inputs": np.where(is_masked, np.int32(63), tokens), "targets": np.where(is_masked, tokens, np.int32(-1))}
+    return {
+        "inputs": np.where(is_masked, np.int32(63), tokens),
+        "targets": np.where(is_masked, tokens, np.int32(-1)),
+    }
 
 
 def stacked(params):
@@ -61,7 +64,15 @@ def test_loss_starts_near_a_uniform_guess_and_falls():
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_scanned_and_unrolled_forms_agree(recompute, x64):
     def work(**form):
-        return build("bert-base", 4, overrides=TINY, dtype="float64", optimizer="sgd", recompute=recompute, **form)
+        return build(
+            "bert-base",
+            4,
+            overrides=TINY,
+            dtype="float64",
+            optimizer="sgd",
+            recompute=recompute,
+            **form,
+        )
 
     start = jax.jit(work().init)(jax.random.key(0))
     state, metrics = jax.jit(work().train_step)(start, masked_batch())
@@ -69,5 +80,7 @@ def test_scanned_and_unrolled_forms_agree(recompute, x64):
     other, other_metrics = jax.jit(work(scan=True).train_step)(loop, masked_batch())
     assert float(metrics["loss"]) == pytest.approx(float(other_metrics["loss"]), rel=1e-12)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), stacked(state["params"]), other["params"]
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12),
+        stacked(state["params"]),
+        other["params"],
     )

@@ -72,17 +72,28 @@ def test_flops_are_about_six_per_parameter_and_token(name):
     workload = build(name, 4)
     config = workload.config
     attention = 12 * config.num_layers * config.seq_len * config.hidden_size
-    assert config.flops_per_token - attention == pytest.approx(6 * workload.num_parameters, rel=0.01)
-    assert workload.flops_per_step == 4 * config.seq_len * config.flops_per_token == 4 * config.flops_per_example
+    assert config.flops_per_token - attention == pytest.approx(
+        6 * workload.num_parameters, rel=0.01
+    )
+    assert (
+        workload.flops_per_step
+        == 4 * config.seq_len * config.flops_per_token
+        == 4 * config.flops_per_example
+    )
 
 
 def test_head_size_of_its_own():
     config = MODELS["llama-11b"]
-    assert (config.head_dim, config.num_heads * config.head_dim, config.hidden_size) == (128, 4096, 6656)
+    assert (config.head_dim, config.num_heads * config.head_dim, config.hidden_size) == (
+        128,
+        4096,
+        6656,
+    )
     layer = build("llama-11b", 1, scan=True).state["params"]["layers"]["attn"]
     assert layer["q"]["kernel"].shape == (32, 6656, 4096)
     assert layer["out"]["kernel"].shape == (32, 4096, 6656)
-    # The published count of a layer of CFP's GPT-F: 72 * tokens * width ** 2, without attention's own products.
+    # The published count of a layer of CFP's GPT-F: 72 * tokens * width ** 2, without attention's
+    # own products.
     gpt = configure("gpt-6.7b", num_layers=2)
     ends = 6 * gpt.hidden_size * gpt.vocab_size + 12 * 2 * gpt.seq_len * gpt.hidden_size
     assert 24 * gpt.seq_len * (gpt.flops_per_token - ends) == pytest.approx(59.3736e12, rel=1e-4)
@@ -93,7 +104,9 @@ def test_head_size_of_its_own():
 
 
 def test_overrides_are_parsed_and_followed():
-    config = configure("llama-70b", hidden_size="1024", num_heads="16", norm_epsilon="1e-3", tied_embedding="yes")
+    config = configure(
+        "llama-70b", hidden_size="1024", num_heads="16", norm_epsilon="1e-3", tied_embedding="yes"
+    )
     assert (config.hidden_size, config.num_heads, config.norm_epsilon) == (1024, 16, 1e-3)
     assert config.tied_embedding is True
     assert (config.ffn_size, config.num_kv_heads) == (3584, 2)
@@ -107,7 +120,14 @@ def test_unknown_model_gives_the_nearest_name():
 
 def test_all_bad_overrides_are_listed():
     with pytest.raises(InputError) as error:
-        configure("gpt-125m", num_layer=4, hidden_size="wide", seq_len=2.5, tied_embedding="maybe", family="llama")
+        configure(
+            "gpt-125m",
+            num_layer=4,
+            hidden_size="wide",
+            seq_len=2.5,
+            tied_embedding="maybe",
+            family="llama",
+        )
     for part in (
         "'num_layer': did you mean 'num_layers'",
         "hidden_size='wide' is not a whole number",
@@ -123,7 +143,9 @@ def test_all_impossible_sizes_are_listed():
         configure("gpt-125m", hidden_size=100, num_heads=12, num_kv_heads=5)
     assert "hidden_size=100 is not a multiple of num_heads=12" in str(error.value)
     assert "num_heads=12 is not a multiple of num_kv_heads=5" in str(error.value)
-    with pytest.raises(InputError, match=r"num_layers=0 must be at least 1.*norm_epsilon=-1.0 must be positive"):
+    with pytest.raises(
+        InputError, match=r"num_layers=0 must be at least 1.*norm_epsilon=-1.0 must be positive"
+    ):
         configure("llama-7b", num_layers=0, norm_epsilon=-1)
     with pytest.raises(InputError, match="odd"):
         configure("llama-7b", hidden_size=96)

@@ -73,7 +73,10 @@ def test_shortest_text_gives_its_only_window(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"abcd")
     batch = ByteData(paths=(file,), seq_len=3, batch=1).batch_at(0)
-    assert bytes(batch["inputs"][0].tolist()) == b"abc" and bytes(batch["targets"][0].tolist()) == b"bcd"
+    assert (
+        bytes(batch["inputs"][0].tolist()) == b"abc"
+        and bytes(batch["targets"][0].tolist()) == b"bcd"
+    )
     with pytest.raises(InputError, match=r"text has 4 bytes; .*seq_len=4 needs at least 5"):
         ByteData(paths=(file,), seq_len=4, batch=1)
 
@@ -90,8 +93,16 @@ def test_all_bad_paths_are_named(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError) as error:
-        ByteData(paths=(tmp_path / "missing", tmp_path / "empty", tmp_path / "folder"), seq_len=2, batch=1)
-    for part in ("missing cannot be read (No such file or directory)", "empty is empty", "folder is empty"):
+        ByteData(
+            paths=(tmp_path / "missing", tmp_path / "empty", tmp_path / "folder"),
+            seq_len=2,
+            batch=1,
+        )
+    for part in (
+        "missing cannot be read (No such file or directory)",
+        "empty is empty",
+        "folder is empty",
+    ):
         assert part in str(error.value)
     with pytest.raises(InputError, match="no path was given"):
         ByteData(paths=(), seq_len=2, batch=1)

@@ -1,4 +1,6 @@
-"""What the training steps of BERT, MoE, T5 and Wide-ResNet have in common with the others, and the plans that are found for them."""
+"""What the training steps of BERT, MoE, T5 and Wide-ResNet have in common with the others, and the
+plans that are found for them.
+"""
 
 import functools
 import json
@@ -49,20 +51,26 @@ ROWS = 16
 
 
 def tiny(name, rows=ROWS, **options):
-    return build(name, rows, overrides=TINY[name], **({"dtype": "float32", "optimizer": "sgd"} | options))
+    return build(
+        name, rows, overrides=TINY[name], **({"dtype": "float32", "optimizer": "sgd"} | options)
+    )
 
 
 def batch_of(workload, seed=0):
     random = np.random.default_rng(seed)
     batch = {
-        key: random.integers(0, 16, leaf.shape, np.int32)
-        if leaf.dtype == np.int32
-        else random.standard_normal(leaf.shape).astype(leaf.dtype)
+        key: (
+            random.integers(0, 16, leaf.shape, np.int32)
+            if leaf.dtype == np.int32
+            else random.standard_normal(leaf.shape).astype(leaf.dtype)
+        )
         for key, leaf in workload.batch.items()
     }
     if workload.config.family == "bert":
         # Unequally many in each sequence.
-        batch["targets"] = np.where(random.random(batch["targets"].shape) < 0.3, batch["targets"], np.int32(-1))
+        batch["targets"] = np.where(
+            random.random(batch["targets"].shape) < 0.3, batch["targets"], np.int32(-1)
+        )
     return batch
 
 
@@ -70,7 +78,11 @@ def start_of(workload):
     """A state of random numbers, which is quicker to have than an initial one."""
     random = np.random.default_rng(1)
     return jax.tree.map(
-        lambda x: (0.2 * random.standard_normal(x.shape)).astype(x.dtype) if x.shape else np.zeros((), x.dtype),
+        lambda x: (
+            (0.2 * random.standard_normal(x.shape)).astype(x.dtype)
+            if x.shape
+            else np.zeros((), x.dtype)
+        ),
         workload.state,
     )
 
@@ -82,7 +94,9 @@ def shapes(tree):
 def stacked(layers):
     """The layers of an unrolled MoE as those of a scanned one."""
     kinds = {"experts": layers[::2], "dense": layers[1::2]}
-    return {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *some) for name, some in kinds.items()}
+    return {
+        name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *some) for name, some in kinds.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
@@ -140,14 +154,18 @@ def four_layers(**options):
 @pytest.mark.slow
 def test_scanned_and_unrolled_experts_start_equal():
     def gates(scan):
-        layers = jax.jit(lambda key: four_layers(scan=scan).init(key)["params"]["layers"])(jax.random.key(0))
+        layers = jax.jit(lambda key: four_layers(scan=scan).init(key)["params"]["layers"])(
+            jax.random.key(0)
+        )
         return (layers if scan else stacked(layers))["experts"]["moe"]["gate"]
 
     np.testing.assert_allclose(gates(scan=True), gates(scan=False), rtol=1e-6)
 
 
 def test_scanned_and_unrolled_experts_agree(x64):
-    work, loop = (four_layers(dtype="float64", optimizer="sgd", scan=scan) for scan in (False, True))
+    work, loop = (
+        four_layers(dtype="float64", optimizer="sgd", scan=scan) for scan in (False, True)
+    )
     state, batch = start_of(work), batch_of(work)
     same = state | {"params": state["params"] | {"layers": stacked(state["params"]["layers"])}}
     figures, others = (
@@ -166,7 +184,9 @@ def test_no_scan_where_layers_differ():
 
 def test_bad_sizes_are_all_listed():
     with pytest.raises(InputError) as error:
-        configure("moe-380m", num_layers=3, num_experts=1, seq_len=100, group_size=64, capacity_factor=0)
+        configure(
+            "moe-380m", num_layers=3, num_experts=1, seq_len=100, group_size=64, capacity_factor=0
+        )
     for part in (
         "num_layers=3 must be even",
         "num_experts=1 must be",
@@ -174,7 +194,10 @@ def test_bad_sizes_are_all_listed():
     ):
         assert part in str(error.value)
     assert "capacity_factor=0.0 must be positive" in str(error.value)
-    with pytest.raises(InputError, match=r"num_layers=7 is not one of 14, 26, 50.*width_factor=0 must be at least 1"):
+    with pytest.raises(
+        InputError,
+        match=r"num_layers=7 is not one of 14, 26, 50.*width_factor=0 must be at least 1",
+    ):
         configure("wide-resnet-1b", num_layers=7, width_factor=0)
     with pytest.raises(InputError, match="family='gpt' is not wide-resnet"):
         WideResNetConfig(name="x", family="gpt", num_layers=50, num_channels=8, width_factor=1)
@@ -190,18 +213,25 @@ def test_sizes_that_follow():
 
 def test_a_batch_holds_whole_groups_of_tokens():
     assert build("moe-7.1b", 32, overrides={"group_size": 2048}).config.batch_multiple == 2
-    with pytest.raises(InputError, match=r"global_batch=3 is not a multiple of 2, the sequences whose tokens choose"):
+    with pytest.raises(
+        InputError,
+        match=r"global_batch=3 is not a multiple of 2, the sequences whose tokens choose",
+    ):
         build("moe-7.1b", 3, overrides={"group_size": 2048})
 
 
 def test_text_is_not_given_to_models_of_images():
-    with pytest.raises(InputError, match=r"wide-resnet-250m reads images.*\(images, labels\).*aliquot\.parallelize"):
+    with pytest.raises(
+        InputError, match=r"wide-resnet-250m reads images.*\(images, labels\).*aliquot\.parallelize"
+    ):
         text_for(tiny("wide-resnet-250m"))
     with pytest.raises(InputError, match=r"knows 40 tokens.*--set vocab_size=256"):
         text_for(tiny("moe-380m"))
     text = text_for(build("moe-380m", 4, overrides=MOE | {"vocab_size": 256}), seed=3)
     assert (text.seq_len, text.batch, text.seed, text.masked_share) == (8, 4, 3, 0)
-    with pytest.raises(InputError, match=r"text as bytes with a mask has 257.*--set vocab_size=257"):
+    with pytest.raises(
+        InputError, match=r"text as bytes with a mask has 257.*--set vocab_size=257"
+    ):
         text_for(tiny("bert-base"))
     assert text_for(build("bert-base", 4)).masked_share == 0.15
     assert text_for(build("t5-770m", 4)).target_len == 512
@@ -223,12 +253,16 @@ def plain(name):
 
 def planned(work, method, num_devices=8, **options):
     cluster = aq.Cluster.preset(f"{num_devices}xcpu")
-    return aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method, **options)
+    return aq.plan(
+        work.train_step, work.state, work.batch, cluster=cluster, method=method, **options
+    )
 
 
 def assert_same(got, want, start):
     """Every leaf, relative to the largest change of the whole tree."""
-    changes = jax.tree.map(lambda a, b: np.abs(np.asarray(a, float) - np.asarray(b, float)).max(), want, start)
+    changes = jax.tree.map(
+        lambda a, b: np.abs(np.asarray(a, float) - np.asarray(b, float)).max(), want, start
+    )
     scale = max(jax.tree.leaves(changes))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * scale)
@@ -275,7 +309,9 @@ def test_a_plan_computes_the_numbers_of_the_plain_step(name, method, micro_batch
     chosen, num_devices = METHODS[method]
     plan = planned(work, chosen, num_devices, num_micro_batches=micro_batches)
     state, found = aq.parallelize(work.train_step, plan)(start, batch)
-    assert {k: float(v) for k, v in found.items()} == pytest.approx({k: float(v) for k, v in metrics.items()}, rel=1e-9)
+    assert {k: float(v) for k, v in found.items()} == pytest.approx(
+        {k: float(v) for k, v in metrics.items()}, rel=1e-9
+    )
     assert_same(jax.device_get(state), wanted, start)
 
 
@@ -284,16 +320,26 @@ def test_a_scanned_encoder_and_decoder_composed_of_segments_run_as_the_plain_ste
     work = tiny("t5-770m", dtype="float64", learning_rate=1.0, scan=True)
     start, batch = start_of(work), batch_of(work)
     cluster = aq.Cluster.preset("2xcpu")
-    step = segment_step(make_problem(capture(work.train_step, work.state, work.batch), cluster), (2,))
+    step = segment_step(
+        make_problem(capture(work.train_step, work.state, work.batch), cluster), (2,)
+    )
     assert [len(kind.blocks) for kind in step.kinds] == [0, 4, 7, 1]
     (best,) = compose(step, priced_combinations(step), most=1)
-    option = {b: o for k, chosen in enumerate(best.options) for b, o in zip(step.blocks_of(k), chosen, strict=True)}
+    option = {
+        b: o
+        for k, chosen in enumerate(best.options)
+        for b, o in zip(step.blocks_of(k), chosen, strict=True)
+    }
     intra = Blocks(factors="cfp", only=tuple(option[b] for b in range(len(step.blocks))))
     plan = planned(work, ShardParallel(intra=intra, mesh_shape=(2,)), 2)
-    assert plan.prediction.step_time_s == pytest.approx(step.whole(best.options).step_time_s, rel=1e-3)
+    assert plan.prediction.step_time_s == pytest.approx(
+        step.whole(best.options).step_time_s, rel=1e-3
+    )
     wanted, metrics = jax.device_get(jax.jit(work.train_step)(start, batch))
     state, found = aq.parallelize(work.train_step, plan)(start, batch)
-    assert {k: float(v) for k, v in found.items()} == pytest.approx({k: float(v) for k, v in metrics.items()}, rel=1e-9)
+    assert {k: float(v) for k, v in found.items()} == pytest.approx(
+        {k: float(v) for k, v in metrics.items()}, rel=1e-9
+    )
     assert_same(jax.device_get(state), wanted, start)
 
 
@@ -302,11 +348,16 @@ def test_statistics_of_a_batch_do_not_decompose_unless_that_is_asked_for(x64):
     with pytest.raises(CaptureError, match='micro_batch_semantics="independent"'):
         planned(work, DataParallel(), num_micro_batches=2)
     method, num_devices = METHODS["shard 2"]
-    plan = planned(work, method, num_devices, num_micro_batches=2, micro_batch_semantics="independent")
+    plan = planned(
+        work, method, num_devices, num_micro_batches=2, micro_batch_semantics="independent"
+    )
     assert plan.micro_batch_semantics == "independent"
     _, metrics = aq.parallelize(work.train_step, plan)(start, batch)
     loss = jax.jit(lambda state, batch: work.train_step(state, batch)[1]["loss"])
-    halves = [loss(start, {key: leaf[rows] for key, leaf in batch.items()}) for rows in (slice(0, 8), slice(8, 16))]
+    halves = [
+        loss(start, {key: leaf[rows] for key, leaf in batch.items()})
+        for rows in (slice(0, 8), slice(8, 16))
+    ]
     assert float(metrics["loss"]) == pytest.approx(float(sum(halves)) / 2, rel=1e-9)
 
 
@@ -318,4 +369,6 @@ def test_flops_are_six_per_weight_used(name):
     if name.startswith("moe"):
         unused = 16 * (config.num_experts - 2) * 2 * config.hidden_size * config.ffn_size
         attention = 12 * config.num_layers * config.seq_len * config.hidden_size
-        assert config.flops_per_token - attention == pytest.approx(6 * (workload.num_parameters - unused), rel=0.01)
+        assert config.flops_per_token - attention == pytest.approx(
+            6 * (workload.num_parameters - unused), rel=0.01
+        )

@@ -10,7 +10,14 @@ from aliquot.zoo import configure
 from aliquot.zoo._moe import Experts, top2_gating
 from aliquot.zoo._precision import PRECISIONS
 
-TINY = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "ffn_size": 12, "vocab_size": 32, "seq_len": 8}
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "ffn_size": 12,
+    "vocab_size": 32,
+    "seq_len": 8,
+}
 
 
 def gates(seed, *shape, sharpness=2.0):
@@ -18,7 +25,9 @@ def gates(seed, *shape, sharpness=2.0):
 
 
 def one_by_one(gates_se, capacity):
-    """GShard's algorithm 1 as it is printed, token after token, without its random choice: (S, E, C)."""
+    """GShard's algorithm 1 as it is printed, token after token, without its random choice: (S, E,
+    C).
+    """
     num_tokens, num_experts = gates_se.shape
     taken = np.zeros(num_experts, int)
     combine = np.zeros((num_tokens, num_experts, capacity))
@@ -46,10 +55,15 @@ def test_places_are_those_of_the_algorithm(capacity, sharpness):
 
 
 def test_second_experts_wait_for_all_first_ones():
-    # Tokens 0 and 1 want expert 0 and then 1, token 2 wants 1 first: with two places only one second choice fits.
+    # Tokens 0 and 1 want expert 0 and then 1, token 2 wants 1 first: with two places only one
+    # second choice fits.
     g = jnp.asarray([[[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]]])
     combine, _ = place(g, 2)
-    assert (np.asarray(combine[0, :, 1]) > 0).tolist() == [[False, True], [False, False], [True, False]]
+    assert (np.asarray(combine[0, :, 1]) > 0).tolist() == [
+        [False, True],
+        [False, False],
+        [True, False],
+    ]
 
 
 def test_balance_is_one_where_all_experts_are_used_alike_and_their_number_where_one_is():
@@ -70,10 +84,14 @@ run = jax.jit(lambda module, x: module(x))
 def test_with_places_for_all_a_token_is_the_weighted_sum_of_two_experts():
     module = experts(capacity_factor=4.0)
     x = jax.random.normal(jax.random.key(1), (2, 8, 8))
-    tokens, gate, up, down = (np.asarray(array) for array in (x, module.gate[...], module.up[...], module.down[...]))
+    tokens, gate, up, down = (
+        np.asarray(array) for array in (x, module.gate[...], module.up[...], module.down[...])
+    )
     scores = np.exp(tokens @ gate)
     scores /= scores.sum(-1, keepdims=True)
-    all_of_them = np.einsum("bsef,efm->bsem", np.maximum(np.einsum("bsm,emf->bsef", tokens, up), 0), down)
+    all_of_them = np.einsum(
+        "bsef,efm->bsem", np.maximum(np.einsum("bsm,emf->bsef", tokens, up), 0), down
+    )
     best = np.sort(scores, axis=-1)[..., -2:-1]
     weights = np.where(scores >= best, scores, 0)
     want = np.einsum("bse,bsem->bsm", weights / weights.sum(-1, keepdims=True), all_of_them)
@@ -86,7 +104,9 @@ def test_a_sequence_depends_on_no_other(group_size):
     x = jax.random.normal(jax.random.key(1), (4, 8, 8))
     together, balance = run(module, x)
     parts = [run(module, x[i : i + 1]) for i in range(4)]
-    np.testing.assert_allclose(together, np.concatenate([y for y, _ in parts]), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        together, np.concatenate([y for y, _ in parts]), rtol=1e-5, atol=1e-7
+    )
     assert float(balance) == pytest.approx(np.mean([float(b) for _, b in parts]))
     # Few places: some tokens find none, and then nothing is added to them.
     assert (np.abs(together).max(axis=-1) == 0).any()
@@ -106,5 +126,7 @@ def test_the_choice_is_made_in_float32():
     config = configure("moe-380m", **TINY, num_experts=4)
     module = Experts(config, PRECISIONS["bf16"], rngs=nnx.Rngs(params=0))
     jaxpr = jax.make_jaxpr(lambda x: module(x))(jnp.zeros((1, 8, 8), jnp.bfloat16))
-    products = [eqn.outvars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    products = [
+        eqn.outvars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"
+    ]
     assert products == [jnp.float32] + [jnp.bfloat16] * 4

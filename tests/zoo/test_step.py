@@ -16,7 +16,13 @@ from aliquot.core import InputError, MissingExtraError
 from aliquot.zoo import MODELS, build
 
 TINY = {
-    "gpt-125m": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16},
+    "gpt-125m": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "vocab_size": 64,
+        "seq_len": 16,
+    },
     "llama-70b": {
         "num_layers": 2,
         "hidden_size": 32,
@@ -28,7 +34,9 @@ TINY = {
 }
 
 
-@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n != next(iter(TINY)) else n for n in TINY])
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.slow) if n != next(iter(TINY)) else n for n in TINY]
+)
 def name(request):
     return request.param
 
@@ -50,14 +58,18 @@ def first_params(name):
 
 @functools.cache
 def started(name, **options):
-    """A tiny workload, its first state, and its compiled step; shared, because compiling is what takes the time."""
+    """A tiny workload, its first state, and its compiled step; shared, because compiling is what
+    takes the time.
+    """
     workload = tiny(name, **options)
     params = first_params(name)
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), workload.state)
     if "loss_scale" in state:
         state["loss_scale"]["scale"] = jnp.float32(2.0**15)
     state["params"] = jax.tree.map(
-        lambda x, y: x.astype(y.dtype), stacked(params) if workload.settings["scan"] else params, state["params"]
+        lambda x, y: x.astype(y.dtype),
+        stacked(params) if workload.settings["scan"] else params,
+        state["params"],
     )
     return workload, state, jax.jit(workload.train_step)
 
@@ -77,13 +89,16 @@ def shapes(tree):
 
 
 def assert_close(got, want, rtol):
-    # Relative to the whole tree: some gradients, as of the key bias of attention, are nothing but rounding.
+    # Relative to the whole tree: some gradients, as of the key bias of attention, are nothing but
+    # rounding.
     atol = rtol * max(float(abs(leaf).max()) for leaf in jax.tree.leaves(want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), got, want)
 
 
 def stacked(tree):
-    """The state of an unrolled model in the scanned form: wherever there are layers, one array of all of them."""
+    """The state of an unrolled model in the scanned form: wherever there are layers, one array of
+    all of them.
+    """
     if isinstance(tree, dict) and isinstance(tree.get("layers"), list):
         return tree | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *tree["layers"])}
     if isinstance(tree, dict):
@@ -107,7 +122,10 @@ def test_abstract_state_is_what_init_and_step_give(name, dtype, scan):
 
 def test_paths_read_as_layers_in_a_list(name):
     workload = tiny(name)
-    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(workload.state)}
+    paths = {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(workload.state)
+    }
     assert "['params']['layers'][1]['attn']['q']['kernel']" in paths
     assert "['opt_state'][0].mu['layers'][1]['attn']['q']['kernel']" in paths
 
@@ -144,7 +162,11 @@ def test_recomputation_keeps_only_what_enters_a_block(name):
     def residuals(recompute):
         workload = tiny(name, recompute=recompute)
         equations = jax.make_jaxpr(workload.train_step)(workload.state, workload.batch).eqns
-        blocks = [eqn for eqn in equations if eqn.primitive.name == "jit" and "block" in eqn.params["name"]]
+        blocks = [
+            eqn
+            for eqn in equations
+            if eqn.primitive.name == "jit" and "block" in eqn.params["name"]
+        ]
         return [len(eqn.outvars) for eqn in blocks[:2]]
 
     assert residuals("block") == [1, 1]
@@ -154,7 +176,11 @@ def test_recomputation_keeps_only_what_enters_a_block(name):
 def test_layers_share_one_trace(name):
     workload = tiny(name)
     equations = jax.make_jaxpr(workload.train_step)(workload.state, workload.batch).eqns
-    blocks = [eqn.params["jaxpr"] for eqn in equations if eqn.primitive.name == "jit" and "block" in eqn.params["name"]]
+    blocks = [
+        eqn.params["jaxpr"]
+        for eqn in equations
+        if eqn.primitive.name == "jit" and "block" in eqn.params["name"]
+    ]
     assert len(blocks) == 4
     assert len({id(jaxpr) for jaxpr in blocks}) == 2
 
@@ -187,7 +213,10 @@ def test_largest_model_is_built_without_an_array():
     before = len(jax.live_arrays())
     workload = build("gpt-175b", 1536)
     assert len(jax.live_arrays()) == before
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((workload.state, workload.batch)))
+    assert all(
+        isinstance(leaf, jax.ShapeDtypeStruct)
+        for leaf in jax.tree.leaves((workload.state, workload.batch))
+    )
     assert len(workload.state["params"]["layers"]) == 96
     closed = jax.make_jaxpr(workload.train_step)(workload.state, workload.batch)
     assert not closed.consts
@@ -208,7 +237,14 @@ def test_settings_rebuild_the_workload(name):
 
 def test_all_bad_options_are_listed():
     with pytest.raises(InputError) as error:
-        build("gpt-10m", 0, dtype="int8", recompute="all", optimizer="adam", learning_rate=float("nan"))
+        build(
+            "gpt-10m",
+            0,
+            dtype="int8",
+            recompute="all",
+            optimizer="adam",
+            learning_rate=float("nan"),
+        )
     for part in (
         "no dtype 'int8'",
         "no recompute 'all'",
@@ -221,7 +257,9 @@ def test_all_bad_options_are_listed():
         build("gpt-10m", 1, dtype="float64")
     with pytest.raises(InputError, match="overrides"):
         build(MODELS["gpt-10m"], 1, overrides={"num_layers": 1})
-    with pytest.raises(InputError, match="family=None is not one of gpt, bert, llama, moe, t5, wide-resnet"):
+    with pytest.raises(
+        InputError, match="family=None is not one of gpt, bert, llama, moe, t5, wide-resnet"
+    ):
         build({"name": "x"}, 1)
     with pytest.raises(InputError, match="not those of a ModelConfig"):
         build({"name": "x", "family": "gpt"}, 1)

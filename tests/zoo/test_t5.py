@@ -13,7 +13,14 @@ from aliquot.zoo import build, configure
 from aliquot.zoo._precision import PRECISIONS
 from aliquot.zoo._t5 import DecoderBlock, EncoderBlock, Ends
 
-TINY = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "head_size": 8, "vocab_size": 64, "seq_len": 16}
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "head_size": 8,
+    "vocab_size": 64,
+    "seq_len": 16,
+}
 TARGET_LEN = 4
 
 
@@ -31,7 +38,9 @@ def batch_of(seed=0):
 
 def stacked(layers):
     sides = {"encoder": layers[:2], "decoder": layers[2:]}
-    return {side: jax.tree.map(lambda *leaves: jnp.stack(leaves), *some) for side, some in sides.items()}
+    return {
+        side: jax.tree.map(lambda *leaves: jnp.stack(leaves), *some) for side, some in sides.items()
+    }
 
 
 def test_the_encoder_sees_both_sides_and_the_decoder_earlier_tokens_and_the_encoder():
@@ -42,8 +51,12 @@ def test_the_encoder_sees_both_sides_and_the_decoder_earlier_tokens_and_the_enco
 
     def moved(module, at, *inputs):
         """Positions of the result that a change of an input at its third position moves."""
-        changed = [value.at[:, 2, 0].add(1.0) if i == at else value for i, value in enumerate(inputs)]
-        return (np.abs(run(module, *changed) - run(module, *inputs)).max(axis=-1) > 1e-7)[0].tolist()
+        changed = [
+            value.at[:, 2, 0].add(1.0) if i == at else value for i, value in enumerate(inputs)
+        ]
+        return (np.abs(run(module, *changed) - run(module, *inputs)).max(axis=-1) > 1e-7)[
+            0
+        ].tolist()
 
     encoder = EncoderBlock(config, PRECISIONS["float32"], rngs=nnx.Rngs(params=0))
     assert moved(encoder, 0, encoded) == [True] * 16
@@ -84,13 +97,19 @@ def test_scanned_and_unrolled_forms_agree(recompute, x64):
     other, other_metrics = jax.jit(work(scan=True).train_step)(loop, batch_of())
     assert float(metrics["loss"]) == pytest.approx(float(other_metrics["loss"]), rel=1e-12)
     one = state["params"] | {"layers": stacked(state["params"]["layers"])}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), one, other["params"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), one, other["params"]
+    )
 
 
 def test_layers_share_one_trace():
     workload = tiny()
     equations = jax.make_jaxpr(workload.train_step)(workload.state, workload.batch).eqns
-    blocks = [eqn.params["jaxpr"] for eqn in equations if eqn.primitive.name == "jit" and "block" in eqn.params["name"]]
+    blocks = [
+        eqn.params["jaxpr"]
+        for eqn in equations
+        if eqn.primitive.name == "jit" and "block" in eqn.params["name"]
+    ]
     assert len(blocks) == 8
     assert len({id(jaxpr) for jaxpr in blocks}) == 4
 
@@ -110,7 +129,9 @@ def test_flops_are_six_per_weight_and_token_that_it_sees(name):
     on_target = count(decoder) - from_encoder + count(params["embed"])
     pairs = 2048 * 2048 + 512 * 512 + 512 * 2048
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
-    assert config.flops_per_example - attention == pytest.approx(6 * (2048 * on_source + 512 * on_target), rel=0.005)
+    assert config.flops_per_example - attention == pytest.approx(
+        6 * (2048 * on_source + 512 * on_target), rel=0.005
+    )
     assert workload.flops_per_step == 4 * config.flops_per_example
     assert config.flops_per_token == config.flops_per_example // 2560
 
@@ -121,7 +142,11 @@ def test_sizes_that_follow_and_are_refused():
     assert configure("t5-11b").head_dim == 128 and configure("t5-770m", head_size=0).head_dim == 64
     with pytest.raises(InputError) as error:
         configure("t5-770m", num_layers=0, target_len=0, norm_epsilon=0)
-    for part in ("num_layers=0 must be", "target_len=0 must be at least 1", "norm_epsilon=0.0 must be positive"):
+    for part in (
+        "num_layers=0 must be",
+        "target_len=0 must be at least 1",
+        "norm_epsilon=0.0 must be positive",
+    ):
         assert part in str(error.value)
     with pytest.raises(InputError, match="hidden_size=100 is not a multiple of num_heads=16"):
         configure("t5-770m", hidden_size=100, head_size=0)

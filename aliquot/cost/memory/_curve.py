@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 _MOST_MOMENTS = 96
 
 
-def memory_over_time(model: MemoryModel, priced: Priced, picks: Ints, graph: Graph) -> MemoryCurve | None:
-    """Bytes on each device by part, at about a hundred moments of the step; None for a step without operators.
+def memory_over_time(
+    model: MemoryModel, priced: Priced, picks: Ints, graph: Graph
+) -> MemoryCurve | None:
+    """Bytes on each device by part, at about a hundred moments of the step; None for a step without
+    operators.
 
-    The operators are cut into stretches of equal length, and each is shown at the moment at which the most is taken, so
-    that the highest point is the peak of the prediction.
+    The operators are cut into stretches of equal length, and each is shown at the moment at which
+    the most is taken, so that the highest point is the peak of the prediction.
     """
     num_ops = len(graph.ops)
     if not num_ops:
@@ -34,7 +37,10 @@ def memory_over_time(model: MemoryModel, priced: Priced, picks: Ints, graph: Gra
     use = {name: alive_over_time(parts, model.num_times) for name, parts in categories.items()}
     total = np.sum(list(use.values()), axis=0)
     bounds = np.unique(np.linspace(0, model.num_times, _MOST_MOMENTS + 1).round().astype(np.int64))
-    moments = [first + int(np.argmax(total[first:last])) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    moments = [
+        first + int(np.argmax(total[first:last]))
+        for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
     # Sums of many terms leave fractions of a byte where nothing is held.
     shown = {name: np.maximum(values[moments], 0.0).round(3) for name, values in use.items()}
     return MemoryCurve(

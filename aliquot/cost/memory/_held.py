@@ -1,5 +1,5 @@
-"""Arrays that a stage's gradients of weights read, where these are put off: they stay in memory from
-the first half of a micro-batch's backward pass to the second.
+"""Arrays that a stage's gradients of weights read, where these are put off: they stay in memory
+from the first half of a micro-batch's backward pass to the second.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Arrays of one class that wait for gradients of weights which are put off: `num_bytes` of all of
-    them, divided by the factors of `projection` that are split. `handed` if the backward pass makes
-    them; else they are kept of the forward pass.
+    """Arrays of one class that wait for gradients of weights which are put off: `num_bytes` of all
+    of them, divided by the factors of `projection` that are split. `handed` if the backward pass
+    makes them; else they are kept of the forward pass.
     """
 
     node: int
@@ -66,7 +66,11 @@ class _Search:
 
     def visit(self, value_class: int, trips: int) -> None:
         """Look behind an array that is read so often."""
-        if value_class in self._seen or self._cuts.const_only[value_class] or self._cuts.param_only[value_class]:
+        if (
+            value_class in self._seen
+            or self._cuts.const_only[value_class]
+            or self._cuts.param_only[value_class]
+        ):
             return
         self._seen.add(value_class)
         producer = self._cuts.producer[value_class]

@@ -52,7 +52,9 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
         kernel = turned.get(kernel, kernel) if isinstance(kernel, int) else None
         if not isinstance(kernel, int) or not _is_taken_in(cuts, value_classes[kernel]):
             continue
-        if not _features_first(cuts.graph.values[kernel].shape, op.params["dimension_numbers"].rhs_spec):
+        if not _features_first(
+            cuts.graph.values[kernel].shape, op.params["dimension_numbers"].rhs_spec
+        ):
             readers.setdefault((kernel, op.region), []).append(op.index)
     copies: dict[tuple[int, bool], tuple[int, list[tuple[int, int]]]] = {}
     for (kernel, region), ops in readers.items():
@@ -102,12 +104,18 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
         images.setdefault(value_class, []).append((int(made_at[taken[-1]]), op.index))
         producer = cuts.producer[value_class]
         maker = cuts.first[producer[0]] if producer is not None else None
-        shared = maker is not None and maker.name == "max" and any(isinstance(i, Literal) for i in maker.inputs)
+        shared = (
+            maker is not None
+            and maker.name == "max"
+            and any(isinstance(i, Literal) for i in maker.inputs)
+        )
         positions = _INDEX_BYTES * len(image.shape) * math.prod(windows.shape)
         num_bytes[value_class] = positions + (2 if shared else 1) * image.num_bytes
     for value_class, lives_of in images.items():
         births, deaths = np.array(lives_of, np.int64).T
-        yield Scattered(value_class=value_class, num_bytes=num_bytes[value_class], births=births, deaths=deaths)
+        yield Scattered(
+            value_class=value_class, num_bytes=num_bytes[value_class], births=births, deaths=deaths
+        )
 
 
 def _features_first(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:
@@ -126,4 +134,6 @@ def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
     order that is wanted.
     """
     producer = cuts.producer[value_class]
-    return cuts.param_only[value_class] and (producer is None or cuts.first[producer[0]].name in ("scan_slice", "tie"))
+    return cuts.param_only[value_class] and (
+        producer is None or cuts.first[producer[0]].name in ("scan_slice", "tie")
+    )

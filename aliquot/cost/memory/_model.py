@@ -54,7 +54,8 @@ class MemoryModel:
 def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
     """Collect what takes memory in a priced problem.
 
-    `in_turn`: whether collectives inside backward layers take turns with all-reduces, as `takes_turns` finds of choices.
+    `in_turn`: whether collectives inside backward layers take turns with all-reduces, as
+        `takes_turns` finds of choices.
     Less waits then: what fits is among what fits with it, and what fits without it fits either way.
     """
     graph = priced.graph
@@ -95,7 +96,9 @@ def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
     """A gradient under micro-batches: its total, for the whole step; and what a loop over layers
     stacks up in between.
     """
-    yield dataclasses.replace(r, births=np.zeros_like(r.births), deaths=np.full_like(r.deaths, graph.num_ops))
+    yield dataclasses.replace(
+        r, births=np.zeros_like(r.births), deaths=np.full_like(r.deaths, graph.num_ops)
+    )
     if r.stacked:
         yield r
 
@@ -125,11 +128,19 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
         for i in indices:
             p = priced.edges[i]
             if p.targets not in pieces:
-                pieces[p.targets] = np.array([float(num_shards(target, priced.axis_sizes)) for target in p.targets])
+                pieces[p.targets] = np.array(
+                    [float(num_shards(target, priced.axis_sizes)) for target in p.targets]
+                )
             tables.append(np.where(p.moves, graph.edges[i].num_bytes / pieces[p.targets], 0.0))
         if any(t.any() for t in tables):
             conversions.append(
-                Conversion(share=share, edges=tuple(indices), local_bytes=tuple(tables), births=births, deaths=deaths)
+                Conversion(
+                    share=share,
+                    edges=tuple(indices),
+                    local_bytes=tuple(tables),
+                    births=births,
+                    deaths=deaths,
+                )
             )
     if priced.target.delays_gradients:
         for w in waiting(priced, in_turn):
@@ -182,7 +193,10 @@ def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
             continue
         p = priced.edges[edge.index]
         inner = np.array(
-            [[_gathers_inner(s, t) and pieces(edge, s, t, priced.target) == 1 for t in p.targets] for s in p.sources]
+            [
+                [_gathers_inner(s, t) and pieces(edge, s, t, priced.target) == 1 for t in p.targets]
+                for s in p.sources
+            ]
         )
         if inner.any():
             local = np.array([edge.num_bytes / num_shards(t, priced.axis_sizes) for t in p.targets])
@@ -233,7 +247,10 @@ def over_time(
         taken: the bytes of a resident, of what it takes under each choice of its node.
         conversions: those that are held, each with its bytes.
     """
-    parts = [(r, float(taken(r, local))) for r, local in zip(model.residents, model.local_bytes, strict=True)]
+    parts = [
+        (r, float(taken(r, local)))
+        for r, local in zip(model.residents, model.local_bytes, strict=True)
+    ]
     return alive_over_time([*parts, *conversions], model.num_times)
 
 
@@ -253,7 +270,9 @@ def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_ti
     return np.cumsum(change)[:-1]
 
 
-def converted(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> list[tuple[Conversion, float]]:
+def converted(
+    model: MemoryModel, priced: Priced, picks: NDArray[np.int64]
+) -> list[tuple[Conversion, float]]:
     """The conversions that choices cause, each with its bytes."""
     conversions = []
     for conversion in model.conversions:

@@ -46,7 +46,10 @@ def only_multiplied(cuts: Cuts) -> list[bool]:
             if not (passes or _multiplies_narrowly(cuts, op)):
                 otherwise[value_class] = True
     return [
-        read[v] and not otherwise[v] and cuts.producer[v] is not None and _dtype(cuts, v) == "float32"
+        read[v]
+        and not otherwise[v]
+        and cuts.producer[v] is not None
+        and _dtype(cuts, v) == "float32"
         for v in range(len(read))
     ]
 
@@ -71,12 +74,22 @@ def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> 
                 needed[value_class] = max(needed[value_class], itemsize_read)
             needed[value_class] = max([needed[value_class], *(needed[o] for o in results)])
     parameters = {int(cuts.folding.value_class[i.value]) for i in cuts.graph.inputs}
-    itemsize = {v: needed[v] for v in parameters if cuts.param_only[v] and 0 < needed[v] < _itemsize(cuts, v)}
+    itemsize = {
+        v: needed[v]
+        for v in parameters
+        if cuts.param_only[v] and 0 < needed[v] < _itemsize(cuts, v)
+    }
     replaced: set[int] = set()
     for op_class in reversed(_backwards(cuts)):
         if any(v in itemsize or v in replaced for _, v, _ in cuts.operands(op_class)):
-            replaced.update(v for v in _results(cuts, cuts.first[op_class]) if cuts.param_only[v] and needed[v])
-    turned = (op.index for op in cuts.graph.ops if op.phase is not Phase.UPDATE and (in_loop or op.trips > 1))
+            replaced.update(
+                v for v in _results(cuts, cuts.first[op_class]) if cuts.param_only[v] and needed[v]
+            )
+    turned = (
+        op.index
+        for op in cuts.graph.ops
+        if op.phase is not Phase.UPDATE and (in_loop or op.trips > 1)
+    )
     return Casts(itemsize=itemsize, replaced=frozenset(replaced), until=max(turned, default=0))
 
 
@@ -98,7 +111,9 @@ def _multiplies_narrowly(cuts: Cuts, op: Op) -> bool:
     if not traits_of(op.name).multiplies:
         return False
     asked = op.params.get("precision") or ()
-    names = {getattr(p, "name", "DEFAULT") for p in (asked if isinstance(asked, tuple) else (asked,))}
+    names = {
+        getattr(p, "name", "DEFAULT") for p in (asked if isinstance(asked, tuple) else (asked,))
+    }
     operands = {cuts.graph.values[i].dtype for i in op.inputs if isinstance(i, int)}
     return names <= {"DEFAULT"} and operands == {"float32"}
 

@@ -31,8 +31,8 @@ class Resident:
     """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that
     are split.
 
-    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive. `stacked` ones are filled
-    by a loop, step by step.
+    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive.
+    `stacked` ones are filled by a loop, step by step.
 
     Only where a compiler may defer products that only the update needs: until `late_deaths` the
     array is kept for its consumer, the product `reader`, as split by `read_projection`; from
@@ -108,7 +108,11 @@ def residents(
                     deaths=np.full(len(members), casts.until, np.int64),
                 )
             continue
-        if not storage.stored[value_class] or members[0] in replacing or value_class in casts.replaced:
+        if (
+            not storage.stored[value_class]
+            or members[0] in replacing
+            or value_class in casts.replaced
+        ):
             continue
         num_bytes = value.num_bytes
         if product_itemsize and narrow[value_class]:
@@ -123,8 +127,14 @@ def residents(
         late_deaths = storage.late_use[np.array(members)]
         if members[0] in returned:
             deaths = late_deaths = np.full(len(members), end, np.int64)
-        waits = late_readers.waited_for(value_class, int(deaths[0])) if (late_deaths > deaths).any() else None
-        made_late = maker.index != storage.late_run[maker.index] and index.cuts.by_product(value_class)
+        waits = (
+            late_readers.waited_for(value_class, int(deaths[0]))
+            if (late_deaths > deaths).any()
+            else None
+        )
+        made_late = maker.index != storage.late_run[maker.index] and index.cuts.by_product(
+            value_class
+        )
         late = storage.late_run[np.array(folding.members[producer[0]])]
         yield Resident(
             node=port.node,
@@ -150,7 +160,9 @@ def _copies_of_kernels(index: NodeIndex, storage: Storage) -> Iterator[Resident]
         yield Resident(
             node=port.node,
             projection=port.projection,
-            num_bytes=cuts.graph.values[cuts.folding.value_members[copied.value_class][0]].num_bytes,
+            num_bytes=cuts.graph.values[
+                cuts.folding.value_members[copied.value_class][0]
+            ].num_bytes,
             category="temporaries",
             label=f"copy of {index.label_of_value(copied.value_class)}",
             births=copied.births,

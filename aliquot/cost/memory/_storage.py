@@ -68,7 +68,11 @@ def stored_by_fusion(cuts: Cuts) -> list[bool]:
     for op_class in range(len(cuts.first)):
         for _, value_class, _ in cuts.operands(op_class):
             readers[value_class].add(op_class)
-    returned = {int(cuts.folding.value_class[o.value]) for o in cuts.graph.outputs if isinstance(o.value, int)}
+    returned = {
+        int(cuts.folding.value_class[o.value])
+        for o in cuts.graph.outputs
+        if isinstance(o.value, int)
+    }
     stored = []
     for value_class, producer in enumerate(cuts.producer):
         if producer is None:
@@ -91,8 +95,8 @@ def stored_by_fusion(cuts: Cuts) -> list[bool]:
 
 
 def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) -> list[bool]:
-    """As `stored_by_fusion`, for compilers that weigh storing an array once against computing it in every
-    reader.
+    """As `stored_by_fusion`, for compilers that weigh storing an array once against computing it in
+    every reader.
 
     With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a
     + (1 + k) b` bytes and repeating it `k a`. Results of reductions are always stored, and so is
@@ -105,7 +109,11 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
             readers[value_class].add(op_class)
     values, members = cuts.graph.values, cuts.folding.value_members
     num_bytes = [values[m[0]].num_bytes for m in members]
-    returned = {int(cuts.folding.value_class[o.value]) for o in cuts.graph.outputs if isinstance(o.value, int)}
+    returned = {
+        int(cuts.folding.value_class[o.value])
+        for o in cuts.graph.outputs
+        if isinstance(o.value, int)
+    }
     taken = {int(cuts.folding.value_class[v]) for v in taken_by_regions(cuts.graph.body)}
     classes = [int(c) for c in cuts.folding.value_class]
     results = [[classes[o] for o in op.outputs if o >= 0] for op in cuts.first]
@@ -120,7 +128,9 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
 
     def enters_update(value_class: int) -> bool:
         made_before = cuts.first[made_by[value_class]].phase is not Phase.UPDATE
-        return made_before and any(cuts.first[r].phase is Phase.UPDATE for r in readers[value_class])
+        return made_before and any(
+            cuts.first[r].phase is Phase.UPDATE for r in readers[value_class]
+        )
 
     def must(value_class: int) -> bool:
         maker = made_by[value_class]
@@ -179,7 +189,10 @@ def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, 
         if len(users) != 1 or not traits_of(users[0].name).adds or users[0].outputs[0] < 0:
             continue
         terms = [int(value_class[i]) for i in users[0].inputs if isinstance(i, int)]
-        if all(term == scatter or (cuts.producer[term] is not None and not cuts.by_product(term)) for term in terms):
+        if all(
+            term == scatter or (cuts.producer[term] is not None and not cuts.by_product(term))
+            for term in terms
+        ):
             yield scatter, int(value_class[users[0].outputs[0]])
 
 
@@ -200,7 +213,11 @@ def _latest(cuts: Cuts) -> list[int]:
     for op in reversed(graph.ops):
         used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
         moves = rearranges(op)
-        if op.phase is Phase.BACKWARD and op.trips == 1 and (moves or cuts.rules[classes[op.index]].contracts):
+        if (
+            op.phase is Phase.BACKWARD
+            and op.trips == 1
+            and (moves or cuts.rules[classes[op.index]].contracts)
+        ):
             if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
                 runs_at[op.index] = used if moves else max(used - 1, op.index)
         for source in op.inputs:
@@ -230,9 +247,16 @@ def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
     first_use = [len(graph.ops)] * len(graph.values)
     for op in reversed(graph.ops):
         results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
-        late = op.phase is Phase.BACKWARD and op.trips == 1 and bool(results) and all(waits[o] for o in results)
+        late = (
+            op.phase is Phase.BACKWARD
+            and op.trips == 1
+            and bool(results)
+            and all(waits[o] for o in results)
+        )
         rule = cuts.rules[classes[op.index]]
-        late = late and (rule.contracts or bool(rule.reduced) or rearranges(op) or traits_of(op.name).adds)
+        late = late and (
+            rule.contracts or bool(rule.reduced) or rearranges(op) or traits_of(op.name).adds
+        )
         if late and _sums_up(op):
             late = not any(op.params["axes"] in summed[i] for i in op.inputs if isinstance(i, int))
         if late:

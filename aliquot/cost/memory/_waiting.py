@@ -54,7 +54,11 @@ class Waiting:
 
 def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
     """Find the products that may be deferred in a priced problem. `in_turn`: see `takes_turns`."""
-    landings = {e.source: _Landing(priced, e) for e in priced.graph.edges if e.kind == "result" and e.gradient}
+    landings = {
+        e.source: _Landing(priced, e)
+        for e in priced.graph.edges
+        if e.kind == "result" and e.gradient
+    }
     operands: dict[int, list[Edge]] = {}
     for e in priced.graph.edges:
         if e.kind == "operand" and e.target in landings:
@@ -67,16 +71,22 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
             local = landing.local_bytes(r.num_bytes, r.read_projection)
             for where, pace in landing.put_off(operands.get(r.reader, []), in_turn, paces):
                 until = pace.runs_at(r.deaths) if pace else r.late_deaths
-                yield Waiting(edge=landing.edge, local_bytes=where * local, births=r.deaths + 1, deaths=until)
+                yield Waiting(
+                    edge=landing.edge, local_bytes=where * local, births=r.deaths + 1, deaths=until
+                )
         landing = landings.get(r.maker)
         if r.unreduced_from is not None and landing is not None:
             last = np.zeros_like(landing.scattered)
             for where, pace in landing.put_off(operands.get(r.maker, []), in_turn, paces):
                 last = last | where if pace is None else last
-            local = (landing.together & ~last) * landing.local_bytes(r.num_bytes, landing.edge.source_projection)
+            local = (landing.together & ~last) * landing.local_bytes(
+                r.num_bytes, landing.edge.source_projection
+            )
             if not (priced.target.overlaps_all_reduces or landing.total):
                 local = np.where(landing.scattered, local, r.num_bytes / landing.shards_left)
-            since = np.minimum(paces.scattered.runs_at(r.unreduced_from) if late_on else r.unreduced_from, r.births)
+            since = np.minimum(
+                paces.scattered.runs_at(r.unreduced_from) if late_on else r.unreduced_from, r.births
+            )
             yield Waiting(edge=landing.edge, local_bytes=local, births=since, deaths=r.births - 1)
 
 
@@ -118,12 +128,16 @@ def _paces(priced: Priced, landings: dict[int, _Landing]) -> _Paces:
     edges = [landing.edge for landing in landings.values()]
     products = sum(e.count for e in edges)
     # The others are combined with each other.
-    all_reduces = sum(e.count * min(e.num_bytes / max(priced.target.combined_bytes, 1), 1.0) for e in edges)
+    all_reduces = sum(
+        e.count * min(e.num_bytes / max(priced.target.combined_bytes, 1), 1.0) for e in edges
+    )
     end = max(int(r.deaths.max()) for r in waits)
     begin = min(int(r.deaths.min()) for r in waits)
     return _Paces(
         scattered=_Pace(end=end, share=products / (2 * products + inside)),
-        reduced=_Pace(end=end, share=products / inside, at_end=all_reduces / products * (end - begin)),
+        reduced=_Pace(
+            end=end, share=products / inside, at_end=all_reduces / products * (end - begin)
+        ),
     )
 
 
@@ -150,7 +164,9 @@ class _Landing:
         partial = (sources <= PARTIAL) & (sizes > 1)
         self.total = priced.repeats > 1
         some: Flags = np.logical_and(partial.any(axis=1, keepdims=True), not self.total)
-        self.scattered: Flags = some & (~partial[:, None, :] | (targets >= 0)[None, :, :]).all(axis=2)
+        self.scattered: Flags = some & (~partial[:, None, :] | (targets >= 0)[None, :, :]).all(
+            axis=2
+        )
         self.reduced: Flags = some & ~self.scattered
         self.everywhere: Flags = (partial | (sizes == 1)).all(axis=1)[:, None]
         self._made = self.local_bytes(edge.num_bytes, edge.source_projection)
@@ -164,9 +180,13 @@ class _Landing:
         leaves.
         """
         split_by = tuple(d >= 0 for d in projection)
-        return np.asarray(num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64)[:, None]
+        return np.asarray(
+            num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64
+        )[:, None]
 
-    def put_off(self, operands: list[Edge], in_turn: bool, paces: _Paces) -> list[tuple[Flags, _Pace | None]]:
+    def put_off(
+        self, operands: list[Edge], in_turn: bool, paces: _Paces
+    ) -> list[tuple[Flags, _Pace | None]]:
         """Masks of the choices under which the product is deferred, each with its pace; None defers
         it to the update.
         """
@@ -191,7 +211,9 @@ def _sums_inside(priced: Priced) -> bool:
 
 
 def may_take_turns(priced: Priced) -> bool:
-    """True if some choices may make collectives inside backward layers take turns with all-reduces."""
+    """True if some choices may make collectives inside backward layers take turns with
+    all-reduces.
+    """
     target = priced.target
     beside = target.hides_latency and target.overlaps_all_reduces and not _sums_inside(priced)
     return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)

@@ -29,7 +29,9 @@ def _attention(products: int) -> DimRuleFn:
     whole, which a piece does not know.
     """
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         pages = any(math.prod(o.shape) for o in operands[_PAGES])
         if params["dropout_rate"] or params.get("score_mod") is not None or pages:
             return whole(operands, results)
@@ -39,7 +41,10 @@ def _attention(products: int) -> DimRuleFn:
 
 
 def _by_batch_and_heads(
-    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any], products: int
+    operands: Sequence[HasShape],
+    results: Sequence[tuple[int, ...]],
+    params: Mapping[str, Any],
+    products: int,
 ) -> DimRule:
     head, place = (1, 2) if params["layout"] == _HEADS_FIRST else (2, 1)
     query, key = operands[0].shape, operands[1].shape
@@ -59,7 +64,11 @@ def _by_batch_and_heads(
         if len(shape) < 4:
             return f.wholes(shape)
         lead = b if shape[0] == batch else f.whole(shape[0])
-        return (lead, of_heads(heads) if shape[1] == heads else f.whole(shape[1]), *f.wholes(shape[2:]))
+        return (
+            lead,
+            of_heads(heads) if shape[1] == heads else f.whole(shape[1]),
+            *f.wholes(shape[2:]),
+        )
 
     def lengths(shape: Sequence[int]) -> Dims:
         return (b, *f.wholes(shape[1:])) if shape[0] == batch else f.wholes(shape)
@@ -84,7 +93,9 @@ def _by_batch_and_heads(
         summed = frozenset()
     seen = min(key[place], params.get("sliding_window_length") or key[place])
     # Half of the scores are masked away, which the kernel does not compute.
-    part = 0.5 if getattr(params["mask_type"], "name", "") in _CAUSAL and seen == key[place] else 1.0
+    part = (
+        0.5 if getattr(params["mask_type"], "name", "") in _CAUSAL and seen == key[place] else 1.0
+    )
     width = (query[3] + operands[2].shape[3]) / 2
     flops = 2.0 * products * part * batch * heads * length * seen * width
     return f.rule(

@@ -12,7 +12,9 @@ from .._traits import Traits, same_parameters
 from ._factors import Factors
 
 
-@register_dim_rule("dot_general", traits=Traits(multiplies=True, costly=True, on_rows=same_parameters))
+@register_dim_rule(
+    "dot_general", traits=Traits(multiplies=True, costly=True, on_rows=same_parameters)
+)
 def _dot_general(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -32,9 +34,14 @@ def _dot_general(
             if d not in names:
                 names[d] = next(letters)
                 out.append(names[d])
-    sizes = {left[d]: size for d, size in enumerate(lhs.shape)} | {right[d]: size for d, size in enumerate(rhs.shape)}
+    sizes = {left[d]: size for d, size in enumerate(lhs.shape)} | {
+        right[d]: size for d, size in enumerate(rhs.shape)
+    }
     return DimRule(
-        operands=(tuple(left[d] for d in range(len(lhs.shape))), tuple(right[d] for d in range(len(rhs.shape)))),
+        operands=(
+            tuple(left[d] for d in range(len(lhs.shape))),
+            tuple(right[d] for d in range(len(rhs.shape))),
+        ),
         results=(tuple(out),),
         sizes=sizes,
         linear=(1, 2),
@@ -76,7 +83,9 @@ def _ragged_dot_general(
                 out.append(names[d])
                 columns *= size if array is rhs else 1
     # Sizes of groups may be given for each batch, or once for all.
-    leading = batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
+    leading = (
+        batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
+    )
     # Each row meets the matrix of one group, so that the number of groups does not count.
     flops = 2.0 * math.prod(lhs.shape) * columns
     return f.rule(

@@ -10,7 +10,9 @@ from ._factors import Factors
 
 
 @register_dim_rule("scan_slice")
-def _scan_slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _scan_slice(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """A loop takes one slice after the other, so the leading dim stays whole."""
     f = Factors()
     inner = f.splits(results[0])
@@ -18,7 +20,9 @@ def _scan_slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]
 
 
 @register_dim_rule("scan_stack")
-def _scan_stack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _scan_stack(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """A loop writes one slice after the other, so the leading dim stays whole."""
     f = Factors()
     inner = f.splits(operands[0].shape)

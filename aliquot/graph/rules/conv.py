@@ -26,7 +26,10 @@ def _conv_general_dilated(
     f = Factors()
     image, kernel = operands
     numbers = params["dimension_numbers"]
-    (image_n, image_c, *image_x), (kernel_o, kernel_i, *kernel_x) = numbers.lhs_spec, numbers.rhs_spec
+    (image_n, image_c, *image_x), (kernel_o, kernel_i, *kernel_x) = (
+        numbers.lhs_spec,
+        numbers.rhs_spec,
+    )
     out_n, out_o, *out_x = numbers.out_spec
     by_feature, by_batch = params["feature_group_count"], params["batch_group_count"]
     groups = by_feature * by_batch
@@ -46,7 +49,11 @@ def _conv_general_dilated(
         if _is_pointwise(k, kernel.shape[b], params):
             lhs[a] = out[c] = f.split(image.shape[a])
             continue
-        lhs[a], rhs[b], out[c] = f.whole(image.shape[a]), f.whole(kernel.shape[b]), f.whole(results[0][c])
+        lhs[a], rhs[b], out[c] = (
+            f.whole(image.shape[a]),
+            f.whole(kernel.shape[b]),
+            f.whole(results[0][c]),
+        )
         moved_over *= image.shape[a] * params["lhs_dilation"][k]
     return f.rule(
         (tuple(lhs), tuple(rhs)),
@@ -60,7 +67,9 @@ def _conv_general_dilated(
 
 
 def _is_pointwise(k: int, window: int, params: Mapping[str, Any]) -> bool:
-    return window == params["window_strides"][k] == params["lhs_dilation"][k] == 1 and tuple(params["padding"][k]) == (
+    return window == params["window_strides"][k] == params["lhs_dilation"][k] == 1 and tuple(
+        params["padding"][k]
+    ) == (
         0,
         0,
     )

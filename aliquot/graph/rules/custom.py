@@ -11,23 +11,37 @@ from ._factors import Factors
 
 
 @register_dim_rule("optimization_barrier", "device_put")
-def _pass_all(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _pass_all(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Each result is the operand at its place."""
     f = Factors()
     dims = tuple(f.splits(o.shape) for o in operands)
     return f.rule(dims, dims, linear=(1,) * len(operands))
 
 
-def _opaque(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _opaque(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """A kernel, a callback, or a generator that runs on a state."""
     return whole(operands, results)
 
 
 # A user may say more about a kernel of his own: these give way to a rule registered later.
 register_dim_rule(
-    "call_exported", "debug_callback", "debug_print", "io_callback", "noinline", "pure_callback", replaceable=True
+    "call_exported",
+    "debug_callback",
+    "debug_print",
+    "io_callback",
+    "noinline",
+    "pure_callback",
+    replaceable=True,
 )(_opaque)
-register_dim_rule("custom_partitioning", "ffi_call", "shard_map", traits=Traits(costly=True), replaceable=True)(_opaque)
+register_dim_rule(
+    "custom_partitioning", "ffi_call", "shard_map", traits=Traits(costly=True), replaceable=True
+)(_opaque)
 
-_WHOLE_ROUTINES = "after_all create_token platform_index random_gamma rng_bit_generator rng_uniform".split()
+_WHOLE_ROUTINES = (
+    "after_all create_token platform_index random_gamma rng_bit_generator rng_uniform".split()
+)
 register_dim_rule(*_WHOLE_ROUTINES)(_opaque)

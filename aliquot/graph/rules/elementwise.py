@@ -16,12 +16,12 @@ _JOINTLY_LINEAR = "complex conj imag name real stop_gradient sub tie".split()
 _BILINEAR = ("mul",)
 _LINEAR_IN_FIRST = ("div",)
 _NONLINEAR = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma "
-    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite "
-    "le le_to lgamma log log1p log2 logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial "
-    "population_count pow "
-    "reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos"
+    " cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a"
+    " igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min ne"
+    " nextafter not one_minus_square or polygamma polynomial population_count pow reduce_precision"
+    " regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic"
+    " shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
 ).split()
 
 
@@ -30,11 +30,16 @@ def _elementwise(linear: int | None) -> DimRuleFn:
     none.
     """
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         shape = results[0]
         letters = ascii_lowercase[: len(shape)]
         dims = tuple(
-            tuple("1" if size == 1 and shape[d] != 1 else letters[d] for d, size in enumerate(operand.shape))
+            tuple(
+                "1" if size == 1 and shape[d] != 1 else letters[d]
+                for d, size in enumerate(operand.shape)
+            )
             for operand in operands
         )
         return DimRule(
@@ -59,9 +64,13 @@ def _linear(kind: int | None, count: int) -> tuple[int, ...]:
 
 
 _TRAITS = Traits(on_rows=same_parameters)
-register_dim_rule("add", "add_any", traits=Traits(adds=True, on_rows=same_parameters))(_elementwise(1))
+register_dim_rule("add", "add_any", traits=Traits(adds=True, on_rows=same_parameters))(
+    _elementwise(1)
+)
 register_dim_rule("copy", traits=Traits(moves=Moves.COPY, on_rows=same_parameters))(_elementwise(1))
-register_dim_rule("neg", traits=Traits(moves=Moves.NEGATE, on_rows=same_parameters))(_elementwise(1))
+register_dim_rule("neg", traits=Traits(moves=Moves.NEGATE, on_rows=same_parameters))(
+    _elementwise(1)
+)
 register_dim_rule(*_JOINTLY_LINEAR, traits=_TRAITS)(_elementwise(1))
 register_dim_rule(*_BILINEAR, traits=_TRAITS)(_elementwise(2))
 register_dim_rule(*_LINEAR_IN_FIRST, traits=_TRAITS)(_elementwise(3))
@@ -69,7 +78,9 @@ register_dim_rule(*_NONLINEAR, traits=_TRAITS)(_elementwise(None))
 
 
 @register_dim_rule("select_n", traits=_TRAITS)
-def _select_n(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _select_n(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """`select_n(which, *cases)`: linear in the cases together, as long as `which` is the same
     everywhere.
     """

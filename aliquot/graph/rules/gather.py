@@ -18,22 +18,34 @@ _COSTLY = Traits(costly=True)
 
 
 @register_dim_rule("gather", traits=_COSTLY)
-def _gather(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
-    """`out[i, f] = table[index[i], f]`: `i` and `f` are parallel, a single indexed dim contracts."""
+def _gather(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
+    """`out[i, f] = table[index[i], f]`: `i` and `f` are parallel, a single indexed dim
+    contracts.
+    """
     f = Factors()
     table, index = operands
     numbers, taken = params["dimension_numbers"], params["slice_sizes"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
-    offsets = [d for d in range(len(table.shape)) if d not in numbers.collapsed_slice_dims and d not in batching]
+    offsets = [
+        d
+        for d in range(len(table.shape))
+        if d not in numbers.collapsed_slice_dims and d not in batching
+    ]
     rows = f.splits(index.shape[:-1])
-    array, window = _array_and_window(f, table.shape, taken, numbers.start_index_map, batching, rows)
+    array, window = _array_and_window(
+        f, table.shape, taken, numbers.start_index_map, batching, rows
+    )
     place = dict(zip(numbers.offset_dims, offsets))
     row = iter(rows)
     result = tuple(window[place[d]] if d in place else next(row) for d in range(len(results[0])))
     # What stands in for rows outside the table is a constant, unless it is NaN, zero or undefined.
     fill = params.get("fill_value")
     linear = (1, 0) if fill is None or fill == 0 or fill != fill else ()
-    return f.rule((array, (*rows, *f.wholes(index.shape[-1:]))), (result,), linear=linear, contracts=True)
+    return f.rule(
+        (array, (*rows, *f.wholes(index.shape[-1:]))), (result,), linear=linear, contracts=True
+    )
 
 
 def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
@@ -45,16 +57,23 @@ def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
     and they stay together.
     """
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         f = Factors()
         array, index, updates = operands
         numbers = params["dimension_numbers"]
         batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims))
         row_sizes = index.shape[:-1]
         rows = tuple(
-            f.split(n) if reduce is not None or d in batching.values() else f.whole(n) for d, n in enumerate(row_sizes)
+            f.split(n) if reduce is not None or d in batching.values() else f.whole(n)
+            for d, n in enumerate(row_sizes)
         )
-        windows = [d for d in range(len(array.shape)) if d not in numbers.inserted_window_dims and d not in batching]
+        windows = [
+            d
+            for d in range(len(array.shape))
+            if d not in numbers.inserted_window_dims and d not in batching
+        ]
         place = dict(zip(numbers.update_window_dims, windows))
         taken = [1] * len(array.shape)
         for d, source in place.items():
@@ -62,7 +81,9 @@ def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
         indexed = numbers.scatter_dims_to_operand_dims
         dims, window = _array_and_window(f, array.shape, taken, indexed, batching, rows)
         row = iter(rows)
-        update_dims = tuple(window[place[d]] if d in place else next(row) for d in range(len(updates.shape)))
+        update_dims = tuple(
+            window[place[d]] if d in place else next(row) for d in range(len(updates.shape))
+        )
         return f.rule(
             (dims, (*rows, *f.wholes(index.shape[-1:])), update_dims),
             (dims,),

@@ -13,7 +13,9 @@ from ._factors import Factors
 
 
 @register_dim_rule(KERNEL, traits=Traits(costly=True, runs_on_pieces=True), replaceable=True)
-def _kernel(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _kernel(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """A dim of the grid that numbers blocks along one dim of every result is a factor; blocks stay
     whole.
 
@@ -22,17 +24,27 @@ def _kernel(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
     """
     kernel = kernel_of(params)
     f = Factors()
-    letters = {g: f.split(size) for g, size in enumerate(kernel.grid) if any(_has(w, g) for w in kernel.results)}
+    letters = {
+        g: f.split(size)
+        for g, size in enumerate(kernel.grid)
+        if any(_has(w, g) for w in kernel.results)
+    }
 
     def dims(shape: Sequence[int], walks: Sequence[Walked]) -> Dims:
         if not walks:
             return f.wholes(shape)
         return tuple(
-            f.whole(size) if walk.grid_dim < 0 else letters[walk.grid_dim] + f.whole(walk.block).replace("1", "")
+            (
+                f.whole(size)
+                if walk.grid_dim < 0
+                else letters[walk.grid_dim] + f.whole(walk.block).replace("1", "")
+            )
             for size, walk in zip(shape, walks, strict=True)
         )
 
-    taken = [dims(operand.shape, walks) for operand, walks in zip(operands, kernel.operands, strict=True)]
+    taken = [
+        dims(operand.shape, walks) for operand, walks in zip(operands, kernel.operands, strict=True)
+    ]
     result_dims = [dims(shape, walks) for shape, walks in zip(results, kernel.results, strict=True)]
     return f.rule(
         taken,

@@ -18,7 +18,9 @@ def _batched(inner: int) -> DimRuleFn:
     the problem's.
     """
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         f = Factors()
         count = len(operands[0].shape) - inner
         batch = f.splits(operands[0].shape[:count])
@@ -26,14 +28,16 @@ def _batched(inner: int) -> DimRuleFn:
         def dims(shape: Sequence[int]) -> tuple[str, ...]:
             return (*batch, *f.wholes(shape[count:]))
 
-        return f.rule(tuple(dims(o.shape) for o in operands), tuple(dims(shape) for shape in results))
+        return f.rule(
+            tuple(dims(o.shape) for o in operands), tuple(dims(shape) for shape in results)
+        )
 
     return declare
 
 
 _ON_MATRICES = (
-    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
-    "symmetric_product tridiagonal"
+    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur"
+    " svd symmetric_product tridiagonal"
 ).split()
 register_dim_rule(*_ON_MATRICES)(_batched(2))
 register_dim_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_batched(1))
@@ -59,7 +63,9 @@ def _triangular_solve(
 
 
 @register_dim_rule("fft", traits=Traits(runs_on_pieces=True))
-def _fft(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _fft(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """The last dims are transformed, and a real transform leaves one of another size: `5 n log2 n`
     operations each.
     """

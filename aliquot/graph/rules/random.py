@@ -20,7 +20,9 @@ _ROW_BY_ROW = Traits(on_rows=same_parameters)
 def _random_bits(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Many numbers or keys from each key: the dims of the keys come first, the new ones are free."""
+    """Many numbers or keys from each key: the dims of the keys come first, the new ones are
+    free.
+    """
     f = Factors()
     keys = operands[0]
     batch = f.splits(keys.shape)
@@ -46,8 +48,12 @@ def _random_wrap(
     return f.rule((dims[0],), (dims[1],))
 
 
-@register_dim_rule("random_seed", "random_clone", "random_fold_in", "threefry2x32", traits=_ROW_BY_ROW)
-def _each(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+@register_dim_rule(
+    "random_seed", "random_clone", "random_fold_in", "threefry2x32", traits=_ROW_BY_ROW
+)
+def _each(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """One key, or one pair of words, for each element of the operands."""
     f = Factors()
     dims = f.splits(results[0])

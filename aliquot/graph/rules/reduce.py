@@ -25,7 +25,9 @@ def _reduction(kind: str) -> DimRuleFn:
     this kind.
     """
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         f = Factors()
         dims = f.splits(operands[0].shape)
         kept = tuple(letter for d, letter in enumerate(dims) if d not in params["axes"])
@@ -41,7 +43,9 @@ for _name, (_kind, _join) in _REDUCTIONS.items():
 def _collective(kind: str) -> DimRuleFn:
     """A collective over `vmap`'s own axis: a reduction of each operand along dims."""
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         if params.get("axis_index_groups") is not None:
             return whole(operands, results)
         f = Factors()
@@ -72,7 +76,9 @@ register_dim_rule("reduce_xor", traits=Traits(join="xor", on_rows=same_parameter
 
 
 @register_dim_rule("reduce")
-def _reduce(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _reduce(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """A reduction by the user's own function: arrays first, then as many initial scalars."""
     f = Factors()
     axes = params["dimensions"]
@@ -85,9 +91,14 @@ def _reduce(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], pa
 def _running(linear: tuple[int, ...]) -> DimRuleFn:
     """`y[i] = reduce x[:i+1]`: each element needs those before it, so the dim stays whole."""
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         f = Factors()
-        dims = tuple(f.whole(n) if d == params["axis"] else f.split(n) for d, n in enumerate(operands[0].shape))
+        dims = tuple(
+            f.whole(n) if d == params["axis"] else f.split(n)
+            for d, n in enumerate(operands[0].shape)
+        )
         return f.rule((dims,), (dims,), linear=linear)
 
     return declare
@@ -104,7 +115,9 @@ def _pooling(linear: tuple[int, ...]) -> DimRuleFn:
     The general form takes arrays first, then as many initial scalars.
     """
 
-    def declare(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
         f = Factors()
         before, after = _windowed(f, operands[0].shape, results[0], params)
         arrays = len(results)

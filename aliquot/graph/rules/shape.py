@@ -16,13 +16,15 @@ _ROW_BY_ROW = Traits(on_rows=same_parameters)
 
 
 @register_dim_rule("reshape", traits=Traits(moves=Moves.RESHAPE, on_rows=leading_size("new_sizes")))
-def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _reshape(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Dims that split or merge share factors; of each split or merged dim only the major factor may
     carry an axis.
 
-    A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads, size)` passes a
-    split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over the other side, and stay whole.
-    `dimensions` is the order in which the operand's dims are read.
+    A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads,
+    size)` passes a split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over the
+    other side, and stay whole. `dimensions` is the order in which the operand's dims are read.
     """
     shape, after = operands[0].shape, results[0]
     if math.prod(shape) == 0:
@@ -40,9 +42,14 @@ def _reshape(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], p
 def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
     """Nothing is moved; the leading dims that both sides have pass on their splits."""
     f = Factors()
-    same = next((d for d, (a, b) in enumerate(zip(shape, after)) if a != b or a == 0), min(len(shape), len(after)))
+    same = next(
+        (d for d, (a, b) in enumerate(zip(shape, after)) if a != b or a == 0),
+        min(len(shape), len(after)),
+    )
     lead = f.splits(shape[:same])
-    return f.rule(((*lead, *f.wholes(shape[same:])),), ((*lead, *f.wholes(after[same:])),), linear=(1,))
+    return f.rule(
+        ((*lead, *f.wholes(shape[same:])),), ((*lead, *f.wholes(after[same:])),), linear=(1,)
+    )
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -87,7 +94,10 @@ def _refine(
             for d in dims[1:]:
                 names[d] = f.whole(shape[d])
         return
-    letters = {(start, end): major if end == shared else f.whole(end // start) for start, end in zip(ends, ends[1:])}
+    letters = {
+        (start, end): major if end == shared else f.whole(end // start)
+        for start, end in zip(ends, ends[1:])
+    }
     for dims, shape, names in ((left, before, old), (right, after, new)):
         position = 1
         for d in dims:
@@ -106,7 +116,9 @@ def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
     return {math.prod(shape[d] for d in dims[: k + 1]) for k in range(len(dims))}
 
 
-@register_dim_rule("broadcast_in_dim", traits=Traits(moves=Moves.REPEAT, on_rows=leading_size("shape")))
+@register_dim_rule(
+    "broadcast_in_dim", traits=Traits(moves=Moves.REPEAT, on_rows=leading_size("shape"))
+)
 def _broadcast_in_dim(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -114,22 +126,33 @@ def _broadcast_in_dim(
     f = Factors()
     after = f.splits(results[0])
     source = operands[0]
-    before = tuple("1" if size == 1 else after[d] for size, d in zip(source.shape, params["broadcast_dimensions"]))
+    before = tuple(
+        "1" if size == 1 else after[d]
+        for size, d in zip(source.shape, params["broadcast_dimensions"])
+    )
     # What follows the array is the sizes of dynamic shapes.
     sizes = tuple(f.wholes(o.shape) for o in operands[1:])
     return f.rule((before, *sizes), (after,), linear=(1,) + (0,) * len(sizes))
 
 
 @register_dim_rule("squeeze", traits=Traits(moves=Moves.RESHAPE, on_rows=same_parameters))
-def _squeeze(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _squeeze(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Drops dims of size one."""
     f = Factors()
     before = f.splits(operands[0].shape)
-    return f.rule((before,), (tuple(x for d, x in enumerate(before) if d not in params["dimensions"]),), linear=(1,))
+    return f.rule(
+        (before,),
+        (tuple(x for d, x in enumerate(before) if d not in params["dimensions"]),),
+        linear=(1,),
+    )
 
 
 @register_dim_rule("transpose", traits=Traits(moves=Moves.TRANSPOSE, on_rows=same_parameters))
-def _transpose(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _transpose(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Reorders dims."""
     f = Factors()
     before = f.splits(operands[0].shape)
@@ -137,10 +160,15 @@ def _transpose(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]],
 
 
 @register_dim_rule("rev", traits=_ROW_BY_ROW)
-def _rev(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _rev(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Reversed dims stay whole: the first piece of one side is the last of the other."""
     f = Factors()
-    dims = tuple(f.whole(n) if d in params["dimensions"] else f.split(n) for d, n in enumerate(operands[0].shape))
+    dims = tuple(
+        f.whole(n) if d in params["dimensions"] else f.split(n)
+        for d, n in enumerate(operands[0].shape)
+    )
     return f.rule((dims,), (dims,), linear=(1,))
 
 
@@ -153,8 +181,12 @@ def _cut(
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
 
 
-@register_dim_rule("slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("limit_indices")))
-def _slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+@register_dim_rule(
+    "slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("limit_indices"))
+)
+def _slice(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Untouched dims pass."""
     f = Factors()
     before, after = _cut(f, operands[0].shape, results[0])
@@ -162,7 +194,9 @@ def _slice(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], par
 
 
 @register_dim_rule("pad", traits=_ROW_BY_ROW)
-def _pad(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _pad(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Untouched dims pass. A dim may keep its size while it loses on one side what it gains on the
     other.
     """
@@ -172,7 +206,9 @@ def _pad(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], param
     return f.rule((before, ()), (after,), linear=(1, 1))
 
 
-@register_dim_rule("dynamic_slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("slice_sizes")))
+@register_dim_rule(
+    "dynamic_slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("slice_sizes"))
+)
 def _dynamic_slice(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -187,7 +223,9 @@ def _dynamic_slice(
 def _dynamic_update_slice(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Dims replaced in full pass through both arrays; along the others array and update stay whole."""
+    """Dims replaced in full pass through both arrays; along the others array and update stay
+    whole.
+    """
     f = Factors()
     array, update = _cut(f, operands[0].shape, operands[1].shape)
     scalars = tuple(f.wholes(o.shape) for o in operands[2:])
@@ -201,19 +239,30 @@ def _concatenate(
     """The joined dim stays whole in every array."""
     f = Factors()
     axis = params["dimension"]
-    result = _with(f, f.splits([1 if d == axis else n for d, n in enumerate(results[0])]), axis, results[0][axis])
+    result = _with(
+        f,
+        f.splits([1 if d == axis else n for d, n in enumerate(results[0])]),
+        axis,
+        results[0][axis],
+    )
     arrays = tuple(_with(f, result, axis, o.shape[axis]) for o in operands)
     return f.rule(arrays, (result,), linear=(1,) * len(operands))
 
 
 @register_dim_rule("split", traits=_ROW_BY_ROW)
-def _split(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _split(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """The cut dim stays whole in every array."""
     f = Factors()
     axis = params["axis"]
     shape = operands[0].shape
-    array = _with(f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis])
-    return f.rule((array,), tuple(_with(f, array, axis, shape[axis]) for shape in results), linear=(1,))
+    array = _with(
+        f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
+    )
+    return f.rule(
+        (array,), tuple(_with(f, array, axis, shape[axis]) for shape in results), linear=(1,)
+    )
 
 
 def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
@@ -222,7 +271,9 @@ def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
 
 
 @register_dim_rule("stack")
-def _stack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _stack(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Joins equal arrays along a new dim, which stays whole."""
     f = Factors()
     axis = params["axis"]
@@ -232,7 +283,9 @@ def _stack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], par
 
 
 @register_dim_rule("unstack")
-def _unstack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _unstack(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Cuts a dim, which stays whole, into arrays without it."""
     f = Factors()
     axis = params["axis"]
@@ -242,7 +295,9 @@ def _unstack(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], p
 
 
 @register_dim_rule("tile")
-def _tile(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _tile(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Dims of size one are broadcast, and free; longer ones that repeat stay whole."""
     f = Factors()
     before, after = [], []
@@ -253,7 +308,9 @@ def _tile(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], para
     return f.rule((tuple(before),), (tuple(after),), linear=(1,))
 
 
-def _fresh(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _fresh(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Arrays made of nothing: every dim is free."""
     f = Factors()
     return f.rule(tuple(f.wholes(o.shape) for o in operands), (f.splits(results[0]),))
@@ -271,23 +328,35 @@ def _bitcast_convert_type(
     f = Factors()
     before, after = operands[0].shape, results[0]
     shared = f.splits(min(before, after, key=len))
-    return f.rule(((*shared, *f.wholes(before[len(shared) :])),), ((*shared, *f.wholes(after[len(shared) :])),))
+    return f.rule(
+        ((*shared, *f.wholes(before[len(shared) :])),),
+        ((*shared, *f.wholes(after[len(shared) :])),),
+    )
 
 
 @register_dim_rule("sort", traits=Traits(costly=True, on_rows=same_parameters))
-def _sort(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _sort(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Keys and what is sorted along with them; the sorted dim stays whole."""
     f = Factors()
-    dims = tuple(f.whole(n) if d == params["dimension"] else f.split(n) for d, n in enumerate(operands[0].shape))
+    dims = tuple(
+        f.whole(n) if d == params["dimension"] else f.split(n)
+        for d, n in enumerate(operands[0].shape)
+    )
     return f.rule((dims,) * len(operands), (dims,) * len(results))
 
 
 @register_dim_rule("top_k", "approx_top_k", traits=Traits(costly=True))
-def _top_k(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> DimRule:
+def _top_k(
+    operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+) -> DimRule:
     """Values and indices of the largest; the searched dim stays whole before and after."""
     f = Factors()
     shape = operands[0].shape
     axis = params.get("axis", params.get("reduction_dimension", -1)) % len(shape)
-    before = _with(f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis])
+    before = _with(
+        f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
+    )
     after = _with(f, before, axis, results[0][axis])
     return f.rule((before,), (after,) * len(results))

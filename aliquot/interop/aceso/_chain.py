@@ -91,7 +91,12 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
 
     def share(name: str) -> float:
         shares = description.get("kept_share", {})
-        return float(next((value for pattern, value in shares.items() if fnmatch.fnmatchcase(name, pattern)), 1.0))
+        return float(
+            next(
+                (value for pattern, value in shares.items() if fnmatch.fnmatchcase(name, pattern)),
+                1.0,
+            )
+        )
 
     return OperatorChain(
         operators=tuple(
@@ -113,8 +118,12 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
 
 def _groups(description: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     groups = description.get("groups")
-    if not isinstance(groups, list) or not all(isinstance(g, dict) and g.get("operators") for g in groups):
-        raise InputError('A chain needs [[groups]], each with operators = ["...", ...] and perhaps repeat = 24.')
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and g.get("operators") for g in groups
+    ):
+        raise InputError(
+            'A chain needs [[groups]], each with operators = ["...", ...] and perhaps repeat = 24.'
+        )
     return groups
 
 
@@ -122,12 +131,15 @@ def _expanded(group: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
     repeat = group.get("repeat", 1)
     if isinstance(repeat, str):
         if repeat not in sizes:
-            raise InputError(f"The chain repeats a group as often as {repeat!r} says, which is not given.")
+            raise InputError(
+                f"The chain repeats a group as often as {repeat!r} says, which is not given."
+            )
         repeat = sizes[repeat]
     sections = repeat if isinstance(repeat, list) else [repeat]
     if not all(isinstance(n, int) and n >= 0 for n in sections):
         raise InputError(
-            f"A group of a chain is repeated {repeat!r} times; that must be a number, or a list of numbers."
+            f"A group of a chain is repeated {repeat!r} times; that must be a number, or a list of"
+            " numbers."
         )
     return [
         name.format(section=section, index=index)

@@ -1,4 +1,6 @@
-"""Aceso's configurations: stages, with the degrees, algorithm and recomputation of each operator."""
+"""Aceso's configurations: stages, with the degrees, algorithm and recomputation of each
+operator.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +71,19 @@ def read_configuration(path: Path) -> Configuration:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
-        repeated.extend(f"{shortened(key, 60)} stands {n} times in one object" for key, n in counts.items() if n > 1)
+        repeated.extend(
+            f"{shortened(key, 60)} stands {n} times in one object"
+            for key, n in counts.items()
+            if n > 1
+        )
         return dict(pairs)
 
     try:
         content = json.loads(path.read_text(), object_pairs_hook=unique)
     except RecursionError:
         raise InputError(
-            f"{path} is no configuration of Aceso's: it has lists or objects too deep in each other."
+            f"{path} is no configuration of Aceso's: it has lists or objects too deep in each"
+            " other."
         ) from None
     except OSError as error:
         raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from None
@@ -95,8 +102,20 @@ def read_configuration(path: Path) -> Configuration:
         )
         for k in range(content["num_stages"])
     )
-    known_keys = {"model_name", "model_size", "global_batch_size", "micro_batch_size", "num_stages", "num_gpus"}
-    known_keys |= {"num_ops_in_each_stage", "checkpoint_activations", "resharding_stages", *_LISTS.values()}
+    known_keys = {
+        "model_name",
+        "model_size",
+        "global_batch_size",
+        "micro_batch_size",
+        "num_stages",
+        "num_gpus",
+    }
+    known_keys |= {
+        "num_ops_in_each_stage",
+        "checkpoint_activations",
+        "resharding_stages",
+        *_LISTS.values(),
+    }
     return Configuration(
         model_name=str(content["model_name"]),
         model_size=str(content["model_size"]),
@@ -119,7 +138,9 @@ def configuration_to_dict(configuration: Configuration) -> dict[str, Any]:
         "num_stages": len(stages),
         "num_gpus": [s.num_devices for s in stages],
         "checkpoint_activations": [any(s.recompute) for s in stages],
-        "resharding_stages": [len(set(zip(s.tensor, s.data, s.algorithm, strict=True))) > 1 for s in stages],
+        "resharding_stages": [
+            len(set(zip(s.tensor, s.data, s.algorithm, strict=True))) > 1 for s in stages
+        ],
         "num_ops_in_each_stage": [len(s.tensor) for s in stages],
         _LISTS["tensor"]: [list(s.tensor) for s in stages],
         _LISTS["data"]: [list(s.data) for s in stages],
@@ -141,8 +162,17 @@ def _shown(faults: list[str]) -> list[str]:
 def _faults(content: Any) -> list[str]:
     if not isinstance(content, dict):
         return ["it must be an object"]
-    needed = ("model_name", "model_size", "global_batch_size", "micro_batch_size", "num_stages", "num_gpus")
-    missing = [key for key in (*needed, "num_ops_in_each_stage", *_LISTS.values()) if key not in content]
+    needed = (
+        "model_name",
+        "model_size",
+        "global_batch_size",
+        "micro_batch_size",
+        "num_stages",
+        "num_gpus",
+    )
+    missing = [
+        key for key in (*needed, "num_ops_in_each_stage", *_LISTS.values()) if key not in content
+    ]
     if missing:
         return [f"{key} is missing" for key in missing]
     numbers = ("global_batch_size", "micro_batch_size", "num_stages")
@@ -167,13 +197,18 @@ def _faults(content: Any) -> list[str]:
 def _stage_faults(content: Mapping[str, Any], k: int) -> list[str]:
     devices, operators = content["num_gpus"][k], content["num_ops_in_each_stage"][k]
     if type(devices) is not int or type(operators) is not int or min(devices, operators) < 1:
-        return [f"stage {k} needs at least one device and one operator, got {devices!r} and {operators!r}"]
+        return [
+            f"stage {k} needs at least one device and one operator, got {devices!r} and"
+            f" {operators!r}"
+        ]
     faults = []
     for key in _LISTS.values():
         entries = content[key][k]
         if not isinstance(entries, list) or len(entries) != operators:
             length = len(entries) if isinstance(entries, list) else repr(entries)
-            faults.append(f"{key} of stage {k} has {length} entries, and the stage {operators} operators")
+            faults.append(
+                f"{key} of stage {k} has {length} entries, and the stage {operators} operators"
+            )
         elif not all(type(x) in (int, bool) and x >= 0 for x in entries):
             faults.append(f"{key} of stage {k} must hold numbers of at least 0")
         elif key == _LISTS["recompute"] and not all(x in (0, 1) for x in entries):
@@ -182,7 +217,8 @@ def _stage_faults(content: Mapping[str, Any], k: int) -> list[str]:
         degrees = zip(content[_LISTS["tensor"]][k], content[_LISTS["data"]][k], strict=True)
         wrong = [(i, t, d) for i, (t, d) in enumerate(degrees) if t * d != devices]
         faults += [
-            f"operator {i} of stage {k} has tensor degree {t} times data degree {d}, and the stage {devices} devices"
+            f"operator {i} of stage {k} has tensor degree {t} times data degree {d}, and the stage"
+            f" {devices} devices"
             for i, t, d in wrong[:3]
         ]
     return faults

@@ -29,7 +29,9 @@ COLUMNS = (
     "fwd_reserved",
     "bwd_reserved",
 )
-"""Columns of an operator file: microseconds, then MiB on each device, for one micro-batch of one data-parallel rank."""
+"""Columns of an operator file: microseconds, then MiB on each device, for one micro-batch of one
+data-parallel rank.
+"""
 
 _OPERATOR_FILE = re.compile(r"(?P<model>.+)_mbs(?P<mbs>\d+)_tp(?P<tp>\d+)_algo(?P<algo>\d+)\.csv")
 _COLLECTIVE_FILE = re.compile(
@@ -76,12 +78,17 @@ class Database:
 
 
 def models_in(folder: Path) -> tuple[str, ...]:
-    """Models, with their sizes, of a folder's operator files. Raises `InputError` if it has none."""
-    models = {match["model"] for path in _files(folder) if (match := _OPERATOR_FILE.fullmatch(path.name))}
+    """Models, with their sizes, of a folder's operator files. Raises `InputError` if it has
+    none.
+    """
+    models = {
+        match["model"] for path in _files(folder) if (match := _OPERATOR_FILE.fullmatch(path.name))
+    }
     if not models:
         raise InputError(
-            f"{folder} is no database of Aceso's: it has no files such as gpt_1_3B_mbs1_tp1_algo0.csv. Give the folder that "
-            "Aceso's profiler wrote, such as profiled-time-eurosys."
+            f"{folder} is no database of Aceso's: it has no files such as"
+            " gpt_1_3B_mbs1_tp1_algo0.csv. Give the folder that Aceso's profiler wrote, such as"
+            " profiled-time-eurosys."
         )
     return tuple(sorted(models))
 
@@ -104,18 +111,26 @@ def load_database(folder: Path, model: str) -> Database:
         if match and match["model"] == model:
             files[int(match["mbs"]), int(match["tp"]), int(match["algo"])] = path
     rows = {key: dict(_operator_rows(path)) for key, path in files.items()}
-    names = {name: k for k, name in enumerate(dict.fromkeys(n for by_name in rows.values() for n in by_name))}
+    names = {
+        name: k
+        for k, name in enumerate(dict.fromkeys(n for by_name in rows.values() for n in by_name))
+    }
     axes = [tuple(sorted({key[d] for key in files})) for d in range(3)]
     table = np.full((len(names), *map(len, axes), len(COLUMNS)), np.nan)
     missing = []
     for mbs, tp, algo in np.ndindex(*map(len, axes)):
         key = axes[0][mbs], axes[1][tp], axes[2][algo]
         if key not in rows:
-            missing.append(f"micro-batch {key[0]}, tensor degree {key[1]}, algorithm {key[2]}: no file")
+            missing.append(
+                f"micro-batch {key[0]}, tensor degree {key[1]}, algorithm {key[2]}: no file"
+            )
             continue
         for name, numbers in rows[key].items():
             if max(numbers) >= _FAILED:
-                missing.append(f"micro-batch {key[0]}, tensor degree {key[1]}, algorithm {key[2]}: {name} failed")
+                missing.append(
+                    f"micro-batch {key[0]}, tensor degree {key[1]}, algorithm {key[2]}: {name}"
+                    " failed"
+                )
             else:
                 table[names[name], mbs, tp, algo] = numbers
     within = _transfers(folder / "p2p_intra_node.csv")
@@ -145,11 +160,20 @@ def _operator_rows(path: Path) -> Iterator[tuple[str, tuple[float, ...]]]:
     lines = _lines(path)
     header = ("op_name", *COLUMNS)
     if tuple(lines[0]) != header:
-        raise InputError(f"{path}, line 1: the columns must be {','.join(header)}, got {','.join(lines[0])!r}.")
+        raise InputError(
+            f"{path}, line 1: the columns must be {','.join(header)}, got {','.join(lines[0])!r}."
+        )
     for number, line in enumerate(lines[1:], start=2):
         if len(line) != len(header):
-            raise InputError(f"{path}, line {number}: {len(header)} columns are needed, got {len(line)}.")
-        yield line[0], tuple(_number(path, number, c, text) for c, text in zip(COLUMNS, line[1:], strict=True))
+            raise InputError(
+                f"{path}, line {number}: {len(header)} columns are needed, got {len(line)}."
+            )
+        yield (
+            line[0],
+            tuple(
+                _number(path, number, c, text) for c, text in zip(COLUMNS, line[1:], strict=True)
+            ),
+        )
 
 
 def _collectives(folder: Path, model: str) -> Iterator[tuple[tuple[str, int], dict[int, float]]]:
@@ -161,7 +185,10 @@ def _collectives(folder: Path, model: str) -> Iterator[tuple[tuple[str, int], di
         for number, line in enumerate(_lines(path)[1:], start=2):
             if len(line) != 2:
                 raise InputError(f"{path}, line {number}: 2 columns are needed, got {len(line)}.")
-            size, milliseconds = (_number(path, number, c, t) for c, t in zip(("data_size", "time"), line, strict=True))
+            size, milliseconds = (
+                _number(path, number, c, t)
+                for c, t in zip(("data_size", "time"), line, strict=True)
+            )
             if milliseconds < _FAILED:
                 times[int(size)] = milliseconds
         yield (match["kind"], int(match["n"])), times
@@ -170,9 +197,12 @@ def _collectives(folder: Path, model: str) -> Iterator[tuple[tuple[str, int], di
 def _transfers(path: Path) -> Transfers:
     lines = _lines(path)
     if len(lines) < 2 or len(lines[0]) != len(lines[1]):
-        raise InputError(f"{path}: two lines of equal length are needed, sizes in MiB and bandwidths in GB/s.")
+        raise InputError(
+            f"{path}: two lines of equal length are needed, sizes in MiB and bandwidths in GB/s."
+        )
     sizes, bandwidths = (
-        tuple(_number(path, k + 1, f"{c + 1}", text) for c, text in enumerate(lines[k])) for k in range(2)
+        tuple(_number(path, k + 1, f"{c + 1}", text) for c, text in enumerate(lines[k]))
+        for k in range(2)
     )
     return Transfers(sizes_mb=sizes, bandwidths_gb_per_s=bandwidths)
 
@@ -195,6 +225,7 @@ def _number(path: Path, line: int, column: str, text: str) -> float:
         value = float("nan")
     if not (value >= 0 and np.isfinite(value)):
         raise InputError(
-            f"{path}, line {line}, column {column}: a number of at least 0 is needed, got {text.strip()!r}."
+            f"{path}, line {line}, column {column}: a number of at least 0 is needed, got"
+            f" {text.strip()!r}."
         )
     return value

@@ -16,10 +16,19 @@ from ._operator_map import OperatorMap
 from ._products import FILL_STREAM, LAYER_START, READ_STREAM, SPLIT_OF, Product, products_of
 
 _ASKED = "this plan cannot be written as a configuration of Aceso's"
-_ADVICE = "Plan a pipeline of data and tensor parallelism, for example with --method megatron:dp2,tp2,pp2, which always can be."
-_BETWEEN = {"enc-attention-softmax": "enc-attention-score", "enc-attention-dropout": "enc-attention-score"}
+_ADVICE = (
+    "Plan a pipeline of data and tensor parallelism, for example with --method"
+    " megatron:dp2,tp2,pp2, which always can be."
+)
+_BETWEEN = {
+    "enc-attention-softmax": "enc-attention-score",
+    "enc-attention-dropout": "enc-attention-score",
+}
 _BETWEEN |= {"enc-MLP-gelu": "enc-MLP-GEMM-1"}
-_READS_BETWEEN = {"enc-attention-score": "enc-attention-context", "enc-MLP-GEMM-1": "enc-MLP-GEMM-2"}
+_READS_BETWEEN = {
+    "enc-attention-score": "enc-attention-context",
+    "enc-MLP-GEMM-1": "enc-MLP-GEMM-2",
+}
 
 
 def configuration_of(
@@ -42,21 +51,31 @@ def configuration_of(
         layers_recompute: whether the step itself recomputes its layers.
 
     Raises:
-        InputError: the plan has a layout or a schedule that Aceso has no terms for; lists all of them.
+        InputError: the plan has a layout or a schedule that Aceso has no terms for; lists all of
+            them.
     """
     plan = step.plan
     faults = list(_schedule_faults(step))
-    numbers = [e.ops for e in step.staged.extracts] if step.staged else [tuple(range(len(step.graph.ops)))]
+    numbers = (
+        [e.ops for e in step.staged.extracts]
+        if step.staged
+        else [tuple(range(len(step.graph.ops)))]
+    )
     stage_of, cuts = _stages(step, operators, numbers)
     faults += cuts
     stages = []
     for k, (stage, planned, ops) in enumerate(zip(step.stages, plan.stages, numbers, strict=True)):
         mine = [o for o, number in enumerate(stage_of) if number == k]
-        layout = _StageLayout(stage=stage, planned=planned, operators=operators, ops=ops, where=f"stage {k}")
+        layout = _StageLayout(
+            stage=stage, planned=planned, operators=operators, ops=ops, where=f"stage {k}"
+        )
         degrees = [layout.degrees(o) for o in mine]
         faults += [*layout.operator_faults(), *layout.state_faults()]
         each = [layers_recompute and operators.roles[o].startswith("enc-") for o in mine]
-        again = [planned.recompute == "stage" or a or b for a, b in zip(each, layout.recomputed(mine), strict=True)]
+        again = [
+            planned.recompute == "stage" or a or b
+            for a, b in zip(each, layout.recomputed(mine), strict=True)
+        ]
         stages.append(
             StageConfiguration(
                 num_devices=math.prod(planned.mesh_shape),
@@ -83,16 +102,24 @@ def _schedule_faults(step: PlannedStep) -> Iterator[str]:
     if plan.is_pipeline and plan.schedule != "1f1b":
         yield f"its schedule is {plan.schedule}, and Aceso runs 1f1b: plan with --schedule 1f1b"
     if plan.is_pipeline and plan.num_submeshes != len(plan.stages):
-        yield f"its {len(plan.stages)} stages share {plan.num_submeshes} groups of devices, and Aceso gives each its own"
+        yield (
+            f"its {len(plan.stages)} stages share {plan.num_submeshes} groups of devices, and Aceso"
+            " gives each its own"
+        )
         return
     first = 0
     for k, stage in enumerate(plan.stages):
         if stage.first_device != first:
-            yield f"stage {k} begins on device {stage.first_device}, and Aceso puts it behind the stages before it, on {first}"
+            yield (
+                f"stage {k} begins on device {stage.first_device}, and Aceso puts it behind the"
+                f" stages before it, on {first}"
+            )
         first = stage.first_device + math.prod(stage.mesh_shape)
 
 
-def _stages(step: PlannedStep, operators: OperatorMap, numbers: Sequence[Sequence[int]]) -> tuple[list[int], list[str]]:
+def _stages(
+    step: PlannedStep, operators: OperatorMap, numbers: Sequence[Sequence[int]]
+) -> tuple[list[int], list[str]]:
     """The stage of each operator of the chain, and the operators that a cut goes through."""
     stages_of: list[set[int]] = [set() for _ in operators.names]
     for k, ops in enumerate(numbers):
@@ -101,7 +128,8 @@ def _stages(step: PlannedStep, operators: OperatorMap, numbers: Sequence[Sequenc
                 if step.graph.ops[number].phase is Phase.FORWARD:
                     stages_of[operators.of_op[number]].add(k)
     faults = [
-        f"operator {o}, {operators.names[o]}, is cut: it is in stages {', '.join(map(str, sorted(stages)))}"
+        f"operator {o}, {operators.names[o]}, is cut: it is in stages"
+        f" {', '.join(map(str, sorted(stages)))}"
         for o, stages in enumerate(stages_of)
         if len(stages) > 1
     ]
@@ -145,14 +173,17 @@ class _StageLayout:
         return self._of_group(operator)
 
     def recomputed(self, mine: Sequence[int]) -> list[bool]:
-        """The operators of the stage that recompute: where a product does, it and all up to the next product of its layer.
+        """The operators of the stage that recompute: where a product does, it and all up to the
+        next product of its layer.
 
         Aceso lets go of what an operator keeps where it and the next one recompute.
         """
         marked = [False] * len(mine)
         for k, operator in enumerate(mine):
             products = self.products.get(operator, ())
-            if not products or not self.stage.repeat.issuperset(product.node for product in products):
+            if not products or not self.stage.repeat.issuperset(
+                product.node for product in products
+            ):
                 continue
             marked[k] = True
             for later in range(k + 1, len(mine)):
@@ -164,7 +195,9 @@ class _StageLayout:
         return marked
 
     def operator_faults(self) -> Iterator[str]:
-        """Traits of operators that Aceso has no terms for; equal ones of several layers in one line."""
+        """Traits of operators that Aceso has no terms for; equal ones of several layers in one
+        line.
+        """
         by_kind: dict[tuple[str, str], dict[int, None]] = {}
         for operator, what in self.faults:
             by_kind.setdefault((self.operators.names[operator], what), {})[operator] = None
@@ -180,12 +213,18 @@ class _StageLayout:
                 continue
             for a, factor in enumerate(self.stage.choices[port.node]):
                 if factor >= 0 and port.projection[factor] >= 0 and a not in self.tensor_axes:
-                    what = "parameters are" if item.role is Role.PARAMETER else "the state of the optimizer is"
-                    split[what, self.planned.axis_names[a]] = split.get((what, self.planned.axis_names[a]), 0) + 1
+                    what = (
+                        "parameters are"
+                        if item.role is Role.PARAMETER
+                        else "the state of the optimizer is"
+                    )
+                    split[what, self.planned.axis_names[a]] = (
+                        split.get((what, self.planned.axis_names[a]), 0) + 1
+                    )
         for (what, axis), count in split.items():
             yield (
-                f"{self.where}: {what} split over axis {axis!r} ({count} arrays), as by ZeRO or FSDP, and Aceso keeps the "
-                "state whole on all data ranks"
+                f"{self.where}: {what} split over axis {axis!r} ({count} arrays), as by ZeRO or"
+                " FSDP, and Aceso keeps the state whole on all data ranks"
             )
 
     def _of_product(self, operator: int, product: Product) -> tuple[int, int, int]:
@@ -205,10 +244,15 @@ class _StageLayout:
             elif size > 1:
                 label = self.stage.problem.nodes.nodes[product.node].factors[factor].label
                 self._fault(
-                    operator, f"axis {axis!r} splits dim {label}, neither examples nor what tensor degrees split"
+                    operator,
+                    f"axis {axis!r} splits dim {label}, neither examples nor what tensor degrees"
+                    " split",
                 )
         if len(split) > 1:
-            self._fault(operator, f"it is split by {' and '.join(sorted(split))} at once, and Aceso's by one of them")
+            self._fault(
+                operator,
+                f"it is split by {' and '.join(sorted(split))} at once, and Aceso's by one of them",
+            )
         return tensor, data, min((kinds.index(kind) for kind in split), default=0)
 
     def _of_group(self, operator: int) -> tuple[int, int, int]:
@@ -217,7 +261,10 @@ class _StageLayout:
         name = self.operators.roles[operator]
         node = self._node(operator)
         if node is None:
-            data = math.prod(self.planned.mesh_shape[self.planned.axis_names.index(a)] for a in self.planned.data_axes)
+            data = math.prod(
+                self.planned.mesh_shape[self.planned.axis_names.index(a)]
+                for a in self.planned.data_axes
+            )
             return devices // data, data, 0
         batch, data = self.stage.problem.nodes.batch_factors[node], 1
         for a, factor in enumerate(self.stage.choices[node]):
@@ -225,7 +272,9 @@ class _StageLayout:
             if factor in batch:
                 data *= size
             elif size > 1 and (factor >= 0) != (name in _BETWEEN):
-                how = "also splits something else than examples" if factor >= 0 else "splits nothing"
+                how = (
+                    "also splits something else than examples" if factor >= 0 else "splits nothing"
+                )
                 self._fault(operator, f"axis {axis!r} {how} of its arrays")
         return devices // data, data, 0
 

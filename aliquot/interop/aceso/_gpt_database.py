@@ -29,7 +29,8 @@ class GPTShape:
     """Sizes of a GPT.
 
     Attributes:
-        hidden_size, num_heads, ffn_size, vocab_size, seq_len: as usual; `max_positions` is how many positions are learned.
+        hidden_size, num_heads, ffn_size, vocab_size, seq_len: as usual; `max_positions` is how many
+            positions are learned.
         dtype: of parameters and activations.
     """
 
@@ -43,14 +44,19 @@ class GPTShape:
 
 
 def gpt_database(
-    shape: GPTShape, cluster: Cluster, *, micro_batches: Sequence[int], tensor_degrees: Sequence[int] | None = None
+    shape: GPTShape,
+    cluster: Cluster,
+    *,
+    micro_batches: Sequence[int],
+    tensor_degrees: Sequence[int] | None = None,
 ) -> DatabaseContent:
-    """Operators, collectives and transfers of a GPT on a cluster, as the cost model prices them, or as they were measured
-    where the cluster holds measurements.
+    """Operators, collectives and transfers of a GPT on a cluster, as the cost model prices them, or
+    as they were measured where the cluster holds measurements.
 
-    Products are Megatron's: algorithm 0 splits the columns of the first of two products and the rows of the second,
-    algorithm 1 the other way round. Times of an operator include the all-reduce of its results, or of its input's
-    gradient. Dropout is counted as memory traffic with a mask of one byte for each element, as in Aceso's own models.
+    Products are Megatron's: algorithm 0 splits the columns of the first of two products and the
+    rows of the second, algorithm 1 the other way round. Times of an operator include the all-reduce
+    of its results, or of its input's gradient. Dropout is counted as memory traffic with a mask of
+    one byte for each element, as in Aceso's own models.
 
     Args:
         micro_batches: samples on each data-parallel rank.
@@ -60,11 +66,16 @@ def gpt_database(
         InputError: a degree that does not divide the heads, or more devices than a host has.
     """
     per_host = cluster.devices_per_host
-    degrees = [2**k for k in range(int(math.log2(per_host)) + 1)] if tensor_degrees is None else list(tensor_degrees)
+    degrees = (
+        [2**k for k in range(int(math.log2(per_host)) + 1)]
+        if tensor_degrees is None
+        else list(tensor_degrees)
+    )
     wrong = [t for t in degrees if shape.num_heads % t or per_host % t]
     if tensor_degrees is not None and wrong:
         raise InputError(
-            f"Tensor degrees {wrong} do not divide the {shape.num_heads} heads, or the {per_host} devices of a host."
+            f"Tensor degrees {wrong} do not divide the {shape.num_heads} heads, or the {per_host}"
+            " devices of a host."
         )
     degrees = [t for t in degrees if t not in wrong]
     operators = {
@@ -78,7 +89,10 @@ def gpt_database(
         operators=operators,
         collectives={
             (kind, n): {
-                size: 1e3 * _collective_seconds(kind.replace("_", "-"), n, max(size, 0.5) * _MIB, cluster)
+                size: (
+                    1e3
+                    * _collective_seconds(kind.replace("_", "-"), n, max(size, 0.5) * _MIB, cluster)
+                )
                 for size in sizes
             }
             for kind in _KINDS
@@ -138,7 +152,12 @@ class _Pricer:
                 (hidden, embedding + hidden),
             ),
             self._row(
-                "enc-1st-layernorm", norm_times, (hidden, hidden + residual), 0.0, hidden + norm, (0.0, 2 * hidden)
+                "enc-1st-layernorm",
+                norm_times,
+                (hidden, hidden + residual),
+                0.0,
+                hidden + norm,
+                (0.0, 2 * hidden),
             ),
             self._linear("enc-attention-qkv", h, 3 * h, split_in, split_out, residual, bias=0.0),
             self._row(
@@ -176,9 +195,16 @@ class _Pricer:
             self._linear("enc-attention-dense", h, h, split_out, split_in, residual, bias=h * item),
             self._dropout("enc-post-attention-dropout", hidden, h * item),
             self._row(
-                "enc-2nd-layernorm", norm_times, (hidden, hidden + residual), 0.0, hidden + norm, (0.0, 2 * hidden)
+                "enc-2nd-layernorm",
+                norm_times,
+                (hidden, hidden + residual),
+                0.0,
+                hidden + norm,
+                (0.0, 2 * hidden),
             ),
-            self._linear("enc-MLP-GEMM-1", h, f, split_in, split_out, residual, bias=f * item / split_out),
+            self._linear(
+                "enc-MLP-GEMM-1", h, f, split_in, split_out, residual, bias=f * item / split_out
+            ),
             self._row(
                 "enc-MLP-gelu",
                 (self._traffic(2 * wide / split_out), self._traffic(3 * wide / split_out)),
@@ -192,7 +218,14 @@ class _Pricer:
             ),
             self._linear("enc-MLP-GEMM-2", f, h, split_out, split_in, residual, bias=h * item),
             self._dropout("enc-post-MLP-dropout", hidden, h * item),
-            self._row("final-layernorm", norm_times, (hidden, hidden), 0.0, hidden + norm, (0.0, 2 * hidden)),
+            self._row(
+                "final-layernorm",
+                norm_times,
+                (hidden, hidden),
+                0.0,
+                hidden + norm,
+                (0.0, 2 * hidden),
+            ),
             self._row(
                 "gpt-post-process",
                 self._with_loss(logits),
@@ -204,9 +237,19 @@ class _Pricer:
         )
 
     def _linear(
-        self, name: str, wide_in: int, wide_out: int, split_in: int, split_out: int, residual: float, *, bias: float
+        self,
+        name: str,
+        wide_in: int,
+        wide_out: int,
+        split_in: int,
+        split_out: int,
+        residual: float,
+        *,
+        bias: float,
     ) -> OperatorRow:
-        """A product with a parameter of which one side is split: the sums over a split input are all-reduced."""
+        """A product with a parameter of which one side is split: the sums over a split input are
+        all-reduced.
+        """
         item, tokens = self._item, self._tokens
         into, out = tokens * wide_in * item, tokens * wide_out * item
         forward, backward = self._products(1, tokens, wide_out // split_out, wide_in // split_in)
@@ -238,21 +281,31 @@ class _Pricer:
 
     def _with_loss(self, logits: float) -> tuple[float, float]:
         s = self.shape
-        forward, backward = self._products(1, self._tokens, s.vocab_size // self.tensor, s.hidden_size)
+        forward, backward = self._products(
+            1, self._tokens, s.vocab_size // self.tensor, s.hidden_size
+        )
         single = logits * _FLOAT32_BYTES / self._item
         hidden = self._tokens * s.hidden_size * self._item
         return (
-            forward + self._traffic(logits + 3 * single) + self._all_reduce(self._tokens * _FLOAT32_BYTES),
+            forward
+            + self._traffic(logits + 3 * single)
+            + self._all_reduce(self._tokens * _FLOAT32_BYTES),
             backward + self._traffic(logits + 2 * single) + self._all_reduce(hidden),
         )
 
     def _products(self, batch: int, rows: int, columns: int, depth: int) -> tuple[float, float]:
         """Seconds of a product, and of the two products of its backward pass."""
         forward = self._product(batch, rows, columns, depth)
-        return forward, self._product(batch, rows, depth, columns) + self._product(batch, depth, columns, rows)
+        return forward, self._product(batch, rows, depth, columns) + self._product(
+            batch, depth, columns, rows
+        )
 
     def _product(self, batch: int, rows: int, columns: int, depth: int) -> float:
-        left, right, result = (True, True, False, True), (True, False, True, True), (True, True, True, False)
+        left, right, result = (
+            (True, True, False, True),
+            (True, False, True, True),
+            (True, True, True, False),
+        )
         work = Work(
             phase=Phase.FORWARD,
             split_by=(True,) * 4,
@@ -301,12 +354,16 @@ class _Pricer:
 
 
 def _collective_seconds(kind: str, num_devices: int, num_bytes: float, cluster: Cluster) -> float:
-    """Seconds of a collective among neighbours of a host. An all-gather is known by the bytes that leave it."""
+    """Seconds of a collective among neighbours of a host. An all-gather is known by the bytes that
+    leave it.
+    """
     if num_devices == 1:
         return 0.0
     mesh = LogicalMesh(shape=(cluster.num_devices // num_devices, num_devices), cluster=cluster)
     entering = num_bytes / num_devices if kind == "all-gather" else num_bytes
-    latency, per_byte = collective_line(kind, (1,), mesh, target_for(cluster.device), near_bytes=entering)
+    latency, per_byte = collective_line(
+        kind, (1,), mesh, target_for(cluster.device), near_bytes=entering
+    )
     return latency + per_byte * entering
 
 

@@ -14,7 +14,14 @@ import numpy as np
 
 from ...cluster import Cluster, LogicalMesh, subcluster
 from ...core import InfeasibleError, InputError, format_bytes, listing, shortened
-from ...cost import PipelinePrediction, PricedStage, make_problem, predict_stages, price, price_stage
+from ...cost import (
+    PipelinePrediction,
+    PricedStage,
+    make_problem,
+    predict_stages,
+    price,
+    price_stage,
+)
 from ...graph import Graph, cut_between, named_places
 from ...planners import ILP, Decision, PipelineParts, Space, StageDecision, Task, write_plan
 from ...plans import ModelReference, Plan, make_schedule
@@ -70,15 +77,20 @@ def _model_faults(
         yield f"it has {configuration.num_operators} operators, and the model's chain {len(names)}"
     if configuration.global_batch % configuration.micro_batch:
         yield (
-            f"micro-batches of {configuration.micro_batch} do not make up a global batch of {configuration.global_batch}: "
-            "micro_batch_size must divide global_batch_size"
+            f"micro-batches of {configuration.micro_batch} do not make up a global batch of"
+            f" {configuration.global_batch}: micro_batch_size must divide global_batch_size"
         )
 
 
-def _device_faults(configuration: Configuration, names: Sequence[str], cluster: Cluster) -> Iterator[str]:
+def _device_faults(
+    configuration: Configuration, names: Sequence[str], cluster: Cluster
+) -> Iterator[str]:
     used = sum(stage.num_devices for stage in configuration.stages)
     if used != cluster.num_devices:
-        yield f"it is for {used} GPUs, and {cluster.name} has {cluster.num_devices}: give a --cluster of {used}"
+        yield (
+            f"it is for {used} GPUs, and {cluster.name} has {cluster.num_devices}: give a --cluster"
+            f" of {used}"
+        )
     first_device = first = 0
     for k, stage in enumerate(configuration.stages):
         if (where := _straddles(first_device, stage.num_devices, cluster)) is not None:
@@ -86,7 +98,10 @@ def _device_faults(configuration: Configuration, names: Sequence[str], cluster: 
         first_device += stage.num_devices
         if mesh_axes(stage.num_devices, stage.tensor) is None:
             shown = ", ".join(map(str, sorted(set(stage.tensor))))
-            yield f"stage {k} has tensor degrees {shown}, which must divide each other, and its {stage.num_devices} devices"
+            yield (
+                f"stage {k} has tensor degrees {shown}, which must divide each other, and its"
+                f" {stage.num_devices} devices"
+            )
         wrong: dict[int, list[int]] = {}
         for o, data in enumerate(stage.data, first):
             if configuration.micro_batch % data:
@@ -95,15 +110,17 @@ def _device_faults(configuration: Configuration, names: Sequence[str], cluster: 
             named = names[operators[0]] if operators[0] < len(names) else "unknown"
             more = f" and {len(operators) - 1} more" if len(operators) > 1 else ""
             yield (
-                f"stage {k}, operator {operators[0]}, {named}{more}: micro-batches of {configuration.micro_batch} samples cannot "
-                f"be split over data degree {data}"
+                f"stage {k}, operator {operators[0]}, {named}{more}: micro-batches of"
+                f" {configuration.micro_batch} samples cannot be split over data degree {data}"
             )
         first += len(stage.tensor)
 
 
 def _straddles(first: int, count: int, cluster: Cluster) -> str | None:
     each = cluster.devices_per_host
-    fits = (first % each == 0 and count % each == 0) if count > each else first % each + count <= each
+    fits = (
+        (first % each == 0 and count % each == 0) if count > each else first % each + count <= each
+    )
     return None if fits else f"devices {first} to {first + count - 1} straddles hosts of {each}"
 
 
@@ -120,8 +137,9 @@ def plan_of(
 ) -> Plan:
     """A configuration as a plan of a captured model.
 
-    Operators are split as their degrees say, and what follows from them as is cheapest. The residual stream has one split in
-    each stage, that of most operators on it; notes of the plan name stages where others asked for another.
+    Operators are split as their degrees say, and what follows from them as is cheapest. The
+    residual stream has one split in each stage, that of most operators on it; notes of the plan
+    name stages where others asked for another.
 
     Args:
         configuration: for which `configuration_faults` found nothing.
@@ -129,12 +147,15 @@ def plan_of(
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
 
     Raises:
-        InputError: degrees do not divide what they split, or a stage has no operator that the model computes; all are listed.
+        InputError: degrees do not divide what they split, or a stage has no operator that the model
+            computes; all are listed.
         InfeasibleError: a stage does not fit in memory.
     """
     started = time.perf_counter()
     count = configuration.global_batch // configuration.micro_batch
-    task = Task(graph=graph, cluster=cluster, num_micro_batches=count, memory_limit_bytes=memory_limit_bytes)
+    task = Task(
+        graph=graph, cluster=cluster, num_micro_batches=count, memory_limit_bytes=memory_limit_bytes
+    )
     firsts = _first_operators(configuration)
     layers = _cut(graph, operators, firsts)
     layered = layer_step(graph, count, layers=layers)
@@ -160,16 +181,21 @@ def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | i
     """Where the stages begin, as `cut_layers` takes it."""
     if len(firsts) == 1:
         return 1
-    computing = [(k, operators.of_op[k]) for k, computes in enumerate(operators.computes) if computes]
+    computing = [
+        (k, operators.of_op[k]) for k, computes in enumerate(operators.computes) if computes
+    ]
     present = {operator for _, operator in computing}
     ends = [*firsts[1:], len(operators.names)]
     empty = [
-        f"stage {k} has only {', '.join(operators.names[o] for o in range(a, b))}, of which the model computes nothing"
+        f"stage {k} has only {', '.join(operators.names[o] for o in range(a, b))}, of which the"
+        " model computes nothing"
         for k, (a, b) in enumerate(zip(firsts, ends, strict=True))
         if not present & set(range(a, b))
     ]
     if empty:
-        raise InputError(listing(_ASKED, empty, "Move an operator there from a neighbouring stage."))
+        raise InputError(
+            listing(_ASKED, empty, "Move an operator there from a neighbouring stage.")
+        )
     pairs = [
         (
             max(k for k, operator in computing if operator < first),
@@ -181,13 +207,19 @@ def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | i
 
 
 def _decide(
-    configuration: Configuration, operators: OperatorMap, firsts: Sequence[int], layered: LayeredStep, task: Task
+    configuration: Configuration,
+    operators: OperatorMap,
+    firsts: Sequence[int],
+    layered: LayeredStep,
+    task: Task,
 ) -> tuple[Decision, list[str]]:
     staged = stage_step(layered, range(len(firsts)))
     faults: list[str] = []
     notes: list[str] = []
     splits = []
-    for k, (stage, first, extract) in enumerate(zip(configuration.stages, firsts, staged.extracts, strict=True)):
+    for k, (stage, first, extract) in enumerate(
+        zip(configuration.stages, firsts, staged.extracts, strict=True)
+    ):
         make = functools.partial(
             make_problem,
             extract.graph,
@@ -202,18 +234,30 @@ def _decide(
         problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
         axes = mesh_axes(stage.num_devices, stage.tensor)
         assert axes is not None
-        split = StageSplits(problem=problem, operators=operators, ops=extract.ops, stage=stage, first=first, axes=axes)
+        split = StageSplits(
+            problem=problem,
+            operators=operators,
+            ops=extract.ops,
+            stage=stage,
+            first=first,
+            axes=axes,
+        )
         choices = split.choices()
         faults += [f"stage {k}, {fault}" for fault in split.faults]
         splits.append((split, choices, folded))
         notes += _notes(k, split)
     if faults:
-        raise InputError(listing(_ASKED, list(dict.fromkeys(faults)), "Use degrees that divide what they split."))
+        raise InputError(
+            listing(_ASKED, list(dict.fromkeys(faults)), "Use degrees that divide what they split.")
+        )
     solved = [_solve(split, choices, folded, task) for split, choices, folded in splits]
     first_devices = np.cumsum([0, *(stage.num_devices for stage in configuration.stages)]).tolist()
     schedule = make_schedule(_SCHEDULE, len(solved), layered.num_micro_batches)
     prediction = predict_stages(
-        [replace(priced, first_device=first) for (_, priced), first in zip(solved, first_devices, strict=False)],
+        [
+            replace(priced, first_device=first)
+            for (_, priced), first in zip(solved, first_devices, strict=False)
+        ],
         schedule,
         task.cluster,
         boundary_bytes=layered.boundary_bytes(range(1, len(solved))),
@@ -258,7 +302,9 @@ def _submesh(stage: StageConfiguration, cluster: Cluster) -> tuple[int, int]:
     return max(1, stage.num_devices // each), min(stage.num_devices, each)
 
 
-def _solve(split: StageSplits, choices: Sequence[Any], folded: bool, task: Task) -> tuple[StageDecision, PricedStage]:
+def _solve(
+    split: StageSplits, choices: Sequence[Any], folded: bool, task: Task
+) -> tuple[StageDecision, PricedStage]:
     """A stage with the cheapest of the choices that it may take."""
     problem, axes = split.problem, split.axes
     waits = problem.num_micro_batches > 1
@@ -267,11 +313,17 @@ def _solve(split: StageSplits, choices: Sequence[Any], folded: bool, task: Task)
         LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
         repeats=problem.num_micro_batches,
         data_axes=frozenset(
-            a for a, name in enumerate(axes.names) if waits and name.startswith(DATA) and axes.sizes[a] > 1
+            a
+            for a, name in enumerate(axes.names)
+            if waits and name.startswith(DATA) and axes.sizes[a] > 1
         ),
         choices=choices,
     )
-    space = Space(name="imported", priced=priced, allowed=[np.ones(len(node.choices), bool) for node in priced.nodes])
+    space = Space(
+        name="imported",
+        priced=priced,
+        allowed=[np.ones(len(node.choices), bool) for node in priced.nodes],
+    )
     planner = ILP().coarser(relative_gap=1e-2, node_limit=50)
     solution = planner.solve(problem, space, memory_limit_bytes=task.limit_bytes)
     if solution is None:
@@ -281,7 +333,12 @@ def _solve(split: StageSplits, choices: Sequence[Any], folded: bool, task: Task)
     repeat = split.repeat()
     recompute = "operators" if repeat else "none"
     decision = StageDecision(
-        problem=problem, priced=priced, picks=solution.picks, recompute=recompute, repeat=repeat, folded=folded
+        problem=problem,
+        priced=priced,
+        picks=solution.picks,
+        recompute=recompute,
+        repeat=repeat,
+        folded=folded,
     )
     return decision, price_stage(priced, solution.picks, problem.graph, recompute, repeat)
 
@@ -292,14 +349,17 @@ def _require_memory(prediction: PipelinePrediction, task: Task) -> None:
     if over:
         listed = "".join(f"\n  - stage {k} needs {format_bytes(peaks[k])}" for k in over)
         raise InfeasibleError(
-            f"The configuration does not fit, with {format_bytes(task.limit_bytes)} on each device:{listed}\n"
-            "  Recompute more operators, use more tensor parallelism or smaller micro-batches, or raise --memory-limit.",
+            f"The configuration does not fit, with {format_bytes(task.limit_bytes)} on each"
+            f" device:{listed}\n  Recompute more operators, use more tensor parallelism or smaller"
+            " micro-batches, or raise --memory-limit.",
             required_bytes=max(peaks),
             available_bytes=task.limit_bytes,
         )
 
 
-def _name(operators: OperatorMap, configuration: Configuration, firsts: Sequence[int], k: int) -> str:
+def _name(
+    operators: OperatorMap, configuration: Configuration, firsts: Sequence[int], k: int
+) -> str:
     last = firsts[k] + len(configuration.stages[k].tensor) - 1
     return f"{operators.names[firsts[k]]} ({firsts[k]}) to {operators.names[last]} ({last})"
 
@@ -309,10 +369,13 @@ def _notes(k: int, split: StageSplits) -> Iterator[str]:
     stage = split.stage
     degree = split.stream_data
     others = [
-        o for o, data in enumerate(stage.data, split.first) if split.operators.roles[o] in STREAM and data != degree
+        o
+        for o, data in enumerate(stage.data, split.first)
+        if split.operators.roles[o] in STREAM and data != degree
     ]
     if others:
         yield (
-            f"stage {k}: sums and norms on the residual stream are split over data degree {degree}; operators "
-            f"{', '.join(map(str, others[:6]))}{', ...' if len(others) > 6 else ''} asked for another"
+            f"stage {k}: sums and norms on the residual stream are split over data degree {degree};"
+            f" operators {', '.join(map(str, others[:6]))}{', ...' if len(others) > 6 else ''}"
+            " asked for another"
         )

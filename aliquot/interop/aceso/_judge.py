@@ -67,7 +67,9 @@ class Judge:
         """Number of micro-batches that a stage holds if so many stages come after it."""
         return behind + 1 if self.faults.uncapped_in_flight else min(behind + 1, num_micro_batches)
 
-    def update_us_per_mb(self, database: Database, data_degree: int, copies_of_weights: float) -> float:
+    def update_us_per_mb(
+        self, database: Database, data_degree: int, copies_of_weights: float
+    ) -> float:
         """Microseconds, for each MiB of weights on a device, of the all-reduce of gradients and the
         optimizer step.
 

@@ -1,7 +1,8 @@
 """The operator of Aceso's chain that each operator of a captured GPT or T5 belongs to.
 
-The forward pass is followed in program order: parameters say where products, norms and biases belong; of the others,
-what is computed of an operator's result without a parameter belongs to the next one that has none.
+The forward pass is followed in program order: parameters say where products, norms and biases
+belong; of the others, what is computed of an operator's result without a parameter belongs to the
+next one that has none.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class OperatorMap:
     Attributes:
         names: of the chain's operators.
         roles: for each the operator of a GPT that it does the work of.
-        of_op: for each operator of the step the chain's operator that it belongs to; -1 for constants, and outside of the
-            forward pass.
-        computes: for each whether it computes on activations: it is no cast, no transpose, and nothing of parameters alone.
+        of_op: for each operator of the step the chain's operator that it belongs to; -1 for
+            constants, and outside of the forward pass.
+        computes: for each whether it computes on activations: it is no cast, no transpose, and
+            nothing of parameters alone.
     """
 
     names: tuple[str, ...]
@@ -45,7 +47,9 @@ class OperatorMap:
     computes: tuple[bool, ...]
 
 
-def map_operators(graph: Graph, names: Sequence[str], description: Mapping[str, Any]) -> OperatorMap:
+def map_operators(
+    graph: Graph, names: Sequence[str], description: Mapping[str, Any]
+) -> OperatorMap:
     """The operators of a transformer of the zoo, by those of Aceso's chain.
 
     Args:
@@ -55,7 +59,10 @@ def map_operators(graph: Graph, names: Sequence[str], description: Mapping[str, 
     """
     roles = [_role(name, description.get("roles", {})) for name in names]
     patterns = [
-        (re.compile(path), [place for name in named for place, other in enumerate(names) if other == name])
+        (
+            re.compile(path),
+            [place for name in named for place, other in enumerate(names) if other == name],
+        )
         for path, named in description["parameters"].items()
     ]
     begins = description.get("inputs", {})
@@ -94,14 +101,20 @@ def map_operators(graph: Graph, names: Sequence[str], description: Mapping[str, 
             computes[op.index] = place != _TOKENS and traits_of(op.name).moves is None
         of_op[op.index] = place
         at.update(dict.fromkeys(results, place))
-    return OperatorMap(names=tuple(names), roles=tuple(roles), of_op=tuple(of_op), computes=tuple(computes))
+    return OperatorMap(
+        names=tuple(names), roles=tuple(roles), of_op=tuple(of_op), computes=tuple(computes)
+    )
 
 
 def _role(name: str, roles: Mapping[str, str]) -> str:
-    return next((role for pattern, role in roles.items() if fnmatch.fnmatchcase(name, pattern)), name)
+    return next(
+        (role for pattern, role in roles.items() if fnmatch.fnmatchcase(name, pattern)), name
+    )
 
 
-def _place_of_parameter(path: str, patterns: Sequence[tuple[re.Pattern[str], Sequence[int]]]) -> int:
+def _place_of_parameter(
+    path: str, patterns: Sequence[tuple[re.Pattern[str], Sequence[int]]]
+) -> int:
     for pattern, copies in patterns:
         if match := pattern.search(path):
             number = int(match[1]) if match.groups() else 0

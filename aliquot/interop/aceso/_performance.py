@@ -87,15 +87,15 @@ def evaluate_configuration(
     faults = judge.faults
     if configuration.num_operators != len(chain.operators):
         raise InputError(
-            f"The configuration has {configuration.num_operators} operators in its stages, and the chain has "
-            f"{len(chain.operators)}."
+            f"The configuration has {configuration.num_operators} operators in its stages, and the"
+            f" chain has {len(chain.operators)}."
         )
     _require_measured(configuration, chain, database)
     count = judge.num_micro_batches(configuration.global_batch, configuration.micro_batch)
     if count < 1:
         raise InputError(
-            f"The micro-batch of {configuration.micro_batch} samples is larger than the global batch of "
-            f"{configuration.global_batch}."
+            f"The micro-batch of {configuration.micro_batch} samples is larger than the global"
+            f" batch of {configuration.global_batch}."
         )
     missing: list[str] = []
     figures: list[tuple[float, float, StageEstimate]] = []
@@ -132,7 +132,9 @@ def evaluate_configuration(
     )
 
 
-def _require_measured(configuration: Configuration, chain: OperatorChain, database: Database) -> None:
+def _require_measured(
+    configuration: Configuration, chain: OperatorChain, database: Database
+) -> None:
     unknown = sorted({o.name for o in chain.operators} - set(database.operators))
     if unknown:
         raise InputError(f"{database.model} has no measurements of {', '.join(unknown[:5])}.")
@@ -151,7 +153,9 @@ def _require_measured(configuration: Configuration, chain: OperatorChain, databa
         for (what, measured), values in zip(tables, used, strict=True):
             if not values <= set(measured):
                 wrong = ", ".join(map(str, sorted(values - set(measured))))
-                faults.append(f"stage {k} needs {what} {wrong}; measured are {', '.join(map(str, measured))}")
+                faults.append(
+                    f"stage {k} needs {what} {wrong}; measured are {', '.join(map(str, measured))}"
+                )
     if faults:
         raise InputError(
             f"The configuration needs what {database.model} was not measured for:\n"
@@ -163,7 +167,12 @@ class _StageView:
     """Measurements of one stage: an array of operators by columns."""
 
     def __init__(
-        self, stage: StageConfiguration, chain: OperatorChain, database: Database, first: int, micro_batch: int
+        self,
+        stage: StageConfiguration,
+        chain: OperatorChain,
+        database: Database,
+        first: int,
+        micro_batch: int,
     ) -> None:
         self._stage, self._chain, self._database = stage, chain, database
         self._operators = chain.operators[first : first + len(stage.tensor)]
@@ -178,8 +187,9 @@ class _StageView:
         if np.isnan(self._rows).any():
             position = int(np.isnan(self._rows).any(axis=1).argmax())
             raise InputError(
-                f"{self._operators[position].name} was not measured with micro-batch {self._rank_batches[position]}, tensor "
-                f"degree {stage.tensor[position]} and algorithm {stage.algorithm[position]}."
+                f"{self._operators[position].name} was not measured with micro-batch"
+                f" {self._rank_batches[position]}, tensor degree {stage.tensor[position]} and"
+                f" algorithm {stage.algorithm[position]}."
             )
 
     def column(self, name: str) -> NDArray[np.float64]:
@@ -189,9 +199,18 @@ class _StageView:
     def compute_ms(self) -> float:
         """Forward, backward and recomputed operators of one micro-batch."""
         recomputed = self.column("forward-compute")[np.array(self._stage.recompute, bool)].sum()
-        return float(self.column("forward-compute").sum() + self.column("backward-compute").sum() + recomputed) / 1000
+        return (
+            float(
+                self.column("forward-compute").sum()
+                + self.column("backward-compute").sum()
+                + recomputed
+            )
+            / 1000
+        )
 
-    def transfer_ms(self, enters: Transfers, leaves: Transfers, faults: Faults, missing: list[str]) -> float:
+    def transfer_ms(
+        self, enters: Transfers, leaves: Transfers, faults: Faults, missing: list[str]
+    ) -> float:
         """Transfers into and out of the stage, and changes of layout inside it, for one
         micro-batch.
         """
@@ -199,7 +218,9 @@ class _StageView:
         if faults.exit_by_first_degree:
             operator, batch, _, algorithm = (axis[-1] for axis in self._index)
             first = self._index[2][0]
-            output_mb = float(self._database.table[operator, batch, first, algorithm, _COLUMN["output_size"]])
+            output_mb = float(
+                self._database.table[operator, batch, first, algorithm, _COLUMN["output_size"]]
+            )
         seconds = transfer_us(float(self.column("input_size")[0]), enters, faults) + transfer_us(
             output_mb, leaves, faults
         )
@@ -217,9 +238,13 @@ class _StageView:
         for k, pair in enumerate(itertools.pairwise(states), start=1):
             if pair not in collectives:
                 source, target = self._layout(k - 1, 1), self._layout(k, 0)
-                collectives[pair] = () if source == target else tuple(collectives_between(source, target))
+                collectives[pair] = (
+                    () if source == target else tuple(collectives_between(source, target))
+                )
             for kind, devices in collectives[pair]:
-                total += collective_ms(self._database, kind, devices, float(sizes[k]), faults, missing)
+                total += collective_ms(
+                    self._database, kind, devices, float(sizes[k]), faults, missing
+                )
         return total
 
     def _layout(self, k: int, side: int) -> tuple[int, ...]:
@@ -233,18 +258,23 @@ class _StageView:
         a step.
         """
         per_mb = [
-            judge.update_us_per_mb(self._database, degree, self._chain.copies_of_weights) for degree in self._stage.data
+            judge.update_us_per_mb(self._database, degree, self._chain.copies_of_weights)
+            for degree in self._stage.data
         ]
         return float((self.column("weights") * np.array(per_mb)).sum()) / 1000
 
     def memory(self, in_flight: int, faults: Faults) -> StageEstimate:
         """Memory of one device with so many micro-batches in flight, in MiB."""
         weights = float(self.column("weights").sum())
-        activations_mb = self.column("activations") * np.array([o.kept_share for o in self._operators])
+        activations_mb = self.column("activations") * np.array(
+            [o.kept_share for o in self._operators]
+        )
         saved, peak = self._recomputed(activations_mb)
         held = float(self.column("input_size")[0] + activations_mb.sum()) - saved
         last = -1 if faults.last_reserved_ignored else None
-        reserved = sum(float(self.column(c)[:last].max(initial=0.0)) for c in ("fwd_reserved", "bwd_reserved"))
+        reserved = sum(
+            float(self.column(c)[:last].max(initial=0.0)) for c in ("fwd_reserved", "bwd_reserved")
+        )
         return StageEstimate(
             compute_ms=0.0,
             transfer_ms=0.0,
@@ -261,7 +291,9 @@ class _StageView:
         saved = peak = run = 0.0
         flags = self._stage.recompute
         for k in range(len(flags)):
-            follows = k + 1 < len(flags) and flags[k + 1] and not self._operators[k + 1].starts_layer
+            follows = (
+                k + 1 < len(flags) and flags[k + 1] and not self._operators[k + 1].starts_layer
+            )
             if not (flags[k] and follows):
                 run = 0.0
                 continue

@@ -1,4 +1,6 @@
-"""The products of a stage: which operator of the chain each belongs to, and what its factors are."""
+"""The products of a stage: which operator of the chain each belongs to, and what its factors
+are.
+"""
 
 from __future__ import annotations
 

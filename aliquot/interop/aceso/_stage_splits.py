@@ -1,9 +1,10 @@
 """Degrees of the operators of one stage -> the choices that its nodes may take.
 
-The mesh is factored so finely that each axis is, for every operator, either one of its tensor degree or one of its data
-degree; ranks of one tensor group are neighbours, as in Megatron-LM. Products and the arrays between them are split as
-their operators say. The residual stream, with the norms and sums on it, is one array through the whole stage, so it has
-one split. What follows (weights, states, the backward pass) may be split as what it is made of is.
+The mesh is factored so finely that each axis is, for every operator, either one of its tensor
+degree or one of its data degree; ranks of one tensor group are neighbours, as in Megatron-LM.
+Products and the arrays between them are split as their operators say. The residual stream, with the
+norms and sums on it, is one array through the whole stage, so it has one split. What follows
+(weights, states, the backward pass) may be split as what it is made of is.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Axes:
 
 
 def mesh_axes(num_devices: int, tensor_degrees: Sequence[int]) -> Axes | None:
-    """The coarsest mesh on which all these tensor degrees exist; None where they do not divide each other."""
+    """The coarsest mesh on which all these tensor degrees exist; None where they do not divide each
+    other.
+    """
     steps = sorted({1, *tensor_degrees, num_devices})
     if any(b % a for a, b in itertools.pairwise(steps)):
         return None
@@ -126,8 +129,12 @@ class StageSplits:
 
     @property
     def stream_data(self) -> int:
-        """The data degree of the residual stream: that of most operators on it, of several the largest."""
-        on_stream = Counter(self._degrees(o)[1] for o in self._mine() if self.operators.roles[o] in STREAM)
+        """The data degree of the residual stream: that of most operators on it, of several the
+        largest.
+        """
+        on_stream = Counter(
+            self._degrees(o)[1] for o in self._mine() if self.operators.roles[o] in STREAM
+        )
         everywhere = Counter(self.stage.data)
         counts = on_stream or everywhere
         return max(counts, key=lambda degree: (counts[degree], degree))
@@ -136,7 +143,9 @@ class StageSplits:
         return range(self.first, self.first + len(self.stage.tensor))
 
     def _degrees(self, operator: int) -> tuple[int, int, int]:
-        """Tensor degree, data degree and algorithm; of an operator of another stage those of the nearest one here."""
+        """Tensor degree, data degree and algorithm; of an operator of another stage those of the
+        nearest one here.
+        """
         k = min(max(operator - self.first, 0), len(self.stage.tensor) - 1)
         return self.stage.tensor[k], self.stage.data[k], self.stage.algorithm[k]
 
@@ -146,7 +155,10 @@ class StageSplits:
         tensor, _, algorithm = self._degrees(operator)
         kinds = SPLIT_OF[name]
         if algorithm >= len(kinds):
-            self._fault(operator, f"there is no algorithm {algorithm}, only {', '.join(map(str, range(len(kinds))))}")
+            self._fault(
+                operator,
+                f"there is no algorithm {algorithm}, only {', '.join(map(str, range(len(kinds))))}",
+            )
             return
         factor = next(f for f, kind in sorted(product.kinds.items()) if kind == kinds[algorithm])
         self._decide(operator, product.node, product.batch, factor, tensor)
@@ -157,13 +169,22 @@ class StageSplits:
         name = self.operators.roles[operator]
         if product.landed is not None:
             shared = {FEATURES, HEADS}
-            self._decide_array(product, name in FILL_STREAM, product.result, product.landed, shared, behind=True)
+            self._decide_array(
+                product, name in FILL_STREAM, product.result, product.landed, shared, behind=True
+            )
         for port, source in product.sources:
             shared = {HEADS} if HEADS in product.kinds.values() else {CONTRACTION}
             self._decide_array(product, name in READ_STREAM, port, source, shared, behind=False)
 
     def _decide_array(
-        self, product: Product, on_stream: bool, port: Port, other: Port, shared: set[str], *, behind: bool
+        self,
+        product: Product,
+        on_stream: bool,
+        port: Port,
+        other: Port,
+        shared: set[str],
+        *,
+        behind: bool,
     ) -> None:
         if other.node in self._decided:
             return
@@ -181,19 +202,27 @@ class StageSplits:
             operator -= 2 if name == "enc-attention-context" else 1
         tensor, _, algorithm = self._degrees(operator)
         dims = [port.projection[f] for f, kind in product.kinds.items() if kind in shared]
-        factor = next((other.projection.index(d) for d in dims if d >= 0 and d in other.projection), -1)
+        factor = next(
+            (other.projection.index(d) for d in dims if d >= 0 and d in other.projection), -1
+        )
         if behind and name == "enc-attention-qkv" and algorithm == 1:
             # Its result is summed, and whole on the devices of a tensor group.
             factor = -1
         self._decide(operator, other.node, batch, factor, tensor)
 
-    def _decide(self, operator: int, node: int, batch: frozenset[int], factor: int, tensor: int) -> None:
+    def _decide(
+        self, operator: int, node: int, batch: frozenset[int], factor: int, tensor: int
+    ) -> None:
         example = min(batch, default=-1)
-        choice = tuple(factor if self.axes.is_tensor(axis, tensor) else example for axis in range(len(self.axes.sizes)))
+        choice = tuple(
+            factor if self.axes.is_tensor(axis, tensor) else example
+            for axis in range(len(self.axes.sizes))
+        )
         table = self.problem.nodes.nodes[node]
         if not can_split(table, choice, self.axes.sizes):
             sizes = [
-                f"{table.factors[f].size} into {math.prod(s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f)}"
+                f"{table.factors[f].size} into"
+                f" {math.prod(s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f)}"
                 for f in sorted({*choice} - {-1})
             ]
             self._fault(operator, f"its arrays ({table.label}) cannot be split, {', '.join(sizes)}")
@@ -220,7 +249,9 @@ class StageSplits:
                 if name.startswith(MIXED) and not is_state:
                     choices = choices[np.isin(choices[:, axis], [-1, *batch, *follow])]
                 else:
-                    choices = _as_far_as_possible(choices, axis, batch if name.startswith(DATA) else follow)
+                    choices = _as_far_as_possible(
+                        choices, axis, batch if name.startswith(DATA) else follow
+                    )
             allowed.append(choices)
         return allowed
 
@@ -242,8 +273,12 @@ class StageSplits:
     def _neighbours(self) -> _Neighbours:
         neighbours: _Neighbours = defaultdict(list)
         for edge in self.problem.nodes.edges:
-            neighbours[edge.source].append((edge.target, edge.source_projection, edge.target_projection))
-            neighbours[edge.target].append((edge.source, edge.target_projection, edge.source_projection))
+            neighbours[edge.source].append(
+                (edge.target, edge.source_projection, edge.target_projection)
+            )
+            neighbours[edge.target].append(
+                (edge.source, edge.target_projection, edge.source_projection)
+            )
         return neighbours
 
     def _fault(self, operator: int, what: str) -> None:
@@ -257,7 +292,11 @@ def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[
 
 
 def layers_differ(
-    problem: Problem, operators: OperatorMap, ops: Sequence[int], stage: StageConfiguration, first: int
+    problem: Problem,
+    operators: OperatorMap,
+    ops: Sequence[int],
+    stage: StageConfiguration,
+    first: int,
 ) -> bool:
     """True if layers that would be decided together have different degrees or recomputation."""
     seen: dict[int, tuple[object, ...]] = {}
@@ -265,7 +304,9 @@ def layers_differ(
         k = operators.of_op[ops[op.index]] - first
         if op_class >= 0 and 0 <= k < len(stage.tensor) and operators.computes[ops[op.index]]:
             # Only of products something is said about what is worked out again.
-            again = operators.roles[first + k] in SPLIT_OF and is_repeated(operators.roles, stage, first, k)
+            again = operators.roles[first + k] in SPLIT_OF and is_repeated(
+                operators.roles, stage, first, k
+            )
             layout = stage.tensor[k], stage.data[k], stage.algorithm[k], again
             if seen.setdefault(op_class, layout) != layout:
                 return True
@@ -273,7 +314,9 @@ def layers_differ(
 
 
 def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: int) -> bool:
-    """True if the activations of an operator of a stage are not kept: it and the next one recompute, in one layer."""
+    """True if the activations of an operator of a stage are not kept: it and the next one
+    recompute, in one layer.
+    """
     if not stage.recompute[k] or k + 1 == len(stage.recompute):
         return False
     return stage.recompute[k + 1] and names[first + k + 1] != LAYER_START

@@ -14,7 +14,9 @@ from ._database import COLUMNS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
-    """One operator for one micro-batch of one data-parallel rank; bytes are MiB on each device. See `COLUMNS`."""
+    """One operator for one micro-batch of one data-parallel rank; bytes are MiB on each device. See
+    `COLUMNS`.
+    """
 
     name: str
     forward_us: float
@@ -54,7 +56,9 @@ def write_database(folder: Path, model: str, content: DatabaseContent) -> None:
     """
     try:
         if folder.exists() and any(folder.iterdir()):
-            raise InputError(f"{folder} is not empty. Give a new folder, so that no measurements are mixed.")
+            raise InputError(
+                f"{folder} is not empty. Give a new folder, so that no measurements are mixed."
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             for name, text in _files(model, content).items():
@@ -68,14 +72,22 @@ def _files(model: str, content: DatabaseContent) -> dict[str, str]:
     files = {}
     header = ",".join(("op_name", *COLUMNS))
     for (batch, tensor, algorithm), rows in content.operators.items():
-        lines = [",".join((row.name, *(f"{value:.3f}" for value in astuple(row)[1:]))) for row in rows]
+        lines = [
+            ",".join((row.name, *(f"{value:.3f}" for value in astuple(row)[1:]))) for row in rows
+        ]
         files[f"{model}_mbs{batch}_tp{tensor}_algo{algorithm}.csv"] = _joined([header, *lines])
     for (kind, count), times in content.collectives.items():
         lines = [f"{size},{milliseconds:.6f}" for size, milliseconds in times.items()]
         files[f"prim_{model}_{kind}_{count}gpus.csv"] = _joined(["data_size(MB),time(ms)", *lines])
-    for name, speeds in (("p2p_intra_node", content.within_nodes), ("p2p_inter_node", content.between_nodes)):
+    for name, speeds in (
+        ("p2p_intra_node", content.within_nodes),
+        ("p2p_inter_node", content.between_nodes),
+    ):
         if speeds is not None:
-            lines = [",".join(f"{size:g}" for size in speeds), ",".join(f"{speed:.4f}" for speed in speeds.values())]
+            lines = [
+                ",".join(f"{size:g}" for size in speeds),
+                ",".join(f"{speed:.4f}" for speed in speeds.values()),
+            ]
             files[f"{name}.csv"] = _joined(lines)
     return files
 

@@ -31,7 +31,10 @@ class StageLimits:
         if self.num_stages is not None and self.num_stages < 1:
             raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
         if self.schedule is not None and self.schedule not in training_schedules():
-            raise InputError(f"There is no schedule {self.schedule!r}: {nearest(self.schedule, training_schedules())}")
+            raise InputError(
+                f"There is no schedule {self.schedule!r}:"
+                f" {nearest(self.schedule, training_schedules())}"
+            )
 
 
 NO_LIMITS = StageLimits()
@@ -88,8 +91,8 @@ class AbstractInter(abc.ABC):
         limited = [name for name in ("num_stages", "schedule") if getattr(limits, name) is not None]
         if limited:
             raise InputError(
-                f"{' and '.join(limited)}: a planner that searches stages, such as StageDP, keeps to these; "
-                f"{type(self).__name__} has its own. Leave them out."
+                f"{' and '.join(limited)}: a planner that searches stages, such as StageDP, keeps"
+                f" to these; {type(self).__name__} has its own. Leave them out."
             )
 
     def required_profiles(self, chains: Sequence[AbstractChain]) -> tuple[str, ...]:
@@ -100,11 +103,19 @@ class AbstractInter(abc.ABC):
 def check_chains(chains: Sequence[AbstractChain]) -> None:
     """Refuse chains that are not of one step on one cluster. Raises `InputError`."""
     if not chains:
-        raise InputError("No chain was given to be cut into stages: give one for each number of micro-batches to try.")
+        raise InputError(
+            "No chain was given to be cut into stages: give one for each number of micro-batches to"
+            " try."
+        )
     facts = {(c.num_units, c.num_hosts, c.devices_per_host) for c in chains}
     counts = [c.num_micro_batches for c in chains]
     if len(facts) > 1:
         listed = ", ".join(f"{u} units on {h}x{d} devices" for u, h, d in sorted(facts))
-        raise InputError(f"The chains to choose from are of different steps or clusters ({listed}); give those of one.")
+        raise InputError(
+            f"The chains to choose from are of different steps or clusters ({listed}); give those"
+            " of one."
+        )
     if len(set(counts)) < len(counts):
-        raise InputError(f"Two chains have the same number of micro-batches ({counts}); give each number once.")
+        raise InputError(
+            f"Two chains have the same number of micro-batches ({counts}); give each number once."
+        )

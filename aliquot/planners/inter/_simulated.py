@@ -44,7 +44,9 @@ def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
     """The plan, of one of the chains, with its step time by simulation."""
     (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
     result, peak_bytes = simulate_stages(chain, plan)
-    assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), "bounds on what is in flight were too low"
+    assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), (
+        "bounds on what is in flight were too low"
+    )
     return result
 
 

@@ -127,7 +127,12 @@ class AbstractIntra(abc.ABC):
 
     @abc.abstractmethod
     def solve(
-        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
         """The best picks of a space; None if nothing fits, or nothing takes less than `ceiling_s`.
 
@@ -151,19 +156,25 @@ class AbstractIntra(abc.ABC):
         Args:
             notes: shared by all spaces of a problem; a planner may keep there what serves them all.
         """
-        return SolvedAtOnce(self, problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        return SolvedAtOnce(
+            self, problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
+        )
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """Names of the axes of a pipeline's stage: the one that splits the batch alone, and the other."""
+        """Names of the axes of a pipeline's stage: the one that splits the batch alone, and the
+        other.
+        """
         return AXIS_NAMES[:2]
 
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
     ) -> list[Ints] | None:
-        """For each node the choices to price on a mesh of a pipeline's stage; none if the planner does not use that mesh.
+        """For each node the choices to price on a mesh of a pipeline's stage; none if the planner
+        does not use that mesh.
 
-        None, the default: `data_axes` split the batch alone, and the others parameters as far as they can.
+        None, the default: `data_axes` split the batch alone, and the others parameters as far as
+        they can.
         """
         return None
 
@@ -187,7 +198,13 @@ class SolvedAtOnce(AbstractSearch):
     """The search of a planner that solves in one call, which `bound` makes."""
 
     def __init__(
-        self, intra: AbstractIntra, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float
+        self,
+        intra: AbstractIntra,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float,
     ) -> None:
         self.lower_bound_s, self.gave_up = 0.0, False
         self._intra, self._problem, self._space = intra, problem, space
@@ -203,7 +220,10 @@ class SolvedAtOnce(AbstractSearch):
         """The bound of the planner's solution; the ceiling if none takes less."""
         if not self._is_solved:
             self._solution = self._intra.solve(
-                self._problem, self._space, memory_limit_bytes=self._limit_bytes, ceiling_s=self._ceiling_s
+                self._problem,
+                self._space,
+                memory_limit_bytes=self._limit_bytes,
+                ceiling_s=self._ceiling_s,
             )
             self._is_solved = True
         if self._solution is None:
@@ -225,13 +245,24 @@ class SolvedAtOnce(AbstractSearch):
         return self._solution if self._solution and self._solution.step_time_s < cutoff_s else None
 
     def least_memory(self) -> Ints:
-        """The planner's picks without a memory limit; the first allowed choices if there are none."""
+        """The planner's picks without a memory limit; the first allowed choices if there are
+        none.
+        """
         free = self._intra.solve(self._problem, self._space, memory_limit_bytes=np.inf)
-        return free.picks if free else np.array([int(np.argmax(mask)) for mask in self._space.allowed], np.int64)
+        return (
+            free.picks
+            if free
+            else np.array([int(np.argmax(mask)) for mask in self._space.allowed], np.int64)
+        )
 
 
 def judge_picks(
-    space: Space, picks: Ints, *, memory_limit_bytes: float, lower_bound_s: float = 0.0, status: str = "judged"
+    space: Space,
+    picks: Ints,
+    *,
+    memory_limit_bytes: float,
+    lower_bound_s: float = 0.0,
+    status: str = "judged",
 ) -> IntraSolution | None:
     """Picks with their costs; None if they do not fit in memory or cannot be run."""
     peak_bytes = float(timeline(known_memory(space.priced, picks), space.priced, picks).max())

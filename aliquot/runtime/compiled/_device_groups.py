@@ -11,9 +11,13 @@ import re
 
 import numpy as np
 
-_GROUPS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_GROUPS = re.compile(
+    r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[[^\)]*\)?)\))? \{([^}]*)\}")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[[^\)]*\)?)\))? \{([^}]*)\}"
+)
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _GROUP_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
@@ -40,13 +44,20 @@ def device_groups(line: str, num_devices: int) -> list[list[int]]:
 
 
 def _listed(text: str) -> list[list[int]]:
-    return [[int(n) for n in part.split(",") if n.strip()] for part in re.findall(r"\{([\d, ]*)\}", text)]
+    return [
+        [int(n) for n in part.split(",") if n.strip()]
+        for part in re.findall(r"\{([\d, ]*)\}", text)
+    ]
 
 
 def _iota_groups(text: str) -> list[list[int]]:
-    """`[groups, members]<=[dims]T(order)`: numbers in a grid, its dims reordered, read row by row."""
+    """`[groups, members]<=[dims]T(order)`: numbers in a grid, its dims reordered, read row by
+    row.
+    """
     lead, _, tail = text.partition("<=")
-    count, members = (int(n) for n in lead[1:-1].split(",")) if "," in lead else (1, int(lead[1:-1]))
+    count, members = (
+        (int(n) for n in lead[1:-1].split(",")) if "," in lead else (1, int(lead[1:-1]))
+    )
     dims_text, _, order_text = tail.partition("T")
     dims = [int(n) for n in dims_text[1:-1].split(",")]
     order = [int(n) for n in order_text[1:-1].split(",")] if order_text else list(range(len(dims)))
@@ -63,7 +74,9 @@ def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
     devices = _device_order(order, math.prod(sizes.values()))
     # An axis may take part with a factor of its own only: `'x':(2)4` is the middle of 2 x 4 x rest.
     parts: list[tuple[int, bool]] = []
-    moving = {name: (int(before or 1), int(size or 0)) for name, before, size in _GROUP_AXIS.findall(axes)}
+    moving = {
+        name: (int(before or 1), int(size or 0)) for name, before, size in _GROUP_AXIS.findall(axes)
+    }
     for name, size in sizes.items():
         if name not in moving:
             parts.append((size, False))
@@ -74,7 +87,9 @@ def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
     grid = devices.reshape([size for size, _ in parts])
     last = [axis for axis, (_, moves) in enumerate(parts) if moves]
     groups = np.moveaxis(grid, last, range(grid.ndim - len(last), grid.ndim))
-    members: list[list[int]] = groups.reshape(-1, math.prod(parts[axis][0] for axis in last)).tolist()
+    members: list[list[int]] = groups.reshape(
+        -1, math.prod(parts[axis][0] for axis in last)
+    ).tolist()
     return members
 
 

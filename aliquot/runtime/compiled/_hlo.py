@@ -26,7 +26,9 @@ KINDS = (
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"= [su](?:32|64)\[\](?:\{\})? constant\((\d+)\)")
@@ -64,7 +66,9 @@ class _Computation:
     lines: list[str] = field(default_factory=list)
 
 
-def find_collectives(text: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[CompiledCollective, ...]:
+def find_collectives(
+    text: str, axis_names: Sequence[str], axis_sizes: Sequence[int]
+) -> tuple[CompiledCollective, ...]:
     """Every collective instruction of a compiled program, in the order of the text.
 
     Args:
@@ -169,7 +173,9 @@ def _times(computations: Mapping[str, _Computation]) -> tuple[dict[str, float], 
     return times, looped
 
 
-def _calls(line: str, computations: Mapping[str, _Computation]) -> Iterator[tuple[str, float, bool]]:
+def _calls(
+    line: str, computations: Mapping[str, _Computation]
+) -> Iterator[tuple[str, float, bool]]:
     """Computations that an instruction runs, how often, and whether as a loop's body."""
     named = _CALLED.findall(line)
     if " while(" in line:

@@ -14,7 +14,8 @@ from ._hlo import CompiledCollective, add_up, find_collectives
 class CompiledMemory:
     """Bytes on each device. `alias_bytes` of the outputs live in donated arguments.
 
-    `peak_bytes` is what must fit at once: arguments, outputs that have no argument's place, and temporaries.
+    `peak_bytes` is what must fit at once: arguments, outputs that have no argument's place, and
+    temporaries.
     """
 
     argument_bytes: int
@@ -71,7 +72,8 @@ class Stats:
         memory = self.stages[0].memory
         if memory is None:
             raise InputError(
-                "A pipeline's memory is that of several programs: see .peak_bytes, and .stages for each stage."
+                "A pipeline's memory is that of several programs: see .peak_bytes, and .stages for"
+                " each stage."
             )
         return memory
 
@@ -100,24 +102,32 @@ class Stats:
             memory = stage.memory
             if memory is not None:
                 lines.append(
-                    f"each device: arguments {format_bytes(memory.argument_bytes)}, "
-                    f"outputs {format_bytes(memory.output_bytes)} ({format_bytes(memory.alias_bytes)} of them in place), "
-                    f"temporaries {format_bytes(memory.temp_bytes)}, peak {format_bytes(memory.peak_bytes)}"
+                    f"each device: arguments {format_bytes(memory.argument_bytes)}, outputs"
+                    f" {format_bytes(memory.output_bytes)} ({format_bytes(memory.alias_bytes)} of"
+                    f" them in place), temporaries {format_bytes(memory.temp_bytes)}, peak"
+                    f" {format_bytes(memory.peak_bytes)}"
                 )
                 for c in stage.collectives:
                     place = f"{','.join(c.axes) or '-'}{' in a loop' if c.in_loop else ''}"
-                    lines.append(f"{c.kind} over {place}: {c.count:g} times, {format_bytes(c.num_bytes)}")
+                    lines.append(
+                        f"{c.kind} over {place}: {c.count:g} times, {format_bytes(c.num_bytes)}"
+                    )
             else:
                 lines.append(
-                    f"stage {stage.stage}: peak {format_bytes(stage.peak_bytes)} on each device "
-                    f"({format_bytes(stage.held_bytes)} held between programs), at most {stage.in_flight} micro-batches in "
-                    "flight"
+                    f"stage {stage.stage}: peak {format_bytes(stage.peak_bytes)} on each device"
+                    f" ({format_bytes(stage.held_bytes)} held between programs), at most"
+                    f" {stage.in_flight} micro-batches in flight"
                 )
         return "\n".join(lines)
 
 
 def compiled_stats(
-    compiled: Any, axis_names: Sequence[str], axis_sizes: Sequence[int], *, lower_s: float = 0.0, compile_s: float = 0.0
+    compiled: Any,
+    axis_names: Sequence[str],
+    axis_sizes: Sequence[int],
+    *,
+    lower_s: float = 0.0,
+    compile_s: float = 0.0,
 ) -> Stats:
     """Stats of the result of `jax.jit(...).lower(...).compile()`, for a mesh whose devices are
     numbered row by row.

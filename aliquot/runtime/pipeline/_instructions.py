@@ -97,7 +97,9 @@ def write_instructions(
         writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
     for number in sorted({f.program.round for f in functions if f.program.part is Part.UPDATE}):
         writer.once(Part.UPDATE, number)
-    slots_of_results = {(stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results}
+    slots_of_results = {
+        (stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results
+    }
     return Instructions(
         steps=_with_frees(writer.steps, set(slots_of_results.values()), writer.kept()),
         slots=tuple(writer.slots),
@@ -202,14 +204,18 @@ class _Writer:
         """Slots of micro-batches' numbers, by stage."""
         stages = sorted({stage for stage, key, _ in self.slots if key.form is Form.NUMBER})
         every = range(self._num_micro_batches)
-        return {stage: tuple(self.slot(stage, Key(Form.NUMBER), m) for m in every) for stage in stages}
+        return {
+            stage: tuple(self.slot(stage, Key(Form.NUMBER), m) for m in every) for stage in stages
+        }
 
     def kept(self) -> set[int]:
         """Slots that outlive a step."""
         return {slot for (_, key, _), slot in self.slots.items() if key.form is Form.NUMBER}
 
 
-def _with_frees(steps: Sequence[Run | Send], results: set[int], kept: set[int]) -> tuple[Run | Send, ...]:
+def _with_frees(
+    steps: Sequence[Run | Send], results: set[int], kept: set[int]
+) -> tuple[Run | Send, ...]:
     """Every slot is dropped behind its last reader, or where it is made if nobody reads it."""
     done = results | kept
     freed = []

@@ -15,7 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..transport import Move, Peers, channels_of_hosts, end_in_order, is_key, plan_broadcast, plan_move, struct, stub
+from ..transport import (
+    Move,
+    Peers,
+    channels_of_hosts,
+    end_in_order,
+    is_key,
+    plan_broadcast,
+    plan_move,
+    struct,
+    stub,
+)
 from ._instructions import Run, Send
 from ._stage_functions import Form, Key
 
@@ -66,7 +76,9 @@ class Issuer:
             for number, step in enumerate(pipeline.instructions.steps)
             if (action := self._action(number, step)) is not None
         ]
-        self._results = [None if r is None else pipeline.instructions.results[r] for r in pipeline.results]
+        self._results = [
+            None if r is None else pipeline.instructions.results[r] for r in pipeline.results
+        ]
         self._elsewhere = self._stubs()
         # Steps run ahead of the program: Ctrl-C may end it while devices are at work.
         end_in_order()
@@ -84,7 +96,10 @@ class Issuer:
             if totals and context.totals is not None:
                 looks = [context.totals.look(v) for v in totals]
                 shardings = [context.total_sharding(v) for v in totals]
-                make = jax.jit(lambda looks=looks: [jnp.zeros(*look) for look in looks], out_shardings=shardings)
+                make = jax.jit(
+                    lambda looks=looks: [jnp.zeros(*look) for look in looks],
+                    out_shardings=shardings,
+                )
                 self._zeros.append((make, tuple(totals.values())))
             whole = NamedSharding(context.mesh, PartitionSpec())
             for number, slot in enumerate(instructions.numbers.get(stage, ())):
@@ -105,7 +120,11 @@ class Issuer:
             outputs = outputs if self._pipeline.local[step.target] else ()
         if call is None:
             return None
-        mine = tuple(slot for slot in step.frees if self._pipeline.local[self._pipeline.instructions.slots[slot][0]])
+        mine = tuple(
+            slot
+            for slot in step.frees
+            if self._pipeline.local[self._pipeline.instructions.slots[slot][0]]
+        )
         return _Action(number, _taker(step.inputs), call, outputs, mine)
 
     def _sent(self, step: Send) -> tuple[list[Any], list[NamedSharding]]:
@@ -146,11 +165,15 @@ class Issuer:
                 continue
             if look.sharding.is_fully_replicated:
                 by_stage.setdefault(result[0], {})[slot] = look
-        return [(tuple(of), plan_broadcast(list(of.values()))) for _, of in sorted(by_stage.items())]
+        return [
+            (tuple(of), plan_broadcast(list(of.values()))) for _, of in sorted(by_stage.items())
+        ]
 
     def signature(self) -> str:
         """Text that must be equal in all processes."""
-        sends = [self._sent(step) for step in self._pipeline.instructions.steps if isinstance(step, Send)]
+        sends = [
+            self._sent(step) for step in self._pipeline.instructions.steps if isinstance(step, Send)
+        ]
         shapes = [[(s.shape, str(s.dtype), s.sharding.spec) for s in looks] for looks, _ in sends]
         specs = [[target.spec for target in targets] for _, targets in sends]
         shared = [slots for slots, _ in self._shares]
@@ -169,10 +192,15 @@ class Issuer:
         for pairs in _rounds(len(first)):
             received: list[Any] = []
             for pair in pairs:
-                ends = [NamedSharding(Mesh(np.array([first[k]]), ("one",)), PartitionSpec()) for k in pair]
+                ends = [
+                    NamedSharding(Mesh(np.array([first[k]]), ("one",)), PartitionSpec())
+                    for k in pair
+                ]
                 move = plan_move([struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
                 assert move is not None
-                held = [_put(np.zeros(1, np.uint8), ends[0])] if pair[0] == jax.process_index() else []
+                held = (
+                    [_put(np.zeros(1, np.uint8), ends[0])] if pair[0] == jax.process_index() else []
+                )
                 received += move(*held)
             jax.block_until_ready(received)
             self._peers.exchange(b"")
@@ -198,7 +226,9 @@ class Issuer:
             time.sleep(_VERDICT_S)
             raise
 
-    def run_timed(self, given: Mapping[int, Any], record: Callable[[int, float, float], None]) -> list[Any]:
+    def run_timed(
+        self, given: Mapping[int, Any], record: Callable[[int, float, float], None]
+    ) -> list[Any]:
         """One step that waits for each instruction before it issues the next.
 
         Args:
@@ -251,19 +281,26 @@ class Issuer:
     def _describe(self, dead: int) -> str:
         assert self._peers is not None
         steps, process = self._pipeline.instructions.steps, self._peers.process
-        text = f"Process {process} ({self._stages_of(process)}) had issued {self._named(self._number)} of step {self._step}"
+        text = (
+            f"Process {process} ({self._stages_of(process)}) had issued {self._named(self._number)}"
+            f" of step {self._step}"
+        )
         with_dead = [
             number
             for number, step in enumerate(steps)
             if isinstance(step, Send)
-            and {process, dead} <= self._pipeline.processes[step.source] | self._pipeline.processes[step.target]
+            and {process, dead}
+            <= self._pipeline.processes[step.source] | self._pipeline.processes[step.target]
             and self._pipeline.processes[step.source] != self._pipeline.processes[step.target]
         ]
         before = [number for number in with_dead if number <= self._number]
         if with_dead:
             last = before[-1] if before else with_dead[0]
             word = "last" if before else "next"
-            text += f"; its {word} exchange with process {dead} ({self._stages_of(dead)}) is {self._named(last)}"
+            text += (
+                f"; its {word} exchange with process {dead} ({self._stages_of(dead)}) is"
+                f" {self._named(last)}"
+            )
         else:
             text += f"; it exchanges nothing with process {dead} ({self._stages_of(dead)}) itself"
         return text + "."

@@ -36,13 +36,17 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
                 for position, value in enumerate(values):
                     packed[f.program.stage, value] = key, position
     made_at = {value: stage for stage, value in packed}
-    return tuple(_unpacking(_packing(f, packs.get(k, {})), packed, made_at) for k, f in enumerate(functions))
+    return tuple(
+        _unpacking(_packing(f, packs.get(k, {})), packed, made_at) for k, f in enumerate(functions)
+    )
 
 
 def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[int]:
     if f.program.part is not Part.UPDATE:
         return []
-    others = [g for g in functions if g.program.part is Part.UPDATE and g.program.stage != f.program.stage]
+    others = [
+        g for g in functions if g.program.part is Part.UPDATE and g.program.stage != f.program.stage
+    ]
     read = {key.value for g in others for key in g.takes if key.form is Form.LATE}
     read -= {key.value for g in others for key in g.gives}
     values = f.program.graph.values
@@ -64,7 +68,9 @@ def _packing(f: StageFunction, packs: Mapping[Key, Sequence[int]]) -> StageFunct
 
 
 def _unpacking(
-    f: StageFunction, packed_at: Mapping[tuple[int, int], tuple[Key, int]], made_at: Mapping[int, int]
+    f: StageFunction,
+    packed_at: Mapping[tuple[int, int], tuple[Key, int]],
+    made_at: Mapping[int, int],
 ) -> StageFunction:
     """The function with vectors in place of arguments from other stages."""
     stage = f.program.stage
@@ -79,6 +85,8 @@ def _unpacking(
 
     def run(*arrays: Any) -> list[Any]:
         known = dict(zip(takes, arrays, strict=True))
-        return f.run(*(known[packed[k][0]][packed[k][1]] if k in packed else known[k] for k in f.takes))
+        return f.run(
+            *(known[packed[k][0]][packed[k][1]] if k in packed else known[k] for k in f.takes)
+        )
 
     return replace(f, takes=takes, run=run)

@@ -80,11 +80,16 @@ class Pipeline:
     ) -> None:
         self.graph, self.schedule, self.contexts = graph, schedule, tuple(contexts)
         self._programs = programs
-        self.successors = {i.value: graph.outputs[i.output].value for i in graph.inputs if i.output is not None}
+        self.successors = {
+            i.value: graph.outputs[i.output].value for i in graph.inputs if i.output is not None
+        }
         self.home = self._homes()
         sent, self._sent_late = self._sent(True), self._sent(False)
         self.functions = pack_scalars(
-            [build_function(p, contexts[p.stage], made_by=programs.made_by, sent=sent) for p in programs.programs]
+            [
+                build_function(p, contexts[p.stage], made_by=programs.made_by, sent=sent)
+                for p in programs.programs
+            ]
         )
         self._sent_values = sent
         self.results = tuple(
@@ -97,7 +102,9 @@ class Pipeline:
             home=self.home,
             results=dict.fromkeys(r for r in self.results if r is not None),
         )
-        self.processes = tuple(_processes(c) for c in contexts) if processes is None else tuple(processes)
+        self.processes = (
+            tuple(_processes(c) for c in contexts) if processes is None else tuple(processes)
+        )
         self.local = tuple(jax.process_index() in group for group in self.processes)
         self.is_shared = len(set().union(*self.processes)) > 1
         self._pulled = self._inputs_that_others_pull()
@@ -167,22 +174,34 @@ class Pipeline:
         for stage in self.compile():
             if stage is not None:
                 number = stage.function.program.stage
-                shapes |= {(number, Key(k.form, k.value)): s for k, s in zip(stage.function.takes, stage.arguments)}
-                shapes |= {(number, Key(k.form, k.value)): s for k, s in zip(stage.function.gives, stage.shapes)}
+                shapes |= {
+                    (number, Key(k.form, k.value)): s
+                    for k, s in zip(stage.function.takes, stage.arguments)
+                }
+                shapes |= {
+                    (number, Key(k.form, k.value)): s
+                    for k, s in zip(stage.function.gives, stage.shapes)
+                }
         return {
             slot: bytes_on_device(shapes[stage, key])
             for slot, (stage, key, _) in enumerate(self.instructions.slots)
             if (stage, key) in shapes
         }
 
-    def _struct(self, function: StageFunction, key: Key, known: Mapping[tuple[int, Key], Any]) -> Any:
+    def _struct(
+        self, function: StageFunction, key: Key, known: Mapping[tuple[int, Key], Any]
+    ) -> Any:
         """Shape and sharding of an argument."""
         stage = function.program.stage
         context = self.contexts[stage]
         match key.form:
             case Form.GIVEN:
                 value = self.graph.values[key.value]
-                return _shape(value.shape, _dtype(self.leaf_dtype(key.value)), context.given_sharding(key.value))
+                return _shape(
+                    value.shape,
+                    _dtype(self.leaf_dtype(key.value)),
+                    context.given_sharding(key.value),
+                )
             case Form.NUMBER:
                 return _shape((), jnp.int32, NamedSharding(context.mesh, PartitionSpec()))
             case Form.TOTAL if context.totals is not None:
@@ -196,7 +215,11 @@ class Pipeline:
 
     def leaf_dtype(self, value: int) -> Any:
         constants = self.graph.constants
-        return constants[value].dtype if value in constants else struct_of(self.graph.values[value]).dtype
+        return (
+            constants[value].dtype
+            if value in constants
+            else struct_of(self.graph.values[value]).dtype
+        )
 
     def target(self, stage: int, key: Key, shape: Sequence[int]) -> NamedSharding:
         context = self.contexts[stage]
@@ -227,14 +250,21 @@ class Pipeline:
             return NamedSharding(context.mesh, PartitionSpec())
         return None
 
-    def _result_spec(self, context: StageContext, value: int, shape: Sequence[int]) -> PartitionSpec:
+    def _result_spec(
+        self, context: StageContext, value: int, shape: Sequence[int]
+    ) -> PartitionSpec:
         """Split of a result of the whole batch: along the batch if it holds one entry for each
         example.
         """
         specs = context.plan.specs if context.plan is not None else ()
         kind = specs[value] if value < len(specs) else None
         size = math.prod(context.mesh.shape[axis] for axis in context.data_axes)
-        if kind is None or kind.kind is not TimeKind.CONCATENATE or size == 1 or shape[kind.dim] % size:
+        if (
+            kind is None
+            or kind.kind is not TimeKind.CONCATENATE
+            or size == 1
+            or shape[kind.dim] % size
+        ):
             return PartitionSpec()
         return PartitionSpec(*[None] * kind.dim, context.data_axes)
 
@@ -256,17 +286,31 @@ class Pipeline:
         for position, key in enumerate(function.takes):
             if key.form is Form.TOTAL and function.program.part is not Part.UPDATE:
                 donated.append(position)
-            elif key.form is Form.GIVEN and function.program.part is Part.UPDATE and key.value not in kept:
+            elif (
+                key.form is Form.GIVEN
+                and function.program.part is Part.UPDATE
+                and key.value not in kept
+            ):
                 successor = self.successors.get(key.value)
-                gives = Key(Form.LATE, successor) in function.gives if isinstance(successor, int) else False
-                if gives and self.home.get(key.value) == stage and self._alike(key.value, successor):
+                gives = (
+                    Key(Form.LATE, successor) in function.gives
+                    if isinstance(successor, int)
+                    else False
+                )
+                if (
+                    gives
+                    and self.home.get(key.value) == stage
+                    and self._alike(key.value, successor)
+                ):
                     donated.append(position)
         return tuple(donated)
 
     def _same_devices(self, a: int, b: int) -> bool:
         one, other = self.contexts[a].mesh, self.contexts[b].mesh
         # Meshes without devices may be equal and stand for others.
-        return self.schedule.submesh_of(a) == self.schedule.submesh_of(b) or (isinstance(one, Mesh) and one == other)
+        return self.schedule.submesh_of(a) == self.schedule.submesh_of(b) or (
+            isinstance(one, Mesh) and one == other
+        )
 
     def _alike(self, value: int, successor: Any) -> bool:
         a, b = self.graph.values[value], self.graph.values[successor]
@@ -300,10 +344,13 @@ class Pipeline:
         if idle:
             used = len({device for c in self.contexts for device in c.mesh.devices.flat})
             raise PlanMismatchError(
-                f"processes {', '.join(map(str, idle))} have no device of any stage: the plan is for {used} devices, and "
-                f"{jax.process_count()} processes have {len(jax.devices())}",
+                f"processes {', '.join(map(str, idle))} have no device of any stage: the plan is"
+                f" for {used} devices, and {jax.process_count()} processes have"
+                f" {len(jax.devices())}",
                 asked="the plan does not fit these processes",
-                advice="Start as many processes as the plan has devices for, or plan for all devices.",
+                advice=(
+                    "Start as many processes as the plan has devices for, or plan for all devices."
+                ),
             )
 
     def _agree(self, peers: Peers, issuer: Issuer) -> None:
@@ -314,7 +361,8 @@ class Pipeline:
         other = [k for k, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise PlanMismatchError(
-                f"processes {', '.join(map(str, other))} would run other instructions than process 0",
+                f"processes {', '.join(map(str, other))} would run other instructions than"
+                " process 0",
                 asked="processes that run a step together must all run the same",
                 advice="Give all processes the same step, plan, shapes and versions.",
             )
@@ -327,10 +375,16 @@ class Pipeline:
         peers = watch() if self.is_shared else None
         if peers is None:
             return tuple(figures)
-        by_stage = {item.stage: item for data in peers.exchange(pickle.dumps(figures)) for item in pickle.loads(data)}
+        by_stage = {
+            item.stage: item
+            for data in peers.exchange(pickle.dumps(figures))
+            for item in pickle.loads(data)
+        }
         return tuple(by_stage[stage] for stage in sorted(by_stage))
 
-    def form_of(self, k: int, function: StageFunction, known: dict[tuple[int, Key], Any]) -> StageForm:
+    def form_of(
+        self, k: int, function: StageFunction, known: dict[tuple[int, Key], Any]
+    ) -> StageForm:
         """The `k`th function before it is compiled.
 
         Args:
@@ -339,9 +393,14 @@ class Pipeline:
         """
         arguments = tuple(self._struct(function, key, known) for key in function.takes)
         shapes = jax.eval_shape(function.run, *arguments)
-        wanted = [self._out_sharding(function, key, s.shape) for key, s in zip(function.gives, shapes, strict=True)]
+        wanted = [
+            self._out_sharding(function, key, s.shape)
+            for key, s in zip(function.gives, shapes, strict=True)
+        ]
         donated = self._donated(k, function)
-        results = tuple(_shape(s.shape, s.dtype, sharding) for s, sharding in zip(shapes, wanted, strict=True))
+        results = tuple(
+            _shape(s.shape, s.dtype, sharding) for s, sharding in zip(shapes, wanted, strict=True)
+        )
         for key, result in zip(function.gives, results, strict=True):
             known[function.program.stage, Key(key.form, key.value)] = result
         # Equal stages have equal programs, by which caches know them: a name must not tell them
@@ -349,7 +408,9 @@ class Pipeline:
         function.run.__name__ = function.program.name.split(" ", 2)[2].replace(" ", "_")
         return StageForm(
             function=function,
-            jitted=jax.jit(function.run, out_shardings=wanted, donate_argnums=donated, keep_unused=True),
+            jitted=jax.jit(
+                function.run, out_shardings=wanted, donate_argnums=donated, keep_unused=True
+            ),
             donated=donated,
             arguments=arguments,
             results=results,
@@ -374,7 +435,9 @@ class Pipeline:
         end = time.perf_counter()
         results = tuple(
             _shape(s.shape, s.dtype, asked if asked is not None else got)
-            for s, asked, got in zip(form.results, form.wanted, compiled.output_shardings, strict=True)
+            for s, asked, got in zip(
+                form.results, form.wanted, compiled.output_shardings, strict=True
+            )
         )
         for key, result in zip(function.gives, results, strict=True):
             known[stage, Key(key.form, key.value)] = result
@@ -410,7 +473,9 @@ class Pipeline:
         assert self._issuer is not None
         return self._issuer.run(given)
 
-    def run_timed(self, given: Mapping[int, Any], record: Callable[[int, float, float], None]) -> list[Any]:
+    def run_timed(
+        self, given: Mapping[int, Any], record: Callable[[int, float, float], None]
+    ) -> list[Any]:
         """One step, timed instruction by instruction; see `Issuer.run_timed`."""
         self.compile()
         assert self._issuer is not None
@@ -418,7 +483,11 @@ class Pipeline:
 
 
 def _dtype(dtype: Any) -> Any:
-    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+    return (
+        dtype
+        if jnp.issubdtype(dtype, jax.dtypes.extended)
+        else jax.dtypes.canonicalize_dtype(dtype)
+    )
 
 
 def _shape(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:

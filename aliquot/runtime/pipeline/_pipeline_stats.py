@@ -17,7 +17,11 @@ def pipeline_stats(pipeline: Pipeline) -> Stats:
     """Stats of all stages. With several processes all must call it."""
     compiled = pipeline.compile()
     counts = {
-        k: sum(1 for step in pipeline.instructions.steps if isinstance(step, Run) and step.function == k)
+        k: sum(
+            1
+            for step in pipeline.instructions.steps
+            if isinstance(step, Run) and step.function == k
+        )
         for k in range(len(compiled))
     }
     memory = {k: compiled_memory(c.compiled) for k, c in enumerate(compiled) if c is not None}
@@ -27,7 +31,9 @@ def pipeline_stats(pipeline: Pipeline) -> Stats:
     sizes = pipeline.slot_bytes()
     stats = []
     for stage, context in enumerate(pipeline.contexts):
-        functions = [k for k, c in enumerate(compiled) if c is not None and c.function.program.stage == stage]
+        functions = [
+            k for k, c in enumerate(compiled) if c is not None and c.function.program.stage == stage
+        ]
         mine = [c for c in compiled if c is not None and c.function.program.stage == stage]
         if not functions:
             continue
@@ -40,7 +46,12 @@ def pipeline_stats(pipeline: Pipeline) -> Stats:
             for _ in range(counts[k])
         ]
         over_time = stage_memory(
-            pipeline.instructions, (stage,), sizes=sizes, temps=temps, aliases=aliases, donated=donated
+            pipeline.instructions,
+            (stage,),
+            sizes=sizes,
+            temps=temps,
+            aliases=aliases,
+            donated=donated,
         )
         stats.append(
             StageStats(

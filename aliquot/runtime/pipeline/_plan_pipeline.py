@@ -43,10 +43,13 @@ def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
     needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
     if len(devices) < needed:
         raise PlanMismatchError(
-            f"the plan is for {needed} devices in {len(plan.stages)} stages, and there are {len(devices)}",
+            f"the plan is for {needed} devices in {len(plan.stages)} stages, and there are"
+            f" {len(devices)}",
             asked="the plan does not fit these devices",
-            advice="Plan for the devices at hand (Cluster.detect()), or on CPUs set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python.",
+            advice=(
+                "Plan for the devices at hand (Cluster.detect()), or on CPUs set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python."
+            ),
         )
     processes = len({device.process_index for device in devices})
     require_match(plan, num_processes=processes, asked="the plan does not fit these processes")
@@ -66,7 +69,9 @@ def pipeline_on(
     waits = plan.num_micro_batches > 1
     setups = [
         _setup(staged.graph, extract, stage, planned, mesh, waits=waits)
-        for extract, stage, planned, mesh in zip(staged.extracts, step.stages, plan.stages, meshes, strict=True)
+        for extract, stage, planned, mesh in zip(
+            staged.extracts, step.stages, plan.stages, meshes, strict=True
+        )
     ]
     return build_pipeline(
         staged.graph,
@@ -78,10 +83,18 @@ def pipeline_on(
 
 
 def _setup(
-    graph: Graph, extract: Extract, stage: PlannedStage, planned: StagePlan, mesh: Any, *, waits: bool
+    graph: Graph,
+    extract: Extract,
+    stage: PlannedStage,
+    planned: StagePlan,
+    mesh: Any,
+    *,
+    waits: bool,
 ) -> StageSetup:
     problem = stage.problem
-    pins = stage_pins(extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits)
+    pins = stage_pins(
+        extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits
+    )
     taken = {i.value for i in graph.inputs}
     given: dict[int, PartitionSpec] = {}
     sent: dict[int, PartitionSpec] = {}
@@ -108,8 +121,13 @@ def _for_whole(graph: Graph, extract: Extract, part_pins: Pins, num_axes: int) -
     for number, index in enumerate(extract.ops):
         op_class[index] = part_pins.op_class[number]
     whole: Spec = (-1,) * num_axes
-    by_value = {extract.values[i.value]: s for i, s in zip(extract.graph.inputs, part_pins.inputs, strict=True)}
-    pins: dict[int, Pin] = {number: pin for number, pin in part_pins.by_class.items() if number >= 0}
+    by_value = {
+        extract.values[i.value]: s
+        for i, s in zip(extract.graph.inputs, part_pins.inputs, strict=True)
+    }
+    pins: dict[int, Pin] = {
+        number: pin for number, pin in part_pins.by_class.items() if number >= 0
+    }
     return Pins(
         by_class=pins,
         op_class=op_class,

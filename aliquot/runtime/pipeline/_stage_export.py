@@ -50,7 +50,11 @@ def abstract_pipeline(step: PlannedStep) -> Pipeline:
     plan = step.plan
     per_host = Cluster.from_dict(plan.cluster).devices_per_host
     meshes = [
-        AbstractMesh(tuple(s.mesh_shape), tuple(s.axis_names), axis_types=(AxisType.Auto,) * len(s.mesh_shape))
+        AbstractMesh(
+            tuple(s.mesh_shape),
+            tuple(s.axis_names),
+            axis_types=(AxisType.Auto,) * len(s.mesh_shape),
+        )
         for s in plan.stages
     ]
     devices = [range(s.first_device, s.first_device + math.prod(s.mesh_shape)) for s in plan.stages]
@@ -89,9 +93,11 @@ def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
 def _path(key: Key, paths: dict[int, str]) -> str:
     if key.form is Form.GIVEN:
         return paths.get(key.value, "a constant")
-    return {Form.LOCAL: "a residual", Form.SENT: "what another program left", Form.TOTAL: "a running total"}.get(
-        key.form, "what another program left"
-    )
+    return {
+        Form.LOCAL: "a residual",
+        Form.SENT: "what another program left",
+        Form.TOTAL: "a running total",
+    }.get(key.form, "what another program left")
 
 
 def exported_memory(
@@ -124,7 +130,11 @@ def exported_memory(
     return stage_memory(
         pipeline.instructions,
         stages,
-        sizes={slot: size[stage, key] for slot, (stage, key, _) in enumerate(slots) if (stage, key) in size},
+        sizes={
+            slot: size[stage, key]
+            for slot, (stage, key, _) in enumerate(slots)
+            if (stage, key) in size
+        },
         temps=dict(enumerate(temps)),
         aliases=dict(enumerate(aliases)),
         donated={k: export.form.donated for k, export in enumerate(exports)},

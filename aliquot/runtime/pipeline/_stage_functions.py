@@ -88,13 +88,20 @@ class StageContext:
         totals = None
         if self.plan is not None:
             totals = Totals(
-                plan=self.plan, mesh=self.mesh, lowering=lowering, layout=self.layout, pins=self.pins, without=without
+                plan=self.plan,
+                mesh=self.mesh,
+                lowering=lowering,
+                layout=self.layout,
+                pins=self.pins,
+                without=without,
             )
         object.__setattr__(self, "totals", totals)
 
     @property
     def independent(self) -> bool:
-        """True if micro-batches are steps of their own, each with its own sums over its examples."""
+        """True if micro-batches are steps of their own, each with its own sums over its
+        examples.
+        """
         return self.plan is not None and self.plan.semantics == "independent"
 
     def kind(self, value: int) -> TimeKind:
@@ -111,7 +118,9 @@ class StageContext:
         spec = self.sent_specs.get(value)
         if len(shape) > len(self.parts.body.values[value].shape):
             # Each group's own, with a leading dim that may count another stage's groups.
-            spec = PartitionSpec(self.data_axes) if shape[0] == self.layout.groups else PartitionSpec()
+            spec = (
+                PartitionSpec(self.data_axes) if shape[0] == self.layout.groups else PartitionSpec()
+            )
         elif spec is None:
             dims: list[Any] = [None] * len(shape)
             kind = self.plan.specs[value] if self.plan else None
@@ -149,7 +158,11 @@ class StageFunction:
 
 
 def build_function(
-    program: StageProgram, context: StageContext, *, made_by: Mapping[int, int], sent: frozenset[int]
+    program: StageProgram,
+    context: StageContext,
+    *,
+    made_by: Mapping[int, int],
+    sent: frozenset[int],
 ) -> StageFunction:
     """The function of a program.
 
@@ -223,7 +236,10 @@ def _is_read_at_home(value: int, program: StageProgram, made_by: Mapping[int, in
 
 
 def _replay_part(
-    program: StageProgram, context: StageContext, known: Mapping[Key, Any], outside: Mapping[int, int]
+    program: StageProgram,
+    context: StageContext,
+    known: Mapping[Key, Any],
+    outside: Mapping[int, int],
 ) -> dict[int, Any]:
     """The program's results for one micro-batch, with a leading dim for the groups where there are
     several.
@@ -236,7 +252,11 @@ def _replay_part(
     for key, array in known.items():
         value = key.value
         if key.form in (Form.GIVEN, Form.EARLY):
-            names = [value] if key.form is Form.GIVEN else [v for v in program.early if outside[v] == value]
+            names = (
+                [value]
+                if key.form is Form.GIVEN
+                else [v for v in program.early if outside[v] == value]
+            )
             for name in names:
                 if value in sliced:
                     place = mapped if layout.groups > 1 else plain
@@ -254,9 +274,18 @@ def _replay_part(
     names = [v for v in order if v in mapped]
 
     def run(group: Any, has_groups: Sequence[Any]) -> list[Any]:
-        arrays = plain | dict(zip(names, has_groups, strict=True)) | {parts.group: group, parts.micro_batch: number}
+        arrays = (
+            plain
+            | dict(zip(names, has_groups, strict=True))
+            | {
+                parts.group: group,
+                parts.micro_batch: number,
+            }
+        )
         inputs = [arrays[v] for v in order]
-        return context.lowering.replay(program.graph, inputs, without=context.without, mapped=[*names, parts.group])
+        return context.lowering.replay(
+            program.graph, inputs, without=context.without, mapped=[*names, parts.group]
+        )
 
     if layout.groups == 1:
         results = run(jnp.int32(0), [])
@@ -264,7 +293,11 @@ def _replay_part(
         axes: Any = context.data_axes if len(context.data_axes) > 1 else context.data_axes[0]
         groups = jnp.arange(layout.groups, dtype=jnp.int32)
         results = jax.vmap(run, spmd_axis_name=axes)(groups, [mapped[v] for v in names])
-    return {o.value: array for o, array in zip(program.graph.outputs, results, strict=True) if isinstance(o.value, int)}
+    return {
+        o.value: array
+        for o, array in zip(program.graph.outputs, results, strict=True)
+        if isinstance(o.value, int)
+    }
 
 
 def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any) -> Any:
@@ -285,13 +318,17 @@ def _joined(context: StageContext, value: int, array: Any) -> Any:
     if spec.kind is TimeKind.CONCATENATE:
         front = jnp.moveaxis(array, 0, spec.dim)
         shape = front.shape
-        return front.reshape(*shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :])
+        return front.reshape(
+            *shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :]
+        )
     if spec.kind is TimeKind.MEAN or (spec.kind in _REDUCE and context.independent):
         return array
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
 
-def _take_apart(context: StageContext, value: int, array: Any, plain: dict[int, Any], mapped: dict[int, Any]) -> None:
+def _take_apart(
+    context: StageContext, value: int, array: Any, plain: dict[int, Any], mapped: dict[int, Any]
+) -> None:
     """The reverse of `_joined`: a sum or product counts once, in the first group."""
     assert context.plan is not None
     spec, groups = context.plan.specs[value], context.layout.groups
@@ -314,7 +351,9 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
     count = array.shape[0]
     if groups % count == 0:
         repeated = jnp.repeat(array, groups // count, axis=0)
-        shared = repeated / (groups // count) if kind is TimeKind.SUM and groups > count else repeated
+        shared = (
+            repeated / (groups // count) if kind is TimeKind.SUM and groups > count else repeated
+        )
         return shared.astype(array.dtype)
     if count % groups:
         return _for_groups(_for_groups(array, 1, kind), groups, kind)
@@ -334,21 +373,36 @@ def _update(program: StageProgram, context: StageContext) -> StageFunction:
         *(Key(Form.EARLY, v) for v in program.early),
         *(Key(Form.LATE, v) for v in program.imports),
         *(Key(Form.TOTAL, v) for v in summed),
-        *(Key(Form.STACKED, v, m) for v in stacked for m in range(plan.num_micro_batches if plan else 1)),
+        *(
+            Key(Form.STACKED, v, m)
+            for v in stacked
+            for m in range(plan.num_micro_batches if plan else 1)
+        ),
     ]
 
     def run(*arrays: Any) -> list[Any]:
         known = dict(zip(takes, arrays, strict=True))
-        values = {key.value: array for key, array in known.items() if key.form not in (Form.TOTAL, Form.STACKED)}
+        values = {
+            key.value: array
+            for key, array in known.items()
+            if key.form not in (Form.TOTAL, Form.STACKED)
+        }
         for v in summed:
             total = known[Key(Form.TOTAL, v)]
             values[v] = total if totals is None else totals.add_up(v, total)
         for v in stacked:
             assert totals is not None and plan is not None
-            stack = jnp.stack([known[Key(Form.STACKED, v, m)] for m in range(plan.num_micro_batches)])
+            stack = jnp.stack(
+                [known[Key(Form.STACKED, v, m)] for m in range(plan.num_micro_batches)]
+            )
             values[v] = totals.combine(v, stack)
-        return context.lowering.replay(program.graph, [values[i.value] for i in program.graph.inputs])
+        return context.lowering.replay(
+            program.graph, [values[i.value] for i in program.graph.inputs]
+        )
 
     return StageFunction(
-        program=program, takes=tuple(takes), gives=tuple(Key(Form.LATE, v) for v in program.exports), run=run
+        program=program,
+        takes=tuple(takes),
+        gives=tuple(Key(Form.LATE, v) for v in program.exports),
+        run=run,
     )

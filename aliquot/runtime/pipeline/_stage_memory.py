@@ -29,9 +29,9 @@ class StageMemory:
         peak_bytes: the most of both arrays and a running program's temporaries.
         in_flight: the most micro-batches at once of which something is held, from their forward
             pass on.
-        parts: what the peak is made of: `arguments` (state and batch), `residuals` (of all micro-batches in flight),
-            `totals`, `update`, `other`, and of the program that runs then `results` that take no argument's place, and
-            `temporaries`.
+        parts: what the peak is made of: `arguments` (state and batch), `residuals` (of all
+            micro-batches in flight), `totals`, `update`, `other`, and of the program that runs then
+            `results` that take no argument's place, and `temporaries`.
     """
 
     held_bytes: int
@@ -75,7 +75,11 @@ def stage_memory(
             temporaries = temps.get(step.function, 0)
             if held + results + temporaries > peak:
                 peak = held + results + temporaries
-                parts = {**_parts(alive, sizes, slots), "results": results, "temporaries": temporaries}
+                parts = {
+                    **_parts(alive, sizes, slots),
+                    "results": results,
+                    "temporaries": temporaries,
+                }
             gone = {step.inputs[position] for position in donated.get(step.function, ())}
             held -= sum(sizes.get(slot, 0) for slot in gone & alive)
             alive -= gone
@@ -87,7 +91,9 @@ def stage_memory(
         most = max(most, held)
         if isinstance(step, Run) and runs_here and step.micro_batch >= 0:
             begun.add((step.stage, step.micro_batch))
-        batches = {(slots[s][0], slots[s][2]) for s in alive if slots[s][1].form in (Form.LOCAL, Form.SENT)}
+        batches = {
+            (slots[s][0], slots[s][2]) for s in alive if slots[s][1].form in (Form.LOCAL, Form.SENT)
+        }
         in_flight = max(in_flight, len({m for _, m in batches & begun}))
         gone = alive.intersection(step.frees) - given
         held -= sum(sizes.get(slot, 0) for slot in gone)

@@ -1,4 +1,6 @@
-"""One program over one mesh: the graph of a micro-batch, constraints on its arrays, and totals over micro-batches."""
+"""One program over one mesh: the graph of a micro-batch, constraints on its arrays, and totals over
+micro-batches.
+"""
 
 from ._lowering import AbstractLowering as AbstractLowering
 from ._lowering import ConstraintLowering as ConstraintLowering

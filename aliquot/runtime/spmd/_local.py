@@ -41,7 +41,9 @@ Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """Runs an equation on operands."""
 
 
-def convolution(eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]) -> list[Any]:
+def convolution(
+    eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]
+) -> list[Any]:
     """A convolution, of which a `vmap` along these mesh axes may give each group of devices its own
     operands.
     """
@@ -103,7 +105,10 @@ def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, 
 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of each device's piece."""
-    return tuple(n // math.prod(mesh.shape[a] for a in _axes(axes)) for n, axes in zip(shape, spec, strict=True))
+    return tuple(
+        n // math.prod(mesh.shape[a] for a in _axes(axes))
+        for n, axes in zip(shape, spec, strict=True)
+    )
 
 
 def product(
@@ -121,16 +126,21 @@ def product(
 
     None if no scattering of sums gets there. `wide_sums`: see `Pins`.
     """
-    (contracted, batch) = eqn.params["dimension_numbers"]
+    contracted, batch = eqn.params["dimension_numbers"]
     left, right = ([_axes(dim) for dim in spec] for spec in operands)
     free = [
         [d for d in range(a.ndim) if d not in (*summed, *shared)]
         for a, summed, shared in zip(arrays, contracted, batch, strict=True)
     ]
-    shape = [*(arrays[0].shape[d] for d in (*batch[0], *free[0])), *(arrays[1].shape[d] for d in free[1])]
+    shape = [
+        *(arrays[0].shape[d] for d in (*batch[0], *free[0])),
+        *(arrays[1].shape[d] for d in free[1]),
+    ]
     result_dims = [*(left[d] for d in (*batch[0], *free[0])), *(right[d] for d in free[1])]
     sums = [left[d] for d in contracted[0]]
-    if sums != [right[d] for d in contracted[1]] or [left[d] for d in batch[0]] != [right[d] for d in batch[1]]:
+    if sums != [right[d] for d in contracted[1]] or [left[d] for d in batch[0]] != [
+        right[d] for d in batch[1]
+    ]:
         return None
     result = wanted(shape)
     summed = [axis for axes in sums for axis in axes]
@@ -157,7 +167,11 @@ def product(
             piece = jax.lax.psum(piece, axes) if axes else piece
         return piece.astype(dtype)
 
-    return [jax.shard_map(run, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)(*arrays)]
+    return [
+        jax.shard_map(run, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)(
+            *arrays
+        )
+    ]
 
 
 def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
@@ -189,18 +203,27 @@ def _on_pieces(
     """Results of `run` on the pieces of split arrays; under a `vmap` over groups, on those of each
     group's arrays.
 
-    `everywhere`: whether it runs on each device by itself along all mesh axes, not only along those that split an array.
+    `everywhere`: whether it runs on each device by itself along all mesh axes, not only along those
+        that split an array.
     """
 
     def mapped(
-        function: Callable[..., list[Any]], ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], *given: Any
+        function: Callable[..., list[Any]],
+        ins: Sequence[PartitionSpec],
+        outs: Sequence[PartitionSpec],
+        *given: Any,
     ) -> Sequence[Any]:
         axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
         axes |= {str(axis) for axis in mesh.axis_names if everywhere}
         if not axes:
             return function(*given)
         local = jax.shard_map(
-            function, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), axis_names=axes, check_vma=False
+            function,
+            mesh=mesh,
+            in_specs=tuple(ins),
+            out_specs=list(outs),
+            axis_names=axes,
+            check_vma=False,
         )
         results: Sequence[Any] = local(*given)
         return results
@@ -215,11 +238,19 @@ def _on_pieces(
     @alone.def_vmap
     def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, list[bool]]:
         def run_one(*group: Any) -> list[Any]:
-            return [r[None] for r in run(*(a[0] if b else a for a, b in zip(group, batched, strict=True)))]
+            return [
+                r[None]
+                for r in run(*(a[0] if b else a for a, b in zip(group, batched, strict=True)))
+            ]
 
         lead = tuple(groups)
-        ins = [PartitionSpec(lead, *spec) if b else spec for spec, b in zip(operands, batched, strict=True)]
-        return mapped(run_one, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [True] * len(results)
+        ins = [
+            PartitionSpec(lead, *spec) if b else spec
+            for spec, b in zip(operands, batched, strict=True)
+        ]
+        return mapped(run_one, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [
+            True
+        ] * len(results)
 
     outputs: Sequence[Any] = alone(*arrays)
     return outputs

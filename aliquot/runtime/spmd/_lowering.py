@@ -79,7 +79,9 @@ class ConstraintLowering(AbstractLowering):
         mapped: Collection[int] = (),
     ) -> list[Any]:
         """See `AbstractLowering.replay`."""
-        results = evaluate(graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped)))
+        results = evaluate(
+            graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped))
+        )
         if self.pins.rows:
             given = {item.value: array for item, array in zip(graph.inputs, arrays, strict=True)}
             for position, output in enumerate(graph.outputs):
@@ -119,21 +121,29 @@ class ConstraintLowering(AbstractLowering):
             for spec in specs:
                 row = self.constrain(row, _of_row(spec))
             # Or the whole array would take on the order of dims that a gather leaves.
-            row = in_plain_order(row, self.mesh, partition(self.mesh, _of_row(specs[-1]), row.shape))
+            row = in_plain_order(
+                row, self.mesh, partition(self.mesh, _of_row(specs[-1]), row.shape)
+            )
             return jax.lax.dynamic_update_index_in_dim(kept, row, number, 0)
 
         return jax.lax.fori_loop(0, new.shape[0], replace, given[old])
 
 
 def partition(
-    mesh: Mesh, spec: Spec, shape: Sequence[int], without: frozenset[str] = frozenset(), minor: Sequence[int] = ()
+    mesh: Mesh,
+    spec: Spec,
+    shape: Sequence[int],
+    without: frozenset[str] = frozenset(),
+    minor: Sequence[int] = (),
 ) -> PartitionSpec:
     """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too
     small for them.
     """
     names = [str(name) for name in mesh.axis_names]
     kept: list[tuple[str, ...]] = []
-    for size, axes in zip(shape, dims_of(without_partial(spec), names, len(shape), minor), strict=True):
+    for size, axes in zip(
+        shape, dims_of(without_partial(spec), names, len(shape), minor), strict=True
+    ):
         mine: list[str] = []
         shards = 1
         for axis in axes:
@@ -153,7 +163,11 @@ class _Constrain(ReplayHook):
     """Pins every operand, then every result, one split after the other."""
 
     def __init__(
-        self, lowering: ConstraintLowering, graph: Graph, without: frozenset[str], differing: frozenset[int]
+        self,
+        lowering: ConstraintLowering,
+        graph: Graph,
+        without: frozenset[str],
+        differing: frozenset[int],
     ) -> None:
         self._graph = graph
         self._lowering, self._without, self._differing = lowering, without, differing
@@ -197,7 +211,10 @@ class _Constrain(ReplayHook):
         by_itself = traits_of(op.name).runs_on_pieces or not is_declared(op)
         if not sums_scattered and not by_itself and op.name != "conv_general_dilated":
             return bind(op.eqn, arrays)
-        mesh, differs = self._lowering.mesh, not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int))
+        mesh, differs = (
+            self._lowering.mesh,
+            not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int)),
+        )
         without = self._without if differs else frozenset()
         if pin is not None and sums_scattered:
             return self._product(pin, op, arrays, bind, without)
@@ -205,20 +222,28 @@ class _Constrain(ReplayHook):
         if op.name == "conv_general_dilated":
             return convolution(op.eqn, arrays, bind, mesh, groups)
         given = pin.operands if pin is not None else [None] * len(arrays)
-        splits = [s if s is None else partition(mesh, s, a.shape, without) for s, a in zip(given, arrays, strict=True)]
+        splits = [
+            s if s is None else partition(mesh, s, a.shape, without)
+            for s, a in zip(given, arrays, strict=True)
+        ]
         rule = dim_rule(op, self._graph, on_missing_rule=self._pins.on_missing_rule)
         return on_pieces(op.eqn, arrays, bind, mesh, groups, rule, splits)
 
-    def _product(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]) -> Sequence[Any]:
+    def _product(
+        self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]
+    ) -> Sequence[Any]:
         mesh, (chain,), (minor,) = self._lowering.mesh, pin.results, pin.minor
         operands = [
-            partition(mesh, spec or (), array.shape, without) for spec, array in zip(pin.operands, arrays, strict=True)
+            partition(mesh, spec or (), array.shape, without)
+            for spec, array in zip(pin.operands, arrays, strict=True)
         ]
 
         def wanted(shape: Sequence[int]) -> PartitionSpec:
             return partition(mesh, chain[0], shape, without, minor)
 
-        result = product(op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums)
+        result = product(
+            op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums
+        )
         return bind(op.eqn, arrays) if result is None else result
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
@@ -227,7 +252,9 @@ class _Constrain(ReplayHook):
             return arrays
         for position, (chain, minor) in enumerate(zip(pin.results, pin.minor, strict=True)):
             for number, spec in enumerate(chain):
-                arrays[position] = self._pin(op.outputs[position], arrays[position], spec, () if number else minor)
+                arrays[position] = self._pin(
+                    op.outputs[position], arrays[position], spec, () if number else minor
+                )
         return arrays
 
     def value(self, index: int, array: Any) -> Any:

@@ -1,4 +1,6 @@
-"""From a plan to the program that runs it: pins from its decisions, and its cut into micro-batches."""
+"""From a plan to the program that runs it: pins from its decisions, and its cut into
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def build_plan_program(step: PlannedStep, mesh: Any) -> Program:
 
 
 def stage_pins(
-    graph: Graph, nodes: NodeGraph, choices: Sequence[Choice], stage: StagePlan, target: Target, *, waits: bool
+    graph: Graph,
+    nodes: NodeGraph,
+    choices: Sequence[Choice],
+    stage: StagePlan,
+    target: Target,
+    *,
+    waits: bool,
 ) -> Pins:
     """Pins of a stage, as its target's compiler needs them. `waits`: whether gradients wait for the
     last micro-batch.

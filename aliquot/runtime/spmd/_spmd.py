@@ -82,13 +82,21 @@ def build_program(
         and _alike(graph, item.value, graph.outputs[item.output].value)
     )
     jitted = jax.jit(
-        run, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=donated, keep_unused=True
+        run,
+        in_shardings=in_shardings,
+        out_shardings=list(out_shardings),
+        donate_argnums=donated,
+        keep_unused=True,
     )
-    return Program(jitted=jitted, in_shardings=in_shardings, out_shardings=out_shardings, donated=donated)
+    return Program(
+        jitted=jitted, in_shardings=in_shardings, out_shardings=out_shardings, donated=donated
+    )
 
 
 def _shape(graph: Graph, operand: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = graph.values[operand].shape if isinstance(operand, int) else operand.shape
+    shape: tuple[int, ...] = (
+        graph.values[operand].shape if isinstance(operand, int) else operand.shape
+    )
     return shape
 
 
@@ -104,16 +112,28 @@ class _Loop:
     """The step as a loop over micro-batches. Called with flat arrays, it returns flat results."""
 
     def __init__(
-        self, plan: MicroBatchPlan, lowering: AbstractLowering, mesh: Mesh, pins: Pins, data_axes: tuple[str, ...]
+        self,
+        plan: MicroBatchPlan,
+        lowering: AbstractLowering,
+        mesh: Mesh,
+        pins: Pins,
+        data_axes: tuple[str, ...],
     ) -> None:
         self._plan, self._lowering = plan, lowering
         self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
         self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
         self._layout = _layout(plan, pins, mesh, self._without)
         self._graphs = cut_graph(plan, self._layout)
-        self._specs = {item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)}
+        self._specs = {
+            item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)
+        }
         self._totals = Totals(
-            plan=plan, mesh=mesh, lowering=lowering, layout=self._layout, pins=pins, without=self._without
+            plan=plan,
+            mesh=mesh,
+            lowering=lowering,
+            layout=self._layout,
+            pins=pins,
+            without=self._without,
         )
         self.__name__ = plan.whole.name
 
@@ -130,8 +150,13 @@ class _Loop:
 
         def step(totals: list[Any], part: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             results = dict(zip(parts.crossing, self._part(known, *part), strict=True))
-            added = [total + results[v].astype(total.dtype) for v, total in zip(summed, totals, strict=True)]
-            return [whole.spread(v, a) for v, a in zip(summed, added, strict=True)], [results[v] for v in stacked]
+            added = [
+                total + results[v].astype(total.dtype)
+                for v, total in zip(summed, totals, strict=True)
+            ]
+            return [whole.spread(v, a) for v, a in zip(summed, added, strict=True)], [
+                results[v] for v in stacked
+            ]
 
         zeros = [whole.zeros(v) for v in summed]
         numbers = jnp.arange(layout.micro_batches, dtype=jnp.int32)
@@ -144,14 +169,22 @@ class _Loop:
     def _part(self, known: dict[int, Any], micro_batch: Any, slices: Sequence[Any]) -> list[Any]:
         """Crossing values of one micro-batch, for all groups."""
         parts, groups = self._graphs, self._layout.groups
-        order = [*(i.value for i in self._plan.whole.inputs), *self._plan.whole.constants, *parts.early_values]
+        order = [
+            *(i.value for i in self._plan.whole.inputs),
+            *self._plan.whole.constants,
+            *parts.early_values,
+        ]
         sliced = {value for value, _ in parts.sliced}
         given = [i.value for v, i in zip(order, parts.body.inputs, strict=False) if v in sliced]
 
         def run(group: Any, arrays_of_group: Sequence[Any]) -> list[Any]:
-            arrays = known | dict(zip([value for value, _ in parts.sliced], arrays_of_group, strict=True))
+            arrays = known | dict(
+                zip([value for value, _ in parts.sliced], arrays_of_group, strict=True)
+            )
             inputs = [*(arrays[v] for v in order), group, micro_batch]
-            return self._lowering.replay(parts.body, inputs, without=self._without, mapped=[*given, parts.group])
+            return self._lowering.replay(
+                parts.body, inputs, without=self._without, mapped=[*given, parts.group]
+            )
 
         if groups == 1:
             return run(jnp.int32(0), slices)
@@ -182,14 +215,19 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
         if item.role is not Role.BATCH:
             continue
         names = tuple(sizes)
-        (batch_axes, *_) = dims_of(spec, names, len(shape))
+        batch_axes, *_ = dims_of(spec, names, len(shape))
         others = tuple(name for name in batch_axes if name not in without)
         (count,) = sizes_of([others], sizes)
         if (
-            batch_axes[: len(batch_axes) - len(others)] == tuple(n for n in batch_axes if n in without)
+            batch_axes[: len(batch_axes) - len(others)]
+            == tuple(n for n in batch_axes if n in without)
             and shape[0] % count == 0
         ):
             shards = max(shards, count)
-    split = ((v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE)
+    split = (
+        (v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE
+    )
     even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)
-    return Layout(groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches)
+    return Layout(
+        groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches
+    )

@@ -66,7 +66,9 @@ class Totals:
         """Keep each group's running total on the group."""
         if self.layout.groups == 1:
             return total
-        return self.lowering.constrain(total, self.total_spec(value), without=self.without, leading=1)
+        return self.lowering.constrain(
+            total, self.total_spec(value), without=self.without, leading=1
+        )
 
     def total_spec(self, value: int) -> Spec:
         """Split of a running total's dims, without that of the groups."""
@@ -122,11 +124,19 @@ def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int
     landings: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
     for op in graph.ops:
         pin = pins.of(op)
-        chain = landings.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
+        chain = (
+            landings.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
+        )
         if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
             order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
             places = {dim: place for place, dim in enumerate(order)}
-            landings[op.outputs[0]] = tuple((tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain)
+            landings[op.outputs[0]] = tuple(
+                (tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain
+            )
         if pin is not None:
-            landings |= {out: chain for out, chain in zip(op.outputs, pin.totals, strict=True) if out >= 0 and chain}
+            landings |= {
+                out: chain
+                for out, chain in zip(op.outputs, pin.totals, strict=True)
+                if out >= 0 and chain
+            }
     return landings

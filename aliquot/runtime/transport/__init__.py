@@ -1,4 +1,6 @@
-"""Arrays between devices and processes: their pieces, routes and moves, and the hosts that agree and watch each other."""
+"""Arrays between devices and processes: their pieces, routes and moves, and the hosts that agree
+and watch each other.
+"""
 
 from ._agreement import agree as agree
 from ._agreement import agree_on_step as agree_on_step

@@ -49,20 +49,32 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
     Raises:
         PlanMismatchError: in every process if one differs: which, in which part and in which lines.
     """
-    digests = {name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()}
-    digests_of_all: list[dict[str, str]] = [json.loads(data) for data in exchange(json.dumps(digests).encode())]
+    digests = {
+        name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()
+    }
+    digests_of_all: list[dict[str, str]] = [
+        json.loads(data) for data in exchange(json.dumps(digests).encode())
+    ]
     names = list(dict.fromkeys(name for of in digests_of_all for name in of))
     different = {
-        name: [k for k, of in enumerate(digests_of_all) if of.get(name) != digests_of_all[0].get(name)]
+        name: [
+            k for k, of in enumerate(digests_of_all) if of.get(name) != digests_of_all[0].get(name)
+        ]
         for name in names
     }
     different = {name: others for name, others in different.items() if others}
     if not different:
         return
     # All have found the same, so all tell what they have.
-    texts = [json.loads(data) for data in exchange(json.dumps({n: list(parts.get(n, ())) for n in different}).encode())]
+    texts = [
+        json.loads(data)
+        for data in exchange(json.dumps({n: list(parts.get(n, ())) for n in different}).encode())
+    ]
     raise PlanMismatchError(
-        [_difference(name, others, [text[name] for text in texts]) for name, others in different.items()],
+        [
+            _difference(name, others, [text[name] for text in texts])
+            for name, others in different.items()
+        ],
         asked="processes that run a step together must all run the same",
         advice="Give all processes the same step, plan, shapes and versions.",
     )
@@ -77,7 +89,10 @@ def agree_on_step(graph: Graph, plan: Plan | None) -> None:
     ]
     agree(
         {
-            "arguments or results": [*inputs, *(f"returns {output.path}" for output in graph.outputs)],
+            "arguments or results": [
+                *inputs,
+                *(f"returns {output.path}" for output in graph.outputs),
+            ],
             **plan_lines(plan),
             _OPERATORS: [graph_fingerprint(graph)],
         }
@@ -86,19 +101,28 @@ def agree_on_step(graph: Graph, plan: Plan | None) -> None:
 
 def plan_lines(plan: Plan | None) -> dict[str, list[str]]:
     """A plan and the versions that run it, for `agree`."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("aliquot", "jax", "jaxlib")]
-    operators, decisions = ([], []) if plan is None else ([plan.graph_fingerprint], list(plan.decisions()))
+    versions = [
+        f"{name} {importlib.metadata.version(name)}" for name in ("aliquot", "jax", "jaxlib")
+    ]
+    operators, decisions = (
+        ([], []) if plan is None else ([plan.graph_fingerprint], list(plan.decisions()))
+    )
     return {_OPERATORS: operators, "decisions in its plan": decisions, "versions": versions}
 
 
 def _difference(name: str, others: Sequence[int], texts: Sequence[Sequence[str]]) -> str:
     """The processes that differ from process 0 in a part, and the first difference."""
     several = len(others) > 1
-    who = f"process{'es' * several} {', '.join(map(str, others))} {'have' if several else 'has'} other {name} than process 0"
+    who = (
+        f"process{'es' * several} {', '.join(map(str, others))} {'have' if several else 'has'}"
+        f" other {name} than process 0"
+    )
     if name == _OPERATORS:
         return f"{who}: another model, or another release of a library that it is made with"
     first, other = texts[0], texts[others[0]]
-    here, there = ([line for line in a if line not in b] for a, b in ((first, {*other}), (other, {*first})))
+    here, there = (
+        [line for line in a if line not in b] for a, b in ((first, {*other}), (other, {*first}))
+    )
     shown = [
         *(f"process 0: {line}" for line in here[:_SHOWN]),
         *(f"process {others[0]}: {line}" for line in there[:_SHOWN]),

@@ -54,5 +54,8 @@ def keys_from(words: Any, look: Any) -> Any:
         return words
     names: list[Any] = []
     # Only arrays and tracers tell how keys are made.
-    jax.eval_shape(lambda key: names.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(look.shape, look.dtype))
+    jax.eval_shape(
+        lambda key: names.append(jax.random.key_impl(key)),
+        jax.ShapeDtypeStruct(look.shape, look.dtype),
+    )
     return jax.random.wrap_key_data(words, impl=names[0])

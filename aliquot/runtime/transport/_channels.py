@@ -61,7 +61,9 @@ class Channels:
         """
         if process not in self._outboxes:
             host, port, word = self._ends[process]
-            self._outboxes[process] = _Outbox(process, host, port, word + self._own.to_bytes(4, "big"))
+            self._outboxes[process] = _Outbox(
+                process, host, port, word + self._own.to_bytes(4, "big")
+            )
         self._outboxes[process].put(parts)
 
     def receive(self, process: int, num_bytes: int) -> np.ndarray[Any, Any]:
@@ -123,14 +125,18 @@ class _Outbox:
 
     def put(self, parts: Parts) -> None:
         if self._error is not None:
-            raise ConnectionError(f"nothing can be sent to process {self._process}") from self._error
+            raise ConnectionError(
+                f"nothing can be sent to process {self._process}"
+            ) from self._error
         with self._change:
             self._unsent += 1
         self._waiting.put(parts)
 
     def flush(self, timeout_s: float | None) -> bool:
         with self._change:
-            return self._change.wait_for(lambda: not self._unsent or self._error is not None, timeout_s)
+            return self._change.wait_for(
+                lambda: not self._unsent or self._error is not None, timeout_s
+            )
 
     def close(self) -> None:
         self._socket.close()
@@ -141,8 +147,12 @@ class _Outbox:
             parts = self._waiting.get()
             if self._error is None:
                 try:
-                    arrays = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts()]
-                    self._socket.sendall(_HEADER.pack(number, sum(array.nbytes for array in arrays)))
+                    arrays = [
+                        np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts()
+                    ]
+                    self._socket.sendall(
+                        _HEADER.pack(number, sum(array.nbytes for array in arrays))
+                    )
                     for array in arrays:
                         self._socket.sendall(array.data)
                 # Also what JAX raises when the computation of an array has failed.
@@ -162,7 +172,9 @@ class _Inbox:
 
     def __init__(self, process: int) -> None:
         self._process = process
-        self._read: queue.Queue[tuple[int, np.ndarray[Any, Any]] | BaseException] = queue.Queue(_UNREAD)
+        self._read: queue.Queue[tuple[int, np.ndarray[Any, Any]] | BaseException] = queue.Queue(
+            _UNREAD
+        )
         self._taken = 0
         self._socket: socket.socket | None = None
 
@@ -174,12 +186,14 @@ class _Inbox:
         arrived = self._read.get()
         if isinstance(arrived, BaseException):
             self._read.put(arrived)
-            raise ConnectionError(f"the connection to process {self._process} has ended") from arrived
+            raise ConnectionError(
+                f"the connection to process {self._process} has ended"
+            ) from arrived
         number, data = arrived
         if (number, data.nbytes) != (self._taken, num_bytes):
             raise ConnectionError(
-                f"process {self._process} sent {data.nbytes} bytes as its message {number}, where {num_bytes} bytes were to "
-                f"come as message {self._taken}: it runs something else"
+                f"process {self._process} sent {data.nbytes} bytes as its message {number}, where"
+                f" {num_bytes} bytes were to come as message {self._taken}: it runs something else"
             )
         self._taken += 1
         return data

@@ -65,8 +65,8 @@ def _at_exit() -> None:
             part(peers)
             return
         print(
-            f"aliquot: process {peers.process} ends while others still run. Call aliquot.runtime.shutdown() at the end, "
-            "which waits for them.",
+            f"aliquot: process {peers.process} ends while others still run. Call"
+            " aliquot.runtime.shutdown() at the end, which waits for them.",
             file=sys.stderr,
         )
         peers.fail("has ended without aliquot.runtime.shutdown()")

@@ -79,10 +79,18 @@ def plan_host_move(
         if piece.target == this_process and piece.source != this_process:
             arriving.setdefault(piece.source, []).append(piece)
     needed = sorted({piece.array for piece in pieces if piece.source == this_process})
-    together = _joiner(structs, plain, [by_process.get(this_process) for by_process in targets]) if receives else None
+    together = (
+        _joiner(structs, plain, [by_process.get(this_process) for by_process in targets])
+        if receives
+        else None
+    )
 
     def move(*arrays: Any) -> list[Any]:
-        shards = {(k, shard.device): shard.data for k in needed for shard in words(arrays[k]).addressable_shards}
+        shards = {
+            (k, shard.device): shard.data
+            for k in needed
+            for shard in words(arrays[k]).addressable_shards
+        }
         for process, group in sends.items():
             mine = [(shards[p.array, p.device], _slices(p.block, p.within)) for p in group]
             channels.send(process, functools.partial(_cut, mine))
@@ -90,7 +98,9 @@ def plan_host_move(
             return []
         received = {
             # A copy: the new shard must not be the old buffer, which may be donated.
-            (p.array, p.goal, p.block): np.array(np.asarray(shards[p.array, p.device])[_slices(p.block, p.within)])
+            (p.array, p.goal, p.block): np.array(
+                np.asarray(shards[p.array, p.device])[_slices(p.block, p.within)]
+            )
             for p in local
         }
         del shards
@@ -111,11 +121,17 @@ def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piec
     held: dict[Block, dict[int, Any]] = {}
     for device, block in _blocks(look.sharding, look.shape).items():
         held.setdefault(block, {}).setdefault(device.process_index, device)
-    goals = {block for device, block in _blocks(target, look.shape).items() if device.process_index == process}
+    goals = {
+        block
+        for device, block in _blocks(target, look.shape).items()
+        if device.process_index == process
+    }
     pieces = []
     for goal in sorted(goals):
         for within in sorted(held):
-            block = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(goal, within, strict=True))
+            block = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(goal, within, strict=True)
+            )
             if all(start < stop for start, stop in block):
                 holders = held[within]
                 # Holders of the same block take turns.
@@ -132,7 +148,11 @@ def _joiner(
     """
     process = jax.process_index()
     places = [
-        [(device, block) for device, block in _blocks(target, look.shape).items() if device.process_index == process]
+        [
+            (device, block)
+            for device, block in _blocks(target, look.shape).items()
+            if device.process_index == process
+        ]
         for target, look in zip(targets, plain, strict=True)
     ]
     devices = [device for place in places for device, _ in place]
@@ -150,7 +170,10 @@ def _joiner(
         shards = iter(jax.device_put(hosts, devices))
         return [
             keys_from(
-                jax.make_array_from_single_device_arrays(look.shape, target, [next(shards) for _ in place]), struct
+                jax.make_array_from_single_device_arrays(
+                    look.shape, target, [next(shards) for _ in place]
+                ),
+                struct,
             )
             for struct, look, target, place in zip(structs, plain, targets, places, strict=True)
         ]
@@ -172,13 +195,17 @@ def _filled(goal: Block, parts: Mapping[Block, Any], dtype: Any) -> np.ndarray[A
 def _blocks(sharding: Sharding, shape: Sequence[int]) -> dict[Any, Block]:
     """The block of an array that each device holds."""
     return {
-        device: tuple(piece.indices(size)[:2] for piece, size in zip(index or (), shape, strict=True))
+        device: tuple(
+            piece.indices(size)[:2] for piece, size in zip(index or (), shape, strict=True)
+        )
         for device, index in sharding.devices_indices_map(tuple(shape)).items()
     }
 
 
 def _slices(block: Block, within: Block) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(block, within, strict=True))
+    return tuple(
+        slice(a - start, b - start) for (a, b), (start, _) in zip(block, within, strict=True)
+    )
 
 
 def _num_bytes(block: Block, dtype: Any) -> int:

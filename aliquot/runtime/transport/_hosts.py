@@ -34,10 +34,11 @@ def initialize(
 ) -> None:
     """Join the processes that run a step together. Call it first, before anything touches a device.
 
-    On a cluster that JAX knows (SLURM, Open MPI, Cloud TPU, Kubernetes) no argument is needed. Afterwards
-    `jax.devices()` lists the devices of all processes, a plan for that many devices runs on them, and each process calls
-    the step: with its own part of the batch (`Step.local_part`) or with the whole. When a process dies, the
-    others say what they were doing and end with exit code 3. At the end all call `shutdown`.
+    On a cluster that JAX knows (SLURM, Open MPI, Cloud TPU, Kubernetes) no argument is needed.
+    Afterwards `jax.devices()` lists the devices of all processes, a plan for that many devices runs
+    on them, and each process calls the step: with its own part of the batch (`Step.local_part`) or
+    with the whole. When a process dies, the others say what they were doing and end with exit code
+    3. At the end all call `shutdown`.
 
     Args:
         coordinator_address: `host:port` of process 0.
@@ -72,14 +73,15 @@ def initialize(
     )
     if address is None or count is None or process is None:
         raise InputError(
-            f"initialize() does not know the processes: coordinator_address={address!r}, num_processes={count!r}, "
-            f"process_id={process!r}, and no launcher that JAX knows tells the rest. Pass all three."
+            f"initialize() does not know the processes: coordinator_address={address!r},"
+            f" num_processes={count!r}, process_id={process!r}, and no launcher that JAX knows"
+            " tells the rest. Pass all three."
         )
     port = address.rpartition(":")[2]
     if not (port.isdecimal() and int(port) < 65536) or not 0 <= process < count:
         raise InputError(
-            f"initialize() was given the address {address!r} and process_id={process} of num_processes={count}: it needs "
-            "host:port, and numbers from 0 to num_processes - 1."
+            f"initialize() was given the address {address!r} and process_id={process} of"
+            f" num_processes={count}: it needs host:port, and numbers from 0 to num_processes - 1."
         )
     if jax.distributed.is_initialized() or watched() is not None:
         raise RuntimeError("initialize() was called before: processes join once.")
@@ -134,7 +136,9 @@ def _spare_threads() -> None:
     wait for is never sent. A device can wait in two programs at once: one of all devices here, and
     one of its own.
     """
-    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    flags = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
     asked = jax.config.values["jax_num_cpu_devices"]
     num_devices = asked if asked > 0 else int(flags[-1]) if flags else 1
     needed, wanted = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")

@@ -54,10 +54,19 @@ class Hello:
     @staticmethod
     def own(process: int, count: int, run: str) -> Hello:
         versions = {name: importlib.metadata.version(name) for name in _VERSIONS}
-        return Hello(process=process, count=count, run=run, machine=_machine(), pid=os.getpid(), versions=versions)
+        return Hello(
+            process=process,
+            count=count,
+            run=run,
+            machine=_machine(),
+            pid=os.getpid(),
+            versions=versions,
+        )
 
     def __str__(self) -> str:
-        return f"process {self.process} of {self.count} (pid {self.pid} on {self.machine.split()[0]})"
+        return (
+            f"process {self.process} of {self.count} (pid {self.pid} on {self.machine.split()[0]})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +107,15 @@ def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Me
     while len(joined) < own_hello.count - 1:
         for k, (hello, peer) in joined.items():
             if _has_ended(peer):
-                _turn_all_away(joined, f"{hello} has ended while the processes met. Look for its error.", but=k)
+                _turn_all_away(
+                    joined, f"{hello} has ended while the processes met. Look for its error.", but=k
+                )
         if time.monotonic() > deadline:
             missing = ", ".join(str(k) for k in range(1, own_hello.count) if k not in joined)
-            _turn_all_away(joined, f"of {own_hello.count} processes {missing} did not come within {timeout_s:.0f} s.")
+            _turn_all_away(
+                joined,
+                f"of {own_hello.count} processes {missing} did not come within {timeout_s:.0f} s.",
+            )
         try:
             peer, _ = listener.accept()
         except OSError:
@@ -119,7 +133,12 @@ def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Me
     threading.Thread(
         target=_turn_away_all_later, args=(listener, own_hello), name="aliquot-meeting", daemon=True
     ).start()
-    return Met(0, own_hello.count, {k: s for k, (_, s) in joined.items()}, {k: h for k, (h, _) in joined.items()})
+    return Met(
+        0,
+        own_hello.count,
+        {k: s for k, (_, s) in joined.items()},
+        {k: h for k, (h, _) in joined.items()},
+    )
 
 
 def let_in(met: Met, told: Mapping[str, Any]) -> None:
@@ -132,12 +151,15 @@ def let_in(met: Met, told: Mapping[str, Any]) -> None:
 def _misfit(own_hello: Hello, hello: Hello, joined: Mapping[int, Hello]) -> str:
     """Reason why a process of this run cannot join; empty if it can."""
     if hello.count != own_hello.count:
-        return f"{hello} expects {hello.count} processes, process 0 expects {own_hello.count}. Give all the same num_processes."
+        return (
+            f"{hello} expects {hello.count} processes, process 0 expects {own_hello.count}. Give"
+            " all the same num_processes."
+        )
     if hello.process in joined or not 0 < hello.process < own_hello.count:
         other = joined.get(hello.process, own_hello)
         return (
-            f"two processes have the number {hello.process}: {other} and {hello}. Give each its own process_id; where two "
-            "runs use one address, give each a port or a run_id of its own."
+            f"two processes have the number {hello.process}: {other} and {hello}. Give each its own"
+            " process_id; where two runs use one address, give each a port or a run_id of its own."
         )
     different = [
         f"{name} {hello.versions.get(name)} in process {hello.process}, {version} in process 0"
@@ -145,14 +167,18 @@ def _misfit(own_hello: Hello, hello: Hello, joined: Mapping[int, Hello]) -> str:
         if hello.versions.get(name) != version
     ]
     if different:
-        return f"the processes have different versions: {'; '.join(different)}. Install the same in all."
+        return (
+            f"the processes have different versions: {'; '.join(different)}. Install the same in"
+            " all."
+        )
     return ""
 
 
 def _other_run(own_hello: Hello, hello: Hello) -> str:
     return (
-        f"at this address process 0 of another run is waiting or running: run {own_hello.run!r} (pid {own_hello.pid} on "
-        f"{own_hello.machine.split()[0]}), and this is {hello} of run {hello.run!r}. Give each run a port of its own."
+        f"at this address process 0 of another run is waiting or running: run {own_hello.run!r}"
+        f" (pid {own_hello.pid} on {own_hello.machine.split()[0]}), and this is {hello} of run"
+        f" {hello.run!r}. Give each run a port of its own."
     )
 
 
@@ -171,12 +197,14 @@ def _turn_away_all_later(listener: socket.socket, own_hello: Hello) -> None:
         else:
             _turn_away(
                 peer,
-                f"all {own_hello.count} processes of the run at this address had come before {hello}. Give each run a port or a "
-                "run_id of its own.",
+                f"all {own_hello.count} processes of the run at this address had come before"
+                f" {hello}. Give each run a port or a run_id of its own.",
             )
 
 
-def _turn_all_away(joined: Mapping[int, tuple[Hello, socket.socket]], text: str, but: int | None = None) -> NoReturn:
+def _turn_all_away(
+    joined: Mapping[int, tuple[Hello, socket.socket]], text: str, but: int | None = None
+) -> NoReturn:
     for k, (_, peer) in joined.items():
         if k != but:
             _turn_away(peer, text)
@@ -190,7 +218,9 @@ def _turn_away(peer: socket.socket, text: str) -> None:
 
 
 def _has_ended(peer: socket.socket) -> bool:
-    """True if the other end is closed. An open connection is silent until its process has joined."""
+    """True if the other end is closed. An open connection is silent until its process has
+    joined.
+    """
     peer.setblocking(False)
     try:
         return not peer.recv(1)
@@ -227,7 +257,8 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
         except OSError as error:
             if time.monotonic() > deadline:
                 give_up(
-                    f"process {own_hello.process} found nobody at {host}:{port} within {timeout_s:.0f} s ({error})."
+                    f"process {own_hello.process} found nobody at {host}:{port} within"
+                    f" {timeout_s:.0f} s ({error})."
                 )
             time.sleep(0.1)
     try:
@@ -238,7 +269,10 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
         said = _hear(peer)
         peer.settimeout(None)
     except (OSError, ValueError) as error:
-        give_up(f"process 0 at {host}:{port} has ended or cannot be reached ({error}). Look for its error.")
+        give_up(
+            f"process 0 at {host}:{port} has ended or cannot be reached ({error}). Look for its"
+            " error."
+        )
     if "refused" in said:
         give_up(f"{said['refused']} Process {own_hello.process} ends (exit code {EXIT_CODE}).")
     told = dict(said["told"])
@@ -269,5 +303,8 @@ def _machine() -> str:
     """This machine's name and start, and the set of processes that this one can see."""
     parts = [platform.node().split()[0] if platform.node().split() else "unknown"]
     with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(parts)

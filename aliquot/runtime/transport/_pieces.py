@@ -47,7 +47,10 @@ class PiecedArray:
 
     def __init__(self, pieces: Sequence[jax.Array]) -> None:
         self.pieces: tuple[jax.Array, ...] = tuple(pieces)
-        self.bounds: tuple[int, ...] = (0, *itertools.accumulate(piece.shape[0] for piece in self.pieces))
+        self.bounds: tuple[int, ...] = (
+            0,
+            *itertools.accumulate(piece.shape[0] for piece in self.pieces),
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +86,10 @@ class PiecedArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """The whole, on the host. Random keys come as their words."""
         if copy is False:
-            raise ValueError("The pieces of a PiecedArray lie apart: they cannot be read as one array without a copy.")
+            raise ValueError(
+                "The pieces of a PiecedArray lie apart: they cannot be read as one array without a"
+                " copy."
+            )
         whole = np.concatenate([gather(piece) for piece in self.pieces])
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
@@ -151,11 +157,15 @@ def output_pieces(graph: Graph) -> tuple[tuple[Piece, ...], ...]:
     return _composed(output_pieces(graph.split.original), graph.split.outputs)
 
 
-def _composed(outer: Sequence[Sequence[Piece]], inner: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece, ...], ...]:
+def _composed(
+    outer: Sequence[Sequence[Piece]], inner: Sequence[Sequence[Piece]]
+) -> tuple[tuple[Piece, ...], ...]:
     """Pieces of pieces: a graph may have been cut for scans of one length, and then for those of
     another.
     """
-    return tuple(tuple(_within(p, q) for p in pieces for q in inner[p.position]) for pieces in outer)
+    return tuple(
+        tuple(_within(p, q) for p in pieces for q in inner[p.position]) for pieces in outer
+    )
 
 
 def _within(outer: Piece, inner: Piece) -> Piece:
@@ -163,7 +173,9 @@ def _within(outer: Piece, inner: Piece) -> Piece:
     return Piece(position=inner.position, start=outer.start + inner.start, stop=stop)
 
 
-def cut_leaves(leaves: Sequence[Any], pieces: Sequence[Sequence[Piece]], paths: Sequence[str]) -> list[Any]:
+def cut_leaves(
+    leaves: Sequence[Any], pieces: Sequence[Sequence[Piece]], paths: Sequence[str]
+) -> list[Any]:
     """The user's arrays to those of a graph in pieces.
 
     Arrays that come in the same pieces are passed on as they are; others are cut, after they were
@@ -183,20 +195,29 @@ def cut_leaves(leaves: Sequence[Any], pieces: Sequence[Sequence[Piece]], paths: 
             if leaf.bounds == (0, *(piece.stop for piece in leaf_pieces)):
                 cut += leaf.pieces
                 continue
-            leaf = jnp.asarray(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+            leaf = (
+                jnp.asarray(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else np.asarray(leaf)
+            )
         stop = leaf_pieces[-1].stop
         if stop is not None and leaf.shape[0] != stop:
             raise InputError(
-                f"{path} has {leaf.shape[0]} rows, and its {stop} rows lie on several stages. Pass all of it in every "
-                "process, or make it with `step.init`."
+                f"{path} has {leaf.shape[0]} rows, and its {stop} rows lie on several stages. Pass"
+                " all of it in every process, or make it with `step.init`."
             )
-        cut += [leaf if piece.stop is None else leaf[piece.start : piece.stop] for piece in leaf_pieces]
+        cut += [
+            leaf if piece.stop is None else leaf[piece.start : piece.stop] for piece in leaf_pieces
+        ]
     return cut
 
 
 def join_results(arrays: Sequence[Any], pieces: Sequence[Sequence[Piece]]) -> list[Any]:
     """Results of a graph in pieces to the user's, one for each entry of `pieces`."""
-    return [joined([arrays[piece.position] for piece in leaf_pieces], leaf_pieces) for leaf_pieces in pieces]
+    return [
+        joined([arrays[piece.position] for piece in leaf_pieces], leaf_pieces)
+        for leaf_pieces in pieces
+    ]
 
 
 def joined(arrays: Sequence[Any], pieces: Sequence[Piece | Rows]) -> Any:

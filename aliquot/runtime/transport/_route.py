@@ -114,7 +114,9 @@ def plan_route(
                 continue
             else:
                 lead = SingleDeviceSharding(leg.source)
-                pieces = [stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces]
+                pieces = [
+                    stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces
+                ]
             # Of arrays from or to different devices in one call, ends may pull different ones
             # first, and wait for ever.
             moved = jax.device_put(pieces, SingleDeviceSharding(leg.target))
@@ -132,7 +134,10 @@ def _row(mesh: Any) -> NamedSharding:
 
 
 def _cut(struct: Any, count: int) -> _Cut:
-    shape, num_bytes = tuple(struct.shape), math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
+    shape, num_bytes = (
+        tuple(struct.shape),
+        math.prod(struct.shape) * np.dtype(struct.dtype).itemsize,
+    )
     if not shape or num_bytes < WORTH_CUTTING_BYTES:
         return _Cut(shape, struct.dtype, 0, 1, 0)
     even = [d for d, size in enumerate(shape) if size % count == 0]
@@ -147,7 +152,9 @@ def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]
         each = cut.on_each(len(senders)), cut.on_each(len(receivers))
         for piece in range(cut.count):
             between.setdefault((piece // each[0], piece // each[1]), []).append((array, piece))
-    return [_Leg(senders[a], receivers[b], tuple(pieces)) for (a, b), pieces in sorted(between.items())]
+    return [
+        _Leg(senders[a], receivers[b], tuple(pieces)) for (a, b), pieces in sorted(between.items())
+    ]
 
 
 def _taker(
@@ -158,7 +165,9 @@ def _taker(
     if not here:
         return lambda arrays: {}
     apart = jax.jit(
-        lambda arrays: [cut.apart(words(x), len(senders)) for cut, x in zip(cuts, arrays, strict=True)],
+        lambda arrays: [
+            cut.apart(words(x), len(senders)) for cut, x in zip(cuts, arrays, strict=True)
+        ],
         out_shardings=[[end] * cut.on_each(len(senders)) for cut in cuts],
     )
 

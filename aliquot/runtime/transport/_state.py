@@ -16,7 +16,12 @@ from ._transfer import lies_elsewhere, share_with_all
 
 
 def place(
-    leaf: Any, sharding: NamedSharding, shape: Sequence[int], *, keep: bool = False, path: str = "an array"
+    leaf: Any,
+    sharding: NamedSharding,
+    shape: Sequence[int],
+    *,
+    keep: bool = False,
+    path: str = "an array",
 ) -> jax.Array:
     """An array where `sharding` wants it; the array itself if it lies there already.
 
@@ -66,7 +71,9 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
         whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
         data = jax.make_array_from_callback(words.shape, whole, lambda index: words[index])
         impl = jax.random.key_impl(leaf)
-        keys: jax.Array = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=sharding)(data)
+        keys: jax.Array = jax.jit(
+            lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=sharding
+        )(data)
         return keys
     host = np.asarray(leaf)
     if host.shape == shape:
@@ -76,8 +83,9 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
         array = jax.make_array_from_process_local_data(sharding, host, shape)
     except ValueError as error:
         raise InputError(
-            f"{path} has the shape {host.shape} in process {jax.process_index()}, which is neither all of {shape} nor "
-            f"the part of it that this process holds: {error}. `step.local_part(array)` cuts it out of the whole."
+            f"{path} has the shape {host.shape} in process {jax.process_index()}, which is neither"
+            f" all of {shape} nor the part of it that this process holds: {error}."
+            " `step.local_part(array)` cuts it out of the whole."
         ) from None
     return array
 
@@ -91,7 +99,11 @@ def gather(array: Any) -> Any:
     """
     if isinstance(array, jax.Array):
         array = share_with_all(words(array)) if lies_elsewhere(array) else words(array)
-    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+    if (
+        isinstance(array, jax.Array)
+        and not array.is_fully_addressable
+        and not array.is_fully_replicated
+    ):
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))

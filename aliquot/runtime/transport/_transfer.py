@@ -49,12 +49,18 @@ def channels_of_hosts() -> Channels | None:
     at the same point at first.
     """
     peers = watched()
-    if peers is None or peers.transfers == "device" or (peers.transfers is None and jax.default_backend() != "cpu"):
+    if (
+        peers is None
+        or peers.transfers == "device"
+        or (peers.transfers is None and jax.default_backend() != "cpu")
+    ):
         return None
     return peers.channels
 
 
-def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]) -> Move | None:
+def plan_move(
+    structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSharding]
+) -> Move | None:
     """This process's part in one transfer of arrays.
 
     Args:
@@ -74,14 +80,20 @@ def plan_move(structs: Sequence[jax.ShapeDtypeStruct], targets: Sequence[NamedSh
         return (lambda *arrays: jax.device_put(list(arrays), goals)) if process in senders else None
     channels = channels_of_hosts()
     if channels is not None:
-        return plan_host_move(structs, [dict.fromkeys(receivers, target) for target in targets], channels)
+        return plan_host_move(
+            structs, [dict.fromkeys(receivers, target) for target in targets], channels
+        )
     spans = len(senders) > 1 or len(receivers) > 1
     if spans and (senders & receivers or source.mesh.devices.size != target.mesh.devices.size):
         return plan_route(structs, targets)
     plain = [words_of(look) for look in structs]
     wires = [_wire(s, t, spans) for s, t in zip(plain, targets, strict=True)]
     goals = [wire.target for wire in wires]
-    stubs = [] if process in senders else [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
+    stubs = (
+        []
+        if process in senders
+        else [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
+    )
     if process in senders:
         return _sender(structs, plain, wires)
     if process not in receivers:
@@ -113,7 +125,9 @@ def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire])
     return send
 
 
-def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire], targets: Sequence[Any]) -> Move:
+def _receiver(
+    structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire], targets: Sequence[Any]
+) -> Move:
     goals = [wire.target for wire in wires]
     changed = [k for k, (w, t) in enumerate(zip(wires, targets, strict=True)) if w.target != t]
     keys = [k for k, s in enumerate(structs) if is_key(s)]
@@ -122,7 +136,9 @@ def _receiver(structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire
     def receive(*_: Any) -> Sequence[Any]:
         received: list[Any] = jax.device_put(stubs, goals)
         if changed:
-            for k, array in zip(changed, jax.device_put([received[k] for k in changed], last), strict=True):
+            for k, array in zip(
+                changed, jax.device_put([received[k] for k in changed], last), strict=True
+            ):
                 received[k] = array
         for k in keys:
             received[k] = keys_from(received[k], structs[k])
@@ -148,7 +164,8 @@ def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
     else:
         parts, spec = 1, PartitionSpec()
     ends = [
-        NamedSharding(Mesh(mesh.devices.reshape(-1)[:parts], ("parts",)), spec) for mesh in (source.mesh, target.mesh)
+        NamedSharding(Mesh(mesh.devices.reshape(-1)[:parts], ("parts",)), spec)
+        for mesh in (source.mesh, target.mesh)
     ]
     return Wire(*ends)
 
@@ -157,7 +174,9 @@ def _num_parts(shape: Sequence[int], sharding: NamedSharding) -> int:
     """Number of different parts of an array on the devices."""
     if 0 in shape:
         return 1
-    return math.prod(size // part for size, part in zip(shape, sharding.shard_shape(tuple(shape)), strict=True))
+    return math.prod(
+        size // part for size, part in zip(shape, sharding.shard_shape(tuple(shape)), strict=True)
+    )
 
 
 def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
@@ -166,7 +185,9 @@ def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
     if own_mesh == mesh:
         return form
     devices = mesh.devices.reshape(-1)[: own_mesh.devices.size].reshape(own_mesh.devices.shape)
-    return NamedSharding(Mesh(devices, own_mesh.axis_names, axis_types=own_mesh.axis_types), form.spec)
+    return NamedSharding(
+        Mesh(devices, own_mesh.axis_names, axis_types=own_mesh.axis_types), form.spec
+    )
 
 
 # ---- to every process ----------------------------------------------------------------------------

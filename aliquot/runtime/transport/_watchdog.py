@@ -48,7 +48,8 @@ class Peers:
 
     def __init__(self, met: Met) -> None:
         self.process, self.count, self._met = met.process, met.count, met
-        #: "host" or "device": what carries arrays between processes; None where the kind of device decides.
+        # : "host" or "device": what carries arrays between processes; None where the kind of device
+        # decides.
         self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
         self._channels: Channels | None = None
@@ -197,7 +198,9 @@ class Peers:
         for k, peer in self._met.sockets.items():
             if k != dead:
                 with suppress(OSError):
-                    peer.sendall(kind + dead.to_bytes(4, "big") + len(text).to_bytes(4, "big") + text)
+                    peer.sendall(
+                        kind + dead.to_bytes(4, "big") + len(text).to_bytes(4, "big") + text
+                    )
         if until_gone is not None and self.process == 0:
             with suppress(OSError):
                 until_gone.settimeout(_LAST_S)
@@ -209,14 +212,18 @@ class Peers:
         if self._is_leaving:
             return
         try:
-            doing = self.describe(dead) if self.describe else f"Process {self.process} had not run a step yet."
+            doing = (
+                self.describe(dead)
+                if self.describe
+                else f"Process {self.process} had not run a step yet."
+            )
         except Exception as error:
             doing = f"(What process {self.process} was doing cannot be told: {error!r}.)"
         role = ", which coordinates the others," if dead == 0 else ""
         text = (
-            f"\naliquot: process {dead}{role} {why}. {doing} It cannot go on without process "
-            f"{dead} and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then start all "
-            "processes again from the last checkpoint.\n"
+            f"\naliquot: process {dead}{role} {why}. {doing} It cannot go on without process {dead}"
+            f" and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then"
+            " start all processes again from the last checkpoint.\n"
         )
         os.write(2, text.encode())
         end_at_once(EXIT_CODE)
@@ -254,10 +261,14 @@ def watch(timeout_s: float = 300) -> Peers | None:
             client.key_value_set_bytes("aliquot/watchdog", f"{hello.run} {port}".encode())
             _peers.append(_host(meeting, hello, timeout_s, {}))
         else:
-            said = client.blocking_key_value_get_bytes("aliquot/watchdog", int(timeout_s * 1000)).decode()
+            said = client.blocking_key_value_get_bytes(
+                "aliquot/watchdog", int(timeout_s * 1000)
+            ).decode()
             run, port = said.split()
             hello = Hello.own(process, count, run)
-            _peers.append(Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), hello, timeout_s)[0]))
+            _peers.append(
+                Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), hello, timeout_s)[0])
+            )
     return _peers[0]
 
 
@@ -276,8 +287,8 @@ def meet(address: str, own_hello: Hello, timeout_s: float, service_port: Callabl
             meeting = listener(int(port))
         except OSError as error:
             give_up(
-                f"process 0 cannot listen at {address} ({error}). If another run uses this port, give this one another. "
-                f"It ends (exit code {EXIT_CODE})."
+                f"process 0 cannot listen at {address} ({error}). If another run uses this port,"
+                f" give this one another. It ends (exit code {EXIT_CODE})."
             )
         chosen_port = service_port()
         _peers.append(_host(meeting, own_hello, timeout_s, {"port": chosen_port}))
@@ -288,7 +299,9 @@ def meet(address: str, own_hello: Hello, timeout_s: float, service_port: Callabl
     return f"{host}:{chosen_port}"
 
 
-def _host(meeting: socket.socket, own_hello: Hello, timeout_s: float, told: dict[str, Any]) -> Peers:
+def _host(
+    meeting: socket.socket, own_hello: Hello, timeout_s: float, told: dict[str, Any]
+) -> Peers:
     met = gather_in(meeting, own_hello, timeout_s)
     let_in(met, {**told, "hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
     return Peers(met)
@@ -315,7 +328,10 @@ def _delay_aborts() -> None:
     if os.name != "posix":
         return
     library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    library.signal.argtypes, library.signal.restype = (
+        (ctypes.c_int, ctypes.c_void_p),
+        ctypes.c_void_p,
+    )
     library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 

@@ -1,4 +1,6 @@
-"""Micro-batches: the test that a step can be cut into them, the cut, and how their results combine."""
+"""Micro-batches: the test that a step can be cut into them, the cut, and how their results
+combine.
+"""
 
 from ._micro_batches import SEMANTICS as SEMANTICS
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan

@@ -1,4 +1,6 @@
-"""Findings about a step on micro-batches: the time specs of its values, and what its operators are to do."""
+"""Findings about a step on micro-batches: the time specs of its values, and what its operators are
+to do.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Findings:
         free: for each value, whether it depends on no parameter.
         outside: for each value, whether it stands outside of loops.
         origin: for each late or whole value the operator with which that began.
-        positions: for index arrays, whether they hold each example's own position: for each component
-            of the last dim, or one answer for all.
+        positions: for index arrays, whether they hold each example's own position: for each
+            component of the last dim, or one answer for all.
         always_false: values that are false everywhere.
         has_backward: whether any operator belongs to a backward pass.
     """
@@ -63,7 +65,9 @@ class Findings:
         self._feeds_backward = bytearray(size)
         self.has_backward = any(op.phase is Phase.BACKWARD for op in self.whole.ops)
         for op in reversed(self.whole.ops):
-            if op.phase is Phase.BACKWARD or any(self._feeds_backward[o] for o in op.outputs if o >= 0):
+            if op.phase is Phase.BACKWARD or any(
+                self._feeds_backward[o] for o in op.outputs if o >= 0
+            ):
                 for i in op.inputs:
                     if type(i) is int:
                         self._feeds_backward[i] = 1
@@ -107,7 +111,10 @@ class Findings:
 
     def _result_shapes(self, op: Op) -> list[tuple[Shape, Shape]]:
         other = self.part.ops[op.index].eqn.outvars
-        return [(tuple(a.aval.shape), tuple(b.aval.shape)) for a, b in zip(op.eqn.outvars, other, strict=True)]
+        return [
+            (tuple(a.aval.shape), tuple(b.aval.shape))
+            for a, b in zip(op.eqn.outvars, other, strict=True)
+        ]
 
     def same_results(self, op: Op) -> bool:
         """True if all results are as large on a part as on the whole batch."""
@@ -124,8 +131,12 @@ class Findings:
         return self._rules[key]
 
     def _equations(self, op: Op) -> tuple[int, int]:
-        """The operator's equations, which layers that were traced once have in common; the graphs keep them alive."""
-        return (id(op.eqn), id(self.part.ops[op.index].eqn)) if op.eqn is not None else (op.index, -1)
+        """The operator's equations, which layers that were traced once have in common; the graphs
+        keep them alive.
+        """
+        return (
+            (id(op.eqn), id(self.part.ops[op.index].eqn)) if op.eqn is not None else (op.index, -1)
+        )
 
     def _outcome(self, op: Op, specs: Sequence[TimeSpec]) -> Followed | str:
         """`follow`, once for equal operators that read equal specs."""
@@ -137,7 +148,9 @@ class Findings:
         return self._outcomes[key]
 
     def follow(self, op: Op, specs: list[TimeSpec], depth: int) -> Followed | str:
-        """`follow`; if that fails, once more with the whole batch's sums where no parameter takes part in them."""
+        """`follow`; if that fails, once more with the whole batch's sums where no parameter takes
+        part in them.
+        """
         outcome = self._outcome(op, specs)
         if isinstance(outcome, Followed):
             return outcome
@@ -162,15 +175,21 @@ class Findings:
                 added = tuple((k, Conversion.EARLY) for k in sorted(places))
                 kept = tuple((k, how) for k, how in again.conversions if k not in places)
                 if len(kept) == len(again.conversions):
-                    return Followed(results=again.results, conversions=added + kept, action=again.action)
+                    return Followed(
+                        results=again.results, conversions=added + kept, action=again.action
+                    )
         return outcome
 
     def needs_parts(self, op: Op, specs: Sequence[TimeSpec]) -> bool:
-        """True if an operator works example by example, before the update: too much to leave it for the end."""
+        """True if an operator works example by example, before the update: too much to leave it for
+        the end.
+        """
         if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)
-        return feeds or op.phase is Phase.BACKWARD or not self.has_backward or self._rule(op).contracts
+        return (
+            feeds or op.phase is Phase.BACKWARD or not self.has_backward or self._rule(op).contracts
+        )
 
     def call_needs_parts(self, call: Call, specs: Sequence[TimeSpec], phase: Phase) -> bool:
         """The same for a structured operator."""

@@ -1,4 +1,6 @@
-"""The walk of `_micro_batches` through a step: every operator in order, loop bodies until nothing changes any more."""
+"""The walk of `_micro_batches` through a step: every operator in order, loop bodies until nothing
+changes any more.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from ._micro_structured import walk_items
 from ._time_specs import EQUAL, WHOLE, TimeKind, spec_by_shape, split_at
 
 
-def analyse(whole: Graph, part: Graph, parts: int, *, on_missing_rule: str, settle: bool) -> Findings:
+def analyse(
+    whole: Graph, part: Graph, parts: int, *, on_missing_rule: str, settle: bool
+) -> Findings:
     """Find out how a step runs on micro-batches.
 
     Args:
@@ -22,7 +26,9 @@ def analyse(whole: Graph, part: Graph, parts: int, *, on_missing_rule: str, sett
     found = Findings(whole=whole, part=part, parts=parts, on_missing_rule=on_missing_rule)
     for item in whole.inputs:
         spec = split_at(0) if item.role is Role.BATCH else EQUAL
-        found.set_spec(item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), TOP)
+        found.set_spec(
+            item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), TOP
+        )
     for index, constant in whole.constants.items():
         spec = spec_by_shape(*found.shapes_of(index), parts) or WHOLE
         found.set_spec(index, spec, True, TOP)
@@ -36,7 +42,9 @@ def analyse(whole: Graph, part: Graph, parts: int, *, on_missing_rule: str, sett
 
 
 def _settle(found: Findings) -> None:
-    """Walk until a conflict, back to where it began, and on from there; what comes before stays as it is."""
+    """Walk until a conflict, back to where it began, and on from there; what comes before stays as
+    it is.
+    """
     items = found.whole.body.items
     place = {k: n for n, item in enumerate(items) for k in standing_for(item, found.whole)}
     at = 0

@@ -15,7 +15,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Op, Operand, Role, build_graph, has_effects, source_line, split_scans
+from ...graph import (
+    Call,
+    Graph,
+    Literal,
+    Op,
+    Operand,
+    Role,
+    build_graph,
+    has_effects,
+    source_line,
+    split_scans,
+)
 from ._findings import Findings
 from ._micro_batch_analysis import analyse
 from ._micro_calls import EFFECT
@@ -70,7 +81,9 @@ class MicroBatchPlan:
     def is_summed(self, value: int) -> bool:
         """True if the parts' values are added up as they come: sums, and what is averaged."""
         kind, dtype = self.specs[value].kind, self.whole.values[value].dtype
-        return kind is TimeKind.SUM or (kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex")))
+        return kind is TimeKind.SUM or (
+            kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex"))
+        )
 
 
 def plan_micro_batches(
@@ -99,10 +112,14 @@ def plan_micro_batches(
             batch.
     """
     if semantics not in SEMANTICS:
-        raise InputError(f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".')
+        raise InputError(
+            f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".'
+        )
     parts = num_micro_batches * num_groups
     part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
-    found = analyse(graph, part, parts, on_missing_rule=on_missing_rule, settle=semantics == "independent")
+    found = analyse(
+        graph, part, parts, on_missing_rule=on_missing_rule, settle=semantics == "independent"
+    )
     repeated = {k: EFFECT for k in found.violations.keys() | found.own if has_effects(graph.ops[k])}
     found.violations |= repeated
     if repeated or (semantics == "exact" and (found.violations or found.conflicts)):
@@ -121,7 +138,9 @@ def plan_micro_batches(
         late_calls=frozenset(found.late_calls),
         combine={output.path: _combine(found, output.value) for output in graph.outputs},
         independent=tuple(
-            dict.fromkeys(describe(graph.ops[index]) for index in sorted(found.violations.keys() | found.own))
+            dict.fromkeys(
+                describe(graph.ops[index]) for index in sorted(found.violations.keys() | found.own)
+            )
         ),
     )
 
@@ -137,14 +156,23 @@ def _combine(found: Findings, operand: Operand) -> str:
 
 
 def runs_in_groups(
-    graph: Graph, num_micro_batches: int, num_groups: int, *, semantics: str = "exact", on_missing_rule: str = "infer"
+    graph: Graph,
+    num_micro_batches: int,
+    num_groups: int,
+    *,
+    semantics: str = "exact",
+    on_missing_rule: str = "infer",
 ) -> bool:
     """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of
     them for each group.
     """
     try:
         plan_micro_batches(
-            graph, num_micro_batches, num_groups=num_groups, semantics=semantics, on_missing_rule=on_missing_rule
+            graph,
+            num_micro_batches,
+            num_groups=num_groups,
+            semantics=semantics,
+            on_missing_rule=on_missing_rule,
         )
     except (InputError, CaptureError):
         return False
@@ -177,8 +205,8 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
     batch = [item for item in graph.inputs if item.role is Role.BATCH]
     if not batch:
         raise InputError(
-            f"{graph.name} has no batch that could be cut into {num_micro_batches} micro-batches: none of its "
-            "arguments is an array that each step gets anew. Use num_micro_batches=1."
+            f"{graph.name} has no batch that could be cut into {num_micro_batches} micro-batches:"
+            " none of its arguments is an array that each step gets anew. Use num_micro_batches=1."
         )
     groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
     wrong = [
@@ -188,17 +216,18 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
     ]
     if num_micro_batches < 1 or wrong:
         raise InputError(
-            f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of {parts} examples, but "
-            f"{'; '.join(wrong) or 'there must be at least one'}. Choose another number of micro-batches, or another "
-            "batch."
+            f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of"
+            f" {parts} examples, but {'; '.join(wrong) or 'there must be at least one'}. Choose"
+            " another number of micro-batches, or another batch."
         )
     (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
     try:
         return _of_size(graph, size)
     except (TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise CaptureError(
-            f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch: {error}. "
-            "Take sizes from the arrays (x.shape[0]) instead of writing them down, or use fewer micro-batches."
+            f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch:"
+            f" {error}. Take sizes from the arrays (x.shape[0]) instead of writing them down, or"
+            " use fewer micro-batches."
         ) from error
 
 
@@ -221,7 +250,9 @@ def _of_size(graph: Graph, size: int) -> Graph:
         if not _same_operators(graph, traced):
             # Nor need it write the same one where what is left is a single group of examples.
             larger = 2 * other if 2 * other != whole else 3 * other
-            with contextlib.suppress(CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
+            with contextlib.suppress(
+                CaptureError, TypeError, ValueError, IndexError, ArithmeticError
+            ):
                 retraced = _trace(graph, larger)
                 if _same_operators(graph, retraced):
                     other, traced = larger, retraced
@@ -257,14 +288,23 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
     programs differ.
     """
     for a, b in zip(whole.ops, part.ops):
-        if a.name != b.name or a.trips != b.trips or a.outputs != b.outputs or not _same_operands(a, b):
+        if (
+            a.name != b.name
+            or a.trips != b.trips
+            or a.outputs != b.outputs
+            or not _same_operands(a, b)
+        ):
             raise _different(whole, a, b)
     if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
         raise _different(whole, whole.ops[-1], part.ops[-1])
     # Most operators read no literals, and are the part's own.
     ops = tuple(
         [
-            b if a.inputs == b.inputs and a.phase is b.phase else replace(a, eqn=b.eqn, params=b.params)
+            (
+                b
+                if a.inputs == b.inputs and a.phase is b.phase
+                else replace(a, eqn=b.eqn, params=b.params)
+            )
             for a, b in zip(whole.ops, part.ops)
         ]
     )
@@ -289,8 +329,9 @@ def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
     if a.trips != b.trips:
         change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
     return CaptureError(
-        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}: {change}. "
-        "Its Python code looks at the size of the batch, or it loops over the batch. Use num_micro_batches=1."
+        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}:"
+        f" {change}. Its Python code looks at the size of the batch, or it loops over the batch."
+        " Use num_micro_batches=1."
     )
 
 
@@ -317,9 +358,10 @@ def _refusal(graph: Graph, found: Findings) -> CaptureError:
     text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
     return CaptureError(
-        f"{graph.name} does not decompose into micro-batches:{text}{more}\n"
-        '  Use num_micro_batches=1, or micro_batch_semantics="independent" (--micro-batch-semantics independent) to let '
-        "each micro-batch take its own value there (as BatchNorm usually does)."
+        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use"
+        ' num_micro_batches=1, or micro_batch_semantics="independent" (--micro-batch-semantics'
+        " independent) to let each micro-batch take its own value there (as BatchNorm usually"
+        " does)."
     )
 
 
@@ -329,7 +371,11 @@ def _reached(graph: Graph, op: Op) -> str:
     for later in graph.ops[op.index + 1 :]:
         if any(isinstance(i, int) and i in reached for i in later.inputs):
             reached.update(out for out in later.outputs if out >= 0)
-    paths = [o.path or "the result" for o in graph.outputs if isinstance(o.value, int) and o.value in reached]
+    paths = [
+        o.path or "the result"
+        for o in graph.outputs
+        if isinstance(o.value, int) and o.value in reached
+    ]
     # A gradient's way through a loop is hidden from this walk; the first result then stands for
     # all.
     first = paths[0] if paths else graph.outputs[0].path

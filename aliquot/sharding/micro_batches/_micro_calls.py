@@ -56,11 +56,15 @@ def standing_for(item: int | Call, graph: Graph) -> Iterator[int]:
 def indexed_dims(op: Op) -> tuple[int, ...]:
     """The dims of the array that the components of a lookup's indices stand for."""
     numbers = op.params["dimension_numbers"]
-    dims: tuple[int, ...] = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
+    dims: tuple[int, ...] = (
+        numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
+    )
     return tuple(dims)
 
 
-def indexes_own_examples(op: Op, specs: Sequence[TimeSpec], positions: Mapping[int, Sequence[bool]]) -> bool:
+def indexes_own_examples(
+    op: Op, specs: Sequence[TimeSpec], positions: Mapping[int, Sequence[bool]]
+) -> bool:
     """True if an indexed array is split along a dim in which each index names its own example.
 
     Args:

@@ -1,4 +1,6 @@
-"""Micro-batches through one operator: on each part, once beforehand, or once after the last part."""
+"""Micro-batches through one operator: on each part, once beforehand, or once after the last
+part.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from ...graph import Literal, Op, Phase, has_effects
 from . import _micro_calls as calls
 from ._findings import LOOP, TOP, Findings
 from ._micro_calls import EFFECT
-from ._time_specs import EQUAL, LATE, MEAN, WHOLE, Action, Conversion, Followed, TimeKind, TimeSpec, spec_by_shape
+from ._time_specs import (
+    EQUAL,
+    LATE,
+    MEAN,
+    WHOLE,
+    Action,
+    Conversion,
+    Followed,
+    TimeKind,
+    TimeSpec,
+    spec_by_shape,
+)
 
 
 def walk_operator(found: Findings, op: Op, depth: int) -> None:
@@ -20,7 +33,8 @@ def walk_operator(found: Findings, op: Op, depth: int) -> None:
     if op.index in found.own:
         return _alone(found, op, specs, depth)
     if has_effects(op):
-        # Once for the whole batch, as in the plain step; in a loop that runs for each part it cannot.
+        # Once for the whole batch, as in the plain step; in a loop that runs for each part it
+        # cannot.
         if depth != TOP:
             found.violations[op.index] = EFFECT
         return _late(found, op, specs)
@@ -42,7 +56,11 @@ def walk_operator(found: Findings, op: Op, depth: int) -> None:
             return _finish(found, op, outcome, depth)
         reason = outcome
     free = found.is_free(op.inputs)
-    if free and depth != LOOP and all(isinstance(i, Literal) or found.outside[i] for i in op.inputs):
+    if (
+        free
+        and depth != LOOP
+        and all(isinstance(i, Literal) or found.outside[i] for i in op.inputs)
+    ):
         _early(found, op)
     elif depth == TOP and not found.needs_parts(op, specs):
         _late(found, op, specs)
@@ -72,13 +90,20 @@ def _early(found: Findings, op: Op) -> None:
     found.actions[op.index] = Action.EARLY
     for out in op.outputs:
         if out >= 0:
-            found.set_spec(out, spec_by_shape(*found.shapes_of(out), found.parts) or WHOLE, True, TOP)
+            found.set_spec(
+                out, spec_by_shape(*found.shapes_of(out), found.parts) or WHOLE, True, TOP
+            )
             found.origin[out] = op.index
 
 
 def _late(found: Findings, op: Op, specs: list[TimeSpec]) -> None:
     if found.needs_parts(op, specs):
-        found.blame(op, specs, TimeKind.LATE, "it is not linear in a sum over the batch, and the examples need it")
+        found.blame(
+            op,
+            specs,
+            TimeKind.LATE,
+            "it is not linear in a sum over the batch, and the examples need it",
+        )
     found.actions[op.index] = Action.LATE
     begun = [found.origin[i] for i in op.inputs if isinstance(i, int) and found.specs[i] == LATE]
     for out in op.outputs:
@@ -113,7 +138,10 @@ def _note_positions(found: Findings, op: Op, outcome: Followed) -> None:
             found.always_false.add(out)
     elif op.name == "select_n" and op.inputs[0] in found.always_false and known[1] is not None:
         found.positions[out] = known[1]
-    elif op.name == "concatenate" and op.params["dimension"] == len(found.whole.values[out].shape) - 1:
+    elif (
+        op.name == "concatenate"
+        and op.params["dimension"] == len(found.whole.values[out].shape) - 1
+    ):
         flags: list[bool] = []
         for i, flags_of_operand in zip(op.inputs, known, strict=True):
             width = i.shape[-1] if isinstance(i, Literal) else found.whole.values[i].shape[-1]

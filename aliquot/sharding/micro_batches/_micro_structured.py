@@ -1,4 +1,6 @@
-"""Micro-batches through structured operators: remat regions, and loops until nothing changes any more."""
+"""Micro-batches through structured operators: remat regions, and loops until nothing changes any
+more.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _walk_call(found: Findings, call: Call, depth: int) -> None:
         return _late_call(found, call, specs, phase)
     free = found.is_free(call.inputs)
     before, conflicts = dict(found.violations), dict(found.conflicts)
-    walk = {"remat": _walk_remat, "scan": _walk_scan, "while": _walk_while, "cond": _walk_cond}[call.kind]
+    walk = {"remat": _walk_remat, "scan": _walk_scan, "while": _walk_while, "cond": _walk_cond}[
+        call.kind
+    ]
     if TimeKind.WHOLE not in kinds:
         walk(found, call, specs, depth)
         refused = len(found.violations) > len(before) or len(found.conflicts) > len(conflicts)
@@ -48,7 +52,9 @@ def _walk_call(found: Findings, call: Call, depth: int) -> None:
     found.forget(call)
     for out in call.outputs:
         if out >= 0:
-            found.set_spec(out, spec_by_shape(*found.shapes_of(out), found.parts) or WHOLE, True, TOP)
+            found.set_spec(
+                out, spec_by_shape(*found.shapes_of(out), found.parts) or WHOLE, True, TOP
+            )
             found.origin[out] = first_op(call, found.whole).index
 
 
@@ -86,7 +92,12 @@ def _walk_scan(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: in
             found.violate(call, "it loops over the examples of a batch")
         found.set_spec(inner, spec, free, LOOP)
     _walk_until_settled(
-        found, call, block, block.inputs[num_consts:split], specs[num_consts:split], block.outputs[:num_carry]
+        found,
+        call,
+        block,
+        block.inputs[num_consts:split],
+        specs[num_consts:split],
+        block.outputs[:num_carry],
     )
     for position, (out, inner) in enumerate(zip(call.outputs, block.outputs, strict=True)):
         if position < num_carry:
@@ -94,7 +105,12 @@ def _walk_scan(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: in
             found.set_spec(out, found.spec(carried), free, depth)
         else:
             spec = found.spec(inner)
-            found.set_spec(out, split_at(spec.dim + 1) if spec.kind is TimeKind.CONCATENATE else spec, free, depth)
+            found.set_spec(
+                out,
+                split_at(spec.dim + 1) if spec.kind is TimeKind.CONCATENATE else spec,
+                free,
+                depth,
+            )
 
 
 def _walk_while(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: int) -> None:
@@ -104,7 +120,8 @@ def _walk_while(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: i
     _walk_until_settled(found, call, block, carried, specs[num_cond + num_body :], block.outputs)
     walk_items(found, condition.items, LOOP)
     ends = found.spec(condition.outputs[0])
-    # Under `vmap` each example has an end of its own, and keeps what it has until the others are done.
+    # Under `vmap` each example has an end of its own, and keeps what it has until the others are
+    # done.
     alone = ends.kind is TimeKind.CONCATENATE and all(found.spec(c) == ends for c in carried)
     if ends.kind is not TimeKind.EQUAL and not alone:
         found.violate(call, "it ends when the batch says so")
@@ -145,7 +162,10 @@ def _walk_until_settled(
             found.set_spec(inner, spec, free, LOOP)
         before = dict(found.violations)
         walk_items(found, block.items, LOOP)
-        joined = [_join(found, call, spec, found.spec(out)) for spec, out in zip(specs, results, strict=True)]
+        joined = [
+            _join(found, call, spec, found.spec(out))
+            for spec, out in zip(specs, results, strict=True)
+        ]
         if joined == specs:
             return
         specs, found.violations = joined, before

@@ -18,7 +18,9 @@ from ...graph import Block, Call, Graph, Op, Role
 
 def batch_size(graph: Graph) -> int:
     """Examples in the batch that a step was traced on."""
-    return next(graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH)
+    return next(
+        graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH
+    )
 
 
 def resized(small: Graph, large: Graph, size: int) -> Graph:
@@ -34,12 +36,15 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
     sizes = batch_size(small), batch_size(large)
     if any(call.eqn.params.get("branches_platforms") is not None for call in calls_of(small.body)):
         raise CaptureError(
-            f"{small.name} holds a branch for each platform, which JAX runs at the size of its trace alone."
+            f"{small.name} holds a branch for each platform, which JAX runs at the size of its"
+            " trace alone."
         )
-    if len(small.ops) != len(large.ops) or any(a.name != b.name for a, b in zip(small.ops, large.ops)):
+    if len(small.ops) != len(large.ops) or any(
+        a.name != b.name for a, b in zip(small.ops, large.ops)
+    ):
         raise CaptureError(
-            f"{small.name} is another program on {sizes[1]} examples than on {sizes[0]}: its Python code looks at the size of "
-            "the batch. Use fewer micro-batches."
+            f"{small.name} is another program on {sizes[1]} examples than on {sizes[0]}: its Python"
+            " code looks at the size of the batch. Use fewer micro-batches."
         )
     line = _Line(small=sizes[0], large=sizes[1], size=size)
     try:
@@ -52,8 +57,8 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
         ops = tuple([_op(a, b, line) for a, b in zip(small.ops, large.ops)])
     except _Irregular:
         raise CaptureError(
-            f"{small.name} cannot be cut into micro-batches of {size} examples: an array's shape or the turns of a loop do not "
-            "follow the size of the batch. Use fewer micro-batches."
+            f"{small.name} cannot be cut into micro-batches of {size} examples: an array's shape or"
+            " the turns of a loop do not follow the size of the batch. Use fewer micro-batches."
         ) from None
     return replace(small, values=values, ops=ops)
 
@@ -108,12 +113,22 @@ class _Line:
             return small if all(a is b for a, b in zip(resized, small)) else type(small)(resized)
         if hasattr(small, "shape") and hasattr(small, "update"):
             # JAX's description of an array.
-            return small if small.shape == large.shape else small.update(shape=self.shape(small.shape, large.shape))
+            return (
+                small
+                if small.shape == large.shape
+                else small.update(shape=self.shape(small.shape, large.shape))
+            )
         if is_dataclass(small) and not isinstance(small, type):
             # As the grid of a kernel, and how its blocks lie.
             before = {f.name: getattr(small, f.name) for f in fields(small) if f.init}
-            after = {name: self.parameter(value, getattr(large, name)) for name, value in before.items()}
-            return small if all(after[name] is before[name] for name in before) else replace(small, **after)
+            after = {
+                name: self.parameter(value, getattr(large, name)) for name, value in before.items()
+            }
+            return (
+                small
+                if all(after[name] is before[name] for name in before)
+                else replace(small, **after)
+            )
         shapes = [_shapes(x) for x in (small, large)]
         if shapes[0] is not None:
             if shapes[0] != shapes[1]:
@@ -158,10 +173,15 @@ def _equation(small: Op, large: Op, line: _Line) -> Any:
             params[name] = line.parameter(value, large.params[name])
         except _Irregular:
             raise CaptureError(
-                f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: its parameter {name} does "
-                "not follow the size of the batch. Use fewer micro-batches, or a larger batch."
+                f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples:"
+                f" its parameter {name} does not follow the size of the batch. Use fewer"
+                " micro-batches, or a larger batch."
             ) from None
-    atoms = zip((*small.eqn.invars, *small.eqn.outvars), (*large.eqn.invars, *large.eqn.outvars), strict=True)
+    atoms = zip(
+        (*small.eqn.invars, *small.eqn.outvars),
+        (*large.eqn.invars, *large.eqn.outvars),
+        strict=True,
+    )
     alike = all(getattr(a.aval, "shape", None) == getattr(b.aval, "shape", None) for a, b in atoms)
     if alike and all(params[name] is value for name, value in small.params.items()):
         return small.eqn
@@ -169,8 +189,9 @@ def _equation(small: Op, large: Op, line: _Line) -> Any:
         return line.equation(small.eqn, large.eqn, params)
     except _Irregular:
         raise CaptureError(
-            f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: the shape of an array does not "
-            "follow the size of the batch. Use fewer micro-batches, or a larger batch."
+            f"`{small.name}` in {small.scope or 'the step'} cannot run on {line.size} examples: the"
+            " shape of an array does not follow the size of the batch. Use fewer micro-batches, or"
+            " a larger batch."
         ) from None
 
 

@@ -19,10 +19,11 @@ from ...graph import DimRule, Moves, Op, raises, traits_of
 class TimeKind(enum.StrEnum):
     """Relation of the values that the parts of a batch compute for one array to the array.
 
-    `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM` and the other reductions:
-    the array is the sum (...) over the parts. `MEAN`: each part has a value of its own that stands for the array (only
-    under independent semantics). `LATE`: computed once, from combined arrays, after the last part. `WHOLE`: exists only
-    for the whole batch, computed before the first part.
+    `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM`
+        and the other reductions:
+    the array is the sum (...) over the parts. `MEAN`: each part has a value of its own that stands
+    for the array (only under independent semantics). `LATE`: computed once, from combined arrays,
+    after the last part. `WHOLE`: exists only for the whole batch, computed before the first part.
     """
 
     EQUAL = "equal"
@@ -64,9 +65,11 @@ def split_at(dim: int) -> TimeSpec:
 class Conversion(enum.StrEnum):
     """Conversion of an operand on its way into an operator.
 
-    `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so that it counts once in
-    a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate of the whole. `EARLY`: the whole batch's value,
-    computed before the first part. `LOCAL`: positions in the batch become positions in the part.
+    `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so
+        that it counts once in
+    a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate of the whole. `EARLY`:
+    the whole batch's value, computed before the first part. `LOCAL`: positions in the batch become
+    positions in the part.
     """
 
     ONCE = "once"
@@ -153,7 +156,9 @@ def follow(
     if kinds & REDUCTIONS:
         through = _through_reduction(op, specs)
         if through is None:
-            return "it uses a reduction over the batch, which is known only after the last micro-batch"
+            return (
+                "it uses a reduction over the batch, which is known only after the last micro-batch"
+            )
         return _checked(Followed(results=(TimeSpec(kind=through),) * len(shapes)), shapes, parts)
     if TimeKind.SUM in kinds:
         outcome = _of_sums(rule, specs, len(shapes))
@@ -171,7 +176,7 @@ def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
     None where they do not, as for whatever does not grow with its operand.
     """
     reduced = [spec.kind for spec in specs if spec.kind is not TimeKind.EQUAL]
-    (kind, *others) = set(reduced)
+    kind, *others = set(reduced)
     if others or kind not in REDUCTIONS:
         return None
     truth = kind in (TimeKind.OR, TimeKind.AND)
@@ -194,13 +199,18 @@ def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
     return kind if op.name in mixed and len(reduced) == 1 and kind is not TimeKind.PROD else None
 
 
-def _checked(outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
+def _checked(
+    outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: int
+) -> Followed | str:
     """The rule's word against what the two traces say."""
     for spec, (whole, part) in zip(outcome.results, shapes, strict=True):
         seen = spec_by_shape(whole, part, parts)
         expected = spec if spec.kind is TimeKind.CONCATENATE else EQUAL
         if seen != expected:
-            return f"its rule does not explain why its result is {whole} for the batch and {part} for a micro-batch"
+            return (
+                f"its rule does not explain why its result is {whole} for the batch and {part} for"
+                " a micro-batch"
+            )
     return outcome
 
 
@@ -217,7 +227,9 @@ def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Foll
     (group,) = groups
     once = []
     for k, spec in enumerate(specs):
-        if spec.kind is TimeKind.CONCATENATE or (spec.kind is TimeKind.MEAN and rule.linear[k] == group):
+        if spec.kind is TimeKind.CONCATENATE or (
+            spec.kind is TimeKind.MEAN and rule.linear[k] == group
+        ):
             return "it joins a sum over the batch with parts of the batch"
         if spec.kind is TimeKind.EQUAL and rule.linear[k] == group:
             once.append((k, Conversion.ONCE))
@@ -263,7 +275,8 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
                 once.append((k, Conversion.ONCE))
     has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     return Followed(
-        results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results), conversions=tuple(once)
+        results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results),
+        conversions=tuple(once),
     )
 
 
@@ -277,13 +290,19 @@ def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> 
     return not any(letter in names for names in others)
 
 
-def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str]) -> Followed | str:
+def _of_own_rows(
+    op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str]
+) -> Followed | str:
     """A lookup in which each index stands for its own example: local, once the positions are those
     in the part.
     """
     row = letters[1]
     others = {k: letter for k, letter in letters.items() if k not in (0, 1)}
-    if not row.islower() and op.name == "gather" or any(letter != row for letter in others.values()):
+    if (
+        not row.islower()
+        and op.name == "gather"
+        or any(letter != row for letter in others.values())
+    ):
         return "it looks up examples by their position in the batch"
     if op.name == "gather":
         dim = next((d for d, names in enumerate(rule.results[0]) if names[0] == row), -1)
@@ -291,7 +310,9 @@ def _of_own_rows(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict
     return Followed(results=(specs[0],), conversions=((1, Conversion.LOCAL),))
 
 
-def _of_equals(op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int) -> Followed | str:
+def _of_equals(
+    op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int
+) -> Followed | str:
     """Equal operands give equal results, unless the operator itself writes down the size of the
     batch.
     """

@@ -1,4 +1,6 @@
-"""The step cut over time and into stages: graphs of micro-batches, and programs of stages, without devices."""
+"""The step cut over time and into stages: graphs of micro-batches, and programs of stages, without
+devices.
+"""
 
 from ._layout import Layout as Layout
 from ._layout import sizes_of as sizes_of

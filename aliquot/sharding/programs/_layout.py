@@ -46,7 +46,14 @@ class Layout:
         lead = 1 + len(self._leading())
         shape = parts.shape[lead:]
         rest = shape[dim] // self.shards
-        sizes = (self.micro_batches, self.groups, *shape[:dim], self.shards, rest, *shape[dim + 1 :])
+        sizes = (
+            self.micro_batches,
+            self.groups,
+            *shape[:dim],
+            self.shards,
+            rest,
+            *shape[dim + 1 :],
+        )
         apart = jnp.moveaxis(parts.reshape(sizes), (1, 0), (dim, dim + 2))
         # The moves leave (groups, shards, micro-batches, rest) at `dim`; see the module's picture.
         return apart.reshape(*shape[:dim], shape[dim] * self.parts, *shape[dim + 1 :])
@@ -55,12 +62,16 @@ class Layout:
         """One part of an array."""
         shape = array.shape
         rest = shape[dim] // (self.parts * self.shards)
-        apart = array.reshape(*shape[:dim], self.groups, self.shards, self.micro_batches, rest, *shape[dim + 1 :])
+        apart = array.reshape(
+            *shape[:dim], self.groups, self.shards, self.micro_batches, rest, *shape[dim + 1 :]
+        )
         part = jax.lax.dynamic_index_in_dim(apart, micro_batch, dim + 2, keepdims=False)
         part = jax.lax.dynamic_index_in_dim(part, group, dim, keepdims=False)
         return part.reshape(*shape[:dim], self.shards * rest, *shape[dim + 1 :])
 
-    def offsets(self, shape: Sequence[int], dim: int, group: Any, micro_batch: Any, dtype: Any) -> Any:
+    def offsets(
+        self, shape: Sequence[int], dim: int, group: Any, micro_batch: Any, dtype: Any
+    ) -> Any:
         """Offsets from an element's position in its part to its position in the batch, for a part's
         shape.
         """

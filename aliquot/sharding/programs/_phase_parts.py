@@ -17,12 +17,19 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
     body = [item for item in items if item.phase is not Phase.UPDATE]
     late = [item for item in items if item.phase is Phase.UPDATE]
     made_in_body = {o for item in body for o in item.outputs}
-    wanted = {i for item in late for i in item.inputs} | {o.value for o in graph.outputs if isinstance(o.value, int)}
+    wanted = {i for item in late for i in item.inputs} | {
+        o.value for o in graph.outputs if isinstance(o.value, int)
+    }
     crossing = sorted(made_in_body & wanted)
     return MicroBatchGraphs(
         early=subgraph(graph, given, [], []),
         body=subgraph(graph, given, [item.what for item in body], crossing),
-        late=subgraph(graph, [*given, *crossing], [item.what for item in late], [o.value for o in graph.outputs]),
+        late=subgraph(
+            graph,
+            [*given, *crossing],
+            [item.what for item in late],
+            [o.value for o in graph.outputs],
+        ),
         early_values=(),
         inside=(),
         sliced=(),

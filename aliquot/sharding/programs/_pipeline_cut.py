@@ -1,4 +1,6 @@
-"""A step cut into micro-batches and stages at once: what its stages run, whatever devices they get."""
+"""A step cut into micro-batches and stages at once: what its stages run, whatever devices they
+get.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,18 @@ def cut_pipeline(
         plan, layout = None, Layout()
         if num_micro_batches > 1:
             plan = plan_micro_batches(
-                graph, num_micro_batches, num_groups=number, semantics=semantics, on_missing_rule=on_missing_rule
+                graph,
+                num_micro_batches,
+                num_groups=number,
+                semantics=semantics,
+                on_missing_rule=on_missing_rule,
             )
             layout = Layout(groups=number, shards=shards // number, micro_batches=num_micro_batches)
         parts = cut_graph(plan, layout) if plan else phase_parts(graph)
         cuts[number] = TimeCut(parts=parts, plan=plan, layout=layout)
-        programs[number] = split_stages(parts, plan, staging, split_backward=split_backward, recompute=recompute)
+        programs[number] = split_stages(
+            parts, plan, staging, split_backward=split_backward, recompute=recompute
+        )
     return PipelineCut(
         stages=tuple(cuts[number] for number in groups),
         programs=_mixed([programs[number] for number in groups]),
@@ -92,7 +100,14 @@ def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
     nothing.
     """
     first = by_stage[0]
-    by_key = {(p.stage, p.part, p.round): p for k, cut in enumerate(by_stage) for p in cut.programs if p.stage == k}
+    by_key = {
+        (p.stage, p.part, p.round): p
+        for k, cut in enumerate(by_stage)
+        for p in cut.programs
+        if p.stage == k
+    }
     programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
     useful = tuple(p for p in programs if p.exports or p.totals or p.stacked)
-    return StagePrograms(programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home)
+    return StagePrograms(
+        programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home
+    )

@@ -15,12 +15,18 @@ from ..micro_batches import MicroBatchPlan, TimeKind
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
-def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging) -> MicroBatchGraphs:
+def push_out(
+    parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging
+) -> MicroBatchGraphs:
     """MicroBatchGraphs with the sums of shares of several stages in the late graph."""
     ops, items = parts.body.ops, parts.body.body.items
     # What was converted for micro-batches is another sum than that of the whole step.
     as_before = [
-        k for k in items if isinstance(k, int) and k < len(parts.late.ops) and ops[k].inputs == parts.late.ops[k].inputs
+        k
+        for k in items
+        if isinstance(k, int)
+        and k < len(parts.late.ops)
+        and ops[k].inputs == parts.late.ops[k].inputs
     ]
     maker = {o: k for k in as_before if _adds(ops[k], plan) for o in ops[k].outputs}
     sources = _sources(parts, maker, staging)
@@ -50,7 +56,9 @@ def push_out(parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Stag
     body = subgraph(parts.body, [i.value for i in parts.body.inputs], body_items, kept)
     late_inputs = [i.value for i in parts.late.inputs if i.value not in parts.crossing]
     late_items = [*sorted(moved), *parts.late.body.items]
-    late = subgraph(parts.late, [*late_inputs, *kept], late_items, [o.value for o in parts.late.outputs])
+    late = subgraph(
+        parts.late, [*late_inputs, *kept], late_items, [o.value for o in parts.late.outputs]
+    )
     return replace(parts, body=body, late=late, crossing=kept)
 
 
@@ -58,12 +66,18 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     """True for operators that add arrays up, or pass one on, and can do so after the last
     micro-batch.
     """
-    return hands_on_gradients(op) and (plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs))
+    return hands_on_gradients(op) and (
+        plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs)
+    )
 
 
-def _sources(parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging) -> dict[int, frozenset[int]]:
+def _sources(
+    parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging
+) -> dict[int, frozenset[int]]:
     """The stages whose results a value adds up."""
-    stage_of = {o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs}
+    stage_of = {
+        o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
+    }
     sources: dict[int, frozenset[int]] = {}
 
     def of(value: Operand) -> frozenset[int]:

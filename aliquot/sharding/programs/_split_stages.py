@@ -114,7 +114,10 @@ class _Body:
         self._early = set(parts.inside)
         drafts = self._drafts()
         self.stage_of_value = {
-            o: s for item in self._items for o in item.outputs if (s := self._stage[id(item)]) != SHARED
+            o: s
+            for item in self._items
+            for o in item.outputs
+            if (s := self._stage[id(item)]) != SHARED
         }
         self._add_shared_crossing(drafts)
         for draft in drafts.values():
@@ -134,7 +137,11 @@ class _Body:
         made_by: dict[int, int] = {}
         for item in self._items:
             known = [by_op[key] for key in _keys(item) if key in by_op]
-            stage = known[0] if known else max((made_by.get(i, SHARED) for i in item.inputs), default=SHARED)
+            stage = (
+                known[0]
+                if known
+                else max((made_by.get(i, SHARED) for i in item.inputs), default=SHARED)
+            )
             # A conversion of an operand belongs to whoever reads it.
             if not known and all(o >= self._num_values for o in item.outputs):
                 stage = SHARED
@@ -145,11 +152,18 @@ class _Body:
     def _defer(self) -> None:
         """Find what can be put off, and cut loops and regions in two of which only a part can."""
         # Whatever else runs for each micro-batch runs in forward programs.
-        phased = [i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items]
+        phased = [
+            i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items
+        ]
         stages = [self._stage[id(item)] for item in self._items]
         deferrable = deferrable_items(self._graphs.body, phased, stages)
         free = {i.value for i in self._graphs.body.inputs}
-        free |= {o for item, stage in zip(self._items, stages, strict=True) if stage == SHARED for o in item.outputs}
+        free |= {
+            o
+            for item, stage in zip(self._items, stages, strict=True)
+            if stage == SHARED
+            for o in item.outputs
+        }
         items: list[Item] = []
         for k, item in enumerate(self._items):
             half = deferrable.halves.get(k)
@@ -190,7 +204,9 @@ class _Body:
                 continue
             for item in items:
                 waits = id(item) in self._deferrable
-                drafts[stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT].assigned.append(item)
+                drafts[
+                    stage, Part.BACKWARD_WEIGHT if waits else Part.BACKWARD_INPUT
+                ].assigned.append(item)
         return drafts
 
     def _parts_of_a_task(self) -> tuple[Part, ...]:
@@ -215,20 +231,28 @@ class _Body:
         while waiting:
             for i in waiting.pop().inputs:
                 maker = self._maker.get(i)
-                if maker is not None and id(maker) not in items and self._stage[id(maker)] == SHARED:
+                if (
+                    maker is not None
+                    and id(maker) not in items
+                    and self._stage[id(maker)] == SHARED
+                ):
                     items[id(maker)] = maker
                     waiting.append(maker)
         draft.items = sorted(items.values(), key=lambda item: self._order[id(item)])
         inside = {o for item in draft.items for o in item.outputs}
         known = inside | self._graphs.body.constants.keys()
-        draft.reads = list(dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known))
+        draft.reads = list(
+            dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known)
+        )
 
     def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
         """Work out again, in a backward program, what is cheaper to work out than to keep from the
         forward program.
         """
         graph = self._graphs.body
-        anybody = {o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs}
+        anybody = {
+            o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs
+        }
         free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | anybody
         free |= graph.constants.keys()
         for stage in range(self._staging.num_stages):
@@ -257,11 +281,17 @@ class _Body:
         wanted = set(wanted)
         for draft in self._drafts_by.values():
             inside = {o for item in draft.assigned for o in item.outputs}
-            totals = tuple(sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage))
+            totals = tuple(
+                sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage)
+            )
             programs.append(self._program(draft, self._drafts_by, totals, plan))
         # An order in which they could run: up the stages, then down.
         return sorted(
-            programs, key=lambda p: (p.part is not Part.FORWARD, p.stage * (1 if p.part is Part.FORWARD else -1))
+            programs,
+            key=lambda p: (
+                p.part is not Part.FORWARD,
+                p.stage * (1 if p.part is Part.FORWARD else -1),
+            ),
         )
 
     def _program(
@@ -281,14 +311,22 @@ class _Body:
         return StageProgram(
             stage=draft.stage,
             part=draft.part,
-            graph=subgraph(self._graphs.body, draft.reads, [item.what for item in draft.items], outputs),
+            graph=subgraph(
+                self._graphs.body, draft.reads, [item.what for item in draft.items], outputs
+            ),
             given=given,
             early=tuple(sorted(i for i in draft.reads if i in self._early)),
             imports=tuple(
-                sorted(i for i in draft.reads if i not in self._given and i not in self._early and i not in numbers)
+                sorted(
+                    i
+                    for i in draft.reads
+                    if i not in self._given and i not in self._early and i not in numbers
+                )
             ),
             exports=exports,
-            kept=frozenset(v for other in drafts.values() if other.stage == draft.stage for v in other.reads)
+            kept=frozenset(
+                v for other in drafts.values() if other.stage == draft.stage for v in other.reads
+            )
             & made_here,
             totals=tuple(v for v in totals if v not in stacked),
             stacked=stacked,
@@ -297,10 +335,14 @@ class _Body:
 
 def _keys(item: Item) -> list[tuple[str, int]]:
     """Key of an item that is the same in the whole step and in its parts."""
-    return [("op", item.what)] if isinstance(item.what, int) else [("call", o) for o in item.outputs]
+    return (
+        [("op", item.what)] if isinstance(item.what, int) else [("call", o) for o in item.outputs]
+    )
 
 
-def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -> list[StageProgram]:
+def _early_programs(
+    parts: MicroBatchGraphs, programs: Sequence[StageProgram]
+) -> list[StageProgram]:
     """Programs that run once on the whole batch, on every stage that reads their results."""
     outside = dict(zip(parts.inside, parts.early_values, strict=True))
     items = items_of(parts.early)
@@ -313,10 +355,20 @@ def _early_programs(parts: MicroBatchGraphs, programs: Sequence[StageProgram]) -
             if any(o in need for o in item.outputs):
                 items_of_stage.append(item)
                 need.update(item.inputs)
-        made_early = {o for item in items_of_stage for o in item.outputs} | parts.early.constants.keys()
+        made_early = {
+            o for item in items_of_stage for o in item.outputs
+        } | parts.early.constants.keys()
         reads = sorted({i for item in items_of_stage for i in item.inputs if i not in made_early})
-        graph = subgraph(parts.early, reads, [item.what for item in items_of_stage[::-1]], sorted(wanted))
+        graph = subgraph(
+            parts.early, reads, [item.what for item in items_of_stage[::-1]], sorted(wanted)
+        )
         early_programs.append(
-            StageProgram(stage=stage, part=Part.EARLY, graph=graph, given=tuple(reads), exports=tuple(sorted(wanted)))
+            StageProgram(
+                stage=stage,
+                part=Part.EARLY,
+                graph=graph,
+                given=tuple(reads),
+                exports=tuple(sorted(wanted)),
+            )
         )
     return early_programs

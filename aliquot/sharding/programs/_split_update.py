@@ -15,7 +15,9 @@ from ._stage_programs import Part, StageProgram
 class Update:
     """Programs that run once a step, after the last micro-batch."""
 
-    def __init__(self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[int, int]) -> None:
+    def __init__(
+        self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[int, int]
+    ) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
         self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}
@@ -24,7 +26,9 @@ class Update:
         self._early = set(parts.early_values)
         self._stage = [SHARED] * len(items)
         homes = dict(staging.home)
-        self.home = place_update(graph, items, range(len(items)), self._stage, self._crossing, homes)
+        self.home = place_update(
+            graph, items, range(len(items)), self._stage, self._crossing, homes
+        )
         for k, item in enumerate(items):
             if isinstance(item.what, Call) and self._stage[k] == SHARED:
                 self._stage[k] = 0
@@ -73,8 +77,12 @@ class Update:
             for i in item.inputs:
                 readers.setdefault(i, set()).add(k)
         for k in range(len(self._items) - 1, -1, -1):
-            readers_of_item = {reader for o in self._items[k].outputs for reader in readers.get(o, ())}
-            if readers_of_item and all(self._stage[reader] == self._stage[k] != SHARED for reader in readers_of_item):
+            readers_of_item = {
+                reader for o in self._items[k].outputs for reader in readers.get(o, ())
+            }
+            if readers_of_item and all(
+                self._stage[reader] == self._stage[k] != SHARED for reader in readers_of_item
+            ):
                 rounds[k] = max(rounds[k], min(rounds[reader] for reader in readers_of_item))
         return rounds
 
@@ -87,7 +95,9 @@ class Update:
         if operand in self._maker and self._stage[self._maker[operand]] != SHARED:
             k = self._maker[operand]
             return self._stage[k], self._round_of[k]
-        return min(((s, self._round(s, operand)) for s in range(self._last)), key=lambda w: (w[1], w[0]))
+        return min(
+            ((s, self._round(s, operand)) for s in range(self._last)), key=lambda w: (w[1], w[0])
+        )
 
     def _build(self) -> list[StageProgram]:
         items_in: dict[tuple[int, int], set[int]] = {}
@@ -112,12 +122,16 @@ class Update:
             closed.setdefault((self._crossing[v], 0), set())
             reads.setdefault((self._crossing[v], 0), [])
         self.wanted_totals = {v for values in reads.values() for v in values if v in self._crossing}
-        self.wanted_totals |= {v for wanted in results.values() for v in wanted if v in self._crossing}
+        self.wanted_totals |= {
+            v for wanted in results.values() for v in wanted if v in self._crossing
+        }
         combined_in = {v: (self._crossing[v], 0) for v in self.wanted_totals}
         programs = []
         for key in sorted(closed, key=lambda key: (key[1], key[0])):
             stage, number = key
-            inside = {o for k in closed[key] for o in self._items[k].outputs if self._stage[k] == stage}
+            inside = {
+                o for k in closed[key] for o in self._items[k].outputs if self._stage[k] == stage
+            }
             combines = tuple(sorted(v for v, where in combined_in.items() if where == key))
             elsewhere = {v for other, values in reads.items() if other != key for v in values}
             exports = (inside | set(combines)) & elsewhere | results.get(key, set())
@@ -136,7 +150,9 @@ class Update:
                     given=tuple(v for v in reads[key] if v in self._given),
                     early=tuple(v for v in reads[key] if v in self._early),
                     imports=tuple(
-                        v for v in reads[key] if v not in self._given and v not in self._early and v not in combines
+                        v
+                        for v in reads[key]
+                        if v not in self._given and v not in self._early and v not in combines
                     ),
                     exports=tuple(sorted(exports)),
                     combines=combines,
@@ -158,4 +174,8 @@ class Update:
 
     def _reads(self, chosen: Iterable[int]) -> list[int]:
         inside = {o for k in chosen for o in self._items[k].outputs} | self._graph.constants.keys()
-        return list(dict.fromkeys(i for k in sorted(chosen) for i in self._items[k].inputs if i not in inside))
+        return list(
+            dict.fromkeys(
+                i for k in sorted(chosen) for i in self._items[k].inputs if i not in inside
+            )
+        )

@@ -1,4 +1,6 @@
-"""The programs of a pipeline's stages as plain data: what `_split_stages` makes, and the runtime runs."""
+"""The programs of a pipeline's stages as plain data: what `_split_stages` makes, and the runtime
+runs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from ...graph import Graph
 
 
 class Part(enum.StrEnum):
-    """Part of a stage's work that a program does. A backward pass comes whole, or as two programs."""
+    """Part of a stage's work that a program does. A backward pass comes whole, or as two
+    programs.
+    """
 
     EARLY = "early"
     FORWARD = "forward"

@@ -1,6 +1,7 @@
 """Random chains, and the least step time of all their stages, found by trying them one by one.
 
-The trying is written from the definitions, in plain loops, without anything of the planners or of the judge.
+The trying is written from the definitions, in plain loops, without anything of the planners or of
+the judge.
 """
 
 import functools
@@ -22,16 +23,30 @@ GEOMETRIES = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1))
 def random_chain(
     rng: np.random.Generator, *, num_units: int, geometry: tuple[int, int], most_options: int = 4
 ) -> Chain:
-    """A chain with figures of similar sizes, some entries infeasible, some options on the same submesh."""
+    """A chain with figures of similar sizes, some entries infeasible, some options on the same
+    submesh.
+    """
     hosts, per_host = geometry
-    submeshes = [(1, n) for n in range(1, per_host + 1)] + [(h, per_host) for h in range(2, hosts + 1)]
-    picked = [submeshes[k] for k in rng.integers(len(submeshes), size=rng.integers(1, most_options + 1))]
-    options = tuple(StageOption(name=f"option {k}", submesh=s, mesh_shape=(s[0] * s[1],)) for k, s in enumerate(picked))
+    submeshes = [(1, n) for n in range(1, per_host + 1)] + [
+        (h, per_host) for h in range(2, hosts + 1)
+    ]
+    picked = [
+        submeshes[k] for k in rng.integers(len(submeshes), size=rng.integers(1, most_options + 1))
+    ]
+    options = tuple(
+        StageOption(name=f"option {k}", submesh=s, mesh_shape=(s[0] * s[1],))
+        for k, s in enumerate(picked)
+    )
     shape = (num_units, len(options))
     devices = np.array([o.num_devices for o in options])
 
     def draw(scale: float) -> np.ndarray:
-        return rng.uniform(0.2, 1.8, (num_units, 1)) * scale * rng.uniform(0.7, 1.3, shape) / devices**0.8
+        return (
+            rng.uniform(0.2, 1.8, (num_units, 1))
+            * scale
+            * rng.uniform(0.7, 1.3, shape)
+            / devices**0.8
+        )
 
     forward = draw(1.0)
     if rng.random() < 0.3:
@@ -48,7 +63,8 @@ def random_chain(
         state_bytes=draw(4.0),
         in_flight_bytes=draw(1.0),
         working_bytes=draw(2.0),
-        boundary_bytes=rng.uniform(0, 1, num_units) * rng.choice([0.0, 1.0], num_units, p=[0.1, 0.9]),
+        boundary_bytes=rng.uniform(0, 1, num_units)
+        * rng.choice([0.0, 1.0], num_units, p=[0.1, 0.9]),
         memory_limit_bytes=1e9,
         num_hosts=hosts,
         devices_per_host=per_host,
@@ -60,7 +76,9 @@ def random_chain(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """One way to cut: its step time, the memory of its fullest device, and how many stages it has."""
+    """One way to cut: its step time, the memory of its fullest device, and how many stages it
+    has.
+    """
 
     step_time_s: float
     peak_bytes: float
@@ -120,11 +138,15 @@ def _rounds(chain: Chain, most_chunks: int) -> Iterator[tuple[list, list, list, 
 
 
 def _edge(chain: Chain, unit: int, left: tuple[int, int], right: tuple[int, int]) -> float:
-    """Seconds to bring what crosses behind a unit from devices to devices; each side as (first, how many)."""
+    """Seconds to bring what crosses behind a unit from devices to devices; each side as (first, how
+    many).
+    """
     size = float(chain.boundary_bytes[unit])
     if size == 0:
         return 0.0
-    hosts = {d // chain.devices_per_host for first, n in (left, right) for d in range(first, first + n)}
+    hosts = {
+        d // chain.devices_per_host for first, n in (left, right) for d in range(first, first + n)
+    }
     n = min(left[1], right[1])
     if len(hosts) == 1:
         return size / (n * chain.intra.bandwidth_bytes_per_s) + chain.intra.latency_s
@@ -134,7 +156,9 @@ def _edge(chain: Chain, unit: int, left: tuple[int, int], right: tuple[int, int]
 
 @functools.cache
 def _most_alive(tasks: tuple, stage: int) -> int:
-    """The most forward passes of a stage whose backward pass has not ended, along its submesh's tasks."""
+    """The most forward passes of a stage whose backward pass has not ended, along its submesh's
+    tasks.
+    """
     alive = [0]
     for task in tasks:
         if task.stage == stage:
@@ -142,7 +166,9 @@ def _most_alive(tasks: tuple, stage: int) -> int:
     return max(alive)
 
 
-def _price(chain: Chain, schedule: str, spans: list, options: list, starts: list, submeshes: int) -> Tried:
+def _price(
+    chain: Chain, schedule: str, spans: list, options: list, starts: list, submeshes: int
+) -> Tried:
     count, m = len(spans), chain.num_micro_batches
     chunks = count // submeshes
     f, b, e, once, x, peak = [], [], [], [], [], []
@@ -157,7 +183,11 @@ def _price(chain: Chain, schedule: str, spans: list, options: list, starts: list
         e.append(exposed)
         once.append(sum(chain.once_s[u, o] for u in range(i, j)))
         here = starts[k], chain.options[o].num_devices
-        x.append(_edge(chain, i - 1, (starts[k - 1], chain.options[options[k - 1]].num_devices), here) if k else 0.0)
+        x.append(
+            _edge(chain, i - 1, (starts[k - 1], chain.options[options[k - 1]].num_devices), here)
+            if k
+            else 0.0
+        )
         if schedule == "gpipe":
             kept = m
         elif schedule == "interleaved-1f1b":
@@ -166,7 +196,9 @@ def _price(chain: Chain, schedule: str, spans: list, options: list, starts: list
             kept = min(m, count)
         else:
             kept = min(m, count - k)
-        held = sum(chain.state_bytes[u, o] + kept * chain.in_flight_bytes[u, o] for u in range(i, j))
+        held = sum(
+            chain.state_bytes[u, o] + kept * chain.in_flight_bytes[u, o] for u in range(i, j)
+        )
         peak.append(chunks * (held + max(chain.working_bytes[u, o] for u in range(i, j))))
     t = [a + c for a, c in zip(f, b)]
     lay = chain.overlaps_transfers
@@ -190,10 +222,11 @@ def _price(chain: Chain, schedule: str, spans: list, options: list, starts: list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """StageDP against all cuts of one random chain at one memory limit; `best_s` is None where nothing fits.
+    """StageDP against all cuts of one random chain at one memory limit; `best_s` is None where
+    nothing fits.
 
-    `difference` is relative, and infinite where one finds something and the other does not; `binds` says whether the
-    limit excludes the best of all cuts.
+    `difference` is relative, and infinite where one finds something and the other does not; `binds`
+    says whether the limit excludes the best of all cuts.
     """
 
     seed: int
@@ -205,11 +238,16 @@ class Comparison:
     binds: bool
 
 
-def compare(seed: int, schedule: str, num_stages: int | None = None, most_units: int = 6) -> list[Comparison]:
-    """One random chain without a limit, at two limits that exclude some of its cuts, and at one that excludes all."""
+def compare(
+    seed: int, schedule: str, num_stages: int | None = None, most_units: int = 6
+) -> list[Comparison]:
+    """One random chain without a limit, at two limits that exclude some of its cuts, and at one
+    that excludes all.
+    """
     rng = np.random.default_rng(seed)
     geometry = GEOMETRIES[seed % len(GEOMETRIES)]
-    # Chunks take more units before there is a choice, and few options, as each may have any of them.
+    # Chunks take more units before there is a choice, and few options, as each may have any of
+    # them.
     rounds = schedule == "interleaved-1f1b"
     chain = random_chain(
         rng,
@@ -251,13 +289,15 @@ def compare(seed: int, schedule: str, num_stages: int | None = None, most_units:
 
 
 def even_chain(num_units: int, *, devices: int, micro_batches: int = 4) -> Chain:
-    """Equal units on one host, with one option for each power of two of devices; on one device 1 s forward, 2 s back.
+    """Equal units on one host, with one option for each power of two of devices; on one device 1 s
+    forward, 2 s back.
 
     Per unit on one device: 4 bytes of state, 1 for each micro-batch in flight, 1 while it runs.
     """
     sizes = [1 << k for k in range(devices.bit_length()) if 1 << k <= devices]
     options = tuple(
-        StageOption(name=f"dp {n}", submesh=(1, n), mesh_shape=(n,), dp=n, tp=1) for k, n in enumerate(sizes)
+        StageOption(name=f"dp {n}", submesh=(1, n), mesh_shape=(n,), dp=n, tp=1)
+        for k, n in enumerate(sizes)
     )
     ones = np.ones((num_units, 1)) / np.array(sizes) ** 0.9
     return Chain(

@@ -1,4 +1,6 @@
-"""Chains whose costs are no sums of units' costs: measured operators with degrees of their own, and a `Chain` in disguise."""
+"""Chains whose costs are no sums of units' costs: measured operators with degrees of their own, and
+a `Chain` in disguise.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,12 @@ Way = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operators(AbstractChain):
-    """Operators with seconds and bytes by tensor-parallel degree; the rest of a stage's devices split the batch.
+    """Operators with seconds and bytes by tensor-parallel degree; the rest of a stage's devices
+    split the batch.
 
-    Between operators of different degrees `reshard_s` are paid in each pass. Working memory is the largest of the forward
-    passes plus the largest of the backward passes. What crosses an edge goes over as many links as the finer side has.
+    Between operators of different degrees `reshard_s` are paid in each pass. Working memory is the
+    largest of the forward passes plus the largest of the backward passes. What crosses an edge goes
+    over as many links as the finer side has.
     """
 
     unit_names: tuple[str, ...]
@@ -75,18 +79,29 @@ class Operators(AbstractChain):
 
     def least_s(self, option, first, last):
         """See `AbstractChain`."""
-        best = np.array([[3 * self._pass_s(u, o.num_devices, 1) for u in range(self.num_units)] for o in self.options])
+        best = np.array(
+            [
+                [3 * self._pass_s(u, o.num_devices, 1) for u in range(self.num_units)]
+                for o in self.options
+            ]
+        )
         sums = np.concatenate((np.zeros((len(best), 1)), best.cumsum(axis=1)), axis=1)
         return np.asarray(sums[option, last] - sums[option, first])
 
     def propose(self, option, first, last, *, first_device, in_flight, limit_bytes, chunks=1):
-        """See `AbstractChain`. All operators alike, with more and more of them recomputed until the stage fits."""
+        """See `AbstractChain`. All operators alike, with more and more of them recomputed until the
+        stage fits.
+        """
         ways, count = self.ways(option), last - first
         fitting = []
         for degree, again in itertools.product(dict.fromkeys(d for d, _ in ways), range(count + 1)):
             units = [ways.index((degree, k < again)) for k in range(count)]
             stage = StageChoice(
-                first_unit=first, last_unit=last, option=option, first_device=first_device, unit_options=tuple(units)
+                first_unit=first,
+                last_unit=last,
+                option=option,
+                first_device=first_device,
+                unit_options=tuple(units),
             )
             figures = self._figures(stage, None, in_flight, chunks)
             if figures.peak_bytes <= limit_bytes:
@@ -96,7 +111,9 @@ class Operators(AbstractChain):
     def quote(self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1):
         """See `AbstractChain`."""
         before = [None, *stages[:-1]]
-        return tuple(self._figures(*row, chunks) for row in zip(stages, before, in_flight, strict=True))
+        return tuple(
+            self._figures(*row, chunks) for row in zip(stages, before, in_flight, strict=True)
+        )
 
     def find_fault(self, stage):
         """See `AbstractChain`."""
@@ -104,18 +121,33 @@ class Operators(AbstractChain):
             return "has not an option for each of its operators"
         return None
 
-    def _figures(self, stage: StageChoice, before: StageChoice | None, kept: float, chunks: int) -> StageFigures:
+    def _figures(
+        self, stage: StageChoice, before: StageChoice | None, kept: float, chunks: int
+    ) -> StageFigures:
         ways = self.ways(stage.option)
         chosen = [ways[k] for k in stage.unit_options]
         devices = self.options[stage.option].num_devices
         units = range(stage.first_unit, stage.last_unit)
-        forward = [self._pass_s(u, devices, degree) for u, (degree, _) in zip(units, chosen, strict=True)]
+        forward = [
+            self._pass_s(u, devices, degree) for u, (degree, _) in zip(units, chosen, strict=True)
+        ]
         resharded = self.reshard_s * sum(a[0] != b[0] for a, b in zip(chosen, chosen[1:]))
         again = sum(f for f, (_, recomputed) in zip(forward, chosen, strict=True) if recomputed)
         sizes = [float(self.num_bytes[u]) / devices for u in units]
-        held = kept * sum(n for n, (_, recomputed) in zip(sizes, chosen, strict=True) if not recomputed)
-        state = 4 * sum(float(self.num_bytes[u]) / degree for u, (degree, _) in zip(units, chosen, strict=True)) / 8
-        working = max(sizes) + 2 * max(n * degree for n, (degree, _) in zip(sizes, chosen, strict=True))
+        held = kept * sum(
+            n for n, (_, recomputed) in zip(sizes, chosen, strict=True) if not recomputed
+        )
+        state = (
+            4
+            * sum(
+                float(self.num_bytes[u]) / degree
+                for u, (degree, _) in zip(units, chosen, strict=True)
+            )
+            / 8
+        )
+        working = max(sizes) + 2 * max(
+            n * degree for n, (degree, _) in zip(sizes, chosen, strict=True)
+        )
         edge = 0.0
         if before is not None and before.first_device != stage.first_device:
             sender = self.ways(before.option)[before.unit_options[-1]][0]
@@ -136,11 +168,14 @@ class Operators(AbstractChain):
         )
 
 
-def operators(num_units: int = 6, *, micro_batches: int = 8, limit_bytes: float = 1e9, seed: int = 0) -> Operators:
+def operators(
+    num_units: int = 6, *, micro_batches: int = 8, limit_bytes: float = 1e9, seed: int = 0
+) -> Operators:
     """Operators on one host of four devices."""
     random = np.random.default_rng(seed)
     options = tuple(
-        StageOption(name=f"{n} devices", submesh=(1, n), mesh_shape=(n,), dp=n, tp=1) for k, n in enumerate((1, 2, 4))
+        StageOption(name=f"{n} devices", submesh=(1, n), mesh_shape=(n,), dp=n, tp=1)
+        for k, n in enumerate((1, 2, 4))
     )
     return Operators(
         unit_names=tuple(f"operator {k}" for k in range(num_units)),
@@ -153,5 +188,7 @@ def operators(num_units: int = 6, *, micro_batches: int = 8, limit_bytes: float 
 
 
 def disguised(chain: Chain) -> Disguised:
-    """The chain, without what only a `Chain` has; nothing travels, so that tables of quotes are exact."""
+    """The chain, without what only a `Chain` has; nothing travels, so that tables of quotes are
+    exact.
+    """
     return Disguised(inner=replace(chain, boundary_bytes=np.zeros(chain.num_units)))

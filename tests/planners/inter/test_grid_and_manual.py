@@ -18,13 +18,19 @@ def test_a_grid_is_regular():
 
 
 def test_a_grid_takes_the_fastest_that_fits():
-    """Splitting units over devices is a little inefficient, so without bubbles pipelines win; with one micro-batch not."""
+    """Splitting units over devices is a little inefficient, so without bubbles pipelines win; with
+    one micro-batch not.
+    """
     many, one = (Grid().solve([even_chain(8, devices=4, micro_batches=m)]) for m in (64, 1))
     assert (len(many.stages), len(one.stages)) == (4, 1)
     both = Grid().solve([even_chain(8, devices=4, micro_batches=m) for m in (1, 64)])
     assert both.num_micro_batches == 1
     # Four stages of two units keep 8 bytes of state, 1 working and up to 4 x 2 in flight.
-    narrow = replace(even_chain(8, devices=4, micro_batches=64), memory_limit_bytes=16.0, options=_sizes_stated(4))
+    narrow = replace(
+        even_chain(8, devices=4, micro_batches=64),
+        memory_limit_bytes=16.0,
+        options=_sizes_stated(4),
+    )
     assert len(narrow.options) == 3
     with pytest.raises(InfeasibleError, match="The smallest, 4 stages of dp 1") as caught:
         Grid().solve([narrow])
@@ -57,7 +63,10 @@ def test_given_stages_are_priced():
 def test_given_stages_may_be_interleaved():
     chain = even_chain(8, devices=2)
     plan = ManualStages(
-        boundaries=((0, 2), (2, 4), (4, 6), (6, 8)), options=(0,) * 4, schedule="interleaved-1f1b", num_submeshes=2
+        boundaries=((0, 2), (2, 4), (4, 6), (6, 8)),
+        options=(0,) * 4,
+        schedule="interleaved-1f1b",
+        num_submeshes=2,
     ).solve([chain])
     assert [s.first_device for s in plan.stages] == [0, 1, 0, 1] and plan.num_submeshes == 2
     straight = ManualStages(boundaries=((0, 4), (4, 8)), options=(0, 0)).solve([chain])
@@ -69,7 +78,11 @@ def test_given_stages_may_be_interleaved():
     [
         ({"boundaries": ((0, 4),), "options": (2,)}, ["the stages end at unit 4, the chain at 6"]),
         (
-            {"boundaries": ((0, 2), (3, 3), (2, 7)), "options": (1, 0, 0), "first_devices": (0, 1, 4)},
+            {
+                "boundaries": ((0, 2), (3, 3), (2, 7)),
+                "options": (1, 0, 0),
+                "first_devices": (0, 1, 4),
+            },
             [
                 "stage 1 has no units",
                 "units 2 to 2 are in no stage before stage 1",
@@ -79,8 +92,14 @@ def test_given_stages_may_be_interleaved():
                 "stage 2 on devices 4 to 4 reaches outside the cluster's 4",
             ],
         ),
-        ({"boundaries": ((0, 3), (3, 6)), "options": (1, 0)}, ["1 of the 4 devices are in no stage"]),
-        ({"boundaries": ((0, 6),), "options": ("dp 3",)}, ["stage 0 has an unknown option 'dp 3': did you mean"]),
+        (
+            {"boundaries": ((0, 3), (3, 6)), "options": (1, 0)},
+            ["1 of the 4 devices are in no stage"],
+        ),
+        (
+            {"boundaries": ((0, 6),), "options": ("dp 3",)},
+            ["stage 0 has an unknown option 'dp 3': did you mean"],
+        ),
         ({"boundaries": ((0, 6),), "options": (3,)}, ["there are 3, from 0 on"]),
     ],
 )
@@ -126,4 +145,6 @@ def test_wrong_settings(wrong, message):
 
 def test_a_number_of_micro_batches_without_a_chain_is_refused():
     with pytest.raises(InputError, match="there are chains for 4"):
-        ManualStages(boundaries=((0, 6),), options=(0,), num_micro_batches=3).solve([even_chain(6, devices=1)])
+        ManualStages(boundaries=((0, 6),), options=(0,), num_micro_batches=3).solve(
+            [even_chain(6, devices=1)]
+        )

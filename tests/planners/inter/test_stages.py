@@ -18,7 +18,9 @@ SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("part", range(4))
 def test_the_stages_are_those_of_brute_force(schedule, part):
-    """Without a memory limit, at limits that bind, and below the smallest peak; see benchmarks/inter_brute_force.py."""
+    """Without a memory limit, at limits that bind, and below the smallest peak; see
+    benchmarks/inter_brute_force.py.
+    """
     first = 1000 * SCHEDULES.index(schedule) + part
     found = [c for seed in range(first, first + 56, 4) for c in compare(seed, schedule)]
     assert len({c.seed for c in found}) == 14
@@ -68,11 +70,15 @@ def test_chains_must_belong_together():
 
 
 def test_the_best_number_of_micro_batches_is_chosen():
-    """Twice the micro-batches of half the time each: less bubble, until each costs something by itself."""
+    """Twice the micro-batches of half the time each: less bubble, until each costs something by
+    itself.
+    """
     chains = []
     for count in (2, 4, 8, 16, 32):
         chain = even_chain(8, devices=4, micro_batches=count)
-        chains.append(replace(chain, forward_s=chain.forward_s * 32 / count + 0.4, memory_limit_bytes=20.0))
+        chains.append(
+            replace(chain, forward_s=chain.forward_s * 32 / count + 0.4, memory_limit_bytes=20.0)
+        )
     alone = [StageDP(schedules=("1f1b",), simulated=1).solve([c]) for c in chains]
     plan = StageDP(schedules=("1f1b",), simulated=1).solve(chains)
     assert plan.closed_form_s == pytest.approx(min(p.closed_form_s for p in alone), rel=1e-3)
@@ -83,7 +89,9 @@ def test_the_best_number_of_micro_batches_is_chosen():
 @pytest.mark.parametrize("seed", range(12))
 def test_no_grid_is_better(seed):
     rng = np.random.default_rng(seed)
-    chain = random_chain(rng, num_units=int(rng.integers(4, 12)), geometry=GEOMETRIES[seed % len(GEOMETRIES)])
+    chain = random_chain(
+        rng, num_units=int(rng.integers(4, 12)), geometry=GEOMETRIES[seed % len(GEOMETRIES)]
+    )
     options = tuple(replace(o, dp=o.num_devices, tp=1) for o in chain.options)
     chain = replace(chain, options=options)
     try:
@@ -107,18 +115,25 @@ def test_answers_pass_the_judge(schedule):
     judged = judge_stages(chain, plan.stages, schedule, num_submeshes=submeshes)
     assert judged.closed_form_s == plan.closed_form_s >= free.lower_bound_s
     assert plan.lower_bound_s <= plan.closed_form_s
-    assert plan.status in ("optimal", "optimal within the gap") and "consecutive" in plan.bound_holds_for
+    assert (
+        plan.status in ("optimal", "optimal within the gap")
+        and "consecutive" in plan.bound_holds_for
+    )
     assert plan.step_time_s == pytest.approx(plan.closed_form_s, rel=0.5)
 
 
 @pytest.mark.parametrize("num_units", [40, 96])
 def test_long_chains_are_cut_exactly(num_units):
-    """Equal units: what the dynamic program finds is what all cuts into 1, 2, 4 and 8 stages of equal options give."""
+    """Equal units: what the dynamic program finds is what all cuts into 1, 2, 4 and 8 stages of
+    equal options give.
+    """
     chain = even_chain(num_units, devices=4, micro_batches=8)
     plan = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, num_stages=4).solve([chain])
     assert [s.last_unit - s.first_unit for s in plan.stages] == [num_units // 4] * 4
     uneven = replace(chain, memory_limit_bytes=float(num_units // 4 * 4 + num_units // 4 * 3 + 2))
-    plan = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, num_stages=4).solve([uneven])
+    plan = StageDP(schedules=("1f1b",), simulated=1, relative_gap=1e-9, num_stages=4).solve(
+        [uneven]
+    )
     sizes = [s.last_unit - s.first_unit for s in plan.stages]
     assert sizes[0] < num_units // 4 < max(sizes) and plan.peak_bytes <= uneven.memory_limit_bytes
 
@@ -150,12 +165,16 @@ def test_infeasible_errors_name_the_smallest_need(schedule, limit):
 def test_submeshes_that_cannot_fill_the_cluster():
     chain = even_chain(4, devices=4)
     three = tuple(replace(option, submesh=(1, 3), mesh_shape=(3,)) for option in chain.options)
-    with pytest.raises(InfeasibleError, match=r"submeshes offered \(1x3\), no stages use all of 1x4"):
+    with pytest.raises(
+        InfeasibleError, match=r"submeshes offered \(1x3\), no stages use all of 1x4"
+    ):
         StageDP().solve([replace(chain, options=three)])
 
 
 def test_numbers_of_stages_that_are_too_few_are_not_searched(monkeypatch):
-    """Where stages keep as many micro-batches as there are stages, each number of them is a program of its own."""
+    """Where stages keep as many micro-batches as there are stages, each number of them is a program
+    of its own.
+    """
     counts = []
     plainly = DeviceProgram._run
 

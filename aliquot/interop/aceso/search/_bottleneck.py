@@ -72,7 +72,9 @@ class Bottleneck:
 
 
 class _Search:
-    def __init__(self, planner: Bottleneck, problem: SearchProblem, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, planner: Bottleneck, problem: SearchProblem, on_progress: OnProgress | None
+    ) -> None:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
         self._began = time.perf_counter()
         self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
@@ -109,7 +111,9 @@ class _Search:
         begin.sort(key=lambda candidate: self._scores[candidate].key)
         expanded: set[Candidate] = set()
         # The best first; candidates that hops reached without improvement come later.
-        pool = [(self._scores[c].key, k, c) for k, c in enumerate(_spread(begin, self._planner.starts))]
+        pool = [
+            (self._scores[c].key, k, c) for k, c in enumerate(_spread(begin, self._planner.starts))
+        ]
         heapq.heapify(pool)
         steps, order = 0, len(pool)
         while pool and steps < self._planner.max_steps:
@@ -129,14 +133,19 @@ class _Search:
                 at = reached[0]
             self._tell()
         self._polish()
-        return "nothing was left to relieve" if not pool else f"the limit of {self._planner.max_steps} steps"
+        return (
+            "nothing was left to relieve"
+            if not pool
+            else f"the limit of {self._planner.max_steps} steps"
+        )
 
     def _tell(self) -> None:
         if self._on_progress is not None:
             best = min((score for score in self._scores.values()), key=lambda score: score.key)
             self._on_progress(
                 Progress(
-                    best_ms=min(self._best.best_us, best.time_us if not best.excess_mb else np.inf) / 1000,
+                    best_ms=min(self._best.best_us, best.time_us if not best.excess_mb else np.inf)
+                    / 1000,
                     bound_ms=0.0,
                     scored=len(self._scores),
                     elapsed_s=self._elapsed(),
@@ -171,14 +180,28 @@ class _Search:
                 behind = len(candidate.stages) - 1 - k
                 held = self._problem.in_flight(candidate.micro_batch, behind)
                 groups.setdefault((candidate.micro_batch, stage.devices), []).append(
-                    (index, k, stage.state, first, first + stage.operators, held, entered, int(device % per_node == 0))
+                    (
+                        index,
+                        k,
+                        stage.state,
+                        first,
+                        first + stage.operators,
+                        held,
+                        entered,
+                        int(device % per_node == 0),
+                    )
                 )
                 first += stage.operators
         figures = [np.zeros((len(c.stages), 4)) for c in new]
         for (size, devices), rows in groups.items():
             columns = np.array(rows).T
             quoted = self._uniform[size][devices].quote(
-                columns[2], columns[3], columns[4], columns[5], columns[6:8].T, self._problem.memory_limit_mb
+                columns[2],
+                columns[3],
+                columns[4],
+                columns[5],
+                columns[6:8].T,
+                self._problem.memory_limit_mb,
             )
             for (index, k, *_), *values in zip(rows, *quoted, strict=True):
                 figures[index][k] = values
@@ -208,7 +231,10 @@ class _Search:
         del chosen[solved:]
         chosen.sort(key=self._balanced_us)
         for rank, candidate in enumerate(chosen):
-            if rank < self._planner.relieved and self._solved_operators < self._planner.max_solved_operators:
+            if (
+                rank < self._planner.relieved
+                and self._solved_operators < self._planner.max_solved_operators
+            ):
                 candidate = self._relieved(candidate)
             answers = self._solved(candidate)
             if all(np.isfinite(answer.time_us) for answer in answers):
@@ -218,10 +244,18 @@ class _Search:
         """Iteration time if the work of the solved stages were spread evenly over the devices."""
         score = self._scores[candidate]
         times = [
-            min(answer.time_us, quoted) for answer, quoted in zip(self._solved(candidate), score.stage_us, strict=True)
+            min(answer.time_us, quoted)
+            for answer, quoted in zip(self._solved(candidate), score.stage_us, strict=True)
         ]
-        work = sum(stage.devices * stage_us for stage, stage_us in zip(candidate.stages, times, strict=True))
-        return self._problem.num_micro_batches(candidate.micro_batch) * work / self._problem.num_devices
+        work = sum(
+            stage.devices * stage_us
+            for stage, stage_us in zip(candidate.stages, times, strict=True)
+        )
+        return (
+            self._problem.num_micro_batches(candidate.micro_batch)
+            * work
+            / self._problem.num_devices
+        )
 
     def _relieved(self, at: Candidate) -> Candidate:
         """Move operators away from the slowest stage, or from one that does not fit, in steps that
@@ -229,7 +263,11 @@ class _Search:
         """
         count = max(sum(stage.operators for stage in at.stages) // (8 * len(at.stages)), 1)
         key = self._solved_key(at)
-        while count and len(at.stages) > 1 and self._solved_operators < self._planner.max_solved_operators:
+        while (
+            count
+            and len(at.stages) > 1
+            and self._solved_operators < self._planner.max_solved_operators
+        ):
             slow = int(np.argmax([answer.time_us for answer in self._solved(at)]))
             if at.stages[slow].operators > count:
                 moves = [with_moved(at, slow, k, count) for k in range(len(at.stages)) if k != slow]
@@ -245,7 +283,9 @@ class _Search:
         all.
         """
         times = [answer.time_us for answer in self._solved(candidate)]
-        over = sum(s.operators for s, t in zip(candidate.stages, times, strict=True) if not np.isfinite(t))
+        over = sum(
+            s.operators for s, t in zip(candidate.stages, times, strict=True) if not np.isfinite(t)
+        )
         finite = [t for t in times if np.isfinite(t)]
         return over, max(finite, default=np.inf), sum(finite)
 
@@ -259,7 +299,15 @@ class _Search:
             device += stage.devices
             left_between_nodes = int(device % per_node == 0)
             held = self._problem.in_flight(candidate.micro_batch, len(candidate.stages) - 1 - k)
-            key = candidate.micro_batch, stage.devices, first, last, held, entered_between_nodes, left_between_nodes
+            key = (
+                candidate.micro_batch,
+                stage.devices,
+                first,
+                last,
+                held,
+                entered_between_nodes,
+                left_between_nodes,
+            )
             if key not in self._answers:
                 self._solved_operators += last - first
                 self._answers[key] = solve_stage(
@@ -278,9 +326,15 @@ class _Search:
             first = last
         return answers
 
-    def _solved_configuration(self, candidate: Candidate, answers: Sequence[StageAnswer]) -> Configuration:
-        spaces = [self._uniform[candidate.micro_batch][stage.devices].space for stage in candidate.stages]
-        stages = tuple(as_stage(space, answer) for space, answer in zip(spaces, answers, strict=True))
+    def _solved_configuration(
+        self, candidate: Candidate, answers: Sequence[StageAnswer]
+    ) -> Configuration:
+        spaces = [
+            self._uniform[candidate.micro_batch][stage.devices].space for stage in candidate.stages
+        ]
+        stages = tuple(
+            as_stage(space, answer) for space, answer in zip(spaces, answers, strict=True)
+        )
         return self._problem.configuration(candidate.micro_batch, stages)
 
     def _uniform_configuration(self, candidate: Candidate) -> Configuration:
@@ -309,7 +363,9 @@ def _spread(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
     """
     chosen: dict[tuple[int, tuple[int, ...]], Candidate] = {}
     for candidate in ranked:
-        chosen.setdefault((candidate.micro_batch, tuple(s.devices for s in candidate.stages)), candidate)
+        chosen.setdefault(
+            (candidate.micro_batch, tuple(s.devices for s in candidate.stages)), candidate
+        )
         if len(chosen) >= count:
             break
     return list(chosen.values())

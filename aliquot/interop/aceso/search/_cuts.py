@@ -68,12 +68,16 @@ class CutSearch:
                         continue
                     enters = int(start > 0 and start % gpus_per_node == 0)
                     leaves = int((start + n) % gpus_per_node == 0)
-                    pair = (enters, leaves) if (enters, leaves) in links[n] else (enters, 1 - leaves)
+                    pair = (
+                        (enters, leaves) if (enters, leaves) in links[n] else (enters, 1 - leaves)
+                    )
                     if pair not in links[n]:
                         pair = next(link for link in links[n] if link[1] == leaves)
                     self._steps.append((stages, used, n, links[n].index(pair)))
 
-    def solve(self, micro_batches: int, *, tolerance: float = 1e-4, max_splits: int = 6) -> tuple[Cuts | None, float]:
+    def solve(
+        self, micro_batches: int, *, tolerance: float = 1e-4, max_splits: int = 6
+    ) -> tuple[Cuts | None, float]:
         """The best stages, and a lower bound of all in microseconds.
 
         Stages with slowest stage `s` and sum `t` take `(micro_batches - 1) * s + t`. The least sum
@@ -81,7 +85,9 @@ class CutSearch:
         the best stages are within `tolerance` of the bound.
         """
         least, _ = self._solve(np.inf, total=False)
-        floor = min((float(v[0]) for (_, used), v in least.items() if used == self._devices), default=np.inf)
+        floor = min(
+            (float(v[0]) for (_, used), v in least.items() if used == self._devices), default=np.inf
+        )
         if not np.isfinite(floor):
             return None, np.inf
         weight = micro_batches - 1
@@ -114,7 +120,11 @@ class CutSearch:
 
     def _stages(self, bar: float) -> Cuts | None:
         least, chosen = self._solve(bar, total=True)
-        ends = [(float(v[0]), key) for key, v in least.items() if key[1] == self._devices and np.isfinite(v[0])]
+        ends = [
+            (float(v[0]), key)
+            for key, v in least.items()
+            if key[1] == self._devices and np.isfinite(v[0])
+        ]
         if not ends:
             return None
         total, (stages, used) = min(ends)
@@ -124,13 +134,21 @@ class CutSearch:
             value = float(self._tables[n][stages - 1, links, at, offset])
             slowest = max(slowest, value)
             cuts.append(
-                Cut(first=at, last=at + 1 + int(offset), num_devices=int(n), behind=stages - 1, links=int(links))
+                Cut(
+                    first=at,
+                    last=at + 1 + int(offset),
+                    num_devices=int(n),
+                    behind=stages - 1,
+                    links=int(links),
+                )
             )
             at += 1 + int(offset)
             stages, used = stages - 1, used - int(n)
         return Cuts(stages=tuple(cuts), slowest_us=slowest, total_us=total)
 
-    def _solve(self, bar: float, *, total: bool) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
+    def _solve(
+        self, bar: float, *, total: bool
+    ) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
         num = self._num
         end = np.full(num + 1, np.inf)
         end[num] = 0.0
@@ -145,7 +163,9 @@ class CutSearch:
             width = table.shape[1]
             key = stages - 1, used - n, width
             if key not in windows:
-                windows[key] = sliding_window_view(np.append(behind[1:], np.full(width - 1, np.inf)), width)
+                windows[key] = sliding_window_view(
+                    np.append(behind[1:], np.full(width - 1, np.inf)), width
+                )
             if total:
                 values = table + windows[key]
                 values[table > bar] = np.inf
@@ -159,5 +179,7 @@ class CutSearch:
                 chosen[state] = np.zeros((num, 3), np.int64)
             better = value < least[state][:num]
             least[state][:num][better] = value[better]
-            chosen[state][better] = np.stack([np.full(num, n), np.full(num, links), offset], axis=1)[better]
+            chosen[state][better] = np.stack(
+                [np.full(num, n), np.full(num, links), offset], axis=1
+            )[better]
         return least, chosen

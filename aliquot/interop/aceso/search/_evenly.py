@@ -31,7 +31,9 @@ def least_work(spaces: Mapping[int, StageSpace]) -> tuple[Floats, Floats]:
     return rates, least[:, kinds]
 
 
-def spread_evenly_us(spaces: Mapping[int, StageSpace], *, num_devices: int, memory_limit_mb: float) -> float:
+def spread_evenly_us(
+    spaces: Mapping[int, StageSpace], *, num_devices: int, memory_limit_mb: float
+) -> float:
     """A lower bound on the work of all devices for one micro-batch, summed, under the sum of their
     memory limits. The limit is relaxed by a Lagrange multiplier, as in the tables.
     """
@@ -52,8 +54,14 @@ def possible_cuts(
     before = np.concatenate([np.zeros((len(rates), 1)), np.cumsum(least, axis=1)], axis=1)
     # Without a limit on stages, one that none exceeds.
     stage_us = min(stage_us, float(before[:, -1].max()) + 1)
-    room = np.arange(num_devices + 1)[:, None, None] * (stage_us + rates * memory_limit_mb)[:, None] * (1 + 1e-9)
-    places: NDArray[np.bool_] = (before <= room).all(axis=1) & (before[:, -1:] - before <= room[::-1]).all(axis=1)
+    room = (
+        np.arange(num_devices + 1)[:, None, None]
+        * (stage_us + rates * memory_limit_mb)[:, None]
+        * (1 + 1e-9)
+    )
+    places: NDArray[np.bool_] = (before <= room).all(axis=1) & (
+        before[:, -1:] - before <= room[::-1]
+    ).all(axis=1)
     places[0], places[-1] = np.arange(num + 1) == 0, np.arange(num + 1) == num
     places[1:-1, [0, num]] = False
     return places

@@ -81,7 +81,9 @@ class Exact:
 
 
 class _Search:
-    def __init__(self, planner: Exact, problem: SearchProblem, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, planner: Exact, problem: SearchProblem, on_progress: OnProgress | None
+    ) -> None:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
         self._began = time.perf_counter()
         self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
@@ -95,7 +97,9 @@ class _Search:
     def run(self, start: Sequence[Configuration]) -> SearchResult:
         for configuration in start:
             self._best.offer(configuration)
-        self._batches = [_MicroBatch.make(self._problem, size) for size in self._problem.micro_batches]
+        self._batches = [
+            _MicroBatch.make(self._problem, size) for size in self._problem.micro_batches
+        ]
         queue = [(batch.bound_us, batch.size, batch) for batch in self._batches]
         heapq.heapify(queue)
         try:
@@ -122,7 +126,11 @@ class _Search:
         while queue:
             bound, _, batch = queue[0]
             if bound >= self._best.best_us * (1 - self._planner.gap):
-                return "the bound is close enough" if not self._exhausted else "what is left costs too much to search"
+                return (
+                    "the bound is close enough"
+                    if not self._exhausted
+                    else "what is left costs too much to search"
+                )
             if entries >= self._planner.max_entries:
                 return f"the limit of {self._planner.max_entries:,.0f} table entries"
             if rounds >= self._planner.max_rounds:
@@ -154,7 +162,9 @@ class _Search:
                     spaces[stage.num_devices],
                     first,
                     last,
-                    in_flight=self._problem.in_flight(configuration.micro_batch, len(configuration.stages) - 1 - k),
+                    in_flight=self._problem.in_flight(
+                        configuration.micro_batch, len(configuration.stages) - 1 - k
+                    ),
                     entered=entered,
                     left=int(device % self._problem.gpus_per_node == 0),
                     memory_limit_mb=self._problem.memory_limit_mb,
@@ -188,7 +198,9 @@ class _Search:
         if not batch.tables:
             batch.bound_coarsely(self._problem, self._best.best_us)
         assert batch.search is not None
-        cuts, bound = batch.search.solve(batch.count, tolerance=self._planner.gap / 4, max_splits=batch.max_splits)
+        cuts, bound = batch.search.solve(
+            batch.count, tolerance=self._planner.gap / 4, max_splits=batch.max_splits
+        )
         batch.bound_us = max(batch.bound_us, bound)
         if cuts is None:
             batch.bound_us = np.inf
@@ -207,7 +219,10 @@ class _Search:
                 self._best.scored += 1
         answers = [batch.answers[batch.key(cut)] for cut in cuts.stages]
         if all(np.isfinite(answer.time_us) for answer in answers):
-            stages = tuple(batch.as_stage(cut, answer) for cut, answer in zip(cuts.stages, answers, strict=True))
+            stages = tuple(
+                batch.as_stage(cut, answer)
+                for cut, answer in zip(cuts.stages, answers, strict=True)
+            )
             if self._best.offer(self._problem.configuration(batch.size, stages)):
                 for each in self._batches:
                     each.shorten(self._best.best_us)
@@ -225,7 +240,11 @@ def as_stage(space: StageSpace, answer: StageAnswer) -> StageConfiguration:
     states = [space.states[k] for k in answer.states]
     tensor, data, algorithm = (tuple(column) for column in zip(*states, strict=True))
     return StageConfiguration(
-        num_devices=space.num_devices, tensor=tensor, data=data, algorithm=algorithm, recompute=answer.recompute
+        num_devices=space.num_devices,
+        tensor=tensor,
+        data=data,
+        algorithm=algorithm,
+        recompute=answer.recompute,
     )
 
 
@@ -257,7 +276,9 @@ class _MicroBatch:
 
     @classmethod
     def make(cls, problem: SearchProblem, size: int) -> _MicroBatch:
-        """The spaces of stages, and a bound that spreads work and memory evenly over all devices."""
+        """The spaces of stages, and a bound that spreads work and memory evenly over all
+        devices.
+        """
         spaces = problem.spaces(size)
         count = problem.num_micro_batches(size)
         grouped = _grouped(spaces)
@@ -271,7 +292,9 @@ class _MicroBatch:
             period=find_period(kinds),
             links={n: tuple(_links(problem, n)) for n in spaces},
             bound_us=count
-            * spread_evenly_us(spaces, num_devices=problem.num_devices, memory_limit_mb=problem.memory_limit_mb)
+            * spread_evenly_us(
+                spaces, num_devices=problem.num_devices, memory_limit_mb=problem.memory_limit_mb
+            )
             / problem.num_devices,
         )
 
@@ -315,7 +338,9 @@ class _MicroBatch:
                 # The ceiling has fallen since then and allows fewer operators.
                 width = bounds.bound_us.shape[-1]
                 self.tables[n][..., width:] = np.inf
-                np.maximum(self.tables[n][..., :width], bounds.bound_us, out=self.tables[n][..., :width])
+                np.maximum(
+                    self.tables[n][..., :width], bounds.bound_us, out=self.tables[n][..., :width]
+                )
             else:
                 self.tables[n] = bounds.bound_us
                 self.rates[n], self.chosen_rates[n] = bounds.rates_us_per_mb, bounds.rate
@@ -330,14 +355,18 @@ class _MicroBatch:
         self.refined = True
         memory_rates = []
         for cut in cuts.stages:
-            k = self.chosen_rates[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1]
+            k = self.chosen_rates[cut.num_devices][
+                cut.behind, cut.links, cut.first, cut.last - cut.first - 1
+            ]
             rate = self.rates[cut.num_devices][cut.behind, k]
             memory_rates.append(rate * problem.in_flight(self.size, cut.behind))
         positive = [rate for rate in memory_rates if rate > 0]
         if positive:
             spread = self.rate_step**0.75
             self._bound_stretches(
-                problem, np.geomspace(min(positive) / spread, max(positive) * spread, _FINE_RATES), ceiling_us
+                problem,
+                np.geomspace(min(positive) / spread, max(positive) * spread, _FINE_RATES),
+                ceiling_us,
             )
         self.chosen_rates.clear()
 
@@ -353,7 +382,9 @@ class _MicroBatch:
 
     def entry(self, cut: Cut) -> float:
         """The bound of a stage in its table."""
-        return float(self.tables[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1])
+        return float(
+            self.tables[cut.num_devices][cut.behind, cut.links, cut.first, cut.last - cut.first - 1]
+        )
 
     def can_improve(self, cut: Cut) -> bool:
         """True if more effort may close the gap of a solved stage."""
@@ -379,7 +410,9 @@ class _MicroBatch:
             memory_limit_mb=problem.memory_limit_mb,
             ceiling_us=ceiling_us,
             rate_us_per_mb=float(rates[len(rates) // 2]),
-            max_labels=math.ceil(_EFFORTS[effort] * max_labels * min(1.0, _FEW_OPERATORS / (cut.last - cut.first))),
+            max_labels=math.ceil(
+                _EFFORTS[effort] * max_labels * min(1.0, _FEW_OPERATORS / (cut.last - cut.first))
+            ),
         )
         previous = self.answers.get(self.key(cut))
         if previous is not None:

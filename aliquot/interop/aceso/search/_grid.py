@@ -96,7 +96,9 @@ def _points(problem: SearchProblem) -> Iterator[tuple[float, Configuration]]:
 
 def _times(space: StageSpace, state: int, recompute: NDArray[np.bool_]) -> Floats:
     kinds = space.kinds
-    times: Floats = space.busy_us[kinds, state] + np.where(recompute, space.again_us[kinds, state], 0.0)
+    times: Floats = space.busy_us[kinds, state] + np.where(
+        recompute, space.again_us[kinds, state], 0.0
+    )
     return times
 
 

@@ -68,7 +68,10 @@ def find_layers(kinds: NDArray[np.int64]) -> list[tuple[int, int]]:
     period = find_period(kinds)
     if not period.count:
         return [(k, k + 1) for k in range(len(kinds))]
-    layers = [(period.first + k * period.length, period.first + (k + 1) * period.length) for k in range(period.count)]
+    layers = [
+        (period.first + k * period.length, period.first + (k + 1) * period.length)
+        for k in range(period.count)
+    ]
     before = find_layers(kinds[: period.first]) if period.first else []
     after = (
         [(a + period.end, b + period.end) for a, b in find_layers(kinds[period.end :])]
@@ -82,7 +85,9 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
     """The space with these units for operators; None if no state is valid for all of them."""
     first_algorithm = min(algorithm for *_, algorithm in space.states)
     uniform = [
-        k for k, (*_, algorithm) in enumerate(space.states) if algorithm == first_algorithm and space.valid[:, k].all()
+        k
+        for k, (*_, algorithm) in enumerate(space.states)
+        if algorithm == first_algorithm and space.valid[:, k].all()
     ]
     if not uniform:
         return None
@@ -93,7 +98,10 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
     kinds = np.array([kind_of[signature] for signature in signatures])
     unit_of_kind = {kind: unit for unit, kind in reversed(list(enumerate(kinds.tolist())))}
     shape = (len(kind_of), len(columns))
-    figures = {name: np.zeros(shape) for name in ("busy", "weights", "kept", "peak", "forward", "backward", "enters")}
+    figures = {
+        name: np.zeros(shape)
+        for name in ("busy", "weights", "kept", "peak", "forward", "backward", "enters")
+    }
     enters_us, leaves_us = np.zeros((2, *shape)), np.zeros((2, *shape, len(space.tensor_degrees)))
     recompute: list[tuple[NDArray[np.bool_], ...]] = []
     for kind in range(len(kind_of)):
@@ -116,8 +124,12 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
             # The last operator would count if another unit follows; without it memory is never
             # overestimated.
             counted = members if space.counts_last_reserved else members[:-1]
-            figures["forward"][kind, column] = space.forward_reserved_mb[counted, u].max(initial=0.0)
-            figures["backward"][kind, column] = space.backward_reserved_mb[counted, u].max(initial=0.0)
+            figures["forward"][kind, column] = space.forward_reserved_mb[counted, u].max(
+                initial=0.0
+            )
+            figures["backward"][kind, column] = space.backward_reserved_mb[counted, u].max(
+                initial=0.0
+            )
             figures["enters"][kind, column] = space.enters_mb[members[0], u]
             enters_us[:, kind, column] = space.enters_us[:, members[0], u]
             leaves_us[:, kind, column] = space.leaves_us[:, members[-1], u]

@@ -58,14 +58,20 @@ _Move = Callable[["Neighbours", Candidate, int, Score], Iterator[Candidate]]
 class Neighbours:
     """Candidates that can be run; what the moves need to know of a problem."""
 
-    def __init__(self, problem: SearchProblem, uniform: dict[int, dict[int, UniformStages]]) -> None:
+    def __init__(
+        self, problem: SearchProblem, uniform: dict[int, dict[int, UniformStages]]
+    ) -> None:
         self.problem, self.uniform = problem, uniform
 
     def balanced(self) -> Iterator[Candidate]:
         """For each micro-batch and every way to share out the devices of a node: cuts that balance
         the stages, all with the least or all with the greatest tensor degree.
         """
-        shares = [share for share in _shares(self.problem.gpus_per_node) if len(share) <= self.problem.max_stages]
+        shares = [
+            share
+            for share in _shares(self.problem.gpus_per_node)
+            if len(share) <= self.problem.max_stages
+        ]
         for size, by_devices in self.uniform.items():
             for share in shares:
                 devices = share * self.problem.num_nodes
@@ -73,10 +79,17 @@ class Neighbours:
                     continue
                 for end in (0, -1):
                     rows = [range(len(by_devices[n].states))[end] for n in devices]
-                    sums = {n: by_devices[n].work_us[row, 0] for n, row in zip(devices, rows, strict=True)}
+                    sums = {
+                        n: by_devices[n].work_us[row, 0]
+                        for n, row in zip(devices, rows, strict=True)
+                    }
                     cuts = _balanced_cuts([sums[n] for n in devices])
                     yield Candidate(
-                        size, tuple(UniformStage(n, row, c) for n, row, c in zip(devices, rows, cuts, strict=True))
+                        size,
+                        tuple(
+                            UniformStage(n, row, c)
+                            for n, row, c in zip(devices, rows, cuts, strict=True)
+                        ),
                     )
 
     def can_run(self, candidate: Candidate) -> bool:
@@ -91,7 +104,9 @@ class Neighbours:
             if device // per_node != (device + stage.devices - 1) // per_node:
                 return False
             device += stage.devices
-        return device == self.problem.num_devices and len(candidate.stages) <= self.problem.max_stages
+        return (
+            device == self.problem.num_devices and len(candidate.stages) <= self.problem.max_stages
+        )
 
     def states(self, candidate: Candidate, devices: int) -> range:
         """Rows of the states that a stage of so many devices can have."""
@@ -120,7 +135,9 @@ def _balanced_cuts(sums: Sequence[Floats]) -> list[int]:
         for k, each in enumerate(sums):
             # Every later stage needs an operator.
             most = num - (len(sums) - 1 - k)
-            at = min(max(int(np.searchsorted(each, each[at] + bar, side="right")) - 1, at + 1), most)
+            at = min(
+                max(int(np.searchsorted(each, each[at] + bar, side="right")) - 1, at + 1), most
+            )
             reached.append(at)
         if at == num:
             high, ends = bar, reached
@@ -130,7 +147,9 @@ def _balanced_cuts(sums: Sequence[Floats]) -> list[int]:
 
 
 def _with(candidate: Candidate, changes: dict[int, UniformStage]) -> Candidate:
-    return replace(candidate, stages=tuple(changes.get(k, stage) for k, stage in enumerate(candidate.stages)))
+    return replace(
+        candidate, stages=tuple(changes.get(k, stage) for k, stage in enumerate(candidate.stages))
+    )
 
 
 def with_moved(at: Candidate, source: int, target: int, count: int) -> Candidate:
@@ -147,7 +166,9 @@ def with_moved(at: Candidate, source: int, target: int, count: int) -> Candidate
     )
 
 
-def _move_operators(around: Neighbours, at: Candidate, worst: int, score: Score) -> Iterator[Candidate]:
+def _move_operators(
+    around: Neighbours, at: Candidate, worst: int, score: Score
+) -> Iterator[Candidate]:
     """Move operators to another stage, through all stages between."""
     most = at.stages[worst].operators - 1
     for partner in range(len(at.stages)):
@@ -156,7 +177,9 @@ def _move_operators(around: Neighbours, at: Candidate, worst: int, score: Score)
                 yield with_moved(at, worst, partner, count)
 
 
-def _exchange_degrees(around: Neighbours, at: Candidate, worst: int, score: Score) -> Iterator[Candidate]:
+def _exchange_degrees(
+    around: Neighbours, at: Candidate, worst: int, score: Score
+) -> Iterator[Candidate]:
     """Change tensor and data degree on the same devices."""
     stage = at.stages[worst]
     for state in around.states(at, stage.devices):
@@ -164,7 +187,9 @@ def _exchange_degrees(around: Neighbours, at: Candidate, worst: int, score: Scor
             yield _with(at, {worst: replace(stage, state=state)})
 
 
-def _take_devices(around: Neighbours, at: Candidate, worst: int, score: Score) -> Iterator[Candidate]:
+def _take_devices(
+    around: Neighbours, at: Candidate, worst: int, score: Score
+) -> Iterator[Candidate]:
     """Exchange devices with another stage that has twice as many."""
     stage = at.stages[worst]
     for partner, other in enumerate(at.stages):
@@ -183,7 +208,9 @@ def _take_devices(around: Neighbours, at: Candidate, worst: int, score: Score) -
                     yield candidate
 
 
-def _give_operators_for_devices(around: Neighbours, at: Candidate, worst: int, score: Score) -> Iterator[Candidate]:
+def _give_operators_for_devices(
+    around: Neighbours, at: Candidate, worst: int, score: Score
+) -> Iterator[Candidate]:
     """Merge two neighbours into one stage with the devices of both."""
     for first in (worst - 1, worst):
         if first < 0 or first + 1 >= len(at.stages):
@@ -196,7 +223,9 @@ def _give_operators_for_devices(around: Neighbours, at: Candidate, worst: int, s
                 yield candidate
 
 
-def _split_stage(around: Neighbours, at: Candidate, worst: int, score: Score) -> Iterator[Candidate]:
+def _split_stage(
+    around: Neighbours, at: Candidate, worst: int, score: Score
+) -> Iterator[Candidate]:
     """Split a stage into two with half of its devices each."""
     for k, stage in enumerate(at.stages):
         half = stage.devices // 2
@@ -210,8 +239,12 @@ def _split_stage(around: Neighbours, at: Candidate, worst: int, score: Score) ->
                 yield candidate
 
 
-def _change_micro_batch(around: Neighbours, at: Candidate, worst: int, score: Score) -> Iterator[Candidate]:
-    """Take the next larger or smaller micro-batch for all stages; tensor degrees stay if possible."""
+def _change_micro_batch(
+    around: Neighbours, at: Candidate, worst: int, score: Score
+) -> Iterator[Candidate]:
+    """Take the next larger or smaller micro-batch for all stages; tensor degrees stay if
+    possible.
+    """
     sizes = sorted(around.uniform)
     k = sizes.index(at.micro_batch)
     for size in (*sizes[max(k - 1, 0) : k], *sizes[k + 1 : k + 2]):

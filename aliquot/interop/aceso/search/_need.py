@@ -1,4 +1,6 @@
-"""The memory of the smallest configuration, with its components, for messages where nothing fits."""
+"""The memory of the smallest configuration, with its components, for messages where nothing
+fits.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ class SearchProblem:
             judge=self.judge,
         )
 
-    def configuration(self, micro_batch: int, stages: tuple[StageConfiguration, ...]) -> Configuration:
+    def configuration(
+        self, micro_batch: int, stages: tuple[StageConfiguration, ...]
+    ) -> Configuration:
         """A configuration with these stages."""
         return Configuration(
             model_name=self.model_name,
@@ -172,9 +174,13 @@ class SearchPlanner(Protocol):
 
 
 class Incumbents:
-    """The best configurations found so far. Distinct, judged in full, and within the memory limit."""
+    """The best configurations found so far. Distinct, judged in full, and within the memory
+    limit.
+    """
 
-    def __init__(self, problem: SearchProblem, clock: Callable[[], float], *, keep: int = 1) -> None:
+    def __init__(
+        self, problem: SearchProblem, clock: Callable[[], float], *, keep: int = 1
+    ) -> None:
         self._problem, self._clock, self._keep = problem, clock, keep
         self._kept: list[tuple[float, Configuration, Estimate]] = []
         self.scored = 0
@@ -214,24 +220,30 @@ def require_measured(problem: SearchProblem) -> tuple[SearchProblem, tuple[str, 
     database = problem.database
     unknown = sorted({o.name for o in problem.chain.operators} - set(database.operators))
     if unknown:
+        more = f" and {len(unknown) - 5} more operators" if len(unknown) > 5 else ""
         raise InputError(
-            f"{database.model} has no measurements of {', '.join(unknown[:5])}"
-            f"{f' and {len(unknown) - 5} more operators' if len(unknown) > 5 else ''} of the chain. Profile them, or describe "
-            "another chain with --chain."
+            f"{database.model} has no measurements of {', '.join(unknown[:5])}{more}"
+            " of the chain. Profile them, or describe another chain with --chain."
         )
     left_out = []
     usable = []
     for micro_batch in problem.micro_batches:
         if micro_batch > problem.global_batch:
-            left_out.append(f"micro-batch {micro_batch}: larger than the global batch of {problem.global_batch}")
+            left_out.append(
+                f"micro-batch {micro_batch}: larger than the global batch of {problem.global_batch}"
+            )
         elif not problem.spaces(micro_batch):
             measured = ", ".join(map(str, database.micro_batches))
-            left_out.append(f"micro-batch {micro_batch}: not measured on any rank; measured per rank are {measured}")
+            left_out.append(
+                f"micro-batch {micro_batch}: not measured on any rank; measured per rank are"
+                f" {measured}"
+            )
         else:
             usable.append(micro_batch)
     if not usable:
         raise InputError(
-            "None of the micro-batches can be run with these measurements:\n" + "\n".join(f"  - {x}" for x in left_out)
+            "None of the micro-batches can be run with these measurements:\n"
+            + "\n".join(f"  - {x}" for x in left_out)
         )
     return replace(problem, micro_batches=tuple(usable)), tuple(left_out)
 
@@ -244,9 +256,14 @@ def space_name(problem: SearchProblem) -> str:
     cuts = "cut at any operator"
     if len(problem.chain.operators) > MOST_OPERATORS:
         cuts = "cut between layers"
-        degrees = "one tensor and data degree and one of 8 sets of recomputed operators for each layer"
+        degrees = (
+            "one tensor and data degree and one of 8 sets of recomputed operators for each layer"
+        )
     elif not problem.chain.resharding:
-        degrees = "one tensor and data degree for each stage; algorithm and recomputation of each operator"
+        degrees = (
+            "one tensor and data degree for each stage; algorithm and recomputation of each"
+            " operator"
+        )
     return (
         f"at most {problem.max_stages} stages of {sizes} GPUs within a node, {cuts}; {degrees}; "
         f"micro-batches of {batches}"

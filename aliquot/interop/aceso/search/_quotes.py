@@ -52,12 +52,16 @@ class UniformStages:
         """Prefix sums of all uniform states with the first algorithm."""
         first = min(algorithm for *_, algorithm in space.states)
         states = tuple(
-            k for k, (*_, algorithm) in enumerate(space.states) if algorithm == first and space.valid[:, k].all()
+            k
+            for k, (*_, algorithm) in enumerate(space.states)
+            if algorithm == first and space.valid[:, k].all()
         )
         kinds, columns = space.kinds, list(states)
         levels = [recompute_levels(space, state, _LEVELS) for state in states]
         depth = max(len(each) for each in levels) if levels else 1
-        recompute = np.array([[each[min(k, len(each) - 1)] for k in range(depth)] for each in levels], bool)
+        recompute = np.array(
+            [[each[min(k, len(each) - 1)] for k in range(depth)] for each in levels], bool
+        )
         recompute = recompute.reshape(len(states), depth, len(kinds))
         kept_mb = space.kept_mb[kinds][:, columns].T[:, None]
         # The activations of a recomputed operator are dropped if the next one is recomputed, too.
@@ -80,7 +84,13 @@ class UniformStages:
         )
 
     def quote(
-        self, state: Integers, first: Integers, last: Integers, in_flight: Integers, links: Integers, limit_mb: float
+        self,
+        state: Integers,
+        first: Integers,
+        last: Integers,
+        in_flight: Integers,
+        links: Integers,
+        limit_mb: float,
     ) -> tuple[Floats, Floats, Integers, Floats]:
         """Time of one micro-batch, memory, level, and share of the memory by which that level
         recomputes more than the one before it; arrays of equal length.
@@ -93,10 +103,16 @@ class UniformStages:
         column = np.array(self.states)[state]
         work = self.work_us[state, :, last] - self.work_us[state, :, first]
         # The last operator of a stage saves nothing: the next one is in another stage.
-        kept_mb = self.kept_mb[state, :, last] - self.kept_mb[state, :, first] + self.saved_mb[state, :, last - 1]
+        kept_mb = (
+            self.kept_mb[state, :, last]
+            - self.kept_mb[state, :, first]
+            + self.saved_mb[state, :, last - 1]
+        )
         weights_mb = self.weights_mb[state, last] - self.weights_mb[state, first]
         end = np.maximum(last - 1, first + 1) if not space.counts_last_reserved else last
-        reserved_mb = _range_max(self.forward_mb, state, first, end) + _range_max(self.backward_mb, state, first, end)
+        reserved_mb = _range_max(self.forward_mb, state, first, end) + _range_max(
+            self.backward_mb, state, first, end
+        )
         peak_mb = _range_max(self.peak_mb, state, first, last)
         degree = np.array([space.tensor_degrees.index(space.states[c][0]) for c in column])
         entered_between_nodes = np.where(first > 0, links[:, 0], 0)
@@ -106,11 +122,17 @@ class UniformStages:
             + space.leaves_us[left_between_nodes, kinds[last - 1], column, degree]
         )
         inputs = space.enters_mb[kinds[first], column]
-        fixed_mb = (space.state_copies * weights_mb + inputs * in_flight + np.maximum(reserved_mb, weights_mb))[:, None]
+        fixed_mb = (
+            space.state_copies * weights_mb
+            + inputs * in_flight
+            + np.maximum(reserved_mb, weights_mb)
+        )[:, None]
         memory_mb = fixed_mb + kept_mb * in_flight[:, None] + peak_mb
         times = work + transfer[:, None]
         fits = memory_mb <= limit_mb
-        level = np.where(fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory_mb.argmin(axis=1))
+        level = np.where(
+            fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory_mb.argmin(axis=1)
+        )
         rows = np.arange(len(level))
         before = np.maximum(level - 1, 0)
         mixed = fits[rows, level] & ~fits[rows, before] & (times[rows, before] < times[rows, level])
@@ -129,13 +151,17 @@ class UniformStages:
             share,
         )
 
-    def flags(self, state: int, level: int, share: float, first: int, last: int) -> NDArray[np.bool_]:
+    def flags(
+        self, state: int, level: int, share: float, first: int, last: int
+    ) -> NDArray[np.bool_]:
         """Recomputed operators of a quoted stage: those of its level up to the operator that brings
         its share, then those of the level before it.
         """
         own, before = self.recompute[state, level], self.recompute[state, max(level - 1, 0)]
         inside = slice(first, last - 1)
-        more_mb = self.saved_mb[state, level, inside] - self.saved_mb[state, max(level - 1, 0), inside]
+        more_mb = (
+            self.saved_mb[state, level, inside] - self.saved_mb[state, max(level - 1, 0), inside]
+        )
         reached = np.cumsum(more_mb) >= share * more_mb.sum() * (1 - 1e-9)
         # The levels join after an operator of which both save the same, so that runs stay whole.
         ends = np.flatnonzero(reached & (more_mb == 0))
@@ -193,6 +219,9 @@ def _sparse(values: Floats) -> Floats:
 def _range_max(table: Floats, state: Integers, first: Integers, last: Integers) -> Floats:
     exponent = np.log2(np.maximum(last - first, 1)).astype(int)
     middle = (slice(None),) * (table.ndim - 3)
-    at_first, at_last = (exponent, state, *middle, first), (exponent, state, *middle, last - 2**exponent)
+    at_first, at_last = (
+        (exponent, state, *middle, first),
+        (exponent, state, *middle, last - 2**exponent),
+    )
     maxima: Floats = np.maximum(table[at_first], table[at_last])
     return maxima

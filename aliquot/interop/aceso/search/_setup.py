@@ -51,9 +51,13 @@ def read_problem(
     if not micro_batches:
         faults.append("at least one micro-batch size is needed")
     if faults:
-        raise InputError("The search cannot begin:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise InputError(
+            "The search cannot begin:\n" + "\n".join(f"  - {fault}" for fault in faults)
+        )
     description = read_chain(chain) if chain is not None else _family(model)
-    settings = dict(_settings(description, model, size, own=chain is not None or num_layers is not None))
+    settings = dict(
+        _settings(description, model, size, own=chain is not None or num_layers is not None)
+    )
     measured_as = settings.pop("measured_as", size)
     if num_layers is not None:
         settings["num_layers"] = num_layers
@@ -79,8 +83,9 @@ def _family(model: str) -> Any:
     families = built_in_chains()
     if model not in families:
         raise InputError(
-            f"Nothing is known of the operators of {model!r}; known families are {', '.join(families)}. Describe the operators in "
-            "a TOML file and pass it with --chain."
+            f"Nothing is known of the operators of {model!r}; known families are"
+            f" {', '.join(families)}. Describe the operators in a TOML file and pass it with"
+            " --chain."
         )
     return families[model]
 
@@ -92,10 +97,13 @@ def _settings(description: Any, model: str, size: str, *, own: bool) -> dict[str
     if own:
         return {}
     raise InputError(
-        f"{model} has no size {size!r}. Sizes are {', '.join(sizes)}; others need --num-layers, or --chain."
+        f"{model} has no size {size!r}. Sizes are {', '.join(sizes)}; others need --num-layers, or"
+        " --chain."
     )
 
 
 def _repeats_known(description: Any, settings: dict[str, Any]) -> bool:
-    repeats = [group.get("repeat", 1) for group in description.get("groups", ()) if isinstance(group, dict)]
+    repeats = [
+        group.get("repeat", 1) for group in description.get("groups", ()) if isinstance(group, dict)
+    ]
     return all(not isinstance(repeat, str) or repeat in settings for repeat in repeats)

@@ -114,7 +114,9 @@ def make_space(
     table = database.table[index]
     first = min(database.algorithms)
     chooses = np.array([o.chooses_algorithm for o in operators])
-    valid = ~np.isnan(table).any(axis=-1) & (chooses[:, None] | np.array([a == first for *_, a in states])[None])
+    valid = ~np.isnan(table).any(axis=-1) & (
+        chooses[:, None] | np.array([a == first for *_, a in states])[None]
+    )
     if not valid.any(axis=1).all():
         return None
 
@@ -124,11 +126,21 @@ def make_space(
     tensor_degrees = tuple(dict.fromkeys(tp for tp, _, _ in states))
     exits = np.full((len(names), len(states), len(tensor_degrees)), np.nan)
     for t, tp in enumerate(tensor_degrees):
-        at = (index[0], index[1], np.full_like(index[2], tp_at[tp]), index[3], _COLUMN["output_size"])
-        exits[:, :, t] = database.table[at] if faults.exit_by_first_degree else column("output_size")
+        at = (
+            index[0],
+            index[1],
+            np.full_like(index[2], tp_at[tp]),
+            index[3],
+            _COLUMN["output_size"],
+        )
+        exits[:, :, t] = (
+            database.table[at] if faults.exit_by_first_degree else column("output_size")
+        )
     busy = column("forward-compute") + column("backward-compute")
     if judge.counts_update:
-        per_mb = np.array([judge.update_us_per_mb(database, dp, chain.copies_of_weights) for _, dp, _ in states])
+        per_mb = np.array(
+            [judge.update_us_per_mb(database, dp, chain.copies_of_weights) for _, dp, _ in states]
+        )
         busy = busy + column("weights") * per_mb / num_micro_batches
     edges, edge_of = _edges(chain, database, states, valid, column("input_size"), kinds, faults)
     links = (database.within_nodes, database.between_nodes)
@@ -161,7 +173,11 @@ def make_space(
 def _transfer_times(sizes: Floats, link: Transfers, faults: Faults) -> Floats:
     distinct = np.unique(sizes[~np.isnan(sizes)])
     times = np.array([transfer_us(float(size), link, faults) for size in distinct])
-    return np.where(np.isnan(sizes), np.inf, times[np.searchsorted(distinct, np.nan_to_num(sizes, nan=distinct[0]))])
+    return np.where(
+        np.isnan(sizes),
+        np.inf,
+        times[np.searchsorted(distinct, np.nan_to_num(sizes, nan=distinct[0]))],
+    )
 
 
 def _edges(
@@ -217,8 +233,12 @@ def _edges(
     return edges, np.array([rows[pair] for pair in pairs])
 
 
-def laid_out(layouts: tuple[tuple[Layout, Layout], ...], state: tuple[int, int, int], side: int) -> tuple[int, ...]:
-    """Layout of an operator's input (side 0) or output (side 1): replicas, then parts of each dim."""
+def laid_out(
+    layouts: tuple[tuple[Layout, Layout], ...], state: tuple[int, int, int], side: int
+) -> tuple[int, ...]:
+    """Layout of an operator's input (side 0) or output (side 1): replicas, then parts of each
+    dim.
+    """
     tensor, data, algorithm = state
     degrees = {"1": 1, "tp": tensor, "dp": data}
     return tuple(degrees[part] for part in layouts[min(algorithm, len(layouts) - 1)][side])

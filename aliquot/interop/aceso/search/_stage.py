@@ -52,7 +52,9 @@ class StageAnswer:
     def improved(self, other: StageAnswer) -> StageAnswer:
         """The faster of two answers with the higher of their bounds."""
         faster = min(self, other, key=lambda answer: answer.time_us)
-        return replace(faster, bound_us=max(self.bound_us, other.bound_us), closed=self.closed or other.closed)
+        return replace(
+            faster, bound_us=max(self.bound_us, other.bound_us), closed=self.closed or other.closed
+        )
 
 
 def solve_stage(
@@ -148,7 +150,9 @@ class _Labels:
             return StageAnswer(time_us=np.inf, bound_us=ceiling)
         # Closely spaced where the bound is best; then larger ones, so that some shortest path fits.
         low, high = rates_tried[max(at - 1, 0)], rates_tried[min(at + 1, len(rates_tried) - 1)]
-        rates_tried = np.unique(np.concatenate([[0.0], np.linspace(low, high, 17), high * np.geomspace(1.2, 100, 8)]))
+        rates_tried = np.unique(
+            np.concatenate([[0.0], np.linspace(low, high, 17), high * np.geomspace(1.2, 100, 8)])
+        )
         togo = self._to_go(rates_tried, 1.0)
         bounds = self._bounds(togo[0], rates_tried)
         bound = float(bounds.max())
@@ -160,7 +164,13 @@ class _Labels:
         best = rounded
         for share in _RISES:
             bar = min(ceiling, bound * (1 + share))
-            answer = self._extend(bar, rates_tried[chosen_rates], togo[:, chosen_rates], memory_to_go[:, 0], max_labels)
+            answer = self._extend(
+                bar,
+                rates_tried[chosen_rates],
+                togo[:, chosen_rates],
+                memory_to_go[:, 0],
+                max_labels,
+            )
             best = min(best, answer, key=lambda each: each.time_us)
             bound = max(bound, min(answer.bound_us, best.time_us))
             if answer.bound_us < bar or np.isfinite(answer.time_us) or bar >= ceiling:
@@ -168,7 +178,11 @@ class _Labels:
         if not np.isfinite(best.time_us) and bar < ceiling:
             # Every way that fits was dropped; try again with labels far above the bound.
             best = self._extend(
-                ceiling, rates_tried[chosen_rates], togo[:, chosen_rates], memory_to_go[:, 0], max_labels
+                ceiling,
+                rates_tried[chosen_rates],
+                togo[:, chosen_rates],
+                memory_to_go[:, 0],
+                max_labels,
             )
         return replace(best, bound_us=bound)
 
@@ -198,24 +212,37 @@ class _Labels:
         )
 
     def _shortest(self, rates: Floats, togo: Floats) -> tuple[Integers, Integers]:
-        """States and recomputed operators of the shortest path under each rate, a column for each."""
+        """States and recomputed operators of the shortest path under each rate, a column for
+        each.
+        """
         count = len(self._kinds)
         states = np.zeros((count, len(rates)), np.int64)
         again = np.zeros((count, len(rates)), np.int64)
-        cost = np.broadcast_to(self._busy[0] + rates[:, None] * self._mb[0], (len(rates), self._busy.shape[1]))
+        cost = np.broadcast_to(
+            self._busy[0] + rates[:, None] * self._mb[0], (len(rates), self._busy.shape[1])
+        )
         both = np.stack([cost, cost + self._again[0]], axis=1) + togo[0]
         for op in range(count):
             if op:
                 before, redone = states[op - 1], again[op - 1]
                 cost_here = self._busy[op] + rates[:, None] * self._mb[op] + self._edges[op][before]
-                saved = self._kept[op - 1][before] * redone * rates if self._fused[op] else np.zeros(len(rates))
-                both = np.stack([cost_here, cost_here + self._again[op] - saved[:, None]], axis=1) + togo[op]
+                saved = (
+                    self._kept[op - 1][before] * redone * rates
+                    if self._fused[op]
+                    else np.zeros(len(rates))
+                )
+                both = (
+                    np.stack([cost_here, cost_here + self._again[op] - saved[:, None]], axis=1)
+                    + togo[op]
+                )
             flat = both.reshape(len(rates), -1).argmin(axis=1)
             again[op], states[op] = np.divmod(flat, both.shape[-1])
         return states, again
 
     @staticmethod
-    def _mixed(states: Integers, again: Integers, faster: int, smaller: int) -> tuple[Integers, Integers]:
+    def _mixed(
+        states: Integers, again: Integers, faster: int, smaller: int
+    ) -> tuple[Integers, Integers]:
         """Both paths, and every path that begins as one of them and ends as the other.
 
         Equal layers change all at once from rate to rate. If one of two paths is too large and the
@@ -227,7 +254,9 @@ class _Labels:
 
         def joined(path: Integers) -> Integers:
             one, other = path[:, [smaller]], path[:, [faster]]
-            return np.concatenate([np.where(begins, one, other), np.where(begins, other, one)], axis=1)
+            return np.concatenate(
+                [np.where(begins, one, other), np.where(begins, other, one)], axis=1
+            )
 
         return joined(states), joined(again)
 
@@ -242,10 +271,14 @@ class _Labels:
             if op:
                 before = states[op - 1]
                 labels[:, 0] += self._edges[op][before, state]
-                saved = self._kept[op - 1][before] * again[op - 1] * redone if self._fused[op] else 0.0
+                saved = (
+                    self._kept[op - 1][before] * again[op - 1] * redone if self._fused[op] else 0.0
+                )
                 labels[:, 1] -= saved
                 run = labels[:, 3] + saved / self._in_flight
-                labels[:, 3] = np.where(redone & again[op - 1] if self._fused[op] else False, run, 0.0)
+                labels[:, 3] = np.where(
+                    redone & again[op - 1] if self._fused[op] else False, run, 0.0
+                )
                 labels[:, 4] = np.maximum(labels[:, 4], labels[:, 3])
             if op + 1 < len(states) or self._space.counts_last_reserved:
                 self._reserve(labels, state, op)
@@ -259,12 +292,16 @@ class _Labels:
         result = np.zeros((count, len(rates), 2, states))
         result[-1] = time * self._leaves
         # States that cannot be run have infinite times, which 0 must not multiply.
-        busy = np.where(np.isfinite(self._busy), time * np.nan_to_num(self._busy, posinf=0.0), np.inf)
+        busy = np.where(
+            np.isfinite(self._busy), time * np.nan_to_num(self._busy, posinf=0.0), np.inf
+        )
         cost = busy[:, None] + rates[:, None] * self._mb[:, None]
         costs = np.stack([cost, cost + time * self._again[:, None]], axis=2)
         saved = rates[:, None] * self._kept[:, None]
         edges = np.where(
-            np.isfinite(self._distinct_edges), time * np.nan_to_num(self._distinct_edges, posinf=0.0), np.inf
+            np.isfinite(self._distinct_edges),
+            time * np.nan_to_num(self._distinct_edges, posinf=0.0),
+            np.inf,
         )
         for op in range(count - 1, 0, -1):
             reached = _least_after(result[op] + costs[op], edges[self._edge_of[op]])
@@ -276,9 +313,13 @@ class _Labels:
         return result
 
     def _bounds(self, togo: Floats, rates: Floats, time: float = 1.0) -> Floats:
-        busy = np.where(np.isfinite(self._busy[0]), time * np.nan_to_num(self._busy[0], posinf=0.0), np.inf)
+        busy = np.where(
+            np.isfinite(self._busy[0]), time * np.nan_to_num(self._busy[0], posinf=0.0), np.inf
+        )
         start = busy + rates[:, None] * self._mb[0]
-        whole = np.minimum(start + togo[:, 0], start + time * self._again[0] + togo[:, 1]).min(axis=-1)
+        whole = np.minimum(start + togo[:, 0], start + time * self._again[0] + togo[:, 1]).min(
+            axis=-1
+        )
         least: Floats = whole - time * rates * self._limit
         return least
 
@@ -293,7 +334,16 @@ class _Labels:
         zero = np.zeros(len(states))
         # Columns: time, memory, weights, current run, longest run, forward and backward reserved.
         labels = np.stack(
-            [time, self._mb[0][states], self._space.weights_mb[self._kinds[0]][states], zero, zero, zero, zero], axis=1
+            [
+                time,
+                self._mb[0][states],
+                self._space.weights_mb[self._kinds[0]][states],
+                zero,
+                zero,
+                zero,
+                zero,
+            ],
+            axis=1,
         )
         history: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         parents = np.full(len(states), -1)
@@ -334,7 +384,10 @@ class _Labels:
             flags.append(bool(own_again[at]))
             at = int(own_parents[at])
         return StageAnswer(
-            time_us=time_us, bound_us=min(time_us, lost), states=tuple(path[::-1]), recompute=tuple(flags[::-1])
+            time_us=time_us,
+            bound_us=min(time_us, lost),
+            states=tuple(path[::-1]),
+            recompute=tuple(flags[::-1]),
         )
 
     def _step(
@@ -378,11 +431,19 @@ class _Labels:
         return held
 
     def _reduced(
-        self, labels: Floats, states: NDArray[np.int64], again: NDArray[np.int64], op: int, rates: Floats, togo: Floats
+        self,
+        labels: Floats,
+        states: NDArray[np.int64],
+        again: NDArray[np.int64],
+        op: int,
+        rates: Floats,
+        togo: Floats,
     ) -> Floats:
         """A lower bound on the time of every completion of each label."""
         over = labels[:, 1] + self._held(labels) - self._limit
-        least: Floats = (togo[op][:, again, states] + rates[:, None] * over).max(axis=0) + labels[:, 0]
+        least: Floats = (togo[op][:, again, states] + rates[:, None] * over).max(axis=0) + labels[
+            :, 0
+        ]
         return least
 
 
@@ -422,7 +483,11 @@ def _undominated_in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[
     for start in range(0, len(points), block):
         candidates = np.arange(start, min(start + block, len(points)))
         if len(survivors):
-            beaten = (points[survivors][:, None] <= points[candidates][None] + _TOLERANCE).all(axis=-1).any(axis=0)
+            beaten = (
+                (points[survivors][:, None] <= points[candidates][None] + _TOLERANCE)
+                .all(axis=-1)
+                .any(axis=0)
+            )
             candidates = candidates[~beaten]
         among = (points[candidates][:, None] <= points[candidates][None] + _TOLERANCE).all(axis=-1)
         candidates = candidates[~np.triu(among, 1).any(axis=0)]

@@ -103,9 +103,16 @@ def bound_stretches(
     num = len(space.kinds)
     begins = np.ones(num, bool) if begins is None else begins
     ends = np.ones(num + 1, bool) if ends is None else ends
-    sweep = _Sweep(space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest)
+    sweep = _Sweep(
+        space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest
+    )
     sweep.run(period, begins, ends)
-    return StretchBounds(bound_us=sweep.bound_us, rate=sweep.rate, links=tuple(links), rates_us_per_mb=rates_us_per_mb)
+    return StretchBounds(
+        bound_us=sweep.bound_us,
+        rate=sweep.rate,
+        links=tuple(links),
+        rates_us_per_mb=rates_us_per_mb,
+    )
 
 
 class _Sweep:
@@ -139,7 +146,8 @@ class _Sweep:
         assert self._own.shape[0] == kinds
         invalid = ~space.valid
         least = [
-            np.where(invalid, np.inf, x).min(axis=1) for x in (space.forward_reserved_mb, space.backward_reserved_mb)
+            np.where(invalid, np.inf, x).min(axis=1)
+            for x in (space.forward_reserved_mb, space.backward_reserved_mb)
         ]
         self._least_reserved = least[0][space.kinds], least[1][space.kinds]
         self._leaves = np.where(invalid, 0.0, space.leaves_us.min(axis=3))
@@ -174,7 +182,9 @@ class _Sweep:
             later = snapshots.get(op + 1)
             if later is not None and end < num:
                 shifted = heads + period.length * later
-                phases = np.flatnonzero((heads >= period.first) & begins[np.minimum(shifted, num - 1)])
+                phases = np.flatnonzero(
+                    (heads >= period.first) & begins[np.minimum(shifted, num - 1)]
+                )
                 copies.append((rows.part(phases), shifted[phases]))
         if end == num:
             return
@@ -196,7 +206,11 @@ class _Sweep:
         space, kind = self._space, int(self._space.kinds[op])
         plain, again = rows.plain[chosen], rows.again[chosen]
         either = np.minimum(plain, again)
-        joint = np.minimum(plain, again - self._saved[self._space.kinds[op - 1]]) if space.fused[op] else either
+        joint = (
+            np.minimum(plain, again - self._saved[self._space.kinds[op - 1]])
+            if space.fused[op]
+            else either
+        )
         edges = space.edges_us[space.edge_of[op]]
         operator_cost = self._own[kind]
         rows.plain[chosen] = _shortest(either, edges) + operator_cost
@@ -206,14 +220,20 @@ class _Sweep:
         for side in (0, 1):
             rows.reserved[side][chosen] = np.maximum(
                 rows.reserved[side][chosen],
-                np.where(op - 1 >= starts[chosen], self._least_reserved[side][op - 1], 0.0)
-                if not space.counts_last_reserved
-                else self._least_reserved[side][op],
+                (
+                    np.where(op - 1 >= starts[chosen], self._least_reserved[side][op - 1], 0.0)
+                    if not space.counts_last_reserved
+                    else self._least_reserved[side][op]
+                ),
             )
         begun = np.flatnonzero(starts == op)
         if len(begun):
             for k, entered in enumerate(self._entries):
-                first = self._own[kind] + self._enter_mb[kind] + space.enters_us[entered if op else 0][kind]
+                first = (
+                    self._own[kind]
+                    + self._enter_mb[kind]
+                    + space.enters_us[entered if op else 0][kind]
+                )
                 rows.plain[begun, k] = first
                 rows.again[begun, k] = first + self._again[kind]
             if space.counts_last_reserved:
@@ -226,16 +246,23 @@ class _Sweep:
             self._write(rows, starts, op, chosen, period)
         return True
 
-    def _write(self, rows: _Rows, starts: Integers, op: int, chosen: slice, period: Period | None) -> None:
+    def _write(
+        self, rows: _Rows, starts: Integers, op: int, chosen: slice, period: Period | None
+    ) -> None:
         least = np.minimum(rows.plain[chosen], rows.again[chosen])
-        refund = self._rates * (self._limit - (rows.reserved[0][chosen] + rows.reserved[1][chosen])[:, None, None])
+        refund = self._rates * (
+            self._limit - (rows.reserved[0][chosen] + rows.reserved[1][chosen])[:, None, None]
+        )
         kind = self._space.kinds[op]
         last = op + 1 == self._num
         for index, (enters_node, leaves_node) in enumerate(self._links):
             if last and not leaves_node:
                 # The last stage is always left between nodes.
                 leaves_node = 1
-            bounds = _least(least[:, self._entries.index(enters_node)] + self._leaves[leaves_node, kind]) - refund
+            bounds = (
+                _least(least[:, self._entries.index(enters_node)] + self._leaves[leaves_node, kind])
+                - refund
+            )
             best = bounds.argmax(axis=-1)
             value = np.take_along_axis(bounds, best[..., None], axis=-1)[..., 0]
             begins = starts[chosen]
@@ -291,7 +318,9 @@ class _Rows:
     def empty(cls, count: int, sweep: _Sweep) -> _Rows:
         """Rows whose paths have not begun."""
         shape = (count, len(sweep._entries), *sweep._own.shape[1:])
-        return cls(np.full(shape, np.inf), np.full(shape, np.inf), (np.zeros(count), np.zeros(count)))
+        return cls(
+            np.full(shape, np.inf), np.full(shape, np.inf), (np.zeros(count), np.zeros(count))
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
@@ -299,7 +328,10 @@ class _Rows:
         return cls(
             np.concatenate([p.plain for p in parts]),
             np.concatenate([p.again for p in parts]),
-            (np.concatenate([p.reserved[0] for p in parts]), np.concatenate([p.reserved[1] for p in parts])),
+            (
+                np.concatenate([p.reserved[0] for p in parts]),
+                np.concatenate([p.reserved[1] for p in parts]),
+            ),
         )
 
     def part(self, rows: Integers) -> _Rows:

@@ -55,12 +55,21 @@ class EqualStages(AbstractInter):
         """See `AbstractInter.solve`. The layout is given, whatever there is to start from."""
         self.check_limits(limits)
         check_chains(chains)
-        plans = [(plan, chain) for chain in chains for plan in layouts(chain) if self._is_asked_for(plan, chain)]
+        plans = [
+            (plan, chain)
+            for chain in chains
+            for plan in layouts(chain)
+            if self._is_asked_for(plan, chain)
+        ]
         if not plans:
             raise InputError(self._refusal(chains[0]))
-        fitting = [(plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes]
+        fitting = [
+            (plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes
+        ]
         fitting.sort(key=lambda pair: pair[0].closed_form_s)
-        best = fastest([simulated(chains, plan) for plan in worth_simulating(fitting, len(fitting))])
+        best = fastest(
+            [simulated(chains, plan) for plan in worth_simulating(fitting, len(fitting))]
+        )
         if best is None:
             raise nothing_fits(plans, f"layout dp{self.data},tp{self.tensor},pp{self.num_stages}")
         return best
@@ -72,11 +81,12 @@ class EqualStages(AbstractInter):
     def _refusal(self, chain: AbstractChain) -> str:
         if self.num_stages > chain.num_units:
             return (
-                f"{self.num_stages} stages were asked for, and the step can be cut into {chain.num_units} at most. "
-                f"Use pp{chain.num_units} or fewer."
+                f"{self.num_stages} stages were asked for, and the step can be cut into"
+                f" {chain.num_units} at most. Use pp{chain.num_units} or fewer."
             )
         hosts, per_host = chain.num_hosts, chain.devices_per_host
         return (
-            f"dp{self.data},tp{self.tensor},pp{self.num_stages} cannot be laid out over {hosts}x{per_host} devices: in a pipeline tp "
-            f"must divide the {per_host} devices of a host, and a stage takes whole hosts or a part of one."
+            f"dp{self.data},tp{self.tensor},pp{self.num_stages} cannot be laid out over"
+            f" {hosts}x{per_host} devices: in a pipeline tp must divide the {per_host} devices of a"
+            " host, and a stage takes whole hosts or a part of one."
         )

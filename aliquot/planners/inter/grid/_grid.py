@@ -10,7 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....core import InfeasibleError, InputError, format_bytes
-from ....cost import AbstractChain, ChainPlan, StageChoice, chain_in_flight, find_stage_faults, judge_stages
+from ....cost import (
+    AbstractChain,
+    ChainPlan,
+    StageChoice,
+    chain_in_flight,
+    find_stage_faults,
+    judge_stages,
+)
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
@@ -62,13 +69,18 @@ class Grid(AbstractInter):
         if not plans:
             chain = chains[0]
             raise InputError(
-                f"None of the {len(chain.options)} options forms a grid over {chain.num_hosts}x{chain.devices_per_host} "
-                f"devices with {chain.num_units} units.\n"
-                "  A grid wants options that state their degrees dp and tp, whose product divides the number of devices."
+                f"None of the {len(chain.options)} options forms a grid over"
+                f" {chain.num_hosts}x{chain.devices_per_host} devices with {chain.num_units}"
+                " units.\n  A grid wants options that state their degrees dp and tp, whose product"
+                " divides the number of devices."
             )
-        fitting = [(plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes]
+        fitting = [
+            (plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes
+        ]
         fitting.sort(key=lambda pair: pair[0].closed_form_s)
-        best = fastest([simulated(chains, plan) for plan in worth_simulating(fitting, max(self.simulated, 1))])
+        best = fastest(
+            [simulated(chains, plan) for plan in worth_simulating(fitting, max(self.simulated, 1))]
+        )
         if best is None:
             raise nothing_fits(plans)
         return best
@@ -98,7 +110,12 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
     stages = []
     for stage, (first, last) in enumerate(zip(edges, edges[1:])):
         propose = functools.partial(
-            chain.propose, option, first, last, first_device=stage * size, in_flight=float(in_flight[stage])
+            chain.propose,
+            option,
+            first,
+            last,
+            first_device=stage * size,
+            in_flight=float(in_flight[stage]),
         )
         choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
         if choice is None:
@@ -107,7 +124,9 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
     return stages
 
 
-def nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid") -> InfeasibleError:
+def nothing_fits(
+    plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid"
+) -> InfeasibleError:
     """The error if all plans of a kind need too much memory; describes the smallest."""
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
@@ -120,11 +139,12 @@ def nothing_fits(plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "
     }
     listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
     return InfeasibleError(
-        f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(chain.memory_limit_bytes)} "
-        f"usable on each).\n"
-        f"  The smallest, {len(plan.stages)} stages of {option.name} with {plan.num_micro_batches} micro-batches, needs "
-        f"{format_bytes(figures.peak_bytes)} on stage {k}: {listed}.\n"
-        "  It could fit with stages that differ (StageDP), options that recompute or split more, or more micro-batches.",
+        f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices"
+        f" ({format_bytes(chain.memory_limit_bytes)} usable on each).\n  The smallest,"
+        f" {len(plan.stages)} stages of {option.name} with {plan.num_micro_batches} micro-batches,"
+        f" needs {format_bytes(figures.peak_bytes)} on stage {k}: {listed}.\n  It could fit with"
+        " stages that differ (StageDP), options that recompute or split more, or more"
+        " micro-batches.",
         required_bytes=int(figures.peak_bytes),
         available_bytes=int(chain.memory_limit_bytes),
         parts=parts,

@@ -22,7 +22,8 @@ from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 
 _ASKED = "these stages cannot be used"
 _ADVICE = (
-    "Stages take [first, last) units in order, every device once, and a submesh lies in one host or is whole hosts."
+    "Stages take [first, last) units in order, every device once, and a submesh lies in one host or"
+    " is whole hosts."
 )
 
 
@@ -50,17 +51,24 @@ class ManualStages(AbstractInter):
         faults = []
         schedules = training_schedules()
         if self.schedule not in schedules:
-            faults.append(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, schedules)}")
+            faults.append(
+                f"unknown schedule {self.schedule!r}: {nearest(self.schedule, schedules)}"
+            )
         for name in ("options", "first_devices"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.boundaries):
-                faults.append(f"{len(self.boundaries)} stages have {len(values)} {name.replace('_', ' ')}")
+                faults.append(
+                    f"{len(self.boundaries)} stages have {len(values)} {name.replace('_', ' ')}"
+                )
         if self.num_submeshes is not None and self.num_submeshes < 1:
             faults.append(f"{self.num_submeshes} submeshes were asked for; there is at least 1")
         shared = self.num_submeshes not in (None, len(self.boundaries))
         if shared and self.schedule in schedules and not SCHEDULES[self.schedule].interleaves:
             interleaved = " or ".join(name for name in schedules if SCHEDULES[name].interleaves)
-            faults.append(f"schedule {self.schedule!r} runs each stage on a submesh of its own; try {interleaved}")
+            faults.append(
+                f"schedule {self.schedule!r} runs each stage on a submesh of its own; try"
+                f" {interleaved}"
+            )
         if faults:
             raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
 
@@ -84,7 +92,10 @@ class ManualStages(AbstractInter):
         candidates = [c for c in chains if self.num_micro_batches in (None, c.num_micro_batches)]
         if not candidates:
             counts = ", ".join(str(c.num_micro_batches) for c in chains)
-            raise InputError(f"{self.num_micro_batches} micro-batches were asked for; there are chains for {counts}.")
+            raise InputError(
+                f"{self.num_micro_batches} micro-batches were asked for; there are chains for"
+                f" {counts}."
+            )
         plans: list[ChainPlan] = []
         too_large: list[tuple[float, AbstractChain, tuple[str, ...]]] = []
         for chain in candidates:
@@ -94,7 +105,9 @@ class ManualStages(AbstractInter):
             ):
                 raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
             plan = judge_stages(chain, stages, self.schedule, num_submeshes=self.num_submeshes)
-            faults = find_stage_faults(chain, stages, self.schedule, num_submeshes=self.num_submeshes)
+            faults = find_stage_faults(
+                chain, stages, self.schedule, num_submeshes=self.num_submeshes
+            )
             if faults:
                 too_large.append((plan.peak_bytes, chain, faults))
             else:
@@ -118,7 +131,9 @@ class ManualStages(AbstractInter):
         if faults:
             raise PlanMismatchError(faults, asked=_ASKED, advice=_ADVICE)
         options = [names.index(o) if isinstance(o, str) else o for o in self.options]
-        firsts = self.first_devices or self._one_behind_the_other([chain.options[o].num_devices for o in options])
+        firsts = self.first_devices or self._one_behind_the_other(
+            [chain.options[o].num_devices for o in options]
+        )
         stages = [
             StageChoice(first_unit=i, last_unit=j, option=o, first_device=d)
             for (i, j), o, d in zip(self.boundaries, options, firsts)
@@ -129,8 +144,13 @@ class ManualStages(AbstractInter):
         whole = stages and all(0 <= s.first_unit < s.last_unit <= chain.num_units for s in stages)
         if not whole or count % submeshes:
             return stages
-        in_flight = chain_in_flight(self.schedule, chain.num_micro_batches, count, submeshes).tolist()
-        return [self._with_unit_options(chain, s, k, count // submeshes) for s, k in zip(stages, in_flight)]
+        in_flight = chain_in_flight(
+            self.schedule, chain.num_micro_batches, count, submeshes
+        ).tolist()
+        return [
+            self._with_unit_options(chain, s, k, count // submeshes)
+            for s, k in zip(stages, in_flight)
+        ]
 
     def _with_unit_options(
         self, chain: AbstractChain, stage: StageChoice, in_flight: float, chunks: int
@@ -160,8 +180,9 @@ def _too_large(shortage: tuple[float, AbstractChain, tuple[str, ...]]) -> Infeas
     peak_bytes, chain, faults = shortage
     listed = "".join(f"\n  - {fault}" for fault in faults)
     return InfeasibleError(
-        f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n"
-        "  Move units to stages with room, or choose options that recompute or split more, or more micro-batches.",
+        f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n  Move"
+        " units to stages with room, or choose options that recompute or split more, or more"
+        " micro-batches.",
         required_bytes=int(peak_bytes),
         available_bytes=int(chain.memory_limit_bytes),
     )

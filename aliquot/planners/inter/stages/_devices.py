@@ -54,7 +54,13 @@ class DeviceProgram:
     num_submeshes: int | None = None
 
     def __init__(
-        self, chain: Chain, tables: PrefixSums, schedule: str, *, num_stages: int | None, limit_bytes: float
+        self,
+        chain: Chain,
+        tables: PrefixSums,
+        schedule: str,
+        *,
+        num_stages: int | None,
+        limit_bytes: float,
     ) -> None:
         self.chain, self.tables, self.schedule = chain, tables, schedule
         kind = schedule_kind(schedule)
@@ -66,7 +72,9 @@ class DeviceProgram:
         self._places = {d: self._place(d) for d in self._options_at}
         most = min(chain.num_units, chain.num_devices // int(self._counts.min()))
         self._most = most
-        self._deepest = num_stages or (1 if kind.keeps is Keeps.ALL else min(chain.num_micro_batches, most))
+        self._deepest = num_stages or (
+            1 if kind.keeps is Keeps.ALL else min(chain.num_micro_batches, most)
+        )
         self._keeps = kind.keeps
         # Number of following stages that are told apart; grows if the resulting stages do not fit.
         self._depth = num_stages or 1
@@ -90,7 +98,11 @@ class DeviceProgram:
     def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
         reach = reach_within(
-            self.chain, self.tables, self.form, limits_s, self._transfers_s.reshape(-1, self.chain.num_units)
+            self.chain,
+            self.tables,
+            self.form,
+            limits_s,
+            self._transfers_s.reshape(-1, self.chain.num_units),
         )
         unlimited = all(np.isinf(limit) for limit in limits_s)
         if self.num_stages is None and self._keeps is Keeps.STAGES:
@@ -145,7 +157,9 @@ class DeviceProgram:
         """The search if a stage keeps micro-batches by its place among all: each number of stages
         by itself.
         """
-        runs = [self._run(reach, self._kept(count, count), count) for count in range(1, self._most + 1)]
+        runs = [
+            self._run(reach, self._kept(count, count), count) for count in range(1, self._most + 1)
+        ]
         best = min((run for run in runs if run), key=lambda run: run[0], default=None)
         return best[1] if best else None
 
@@ -169,7 +183,9 @@ class DeviceProgram:
     def _fits(self, stages: Stages) -> bool:
         count = len(stages)
         in_flight = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, count)
-        option, first, last = (np.array([getattr(s, n) for s in stages]) for n in ("option", "first_unit", "last_unit"))
+        option, first, last = (
+            np.array([getattr(s, n) for s in stages]) for n in ("option", "first_unit", "last_unit")
+        )
         needed = self.tables.stage_bytes(option, first, last, in_flight)
         return bool((needed <= self._limit_bytes).all())
 
@@ -183,7 +199,9 @@ class DeviceProgram:
         table = np.zeros((2, len(self._sizes) + 1, chain.num_units))
         for crosses in (0, 1):
             for k, size in enumerate(self._sizes):
-                table[crosses, k, 1:] = chain.transfer_s(chain.boundary_bytes[:-1], size, size, bool(crosses))
+                table[crosses, k, 1:] = chain.transfer_s(
+                    chain.boundary_bytes[:-1], size, size, bool(crosses)
+                )
         return table
 
     def _memory_ends(self, kept: tuple[float, ...]) -> Ints:
@@ -191,17 +209,23 @@ class DeviceProgram:
         fresh = [count for count in dict.fromkeys(kept) if count not in self._memory]
         if fresh:
             every = np.arange(len(self._counts))
-            self._memory |= zip(fresh, memory_ends(self.chain, self.tables, every, fresh, self._limit_bytes))
+            self._memory |= zip(
+                fresh, memory_ends(self.chain, self.tables, every, fresh, self._limit_bytes)
+            )
         return np.stack([self._memory[count] for count in kept], axis=1)
 
-    def _run(self, reach: Reach, kept: tuple[float, ...], num_stages: int | None) -> tuple[float, Stages] | None:
+    def _run(
+        self, reach: Reach, kept: tuple[float, ...], num_stages: int | None
+    ) -> tuple[float, Stages] | None:
         """The recursion from the last device to the first: the least sum, and its stages.
 
         Args:
             kept: micro-batches kept by the last stage, the one before it, and so on; if the number
                 of stages is not given, the last entry is that of all earlier ones.
         """
-        least, memory = self._fill(reach, kept, num_stages, self.form.sums, self.form.transfers, 0.0)
+        least, memory = self._fill(
+            reach, kept, num_stages, self.form.sums, self.form.transfers, 0.0
+        )
         first = least[0, -1, 1:, 0]
         count = num_stages or int(first.argmin()) + 1
         if not np.isfinite(first[count - 1]):
@@ -226,7 +250,9 @@ class DeviceProgram:
         """
         chain, units = self.chain, self.chain.num_units
         memory = self._memory_ends(kept)
-        least = np.full((chain.num_devices + 1, len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf)
+        least = np.full(
+            (chain.num_devices + 1, len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf
+        )
         least[-1, :, 0, units] = 0
         edges_of: dict[_Place, tuple[RunMinima, Floats]] = {}
         for d in sorted(self._options_at, reverse=True):
@@ -256,22 +282,32 @@ class DeviceProgram:
     def _place(self, device: int) -> _Place:
         sizes = [len(self._sizes)]
         if device:
-            sizes = [k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))]
+            sizes = [
+                k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))
+            ]
         crosses = self.chain.num_hosts > 1 and device % self.chain.devices_per_host == 0
-        return _Place(crosses=crosses, sizes=tuple(sizes), options=tuple(self._options_at[device].tolist()))
+        return _Place(
+            crosses=crosses, sizes=tuple(sizes), options=tuple(self._options_at[device].tolist())
+        )
 
-    def _edge(self, reach: Reach, place: _Place, options: Ints, transfers: float) -> tuple[Ints, Floats]:
+    def _edge(
+        self, reach: Reach, place: _Place, options: Ints, transfers: float
+    ) -> tuple[Ints, Floats]:
         """For each size before and option: ends of stages, and the transfer's part of the sum,
         [sizes, options, U].
         """
         sizes = np.array(place.sizes, np.int64)[:, None]
         # The index after all sizes means no stage before, not a large one.
-        smaller = np.where(sizes == len(self._sizes), sizes, np.minimum(sizes, self._size_of[options]))
+        smaller = np.where(
+            sizes == len(self._sizes), sizes, np.minimum(sizes, self._size_of[options])
+        )
         row = place.crosses * (len(self._sizes) + 1) + smaller
         ends = reach.ends[row if len(reach.ends) > 1 else np.zeros((1, 1), np.int64), options]
         return ends, transfers * self._transfers_s[int(place.crosses), smaller] + reach.blocked[row]
 
-    def _walk(self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None) -> Stages:
+    def _walk(
+        self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None
+    ) -> Stages:
         """The stages of the least value, reconstructed from the front."""
         stages: list[StageChoice] = []
         device, unit, size = 0, 0, len(self._sizes)
@@ -289,11 +325,24 @@ class DeviceProgram:
             values = np.where((steps > unit) & (steps <= end), values, np.inf)
             o, last = np.unravel_index(values.argmin(), values.shape)
             stages.append(
-                StageChoice(first_unit=unit, last_unit=int(last), option=int(options[o]), first_device=device)
+                StageChoice(
+                    first_unit=unit,
+                    last_unit=int(last),
+                    option=int(options[o]),
+                    first_device=device,
+                )
             )
-            device, unit, size = device + int(self._counts[options[o]]), int(last), int(self._size_of[options[o]])
+            device, unit, size = (
+                device + int(self._counts[options[o]]),
+                int(last),
+                int(self._size_of[options[o]]),
+            )
             after = least[device, size, :, unit]
-            count -= not (num_stages is None and count == least.shape[2] - 1 and after[count] <= after[count - 1])
+            count -= not (
+                num_stages is None
+                and count == least.shape[2] - 1
+                and after[count] <= after[count - 1]
+            )
         return tuple(stages)
 
 
@@ -304,7 +353,9 @@ def _usable_options(chain: Chain, counts: Ints) -> dict[int, Ints]:
     filled = {chain.num_devices}
     usable: dict[int, Ints] = {}
     for d in range(chain.num_devices - 1, -1, -1):
-        fitting = [o for o, n in enumerate(counts) if chain.fits_at(d, int(n)) and d + int(n) in filled]
+        fitting = [
+            o for o, n in enumerate(counts) if chain.fits_at(d, int(n)) and d + int(n) in filled
+        ]
         if fitting:
             usable[d] = np.array(fitting)
             filled.add(d)

@@ -16,9 +16,16 @@ from ._tabulated import TabulatedProgram, tabulated_programs
 _PRECISION = 1e-3
 
 
-def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_stages: int | None) -> InfeasibleError:
+def nothing_fits(
+    chains: Sequence[AbstractChain], schedules: Sequence[str], num_stages: int | None
+) -> InfeasibleError:
     """The error to raise, with the smallest need over all chains and schedules, to within 0.1 %."""
-    plans = [(plan, chain) for chain in chains for name in schedules if (plan := _smallest(chain, name, num_stages))]
+    plans = [
+        (plan, chain)
+        for chain in chains
+        for name in schedules
+        if (plan := _smallest(chain, name, num_stages))
+    ]
     of_stages = "" if num_stages is None else f" of {num_stages} stages"
     if not plans:
         return InfeasibleError(_no_layout(chains[0], num_stages))
@@ -36,12 +43,12 @@ def nothing_fits(chains: Sequence[AbstractChain], schedules: Sequence[str], num_
     count = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
     return InfeasibleError(
-        f"No pipeline{of_stages} fits {chain.num_hosts}x{chain.devices_per_host} devices ({format_bytes(limit)} usable on "
-        f"each).\n"
-        f"  The smallest found, {plan.schedule} with {count} and {plan.num_micro_batches} micro-batches, "
-        f"needs {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]}, "
-        f"{chain.options[stage.option].name}): {listed}.\n"
-        f"  {_remedy(chains, plan, parts, limit, num_stages)}",
+        f"No pipeline{of_stages} fits {chain.num_hosts}x{chain.devices_per_host} devices"
+        f" ({format_bytes(limit)} usable on each).\n  The smallest found, {plan.schedule} with"
+        f" {count} and {plan.num_micro_batches} micro-batches, needs"
+        f" {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]},"
+        f" {chain.options[stage.option].name}): {listed}.\n "
+        f" {_remedy(chains, plan, parts, limit, num_stages)}",
         required_bytes=int(figures.peak_bytes),
         available_bytes=int(limit),
         parts=parts,
@@ -52,14 +59,18 @@ def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> Ch
     """The stages of least peak memory; None if there are no stages at all."""
     if not isinstance(chain, Chain):
         most_chunks = 2 if num_stages is None else chain.num_units
-        make = functools.partial(tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=most_chunks)
+        make = functools.partial(
+            tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=most_chunks
+        )
         return _bisect(chain, schedule, lambda limit: make(limit_bytes=limit))
     tables = PrefixSums.of(chain)
     if not schedule_kind(schedule).interleaves:
         return _bisect(
             chain,
             schedule,
-            lambda limit: [DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit)],
+            lambda limit: [
+                DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit)
+            ],
         )
     # Two chunks are enough: more chunks keep more in flight.
     rounds = round_counts(chain, num_stages, 2 if num_stages is None else chain.num_units)
@@ -90,7 +101,11 @@ def _bisect(
         for program in make(limit_bytes):
             solution = program.solve((math.inf,) * len(program.weights))
             if solution is not None:
-                plans.append(judge_stages(chain, solution.stages, schedule, num_submeshes=program.num_submeshes))
+                plans.append(
+                    judge_stages(
+                        chain, solution.stages, schedule, num_submeshes=program.num_submeshes
+                    )
+                )
         return min(plans, key=lambda plan: plan.peak_bytes, default=None)
 
     best = under(math.inf)
@@ -110,14 +125,19 @@ def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
     sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
     subject = "no stages use" if num_stages is None else f"no {num_stages} stages use"
     return (
-        f"With the submeshes offered ({sizes}), {subject} all of {chain.num_hosts}x{chain.devices_per_host} devices and "
-        f"run all {chain.num_units} units.\n"
-        "  Offer submeshes that fill the cluster, such as one of all devices, or another number of stages."
+        f"With the submeshes offered ({sizes}), {subject} all of"
+        f" {chain.num_hosts}x{chain.devices_per_host} devices and run all {chain.num_units}"
+        " units.\n  Offer submeshes that fill the cluster, such as one of all devices, or another"
+        " number of stages."
     )
 
 
 def _remedy(
-    chains: Sequence[AbstractChain], plan: ChainPlan, parts: dict[str, float], limit: float, num_stages: int | None
+    chains: Sequence[AbstractChain],
+    plan: ChainPlan,
+    parts: dict[str, float],
+    limit: float,
+    num_stages: int | None,
 ) -> str:
     """Changes that may make it fit."""
     chain = chains[0]

@@ -28,7 +28,11 @@ class Reach:
 
 
 def reach_within(
-    chain: Chain, tables: PrefixSums, form: ClosedForm, limits_s: Sequence[float], transfers_s: Floats
+    chain: Chain,
+    tables: PrefixSums,
+    form: ClosedForm,
+    limits_s: Sequence[float],
+    transfers_s: Floats,
 ) -> Reach:
     """Ends of stages whose figures keep within limits, one for each maximum of the form.
 
@@ -71,7 +75,9 @@ def memory_ends(
     return last_true((len(num_kept), len(options), chain.num_units), chain.num_units, fits)
 
 
-def simple_lows(chain: Chain, tables: PrefixSums, form: ClosedForm, num_places: float) -> tuple[float, list[float]]:
+def simple_lows(
+    chain: Chain, tables: PrefixSums, form: ClosedForm, num_places: float
+) -> tuple[float, list[float]]:
     """Lower bounds of a form's sum and of each maximum, over all stages.
 
     The device-seconds of a stage are at least those of its units' cheapest options, and in every

@@ -16,7 +16,15 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, StageChoice, chain_in_flight, judge_stages
+from ....cost import (
+    AbstractChain,
+    Chain,
+    ChainPlan,
+    PrefixSums,
+    StageChoice,
+    chain_in_flight,
+    judge_stages,
+)
 from ._limits import memory_ends
 from ._tables import Floats, Ints, last_within
 
@@ -39,7 +47,9 @@ def _busy_s(plan: ChainPlan) -> list[float]:
     ends.
     """
     behind = [*(f.transfer_s for f in plan.figures[1:]), 0.0]
-    return [f.forward_s + f.backward_s + 2 * f.transfer_s + 2 * b for f, b in zip(plan.figures, behind)]
+    return [
+        f.forward_s + f.backward_s + 2 * f.transfer_s + 2 * b for f, b in zip(plan.figures, behind)
+    ]
 
 
 def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> ChainPlan:
@@ -57,7 +67,9 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
     slowest = _least_maximum(costs)
     cuts = []
     for slack in _SLACKS if np.isfinite(slowest) else ():
-        edges = _least_sum([np.where(c <= slowest * (1 + slack) * (1 + 1e-12), c, np.inf) for c in costs])
+        edges = _least_sum(
+            [np.where(c <= slowest * (1 + slack) * (1 + 1e-12), c, np.inf) for c in costs]
+        )
         stages = [
             replace(stage, first_unit=i, last_unit=j, option=_fastest(tables, reach, i, j))
             for stage, reach, i, j in zip(plan.stages, ends, edges, edges[1:])
@@ -73,7 +85,9 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
 _Ends: TypeAlias = tuple[Ints, Ints]
 
 
-def _stage_costs(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[list[Floats], list[_Ends]]:
+def _stage_costs(
+    chain: Chain, tables: PrefixSums, plan: ChainPlan
+) -> tuple[list[Floats], list[_Ends]]:
     """For each stage the time for which units keep its submesh busy, transfers included: [U + 1,
     B], by last unit and first.
 
@@ -110,7 +124,9 @@ def _stage_times(
     sums = (tables.forward_s + tables.backward_s)[alike]
     (within,) = memory_ends(chain, tables, alike, [kept], chain.memory_limit_bytes)
     ends = np.minimum(tables.last_end[alike], within)
-    ends = np.minimum(ends, last_within(sums, np.full(ends.shape, most_s)) if np.isfinite(most_s) else ends)
+    ends = np.minimum(
+        ends, last_within(sums, np.full(ends.shape, most_s)) if np.isfinite(most_s) else ends
+    )
     width = max(int((ends - np.arange(chain.num_units)).max()), 1)
     lasts = np.arange(chain.num_units + 1)[:, None]
     best = np.full((chain.num_units + 1, width), np.inf)
@@ -131,7 +147,9 @@ def _fastest(tables: PrefixSums, ends: _Ends, first: int, last: int) -> int:
 
 def _windows(values: NDArray[Any], width: int, outside: float) -> NDArray[Any]:
     """[U + 1, width], row j holding `values[j - width : j]` of U values."""
-    return sliding_window_view(np.concatenate((np.full(width, outside, values.dtype), values)), width)
+    return sliding_window_view(
+        np.concatenate((np.full(width, outside, values.dtype), values)), width
+    )
 
 
 def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:

@@ -60,7 +60,9 @@ class RoundsProgram:
 
     def lows(self) -> tuple[float, list[float]]:
         """Bounds of the sum and the maxima without a search."""
-        return simple_lows(self.chain, self.tables, self.form, self.chain.num_devices * self._chunks)
+        return simple_lows(
+            self.chain, self.tables, self.form, self.chain.num_devices * self._chunks
+        )
 
     def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
@@ -77,7 +79,9 @@ class RoundsProgram:
             row = self._edge_row[k]
             ends = reach.ends[row if len(reach.ends) > 1 else 0, options]
             ends_of.append(np.minimum(ends, self._memory_ends(k)))
-            extra_of.append(self.form.transfers * self._edges_s[row] + reach.blocked[row] - sums[:, :-1])
+            extra_of.append(
+                self.form.transfers * self._edges_s[row] + reach.blocked[row] - sums[:, :-1]
+            )
             minima = RunMinima(sums.shape, steps[1:], ends_of[-1]).of(sums + least[k + 1])
             self.work += sums.size
             least[k, :units] = (minima + extra_of[-1]).min(axis=0)
@@ -85,12 +89,20 @@ class RoundsProgram:
             return None
         stages, unit = [], 0
         for k in range(count):
-            ends, extra = ends_of[count - 1 - k][:, unit, None], extra_of[count - 1 - k][:, unit, None]
+            ends, extra = (
+                ends_of[count - 1 - k][:, unit, None],
+                extra_of[count - 1 - k][:, unit, None],
+            )
             values = np.where((steps > unit) & (steps <= ends), sums + least[k + 1] + extra, np.inf)
             o, last = (int(n) for n in np.unravel_index(values.argmin(), values.shape))
             first_device = self._placement[k] * self._size
             stages.append(
-                StageChoice(first_unit=unit, last_unit=last, option=int(options[o]), first_device=first_device)
+                StageChoice(
+                    first_unit=unit,
+                    last_unit=last,
+                    option=int(options[o]),
+                    first_device=first_device,
+                )
             )
             unit = last
         sum_s, maxima_s = measure_form(self.chain, self.form, stages)
@@ -101,7 +113,11 @@ class RoundsProgram:
         chain, size = self.chain, self._size
         if sender == receiver:
             return np.zeros(chain.num_units)
-        ends = {(submesh * size + k) // chain.devices_per_host for submesh in (sender, receiver) for k in (0, size - 1)}
+        ends = {
+            (submesh * size + k) // chain.devices_per_host
+            for submesh in (sender, receiver)
+            for k in (0, size - 1)
+        }
         crosses = len(ends) > 1
         edge = np.zeros(chain.num_units)
         edge[1:] = chain.transfer_s(chain.boundary_bytes[:-1], size, size, crosses)
@@ -111,23 +127,36 @@ class RoundsProgram:
         # Computed only when it is needed: most programs are pruned before they are searched.
         if self._ends is None:
             count = self.num_submeshes * self._chunks
-            in_flight = chain_in_flight(self.schedule, self.chain.num_micro_batches, count, self.num_submeshes)
+            in_flight = chain_in_flight(
+                self.schedule, self.chain.num_micro_batches, count, self.num_submeshes
+            )
             distinct, self._row_of = np.unique(in_flight, return_inverse=True)
             self._ends = memory_ends(
-                self.chain, self.tables, self._options, distinct.tolist(), self._limit_bytes, self._chunks
+                self.chain,
+                self.tables,
+                self._options,
+                distinct.tolist(),
+                self._limit_bytes,
+                self._chunks,
             )
         ends: Ints = self._ends[self._row_of[stage]]
         return ends
 
 
-def round_counts(chain: Chain, num_stages: int | None, most_chunks: int) -> Iterator[tuple[int, int]]:
+def round_counts(
+    chain: Chain, num_stages: int | None, most_chunks: int
+) -> Iterator[tuple[int, int]]:
     """(number of submeshes, chunks on each), at least two of both, for which the chain has units
     and options.
     """
     sizes = set(chain.device_counts().tolist())
     for submeshes in range(2, chain.num_devices + 1):
         size, remainder = divmod(chain.num_devices, submeshes)
-        if remainder or size not in sizes or not all(chain.fits_at(k * size, size) for k in range(submeshes)):
+        if (
+            remainder
+            or size not in sizes
+            or not all(chain.fits_at(k * size, size) for k in range(submeshes))
+        ):
             continue
         for chunks in range(2, min(most_chunks, chain.num_units // submeshes) + 1):
             if num_stages in (None, submeshes * chunks):

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ....core import InputError, nearest
-from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, StageChoice, find_stage_faults, judge_stages
+from ....cost import (
+    AbstractChain,
+    Chain,
+    ChainPlan,
+    PrefixSums,
+    StageChoice,
+    find_stage_faults,
+    judge_stages,
+)
 from ....plans import schedule_kind, training_schedules
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
@@ -63,12 +71,19 @@ class StageDP(AbstractInter):
 
     def __post_init__(self) -> None:
         if not self.schedules:
-            raise InputError(f"No schedule to choose from. Known: {', '.join(training_schedules())}.")
+            raise InputError(
+                f"No schedule to choose from. Known: {', '.join(training_schedules())}."
+            )
         for name in self.schedules:
             if name not in training_schedules():
-                raise InputError(f"Unknown schedule {name!r}: {nearest(name, training_schedules())}")
+                raise InputError(
+                    f"Unknown schedule {name!r}: {nearest(name, training_schedules())}"
+                )
         if self.simulated < 1:
-            raise InputError(f"{self.simulated} plans are to be simulated; the answer is one of them, so at least 1.")
+            raise InputError(
+                f"{self.simulated} plans are to be simulated; the answer is one of them, so at"
+                " least 1."
+            )
         if self.num_stages is not None and self.num_stages < 1:
             raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
 
@@ -95,18 +110,22 @@ class StageDP(AbstractInter):
         larger, as simulation chooses it.
         """
         schedules = (limits.schedule,) if limits.schedule else self.schedules
-        planner = replace(self, num_stages=limits.num_stages or self.num_stages, schedules=schedules)
+        planner = replace(
+            self, num_stages=limits.num_stages or self.num_stages, schedules=schedules
+        )
         check_chains(chains)
         _check_count(chains[0], planner.num_stages)
         return planner._solve(chains, helper or HelperProcess(wanted=False), start)
 
-    def _solve(self, chains: Sequence[AbstractChain], helper: HelperProcess, start: ChainPlan | None) -> ChainPlan:
+    def _solve(
+        self, chains: Sequence[AbstractChain], helper: HelperProcess, start: ChainPlan | None
+    ) -> ChainPlan:
         searched = self._search(chains, helper)
         starts = [start] if start is not None and self._may_choose(chains, start) else []
         if not searched.plans and not starts:
             raise nothing_fits(chains, self.schedules, self.num_stages)
-        # Closed forms leave out some waits and transfers, so that the best few are simulated. The plan
-        # to start from is among them: the answer is then never slower.
+        # Closed forms leave out some waits and transfers, so that the best few are simulated. The
+        # plan to start from is among them: the answer is then never slower.
         queue = helper.share(simulated)
         first = worth_simulating(searched.plans, self.simulated)
         queue.add(chains, starts)
@@ -114,9 +133,13 @@ class StageDP(AbstractInter):
         if self.simulated > 1:
             queue.add(chains, worth_simulating(self._more(chains, searched), self.simulated, first))
         best = fastest(queue.answers())
-        assert best is not None, "what fits by the bounds on micro-batches in flight fits when simulated"
+        assert best is not None, (
+            "what fits by the bounds on micro-batches in flight fits when simulated"
+        )
         # The bound is one of closed forms, whatever the simulation chose.
-        best_s = min(plan.closed_form_s for plan in [*starts, *(plan for plan, _ in searched.plans[:1])])
+        best_s = min(
+            plan.closed_form_s for plan in [*starts, *(plan for plan, _ in searched.plans[:1])]
+        )
         bound_s = min(best_s, searched.bound_s)
         if bound_s <= 0:
             return best
@@ -124,23 +147,37 @@ class StageDP(AbstractInter):
         return replace(
             best,
             lower_bound_s=bound_s,
-            bound_holds_for="closed forms of all stages on consecutive submeshes with the given options",
+            bound_holds_for=(
+                "closed forms of all stages on consecutive submeshes with the given options"
+            ),
             status=proved if searched.complete else "solve limit",
         )
 
     def _may_choose(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
         """True if a plan to start from lies in the space of the search."""
-        its_chains = [chain for chain in chains if chain.num_micro_batches == start.num_micro_batches]
-        if not its_chains or start.schedule not in self.schedules or self.num_stages not in (None, len(start.stages)):
+        its_chains = [
+            chain for chain in chains if chain.num_micro_batches == start.num_micro_batches
+        ]
+        if (
+            not its_chains
+            or start.schedule not in self.schedules
+            or self.num_stages not in (None, len(start.stages))
+        ):
             return False
-        return not find_stage_faults(its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes)
+        return not find_stage_faults(
+            its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
+        )
 
     def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _Searched:
         """Search all schedules; plans come best first by closed form."""
         queue = helper.share(_search_schedule)
         queue.add(_Wanted(planner=self, chains=tuple(chains)), self.schedules)
-        runs = sorted([run for answer in queue.answers() for run in answer], key=lambda run: run.order)
-        plans = [(plan, chains[run.chain].under(plan.schedule)) for run in runs for plan in run.plans]
+        runs = sorted(
+            [run for answer in queue.answers() for run in answer], key=lambda run: run.order
+        )
+        plans = [
+            (plan, chains[run.chain].under(plan.schedule)) for run in runs for plan in run.plans
+        ]
         plans.sort(key=lambda entry: entry[0].closed_form_s)
         return _Searched(
             plans=tuple(plans),
@@ -148,7 +185,9 @@ class StageDP(AbstractInter):
             complete=all(run.complete for run in runs),
         )
 
-    def _more(self, chains: Sequence[AbstractChain], searched: _Searched) -> list[tuple[ChainPlan, AbstractChain]]:
+    def _more(
+        self, chains: Sequence[AbstractChain], searched: _Searched
+    ) -> list[tuple[ChainPlan, AbstractChain]]:
         """More plans that may be fast if a transfer also keeps the sending stage busy, which closed
         forms leave out.
 
@@ -163,7 +202,8 @@ class StageDP(AbstractInter):
                 (plan, chain)
                 for chain in serial
                 for plan in layouts(chain)
-                if plan.peak_bytes <= chain.memory_limit_bytes and self.num_stages in (None, len(plan.stages))
+                if plan.peak_bytes <= chain.memory_limit_bytes
+                and self.num_stages in (None, len(plan.stages))
             ]
         plans.sort(key=lambda entry: two_sided_s(entry[1], entry[0]))
         candidates, seen = list(plans), Counter[str]()
@@ -173,7 +213,11 @@ class StageDP(AbstractInter):
             if seen[plan.schedule] <= _RECUTS and isinstance(chain, Chain):
                 count = chain.num_micro_batches
                 # New cuts and options depend on the submeshes alone.
-                key = plan.schedule, count, tuple(chain.options[stage.option].submesh for stage in plan.stages)
+                key = (
+                    plan.schedule,
+                    count,
+                    tuple(chain.options[stage.option].submesh for stage in plan.stages),
+                )
                 if key not in cut:
                     cut[key] = recuts(chain, PrefixSums.of(chain), plan)
                 candidates.append((best_cut(chain, plan, cut[key]), chain))
@@ -186,12 +230,20 @@ class StageDP(AbstractInter):
         if not isinstance(chain, Chain):
             return [
                 *tabulated_programs(
-                    chain, schedule, num_stages=self.num_stages, most_chunks=self.most_chunks, limit_bytes=limit
+                    chain,
+                    schedule,
+                    num_stages=self.num_stages,
+                    most_chunks=self.most_chunks,
+                    limit_bytes=limit,
                 )
             ]
         tables = PrefixSums.of(chain)
         if not schedule_kind(schedule).interleaves:
-            return [DeviceProgram(chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit)]
+            return [
+                DeviceProgram(
+                    chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit
+                )
+            ]
         return [
             RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
             for n, v in round_counts(chain, self.num_stages, self.most_chunks)
@@ -282,7 +334,9 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
     for order, entry in sorted(programs, key=lambda known: known[0]):
         outcome = entry.search(best_s, planner, work_left)
         work_left -= entry.program.work
-        plans = tuple(entry.judged(solution.stages) for solution in outcome.solutions[: planner.simulated])
+        plans = tuple(
+            entry.judged(solution.stages) for solution in outcome.solutions[: planner.simulated]
+        )
         best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
         runs.append(
             _Run(
@@ -302,6 +356,7 @@ def _check_count(chain: AbstractChain, num_stages: int | None) -> None:
     if num_stages > chain.num_units:
         layers = f"{chain.num_units} layer" + "s" * (chain.num_units > 1)
         raise InputError(
-            f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one at least.\n"
-            f"  Ask for num_stages={chain.num_units} or less, or name more layers by a pattern of parameter paths."
+            f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one"
+            f" at least.\n  Ask for num_stages={chain.num_units} or less, or name more layers by a"
+            " pattern of parameter paths."
         )

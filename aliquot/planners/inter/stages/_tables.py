@@ -30,9 +30,13 @@ class RunMinima:
         self._count = count
         self._levels = max(count.bit_length(), 1)
         length = last - first + 1
-        logarithms = _LOGARITHMS if count < len(_LOGARITHMS) else np.frexp(np.arange(count + 1))[1] - 1
+        logarithms = (
+            _LOGARITHMS if count < len(_LOGARITHMS) else np.frexp(np.arange(count + 1))[1] - 1
+        )
         level = logarithms[np.maximum(length, 1)]
-        base = (np.arange(self._rows) * count).reshape(*shape[:-1], 1) + level * (self._rows * count)
+        base = (np.arange(self._rows) * count).reshape(*shape[:-1], 1) + level * (
+            self._rows * count
+        )
         self._low = base + np.minimum(first, last)
         self._high = np.maximum(base + last - (1 << level) + 1, 0)
         self._empty = length <= 0
@@ -64,11 +68,16 @@ def last_within(sums: Floats, limit: Floats) -> Ints:
     """
     start = sums[:, :-1]
     reach = start + limit + _ROUNDING * (np.abs(limit) + start)
-    ends = np.stack([np.searchsorted(row, reach[..., o, :], side="right") - 1 for o, row in enumerate(sums)], axis=-2)
+    ends = np.stack(
+        [np.searchsorted(row, reach[..., o, :], side="right") - 1 for o, row in enumerate(sums)],
+        axis=-2,
+    )
     return np.maximum(ends, np.arange(start.shape[1]))
 
 
-def last_true(shape: tuple[int, ...], count: int, holds: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
+def last_true(
+    shape: tuple[int, ...], count: int, holds: Callable[[Ints], NDArray[np.bool_]]
+) -> Ints:
     """The largest j in [i, count] for which the monotone `holds` is true, by bisection; i if it
     never is.
 

@@ -43,7 +43,9 @@ class Quotes:
         self.chain, self.limit_bytes = chain, limit_bytes
         options, units = len(chain.options), chain.num_units
         shape = (options, units, units + 1)
-        o, i, j = (np.arange(n).reshape(s) for n, s in zip(shape, ((-1, 1, 1), (1, -1, 1), (1, 1, -1))))
+        o, i, j = (
+            np.arange(n).reshape(s) for n, s in zip(shape, ((-1, 1, 1), (1, -1, 1), (1, 1, -1)))
+        )
         first, last = np.broadcast_arrays(i, np.maximum(j, i + 1))
         self._possible = np.isfinite(chain.least_s(o, first[0], last[0])) & (j > i)
         self._known: dict[tuple[float, int], _Table] = {}
@@ -62,7 +64,13 @@ class Quotes:
         runs, choices = np.zeros(self._possible.shape, bool), {}
         for o, i, j in zip(*(axis.tolist() for axis in np.nonzero(self._possible)), strict=True):
             choice = self.chain.propose(
-                o, i, j, first_device=0, in_flight=in_flight, limit_bytes=self.limit_bytes, chunks=chunks
+                o,
+                i,
+                j,
+                first_device=0,
+                in_flight=in_flight,
+                limit_bytes=self.limit_bytes,
+                chunks=chunks,
             )
             if choice is None:
                 continue
@@ -82,15 +90,22 @@ class TabulatedProgram:
     # left out.
     proves = False
 
-    def __init__(self, quotes: Quotes, schedule: str, *, num_stages: int, num_submeshes: int) -> None:
+    def __init__(
+        self, quotes: Quotes, schedule: str, *, num_stages: int, num_submeshes: int
+    ) -> None:
         self.chain, self.num_submeshes = quotes.chain, num_submeshes
         kind, count = schedule_kind(schedule), self.chain.num_micro_batches
         chunks = num_stages // num_submeshes
         self._placement = kind.placement(num_stages, num_submeshes) if chunks > 1 else None
-        self._tables = [quotes.table(float(kept), chunks) for kept in kind.in_flight(num_stages, count, num_submeshes)]
+        self._tables = [
+            quotes.table(float(kept), chunks)
+            for kept in kind.in_flight(num_stages, count, num_submeshes)
+        ]
         # Number of table entries computed so far.
         self.work = 0
-        self._forms: list[ClosedForm] = [kind.closed_form(table, count, chunks) for table in self._tables]
+        self._forms: list[ClosedForm] = [
+            kind.closed_form(table, count, chunks) for table in self._tables
+        ]
 
     @property
     def weights(self) -> list[float]:
@@ -136,17 +151,24 @@ class TabulatedProgram:
         return range(devices) if self._placement else range(devices, devices + 1)
 
     def _options_at(self, stage: int, device: int) -> Iterator[tuple[int, int]]:
-        """Options of a stage that begins at a device, each with the first device of the next stage."""
+        """Options of a stage that begins at a device, each with the first device of the next
+        stage.
+        """
         chain = self.chain
         for option, size in enumerate(chain.device_counts().tolist()):
             if self._placement is None:
                 if chain.fits_at(device, size):
                     yield option, device + size
-            elif size * self.num_submeshes == chain.num_devices and device == self._placement[stage] * size:
+            elif (
+                size * self.num_submeshes == chain.num_devices
+                and device == self._placement[stage] * size
+            ):
                 behind = self._placement[stage + 1] if stage + 1 < len(self._placement) else 0
                 yield option, behind * size
 
-    def _walk(self, least: dict[tuple[int, int], Floats], limits_s: Sequence[float]) -> Iterator[StageChoice]:
+    def _walk(
+        self, least: dict[tuple[int, int], Floats], limits_s: Sequence[float]
+    ) -> Iterator[StageChoice]:
         device = unit = 0
         for stage, table in enumerate(self._tables):
             costs = self._costs(stage, limits_s)
@@ -162,16 +184,25 @@ class TabulatedProgram:
 
     def _measured(self, stages: list[StageChoice]) -> StageSolution:
         rows = [(s.option, s.first_unit, s.last_unit) for s in stages]
-        sum_s = math.fsum(float(form.sums[row]) for form, row in zip(self._forms, rows, strict=True))
+        sum_s = math.fsum(
+            float(form.sums[row]) for form, row in zip(self._forms, rows, strict=True)
+        )
         maxima = [
-            max(float(form.maxima[k].sums[row]) for form, row in zip(self._forms, rows, strict=True))
+            max(
+                float(form.maxima[k].sums[row]) for form, row in zip(self._forms, rows, strict=True)
+            )
             for k in range(len(self.weights))
         ]
         return StageSolution(stages=tuple(stages), sum_s=sum_s, maxima_s=tuple(maxima))
 
 
 def tabulated_programs(
-    chain: AbstractChain, schedule: str, *, num_stages: int | None, most_chunks: int, limit_bytes: float
+    chain: AbstractChain,
+    schedule: str,
+    *,
+    num_stages: int | None,
+    most_chunks: int,
+    limit_bytes: float,
 ) -> list[TabulatedProgram]:
     """One program for each number of stages, or of submeshes and chunks if the schedule interleaves
     stages.

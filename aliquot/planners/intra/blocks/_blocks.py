@@ -19,13 +19,15 @@ from ._search import BlockSearch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(AbstractIntra):
-    """Split all products of a ParallelBlock as its entry is split; another planner decides what is then left.
+    """Split all products of a ParallelBlock as its entry is split; another planner decides what is
+    then left.
 
     Attributes:
         factors: which factors of an entry options split; see `find_blocks`.
         rest: decides about everything that belongs to no block, such as storage of parameters.
         branch_limit: how often `rest` is asked on one mesh; reaching it is said in the plan.
-        only: for each block the number of the option that it has to follow; by default all are open.
+        only: for each block the number of the option that it has to follow; by default all are
+            open.
 
     Reference: W. Hu et al., "CFP: Efficient Optimization of Intra-Operator Parallelism Plans for
     Large Model Training", arXiv 2504.00598.
@@ -53,10 +55,17 @@ class Blocks(AbstractIntra):
         return self.rest.relative_gap
 
     def solve(
-        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
         """See `AbstractIntra.solve`."""
-        search = self.begin(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        search = self.begin(
+            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
+        )
         return search.improve(ceiling_s) if search.bound() is not None else None
 
     def begin(
@@ -86,16 +95,20 @@ class Blocks(AbstractIntra):
     def _narrowed(self, space: Space, blocks: Sequence[BlockOptions]) -> Space:
         assert self.only is not None
         counts = [len(block) for block in blocks]
-        if len(counts) != len(self.only) or any(not 0 <= o < n for o, n in zip(self.only, counts, strict=True)):
+        if len(counts) != len(self.only) or any(
+            not 0 <= o < n for o, n in zip(self.only, counts, strict=True)
+        ):
             raise InputError(
-                f"only={self.only} on a mesh {space.priced.mesh}: the step has {len(counts)} blocks with "
-                f"{', '.join(map(str, counts))} options."
+                f"only={self.only} on a mesh {space.priced.mesh}: the step has {len(counts)} blocks"
+                f" with {', '.join(map(str, counts))} options."
             )
         return restrict_blocks(space, blocks, {k: (o,) for k, o in enumerate(self.only)})
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> Blocks:
         """See `AbstractIntra.coarser`."""
-        return replace(self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit))
+        return replace(
+            self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
+        )
 
     def required_profiles(self, problem: Problem) -> tuple[str, ...]:
         """See `AbstractIntra.required_profiles`."""

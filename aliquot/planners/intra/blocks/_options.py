@@ -32,13 +32,15 @@ class BlockOptions:
         return len(self.choices)
 
     def followed(self, picks: Ints) -> list[int]:
-        """The options that at least one product follows, the one that most of them follow first; the entry counts as all
-        others together.
+        """The options that at least one product follows, the one that most of them follow first;
+        the entry counts as all others together.
         """
         votes = []
         for masks in self.masks:
             follows = [bool(mask[picks[product]]) for product, mask in masks.items()]
-            votes.append(sum(follows) + len(follows) * bool(masks[self.block.entry][picks[self.block.entry]]))
+            votes.append(
+                sum(follows) + len(follows) * bool(masks[self.block.entry][picks[self.block.entry]])
+            )
         return sorted((o for o, vote in enumerate(votes) if vote), key=lambda o: -votes[o])
 
     def option_of(self, picks: Ints) -> int | None:
@@ -50,7 +52,8 @@ class BlockOptions:
 
 
 def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[BlockOptions, ...]:
-    """The blocks of a step with the options that a space leaves them; a block with none is left out.
+    """The blocks of a step with the options that a space leaves them; a block with none is left
+    out.
 
     Raises:
         InputError: as `find_blocks` does.
@@ -61,17 +64,26 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
         sizes = [factor.size for factor in problem.nodes.nodes[block.entry].factors]
         choices, masks = [], []
         for option in block.options(priced.axis_sizes, sizes):
-            of_option = {p: space.allowed[p] & block.allows(p, priced.nodes[p].choices, option) for p in block.products}
+            of_option = {
+                p: space.allowed[p] & block.allows(p, priced.nodes[p].choices, option)
+                for p in block.products
+            }
             if all(mask.any() for mask in of_option.values()):
                 choices.append(option)
                 masks.append(of_option)
         if choices:
-            with_options.append(BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks)))
+            with_options.append(
+                BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks))
+            )
     return tuple(with_options)
 
 
-def restrict_blocks(space: Space, blocks: Sequence[BlockOptions], left: Mapping[int, Sequence[int]]) -> Space:
-    """A space in which the products of every block follow options of it, or of those that `left` leaves it by its position."""
+def restrict_blocks(
+    space: Space, blocks: Sequence[BlockOptions], left: Mapping[int, Sequence[int]]
+) -> Space:
+    """A space in which the products of every block follow options of it, or of those that `left`
+    leaves it by its position.
+    """
     allowed: list[NDArray[np.bool_]] = list(space.allowed)
     for k, options in enumerate(blocks):
         for product in options.block.products:

@@ -39,7 +39,11 @@ class BlockSearch(AbstractSearch):
         notes: dict[str, Any] | None,
     ) -> None:
         self._problem, self._space, self._blocks, self._rest = problem, space, blocks, rest
-        self._limit_bytes, self._ceiling_s, self._branch_limit = memory_limit_bytes, ceiling_s, branch_limit
+        self._limit_bytes, self._ceiling_s, self._branch_limit = (
+            memory_limit_bytes,
+            ceiling_s,
+            branch_limit,
+        )
         self._open = rest.begin(
             problem,
             restrict_blocks(space, blocks, {}),
@@ -70,7 +74,9 @@ class BlockSearch(AbstractSearch):
         return self._open.picks
 
     def incumbent(self) -> IntraSolution | None:
-        """See `AbstractSearch.incumbent`: every block as the best guess splits most of its products."""
+        """See `AbstractSearch.incumbent`: every block as the best guess splits most of its
+        products.
+        """
         if not self._is_guessed:
             self._is_guessed = True
             guess = self._open.incumbent()
@@ -121,7 +127,9 @@ class BlockSearch(AbstractSearch):
             status = "optimal within the gap" if self._rest.relative_gap else "optimal"
         if best is None or best.step_time_s >= min(cutoff_s, self._ceiling_s):
             return None
-        self._best = replace(best, lower_bound_s=min(lower_bound_s, best.step_time_s), status=status)
+        self._best = replace(
+            best, lower_bound_s=min(lower_bound_s, best.step_time_s), status=status
+        )
         return self._best
 
     def least_memory(self) -> Ints:
@@ -130,17 +138,27 @@ class BlockSearch(AbstractSearch):
 
     def _split_apart(self, picks: Ints) -> int | None:
         """The first block whose products are split each its own way."""
-        return next((k for k, options in enumerate(self._blocks) if options.option_of(picks) is None), None)
+        return next(
+            (k for k, options in enumerate(self._blocks) if options.option_of(picks) is None), None
+        )
 
-    def _branches(self, split: int, picks: Ints, left: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The options that are left to a block, in parts: each that some product follows, and the others."""
+    def _branches(
+        self, split: int, picks: Ints, left: Mapping[int, tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """The options that are left to a block, in parts: each that some product follows, and the
+        others.
+        """
         options = left.get(split, tuple(range(len(self._blocks[split]))))
         followed = [o for o in self._blocks[split].followed(picks) if o in options]
         others = tuple(o for o in options if o not in followed)
         return [*[(o,) for o in followed], *([others] if others else [])]
 
-    def _nearest(self, picks: Ints, left: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-        """For each block the option that most of its products follow, of those that are left to it."""
+    def _nearest(
+        self, picks: Ints, left: Mapping[int, tuple[int, ...]]
+    ) -> dict[int, tuple[int, ...]]:
+        """For each block the option that most of its products follow, of those that are left to
+        it.
+        """
         nearest = {}
         for k, options in enumerate(self._blocks):
             allowed = left.get(k, tuple(range(len(options))))
@@ -152,4 +170,6 @@ class BlockSearch(AbstractSearch):
         space = restrict_blocks(self._space, self._blocks, left)
         if not allowed_by(space.allowed):
             return None
-        return self._rest.solve(self._problem, space, memory_limit_bytes=self._limit_bytes, ceiling_s=ceiling_s)
+        return self._rest.solve(
+            self._problem, space, memory_limit_bytes=self._limit_bytes, ceiling_s=ceiling_s
+        )

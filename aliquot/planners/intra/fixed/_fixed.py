@@ -33,7 +33,9 @@ class Fixed(AbstractIntra):
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 2, 3):
-            raise InputError(f"zero_stage={self.zero_stage}: pass 0 for data parallelism, 2 or 3 for ZeRO.")
+            raise InputError(
+                f"zero_stage={self.zero_stage}: pass 0 for data parallelism, 2 or 3 for ZeRO."
+            )
 
     @property
     def name(self) -> str:
@@ -62,13 +64,20 @@ class Fixed(AbstractIntra):
         return replace(space, allowed=[a & b for a, b in zip(space.allowed, rule, strict=True)])
 
     def solve(
-        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
         """See `AbstractIntra.solve`."""
         ruled = self.restrict(problem, space)
         if not all(mask.any() for mask in ruled.allowed):
             return None
-        return self.rest.solve(problem, ruled, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        return self.rest.solve(
+            problem, ruled, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
+        )
 
     def begin(
         self,
@@ -88,7 +97,9 @@ class Fixed(AbstractIntra):
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> Fixed:
         """See `AbstractIntra.coarser`."""
-        return replace(self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit))
+        return replace(
+            self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
+        )
 
     def required_profiles(self, problem: Problem) -> tuple[str, ...]:
         """See `AbstractIntra.required_profiles`."""

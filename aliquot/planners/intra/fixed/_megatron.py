@@ -105,21 +105,29 @@ class MegatronSplit(AbstractIntra):
         experts = expert_split(problem.nodes, kinds) if self.expert > 1 else {}
         if self.tensor > 1 and not tensor.factors:
             raise InputError(
-                f"Tensor parallelism of degree {self.tensor} splits products of a weight and what is computed from the "
-                f"batch, and {problem.graph.name} has none that could be. Use method dp, fsdp or auto."
+                f"Tensor parallelism of degree {self.tensor} splits products of a weight and what"
+                f" is computed from the batch, and {problem.graph.name} has none that could be. Use"
+                " method dp, fsdp or auto."
             )
         if self.expert > 1 and not experts:
             raise InputError(
-                f"Expert parallelism of degree {self.expert} splits weights that come once for each expert, and "
-                f"{problem.graph.name} has none. Leave ep out, or use method auto."
+                f"Expert parallelism of degree {self.expert} splits weights that come once for each"
+                f" expert, and {problem.graph.name} has none. Leave ep out, or use method auto."
             )
         self._refuse_what_does_not_divide(problem, tensor.too_fine, experts)
 
     def solve(
-        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
         """See `AbstractIntra.solve`. The space holds the rule's choices already."""
-        return self.rest.solve(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        return self.rest.solve(
+            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
+        )
 
     def begin(
         self,
@@ -131,7 +139,9 @@ class MegatronSplit(AbstractIntra):
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
         """See `AbstractIntra.begin`."""
-        return self.rest.begin(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes)
+        return self.rest.begin(
+            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
+        )
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
@@ -149,7 +159,9 @@ class MegatronSplit(AbstractIntra):
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> MegatronSplit:
         """See `AbstractIntra.coarser`."""
-        return replace(self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit))
+        return replace(
+            self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
+        )
 
     def required_profiles(self, problem: Problem) -> tuple[str, ...]:
         """See `AbstractIntra.required_profiles`."""
@@ -175,7 +187,9 @@ class MegatronSplit(AbstractIntra):
             # Two axes on one dim of a vector would make the gradient, which one of them splits,
             # change places.
             others = np.delete(choices, list(axes), axis=1)
-            apart = ~((columns[:, :, None] == others[:, None, :]) & (columns >= 0)[:, :, None]).any(axis=(1, 2))
+            apart = ~((columns[:, :, None] == others[:, None, :]) & (columns >= 0)[:, :, None]).any(
+                axis=(1, 2)
+            )
             pieces = np.where(apart, shards(choices, [True] * len(node.factors), sizes), 0.0)
             return _rows(choices, pieces == pieces.max())
         if not batch:
@@ -192,12 +206,20 @@ class MegatronSplit(AbstractIntra):
     ) -> None:
         faults = [
             f"{fine.label}: {fine.size} rows or columns"
-            + (f" in {fine.parts} parts that stay together, such as heads," if fine.parts < fine.size else "")
+            + (
+                f" in {fine.parts} parts that stay together, such as heads,"
+                if fine.parts < fine.size
+                else ""
+            )
             + f" cannot be split over tp {self.tensor}"
             for fine in too_fine
         ]
         counts = {problem.nodes.nodes[n].factors[f].size for n, f in experts.items()}
-        faults += [f"{count} experts cannot be split over ep {self.expert}" for count in counts if count % self.expert]
+        faults += [
+            f"{count} experts cannot be split over ep {self.expert}"
+            for count in counts
+            if count % self.expert
+        ]
         if not faults:
             return
         advice = []
@@ -205,10 +227,13 @@ class MegatronSplit(AbstractIntra):
             common = math.gcd(*(fine.parts for fine in too_fine))
             degrees = [n for n in range(2, self.tensor) if self.tensor % n == 0 and common % n == 0]
             advice = (
-                [f"a tensor degree that divides them, such as tp:{degrees[-1]}"] if degrees else ["method fsdp or auto"]
+                [f"a tensor degree that divides them, such as tp:{degrees[-1]}"]
+                if degrees
+                else ["method fsdp or auto"]
             )
             advice += [
-                f"{fine.size} padded to {-(-fine.size // self.tensor) * self.tensor}, as is usual for vocabularies"
+                f"{fine.size} padded to {-(-fine.size // self.tensor) * self.tensor}, as is usual"
+                " for vocabularies"
                 for fine in too_fine[:1]
                 if fine.parts == fine.size
             ]
@@ -216,7 +241,9 @@ class MegatronSplit(AbstractIntra):
             advice.append(f"an expert degree that divides {math.gcd(*counts)}")
         raise InputError(
             listing(
-                "This layout does not apply to the step", list(dict.fromkeys(faults)), f"Use {', or '.join(advice)}."
+                "This layout does not apply to the step",
+                list(dict.fromkeys(faults)),
+                f"Use {', or '.join(advice)}.",
             )
         )
 
@@ -226,8 +253,9 @@ class MegatronSplit(AbstractIntra):
         rows = node.factors[next(iter(problem.nodes.batch_factors[node.index]), 0)].size
         per = f" in each of {count} micro-batches" if count > 1 else ""
         raise InputError(
-            f"A batch of {rows * count} ({node.label} has {rows} rows{per}) cannot be split over dp {ways}. Use a global "
-            f"batch that is a multiple of {ways * count}, or a smaller data degree."
+            f"A batch of {rows * count} ({node.label} has {rows} rows{per}) cannot be split over dp"
+            f" {ways}. Use a global batch that is a multiple of {ways * count}, or a smaller data"
+            " degree."
         )
 
 

@@ -87,7 +87,9 @@ def regular_choices(
         if node.index in kinds.parameters:
             choices = _furthest_split(choices.tobytes(), tuple(axis_sizes), data_axes)
         elif node.index not in kinds.update:
-            choices = _batch_alone(choices.tobytes(), len(axis_sizes), data_axes, nodes.batch_factors[node.index])
+            choices = _batch_alone(
+                choices.tobytes(), len(axis_sizes), data_axes, nodes.batch_factors[node.index]
+            )
         if not len(choices):
             return None
         regular.append(choices)
@@ -134,9 +136,13 @@ def batch_restriction(
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
         if node.index in kinds.parameters:
-            masks.append(_most_split(choices, priced, shard_axes) if zero_stage >= 3 else _unsplit(choices))
+            masks.append(
+                _most_split(choices, priced, shard_axes) if zero_stage >= 3 else _unsplit(choices)
+            )
         elif node.index in kinds.update:
-            masks.append(_most_split(choices, priced, shard_axes) if zero_stage >= 2 else _unsplit(choices))
+            masks.append(
+                _most_split(choices, priced, shard_axes) if zero_stage >= 2 else _unsplit(choices)
+            )
         elif batch:
             on_batch = np.isin(choices, list(batch))
             is_regular = (on_batch | (choices == -1)).all(axis=1)
@@ -154,7 +160,9 @@ def _unsplit(choices: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.asarray((choices == -1).all(axis=1))
 
 
-def _most_split(choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]) -> NDArray[np.bool_]:
+def _most_split(
+    choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]
+) -> NDArray[np.bool_]:
     """Choices that split over `axes` alone, as far as possible."""
     outside = [a for a in range(len(priced.axis_sizes)) if a not in axes]
     is_regular = (choices[:, outside] == -1).all(axis=1)
@@ -164,21 +172,34 @@ def _most_split(choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]
 
 def _refuse_batch(problem: Problem, priced: Priced) -> None:
     graph = problem.graph
-    batch = next((i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape), None)
+    batch = next(
+        (i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape), None
+    )
     if batch is None:
-        raise InputError("This method splits the batch, and the step takes no batch. Use method shard or auto.")
+        raise InputError(
+            "This method splits the batch, and the step takes no batch. Use method shard or auto."
+        )
     size = graph.values[batch.value].shape[0]
     devices = int(np.prod(priced.axis_sizes))
     total = size * problem.num_micro_batches
-    per = f" in each of {problem.num_micro_batches} micro-batches" if problem.num_micro_batches > 1 else ""
+    per = (
+        f" in each of {problem.num_micro_batches} micro-batches"
+        if problem.num_micro_batches > 1
+        else ""
+    )
     raise InputError(
-        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices} devices, and this "
-        f"method splits nothing else. Use a global batch that is a multiple of "
-        f"{devices * problem.num_micro_batches}, fewer devices, or method shard or auto."
+        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices}"
+        " devices, and this method splits nothing else. Use a global batch that is a multiple of"
+        f" {devices * problem.num_micro_batches}, fewer devices, or method shard or auto."
     )
 
 
-def pinned(problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any]], axis_names: Sequence[str]) -> Masks:
+def pinned(
+    problem: Problem,
+    priced: Priced,
+    patterns: Mapping[str, Sequence[Any]],
+    axis_names: Sequence[str],
+) -> Masks:
     """Masks that give inputs whose path matches a pattern the split that the pattern names.
 
     Raises:
@@ -195,7 +216,9 @@ def pinned(problem: Problem, priced: Priced, patterns: Mapping[str, Sequence[Any
         for k in matching:
             faults += _pin(problem, priced, masks, k, pattern, partition, axis_names)
     if faults:
-        raise InputError("The manual plan cannot be followed:\n  " + "\n  ".join(dict.fromkeys(faults)))
+        raise InputError(
+            "The manual plan cannot be followed:\n  " + "\n  ".join(dict.fromkeys(faults))
+        )
     return masks
 
 
@@ -205,7 +228,8 @@ def matching(problem: Problem, patterns: Mapping[str, Sequence[Any]]) -> list[in
     return [
         k
         for k, item in enumerate(problem.graph.inputs)
-        if any(fnmatch.fnmatchcase(item.path, g) for g in globs) and problem.nodes.input_ports[k].node >= 0
+        if any(fnmatch.fnmatchcase(item.path, g) for g in globs)
+        and problem.nodes.input_ports[k].node >= 0
     ]
 
 
@@ -237,7 +261,10 @@ def _pin(
     fits = np.array([project(tuple(c), port.projection) == spec for c in choices.tolist()])
     if not (fits & masks[port.node]).any():
         shape = problem.graph.values[item.value].shape
-        return [f"{item.path} of shape {shape} cannot be split as {tuple(partition)} on a mesh {priced.mesh}"]
+        return [
+            f"{item.path} of shape {shape} cannot be split as {tuple(partition)} on a mesh"
+            f" {priced.mesh}"
+        ]
     masks[port.node] &= fits
     return []
 

@@ -68,7 +68,9 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
             if edge.source in walk.weights:
                 for factor in walk.parts(product).experts:
                     factors[product] = factor
-                    factors[edge.source] = edge.source_projection.index(edge.target_projection[factor])
+                    factors[edge.source] = edge.source_projection.index(
+                        edge.target_projection[factor]
+                    )
     # What weights meet without products between: casts, gradients, the state of the optimizer; and
     # the products beside.
     pending = [n for n in factors if nodes.nodes[n].kind == "group"]
@@ -83,10 +85,16 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
     for product in [n for n in factors if nodes.nodes[n].kind == "product"]:
         for other, factor in walk.neighbours(product, factors[product]):
             beside[other][product] = factor
-    groups = {n: found_beside for n, found_beside in beside.items() if nodes.nodes[n].kind == "group"}
+    groups = {
+        n: found_beside for n, found_beside in beside.items() if nodes.nodes[n].kind == "group"
+    }
     for node, by_product in groups.items():
         products = {n for n in walk.beside(node) if nodes.nodes[n].kind == "product"}
-        if node not in factors and products == set(by_product) and len(set(by_product.values())) == 1:
+        if (
+            node not in factors
+            and products == set(by_product)
+            and len(set(by_product.values())) == 1
+        ):
             factors[node] = next(iter(by_product.values()))
     return factors
 
@@ -125,15 +133,25 @@ class Forward:
     heads: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.incoming, self.outgoing, self.every = defaultdict(list), defaultdict(list), defaultdict(list)
+        self.incoming, self.outgoing, self.every = (
+            defaultdict(list),
+            defaultdict(list),
+            defaultdict(list),
+        )
         for edge in self.nodes.edges:
-            self.every[edge.source].append((edge.target, edge.source_projection, edge.target_projection))
-            self.every[edge.target].append((edge.source, edge.target_projection, edge.source_projection))
+            self.every[edge.source].append(
+                (edge.target, edge.source_projection, edge.target_projection)
+            )
+            self.every[edge.target].append(
+                (edge.source, edge.target_projection, edge.source_projection)
+            )
             if edge.phase <= Phase.FORWARD and not edge.gradient:
                 self.incoming[edge.target].append(edge)
                 self.outgoing[edge.source].append(edge)
         self.products = tuple(
-            node.index for node in self.nodes.nodes if node.phase is not None and node.phase <= Phase.FORWARD
+            node.index
+            for node in self.nodes.nodes
+            if node.phase is not None and node.phase <= Phase.FORWARD
         )
         self.weights = self._weights()
         self.streams = self._streams()
@@ -230,7 +248,9 @@ class Forward:
         streams: set[int] = set()
         on_path: set[int] = set()
         seen: set[int] = set()
-        fed = [n.index for n in self.nodes.nodes if n.kind == "group" and n.index not in self.weights]
+        fed = [
+            n.index for n in self.nodes.nodes if n.kind == "group" and n.index not in self.weights
+        ]
         for root in sorted(fed, key=lambda n: n not in self.kinds.batch_inputs):
             stack = [(root, iter(self.outgoing[root]))] if root not in seen else []
             seen.add(root)
@@ -300,7 +320,9 @@ class Forward:
         parts, factors = self.parts(product), self.nodes.nodes[product].factors
         if not parts.features or parts.is_lookup:
             return False
-        num_made, num_read = (math.prod(factors[f].size for f in some) for some in (parts.features, parts.contraction))
+        num_made, num_read = (
+            math.prod(factors[f].size for f in some) for some in (parts.features, parts.contraction)
+        )
         if num_made <= num_read or any(e.target in self.streams for e in self.outgoing[product]):
             return False
         return not any(self._leads_to(product, f, self._has_weight) for f in parts.features)
@@ -336,7 +358,9 @@ class Forward:
         for edge in self.outgoing[product]:
             dim = edge.source_projection[factor]
             if dim >= 0 and dim in edge.target_projection:
-                sizes.append(self.nodes.nodes[edge.target].factors[edge.target_projection.index(dim)].size)
+                sizes.append(
+                    self.nodes.nodes[edge.target].factors[edge.target_projection.index(dim)].size
+                )
         return math.gcd(*sizes)
 
     def _is_largest_lookup(self, product: int) -> bool:
@@ -345,7 +369,9 @@ class Forward:
         """
         targets = {e.target for e in self.outgoing[product]}
         rivals = [
-            p for p in self.products if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
+            p
+            for p in self.products
+            if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
         ]
         return max(rivals, key=self._table_bytes) == product
 
@@ -361,7 +387,12 @@ class Forward:
             node = edge.target
             if self.nodes.nodes[node].kind == "product" or node in self.split:
                 continue
-            if dim < 0 or dim not in edge.target_projection or node in self.streams or node in self.whole:
+            if (
+                dim < 0
+                or dim not in edge.target_projection
+                or node in self.streams
+                or node in self.whole
+            ):
                 self.whole.add(node)
                 continue
             self.split[node] = edge.target_projection.index(dim)

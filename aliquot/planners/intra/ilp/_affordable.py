@@ -42,13 +42,23 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     ]
     least = [float(seconds.min(initial=np.inf)) for seconds in costs]
     room = (ceiling_s - sum(least)) + _ROUNDING * ceiling_s
-    above = [seconds - low if np.isfinite(low) else seconds for seconds, low in zip(costs, least, strict=True)]
+    above = [
+        seconds - low if np.isfinite(low) else seconds
+        for seconds, low in zip(costs, least, strict=True)
+    ]
     prices = [
-        np.where(np.isfinite(table.seconds), (share if edge.gradient else 1.0) * table.seconds, np.inf)
+        np.where(
+            np.isfinite(table.seconds), (share if edge.gradient else 1.0) * table.seconds, np.inf
+        )
         for edge, table in zip(priced.graph.edges, priced.edges, strict=True)
     ]
-    affordable_choices = [seconds <= room for seconds in _with_conversions(priced, prices, above, room)]
-    above = [np.where(mask, seconds, np.inf) for mask, seconds in zip(affordable_choices, above, strict=True)]
+    affordable_choices = [
+        seconds <= room for seconds in _with_conversions(priced, prices, above, room)
+    ]
+    above = [
+        np.where(mask, seconds, np.inf)
+        for mask, seconds in zip(affordable_choices, above, strict=True)
+    ]
     edges = []
     for edge, table, price in zip(priced.graph.edges, priced.edges, prices, strict=True):
         sources, targets = _by_split(table, above[edge.source], above[edge.target])
@@ -57,7 +67,9 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     return replace(priced, edges=tuple(edges)), affordable_choices
 
 
-def _with_conversions(priced: Priced, prices: Sequence[Floats], above: Sequence[Floats], room: float) -> list[Floats]:
+def _with_conversions(
+    priced: Priced, prices: Sequence[Floats], above: Sequence[Floats], room: float
+) -> list[Floats]:
     """`above` plus the cheapest conversion to the other side of each edge, once for edges that
     share conversions.
     """

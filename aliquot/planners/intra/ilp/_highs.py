@@ -38,8 +38,15 @@ _BARRIER_STEPS = 200
 # work included.
 _PIVOTS_PER_CHECK_AND_ROW = 0.1
 
-_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
-_ANSWERS = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveBound, *_INFEASIBLE)
+_INFEASIBLE = (
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kUnboundedOrInfeasible,
+)
+_ANSWERS = (
+    highspy.HighsModelStatus.kOptimal,
+    highspy.HighsModelStatus.kObjectiveBound,
+    *_INFEASIBLE,
+)
 LIMIT = "work limit reached"
 
 
@@ -61,7 +68,9 @@ class Outcome:
 
 def nothing_solved(work: float = 0.0) -> Outcome:
     """The outcome of a program without solutions, or before it was solved."""
-    return Outcome(values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0), work=work)
+    return Outcome(
+        values=None, bound_s=np.inf, status="infeasible", reduced_costs=np.zeros(0), work=work
+    )
 
 
 def limit_reached(work: float = 0.0) -> Outcome:
@@ -88,12 +97,15 @@ class Relaxation:
         paid = cost[cost > 0]
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
-    def solve(self, enough_s: float = np.inf, *, briefly: bool = False, exactly: bool = True) -> Outcome:
+    def solve(
+        self, enough_s: float = np.inf, *, briefly: bool = False, exactly: bool = True
+    ) -> Outcome:
         """The optimum; or status "enough" as soon as it is known to lie above `enough_s`.
 
         With `briefly` the limit on pivots is small, for solves that are not essential. `is_exact`
         is false if a limit was reached before all shared conversions were paid in full; the bound
-        holds all the same. Without `exactly` they are paid as far as the program has learned so far.
+        holds all the same. Without `exactly` they are paid as far as the program has learned so
+        far.
         """
         outcome = self._solve(enough_s, briefly)
         self.is_exact = exactly
@@ -109,14 +121,18 @@ class Relaxation:
     def _solve(self, enough_s: float, briefly: bool) -> Outcome:
         """Solve the program as it is."""
         self._grow()
-        self._solver.setOptionValue("objective_bound", min(enough_s * self._scale, highspy.kHighsInf))
+        self._solver.setOptionValue(
+            "objective_bound", min(enough_s * self._scale, highspy.kHighsInf)
+        )
         per_row = _PIVOTS_PER_ROW_AGAIN if self._has_basis else _PIVOTS_PER_ROW
         limit = max(int(per_row * self._num_rows), _FEWEST_PIVOTS)
         if briefly:
             limit = max(int(_PIVOTS_PER_ROW_BRIEFLY * self._num_rows), 1)
         pivots = 0
         if self.pivots_plainly:
-            pivots += self._pivot(plainly=True, limit=min(limit, max(int(_PIVOTS_PER_ROW * self._num_rows), 1)))
+            pivots += self._pivot(
+                plainly=True, limit=min(limit, max(int(_PIVOTS_PER_ROW * self._num_rows), 1))
+            )
             if self._solver.getModelStatus() not in _ANSWERS:
                 # Without perturbed costs the simplex method may cycle.
                 self.pivots_plainly = False
@@ -132,7 +148,9 @@ class Relaxation:
         work = float(pivots) * self._num_rows
         self._has_basis = status == highspy.HighsModelStatus.kOptimal
         if status == highspy.HighsModelStatus.kObjectiveBound:
-            return Outcome(values=None, bound_s=enough_s, status="enough", reduced_costs=np.zeros(0), work=work)
+            return Outcome(
+                values=None, bound_s=enough_s, status="enough", reduced_costs=np.zeros(0), work=work
+            )
         if status in _INFEASIBLE:
             return nothing_solved(work)
         if status != highspy.HighsModelStatus.kOptimal:
@@ -154,7 +172,9 @@ class Relaxation:
         try:
             yield
         finally:
-            self._solver.changeColsBounds(len(columns), columns, zeros, np.full(len(columns), highspy.kHighsInf))
+            self._solver.changeColsBounds(
+                len(columns), columns, zeros, np.full(len(columns), highspy.kHighsInf)
+            )
             self.go_to(basis)
             self._has_basis = has_basis
 
@@ -227,19 +247,36 @@ class Relaxation:
             cost = np.concatenate(program.cost)[self._num_columns :] * self._scale
             above = rows < self._num_rows
             starts, indices, entries = _by_column(
-                rows[above], columns[above] - self._num_columns, values[above], shape=(self._num_rows, num_columns)
+                rows[above],
+                columns[above] - self._num_columns,
+                values[above],
+                shape=(self._num_rows, num_columns),
             )
             zeros, infinite = np.zeros(num_columns), np.full(num_columns, highspy.kHighsInf)
-            self._solver.addCols(num_columns, cost, zeros, infinite, len(indices), starts[:-1], indices, entries)
+            self._solver.addCols(
+                num_columns, cost, zeros, infinite, len(indices), starts[:-1], indices, entries
+            )
         num_rows = len(program.lower) - self._num_rows
         if num_rows:
             below = rows >= self._num_rows
             starts, indices, entries = _by_column(
-                columns[below], rows[below] - self._num_rows, values[below], shape=(program.num_columns, num_rows)
+                columns[below],
+                rows[below] - self._num_rows,
+                values[below],
+                shape=(program.num_columns, num_rows),
             )
-            lower, upper = (_finite(np.array(bounds[self._num_rows :])) for bounds in (program.lower, program.upper))
-            self._solver.addRows(num_rows, lower, upper, len(indices), starts[:-1], indices, entries)
-        self._num_rows, self._num_columns, self._num_parts = len(program.lower), program.num_columns, len(program.rows)
+            lower, upper = (
+                _finite(np.array(bounds[self._num_rows :]))
+                for bounds in (program.lower, program.upper)
+            )
+            self._solver.addRows(
+                num_rows, lower, upper, len(indices), starts[:-1], indices, entries
+            )
+        self._num_rows, self._num_columns, self._num_parts = (
+            len(program.lower),
+            program.num_columns,
+            len(program.rows),
+        )
 
 
 def solve_integers(
@@ -282,7 +319,10 @@ def solve_integers(
     if status == highspy.HighsModelStatus.kInfeasible:
         return nothing_solved(work)
     has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    names = {highspy.HighsModelStatus.kOptimal: "optimal", highspy.HighsModelStatus.kInterrupt: LIMIT}
+    names = {
+        highspy.HighsModelStatus.kOptimal: "optimal",
+        highspy.HighsModelStatus.kInterrupt: LIMIT,
+    }
     return Outcome(
         values=np.array(solver.getSolution().col_value) if has_solution else None,
         bound_s=info.mip_dual_bound / scale,
@@ -326,7 +366,9 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     return solver, scale
 
 
-def _by_column(rows: Ints, columns: Ints, values: Floats, *, shape: tuple[int, int]) -> tuple[Index, Index, Floats]:
+def _by_column(
+    rows: Ints, columns: Ints, values: Floats, *, shape: tuple[int, int]
+) -> tuple[Index, Index, Floats]:
     """A sparse matrix by columns: where each column starts, the row of each entry, its value.
 
     Duplicate entries are summed: the solver would keep both, and has crashed on large programs with

@@ -40,10 +40,17 @@ class ILP(AbstractIntra):
         return "ilp"
 
     def solve(
-        self, problem: Problem, space: Space, *, memory_limit_bytes: float, ceiling_s: float = np.inf
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
         """See `AbstractIntra.solve`."""
-        search = self.begin(problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s)
+        search = self.begin(
+            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
+        )
         return search.improve(ceiling_s) if search.bound() is not None else None
 
     def begin(
@@ -64,7 +71,11 @@ class ILP(AbstractIntra):
             node_limit=self.node_limit,
             ceiling_s=ceiling_s,
             layouts=None if notes is None else notes.setdefault(_LAYOUTS, Layouts()),
-            work=Work(self.work_limit) if notes is None else notes.setdefault(_WORK, Work(self.work_limit)),
+            work=(
+                Work(self.work_limit)
+                if notes is None
+                else notes.setdefault(_WORK, Work(self.work_limit))
+            ),
         )
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> ILP:

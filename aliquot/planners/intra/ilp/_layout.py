@@ -53,14 +53,18 @@ class Prices:
 
     @classmethod
     def of(cls, priced: Priced) -> Prices:
-        """The prices of a problem; without overlap, those of gradients are added to the plain ones."""
+        """The prices of a problem; without overlap, those of gradients are added to the plain
+        ones.
+        """
         gradient = np.concatenate([node.gradient_s for node in priced.nodes])
         plain = np.concatenate([node.compute_s + node.communication_s for node in priced.nodes])
         return cls(
             plain=plain if priced.target.overlap_fraction else plain + gradient,
             gradient=gradient,
             backward=np.concatenate([node.backward_s for node in priced.nodes]),
-            conversions=np.concatenate([*(table.seconds.ravel() for table in priced.edges), [1.0, 0.0]]),
+            conversions=np.concatenate(
+                [*(table.seconds.ravel() for table in priced.edges), [1.0, 0.0]]
+            ),
         )
 
 
@@ -98,7 +102,9 @@ class Layout:
         """Coefficients of `z >= (1 - fraction) gradient` and `z >= gradient - backward`."""
         hidden, places, shares = self.hidden
         columns = np.concatenate((np.arange(len(self.node_prices)), hidden))
-        gradient = np.concatenate((prices.gradient[self.node_prices], prices.conversions[places] * shares))
+        gradient = np.concatenate(
+            (prices.gradient[self.node_prices], prices.conversions[places] * shares)
+        )
         some = gradient != 0
         columns, gradient = columns[some], gradient[some]
         backward = prices.backward[self.node_prices]
@@ -152,7 +158,11 @@ class _Entries:
 
     def joined(self) -> tuple[Ints, Ints, Floats]:
         counts = [len(columns) for columns in self.columns]
-        return np.concatenate(self.rows), np.concatenate(self.columns), np.repeat(np.array(self.values), counts)
+        return (
+            np.concatenate(self.rows),
+            np.concatenate(self.columns),
+            np.repeat(np.array(self.values), counts),
+        )
 
 
 class _Draft:
@@ -220,7 +230,9 @@ class _Draft:
         )
 
     def _add_columns(self, places: Ints, shares: Floats | None = None) -> Ints:
-        """Add variables with the positions of their prices, and the shares of these that they pay."""
+        """Add variables with the positions of their prices, and the shares of these that they
+        pay.
+        """
         first = self.num_columns
         self.num_columns += len(places)
         self.prices.append(places)
@@ -282,8 +294,12 @@ class _Draft:
 
     def _sides(self, index: int) -> _Sides:
         edge, table = self.priced.graph.edges[index], self.priced.edges[index]
-        sources, source_places = _specs_left(self.kept[edge.source], table.source_index, len(table.sources))
-        targets, target_places = _specs_left(self.kept[edge.target], table.target_index, len(table.targets))
+        sources, source_places = _specs_left(
+            self.kept[edge.source], table.source_index, len(table.sources)
+        )
+        targets, target_places = _specs_left(
+            self.kept[edge.target], table.target_index, len(table.targets)
+        )
         finite = np.isfinite(table.seconds)
         if finite.shape != (len(sources), len(targets)):
             finite = finite[sources[:, None], targets]

@@ -1,4 +1,6 @@
-"""The least memory: the program without seconds, which minimises the largest use at a few moments."""
+"""The least memory: the program without seconds, which minimises the largest use at a few
+moments.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ class Program:
         groups = np.array([g for g in groups.tolist() if g not in self.excess], np.int64)
         first = self.groups.first[groups]
         cost = np.concatenate(self.cost)[first]
-        of_rows = [(row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows]
+        of_rows = [
+            (row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows
+        ]
         some = np.any([cost != 0, *(values != 0 for _, values in of_rows)], axis=0)
         groups, times = groups[some], self.groups.counts[groups[some]]
         if not len(groups):
@@ -91,7 +93,9 @@ class Program:
         self.excess.update(zip(groups.tolist(), excess.tolist(), strict=True))
         for row, values in of_rows:
             costly = np.flatnonzero(values[some])
-            self.add_entries(np.full(len(costly), row), excess[costly], (values[some] * times)[costly])
+            self.add_entries(
+                np.full(len(costly), row), excess[costly], (values[some] * times)[costly]
+            )
         first_row = self.add_rows(int(times.sum()), -np.inf, 0.0)
         self.add_entries(*self.groups.rows(groups, first_row, excess))
         return True
@@ -144,7 +148,12 @@ def build_program(
 
 
 def add_memory_row(
-    program: Program, choices: Choices, priced: Priced, model: MemoryModel, time: int, limit_bytes: float
+    program: Program,
+    choices: Choices,
+    priced: Priced,
+    model: MemoryModel,
+    time: int,
+    limit_bytes: float,
 ) -> None:
     """Add the row that keeps memory at one moment within the limit."""
     row = program.add_rows(1, -np.inf, 1.0)
@@ -184,9 +193,11 @@ def alive_bytes(choices: Choices, model: MemoryModel, time: int) -> tuple[float,
     return fixed, totals
 
 
-def conversion_columns(choices: Choices, priced: Priced, conversion: Conversion) -> tuple[Ints, Floats]:
-    """The columns that cause a conversion, with the bytes that each adds. Flows that share it add an
-    equal part each.
+def conversion_columns(
+    choices: Choices, priced: Priced, conversion: Conversion
+) -> tuple[Ints, Floats]:
+    """The columns that cause a conversion, with the bytes that each adds. Flows that share it add
+    an equal part each.
     """
     weights: dict[int, float] = {}
     for index, table in zip(conversion.edges, conversion.local_bytes, strict=True):
@@ -211,7 +222,11 @@ def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values:
     """Bytes over time under a solution that may mix choices."""
 
     def mixed(r: Resident, local: Floats) -> float:
-        return float(local[0] if r.node < 0 else values[choices.columns[r.node]] @ local[choices.allowed[r.node]])
+        return float(
+            local[0]
+            if r.node < 0
+            else values[choices.columns[r.node]] @ local[choices.allowed[r.node]]
+        )
 
     copies = []
     for conversion in model.conversions:
@@ -244,3 +259,16 @@ def is_mixed(choices: Choices, values: Floats) -> bool:
     """True if a solution mixes choices of a node."""
     x = values[: choices.num_integer]
     return bool(np.any(np.minimum(x, 1 - x) > MIXED))
+
+
+def exclude(program: Program, choices: Choices, picks: Ints) -> None:
+    """Forbid one combination of choices."""
+    chosen = [
+        columns[np.flatnonzero(kept == pick)]
+        for columns, kept, pick in zip(
+            choices.columns, choices.allowed, picks.tolist(), strict=True
+        )
+    ]
+    excluded = np.concatenate(chosen)
+    row = program.add_rows(1, -np.inf, float(len(picks) - 1))
+    program.add_entries(np.full(len(excluded), row), excluded, 1.0)

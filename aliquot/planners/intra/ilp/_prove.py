@@ -50,7 +50,10 @@ def rules_out(
         is_mixed = values[of_node] > MIXED
         # One branch for each mixed choice, the most likely to fail first, and one for all other
         # choices.
-        branches = [np.delete(of_node, k) for k in np.flatnonzero(is_mixed)[np.argsort(-values[of_node][is_mixed])]]
+        branches = [
+            np.delete(of_node, k)
+            for k in np.flatnonzero(is_mixed)[np.argsort(-values[of_node][is_mixed])]
+        ]
         if not is_mixed.all():
             branches.append(of_node[is_mixed])
         for excluded in branches:
@@ -62,7 +65,11 @@ def rules_out(
                 work += outcome.work
                 if outcome.status == LIMIT:
                     return False
-                if outcome.values is not None and outcome.bound_s < bound_s and not proved(outcome.values):
+                if (
+                    outcome.values is not None
+                    and outcome.bound_s < bound_s
+                    and not proved(outcome.values)
+                ):
                     return False
         return True
 
@@ -70,7 +77,9 @@ def rules_out(
     return ruled_out, _MOST_SOLVES - solves_left, work
 
 
-def _mixed_most(columns: Sequence[NDArray[np.int64]], use: Sequence[Sequence[Floats]], values: Floats) -> int | None:
+def _mixed_most(
+    columns: Sequence[NDArray[np.int64]], use: Sequence[Sequence[Floats]], values: Floats
+) -> int | None:
     """The node whose mixed choices differ most in memory; None if no node mixes choices."""
     best: tuple[float, int] | None = None
     for node, of_node in enumerate(columns):

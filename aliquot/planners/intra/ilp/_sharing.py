@@ -23,8 +23,8 @@ _UNPAID = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """Flows of several edges that share a conversion: `members[starts[g]:][:counts[g]]` are those of
-    group `g`, and `number` finds a group by its share and conversion.
+    """Flows of several edges that share a conversion: `members[starts[g]:][:counts[g]]` are those
+    of group `g`, and `number` finds a group by its share and conversion.
     """
 
     members: Ints
@@ -35,10 +35,14 @@ class Groups:
     @classmethod
     def of(cls, shared: Mapping[int, Mapping[tuple[Hashable, Hashable], Sequence[int]]]) -> Groups:
         """The groups of all shares, given the flows of each conversion."""
-        keys = [(share, key) for share, flows in shared.items() for key in flows if len(flows[key]) > 1]
+        keys = [
+            (share, key) for share, flows in shared.items() for key in flows if len(flows[key]) > 1
+        ]
         counts = np.array([len(shared[share][key]) for share, key in keys], np.int64)
         return cls(
-            members=np.array([column for share, key in keys for column in shared[share][key]], np.int64),
+            members=np.array(
+                [column for share, key in keys for column in shared[share][key]], np.int64
+            ),
             starts=np.cumsum(counts) - counts,
             counts=counts,
             number={key: number for number, key in enumerate(keys)},

@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import MemoryModel, Priced, evaluate, may_take_turns, memory_model, takes_turns, timeline
+from ....cost import (
+    MemoryModel,
+    Priced,
+    evaluate,
+    may_take_turns,
+    memory_model,
+    takes_turns,
+    timeline,
+)
 from .._base import AbstractSearch, IntraCosts, IntraSolution
 from ._affordable import affordable
 from ._highs import LIMIT, Outcome, Relaxation, nothing_solved, solve_integers
@@ -21,6 +29,7 @@ from ._program import (
     alive_bytes,
     build_program,
     decode,
+    exclude,
     is_mixed,
     least_timeline,
     mixed_timeline,
@@ -35,7 +44,8 @@ _CLOSE = 1e-3
 _NARROWED = "optimal if every deferrable product is deferred"
 # Rounds of memory rows; each solves the relaxation again, and the last ones raise the bound little.
 _MOST_ROUNDS = 30
-# Integer programs of one search: each new one has more rows, or excludes a solution that misses the limit by next to nothing.
+# Integer programs of one search: each new one has more rows, or excludes a solution that misses the
+# limit by next to nothing.
 _MOST_BRANCHINGS = 100
 # Programs with fewer rows are quick to search over all choices.
 _MANY_ROWS = 1500
@@ -162,7 +172,9 @@ class Search(AbstractSearch):
         these among them.
         """
         if self._least is None:
-            self._least = LeastPeak(self._within, self._open, self.limit_bytes, self._layouts, exactly=False)
+            self._least = LeastPeak(
+                self._within, self._open, self.limit_bytes, self._layouts, exactly=False
+            )
         for time in times:
             self._least.add(self._model(self._in_turn), time)
         self.num_solves += 1
@@ -202,7 +214,9 @@ class Search(AbstractSearch):
         assert self._picks is not None and self._values is not None
         picks, model = self._picks.copy(), self._model(self._in_turn)
         use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
-        for node, (columns, kept) in enumerate(zip(self._choices.columns, self._choices.allowed, strict=True)):
+        for node, (columns, kept) in enumerate(
+            zip(self._choices.columns, self._choices.allowed, strict=True)
+        ):
             mixed = np.flatnonzero(self._values[columns] > MIXED)
             if len(mixed) > 1 and use:
                 picks[node] = kept[mixed[np.argmin(sum(at[node][mixed] for at in use))]]
@@ -219,7 +233,10 @@ class Search(AbstractSearch):
             best = self._solution(self.least_memory(), LIMIT)
         rounds = 0
         while self.lower_bound_s < cutoff_s:
-            if best is not None and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s:
+            if (
+                best is not None
+                and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s
+            ):
                 return self._judged(best)
             ceiling = min(cutoff_s, best.step_time_s if best else np.inf)
             if not self._narrowed and self._nothing_below(ceiling):
@@ -255,7 +272,7 @@ class Search(AbstractSearch):
                 and not self._narrow(picks)
             ):
                 # It misses the limit by less than the solver's tolerance.
-                self._exclude(self._program, self._choices, picks)
+                exclude(self._program, self._choices, picks)
                 self._excluded.append(picks)
             self._tried = False
             if self._relax() is None:
@@ -278,7 +295,9 @@ class Search(AbstractSearch):
             if self._work.is_spent or self._relaxed.values is None:
                 break
             program, choices = self._restricted(self._taken, exactly=True)
-            outcome = self._solve_integers(program, choices, ceiling_s, _NEARBY_SHARE * self._work.left)
+            outcome = self._solve_integers(
+                program, choices, ceiling_s, _NEARBY_SHARE * self._work.left
+            )
             if outcome.values is None:
                 break
             picks = decode(choices, outcome.values)
@@ -294,7 +313,9 @@ class Search(AbstractSearch):
     def _is_large(self) -> bool:
         return len(self._program.lower) >= _MANY_ROWS
 
-    def _solve_integers(self, program: Program, choices: Choices, ceiling_s: float, work_limit: float) -> Outcome:
+    def _solve_integers(
+        self, program: Program, choices: Choices, ceiling_s: float, work_limit: float
+    ) -> Outcome:
         self.num_solves += 1
         outcome = solve_integers(
             program,
@@ -313,7 +334,9 @@ class Search(AbstractSearch):
             return False
         model = self._model(self._in_turn)
         use = [alive_bytes(self._choices, model, time)[1] for time in self._times]
-        ruled_out, solves, work = rules_out(self._relaxation, self._choices.columns, use, self._values, ceiling_s)
+        ruled_out, solves, work = rules_out(
+            self._relaxation, self._choices.columns, use, self._values, ceiling_s
+        )
         self.num_solves += solves
         self._work.left -= work
         return ruled_out
@@ -329,7 +352,9 @@ class Search(AbstractSearch):
 
     def _note_taken(self, values: Floats) -> None:
         """Remember the choices that a relaxation takes."""
-        for was_taken, columns, kept in zip(self._taken, self._choices.columns, self._choices.allowed, strict=True):
+        for was_taken, columns, kept in zip(
+            self._taken, self._choices.columns, self._choices.allowed, strict=True
+        ):
             was_taken[kept[values[columns] > MIXED]] = True
 
     def _judged(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
@@ -337,7 +362,11 @@ class Search(AbstractSearch):
         gap = solution.step_time_s - self.lower_bound_s
         if gap <= 1e-9 * self.lower_bound_s or (status == "infeasible" and not self._narrowed):
             status = "optimal"
-        elif self._narrowed and gap > self.relative_gap * self.lower_bound_s and status in ("optimal", "infeasible"):
+        elif (
+            self._narrowed
+            and gap > self.relative_gap * self.lower_bound_s
+            and status in ("optimal", "infeasible")
+        ):
             status = _NARROWED
         elif status in ("optimal", "infeasible"):
             status = "optimal within the gap"
@@ -352,16 +381,6 @@ class Search(AbstractSearch):
         self._in_turn, self._narrowed, self._times = False, True, []
         return self._add_rows(timeline(self._model(False), self.priced, picks))
 
-    def _exclude(self, program: Program, choices: Choices, picks: Ints) -> None:
-        """Forbid one combination of choices."""
-        chosen = [
-            columns[np.flatnonzero(kept == pick)]
-            for columns, kept, pick in zip(choices.columns, choices.allowed, picks.tolist(), strict=True)
-        ]
-        excluded = np.concatenate(chosen)
-        row = program.add_rows(1, -np.inf, float(len(picks) - 1))
-        program.add_entries(np.full(len(excluded), row), excluded, 1.0)
-
     def least_memory(self) -> Ints:
         """Choices of little memory, from the relaxation at a few moments."""
         least = LeastPeak(self.priced, self._allowed, self.limit_bytes)
@@ -369,7 +388,10 @@ class Search(AbstractSearch):
         use = timeline(self.model(first), self.priced, first)
         alone = alive_bytes(least.choices, self.model(first), int(np.argmax(use)))[1]
         picks = np.array(
-            [int(kept[np.argmin(sizes)]) for kept, sizes in zip(least.choices.allowed, alone, strict=True)]
+            [
+                int(kept[np.argmin(sizes)])
+                for kept, sizes in zip(least.choices.allowed, alone, strict=True)
+            ]
         )
         seen: set[int] = set()
         while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
@@ -377,7 +399,9 @@ class Search(AbstractSearch):
             least.add(self._model(self._in_turn), moment)
             self.num_solves += 1
             outcome = least.solve()
-            assert outcome.status != "infeasible", "some choice always exists when memory is unlimited"
+            assert outcome.status != "infeasible", (
+                "some choice always exists when memory is unlimited"
+            )
             if outcome.values is None:
                 break
             picks = decode(least.choices, outcome.values)
@@ -389,10 +413,14 @@ class Search(AbstractSearch):
         if peak > self.limit_bytes * (1 + 1e-9):
             return None
         costs = IntraCosts(step_time_s=evaluate(self.priced, picks).total_s, peak_bytes=peak)
-        return IntraSolution(picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status)
+        return IntraSolution(
+            picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status
+        )
 
     def _excess_of(self, groups: Mapping[tuple[int, Hashable], int]) -> Iterator[int]:
-        """The numbers, in another program over the same graph, of the groups whose excess this one has."""
+        """The numbers, in another program over the same graph, of the groups whose excess this one
+        has.
+        """
         for key, number in self._program.groups.number.items():
             if number in self._program.excess and key in groups:
                 yield groups[key]
@@ -418,13 +446,17 @@ class Search(AbstractSearch):
             return self._program, self._choices
         room = best_s - self._relaxed.bound_s
         allowed = []
-        for node, columns, kept in zip(self.priced.nodes, self._choices.columns, self._choices.allowed, strict=True):
+        for node, columns, kept in zip(
+            self.priced.nodes, self._choices.columns, self._choices.allowed, strict=True
+        ):
             mask = np.zeros(len(node.choices), bool)
             mask[kept[self._relaxed.reduced_costs[columns] <= room + 1e-12]] = True
             allowed.append(mask)
         return self._restricted(allowed)
 
-    def _restricted(self, allowed: Sequence[NDArray[np.bool_]], *, exactly: bool = False) -> tuple[Program, Choices]:
+    def _restricted(
+        self, allowed: Sequence[NDArray[np.bool_]], *, exactly: bool = False
+    ) -> tuple[Program, Choices]:
         """The program over some of the choices, with its memory rows, and with the excess of shared
         conversions as far as it was needed, or `exactly` with all of it.
         """
@@ -433,9 +465,11 @@ class Search(AbstractSearch):
         needed = range(len(groups)) if exactly else self._excess_of(groups)
         program.add_excess(np.array(list(needed), np.int64))
         for time in self._times:
-            add_memory_row(program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes)
+            add_memory_row(
+                program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes
+            )
         for picks in self._excluded:
-            self._exclude(program, choices, picks)
+            exclude(program, choices, picks)
         return program, choices
 
     def _add_rows(self, use: Floats) -> bool:
@@ -447,7 +481,9 @@ class Search(AbstractSearch):
         # The worst moment, and the worst of each other stretch that is over the limit.
         stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
         model = self._model(self._in_turn)
-        peaks = sorted((int(part[np.argmax(use[part])]) for part in stretches), key=lambda t: -use[t])
+        peaks = sorted(
+            (int(part[np.argmax(use[part])]) for part in stretches), key=lambda t: -use[t]
+        )
         for time in peaks[:3]:
             self._times.append(time)
             add_memory_row(self._program, self._choices, self.priced, model, time, self.limit_bytes)

@@ -1,0 +1,42 @@
+"""Names of layers, by the parameters that they use first."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+# Rows of a stacked parameter, as `split_scans` names them.
+_ROWS = re.compile(r"(.*?)(\[\d+:\d+\])$")
+
+
+def layer_names(
+    starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]
+) -> tuple[str, ...]:
+    """Layers by the parameters that they use first.
+
+    That is the rows of stacked ones, the numbered module with most of them, or what all have in
+    common.
+    """
+    seen: set[str] = set()
+    names = []
+    for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        new_paths = [p for used in users[a:b] for p in used if p not in seen]
+        seen.update(new_paths)
+        stacked: dict[str, list[str]] = {}
+        for m in map(_ROWS.match, new_paths):
+            if m:
+                stacked.setdefault(m.group(2), []).append(m.group(1))
+        numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in new_paths) if m)
+        if stacked:
+            rows = max(stacked, key=lambda r: len(stacked[r]))
+            common = os.path.commonprefix(stacked[rows]).rstrip(".[") + rows
+        else:
+            common = (
+                numbered.most_common(1)[0][0]
+                if numbered
+                else os.path.commonprefix(new_paths).rstrip(".[")
+            )
+        names.append(common or f"layer {number}")
+    return tuple(names)

@@ -1,0 +1,32 @@
+"""Disjoint sets of ordered members: union-find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+# Members are ordered: a node, or a node with one of its factors.
+T = TypeVar("T", int, tuple[int, int])
+
+
+class DisjointSets(Generic[T]):
+    """Disjoint sets, each known by its least member."""
+
+    def __init__(self) -> None:
+        self._parent: dict[T, T] = {}
+
+    def root(self, member: T) -> T:
+        """The set of a member."""
+        while (parent := self._parent.get(member, member)) != member:
+            member = parent
+        return member
+
+    def join(self, one: T, other: T) -> None:
+        """Make one set of two."""
+        low, high = sorted((self.root(one), self.root(other)))
+        self._parent[high] = low
+
+    def join_all(self, pairs: Iterable[tuple[T, T]]) -> None:
+        """Make one set of the sets of each pair."""
+        for one, other in pairs:
+            self.join(one, other)

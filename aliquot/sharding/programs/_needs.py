@@ -1,0 +1,182 @@
+"""Items of a step that run before, for each, and after all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...graph import Call, Literal, Operand, Phase, Role, any_effects, traits_of
+from .._dim_rule import dim_rule
+from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, phase_of
+
+
+@dataclass(slots=True)
+class Needs:
+    """Contents of the three graphs, found backwards from the step's outputs."""
+
+    plan: MicroBatchPlan
+    early: set[int] = field(default_factory=set)
+    crossing: set[int] = field(default_factory=set)
+    late_items: list[int | Call] = field(default_factory=list)
+    body_items: list[int | Call] = field(default_factory=list)
+    early_items: list[int | Call] = field(default_factory=list)
+    _late: set[int] = field(default_factory=set)
+    _given: set[int] = field(default_factory=set)
+    _again: dict[int, bool] = field(default_factory=dict)
+
+    def find(self) -> None:
+        whole = self.plan.whole
+        self._given = {item.value for item in whole.inputs} | whole.constants.keys()
+        items = whole.body.items
+        self._mark_again(items)
+        self._find_late(items)
+        self._find_body(items)
+        self.crossing -= self.early
+        self._find_early()
+
+    def _inputs(self, item: int | Call) -> tuple[Operand, ...]:
+        return item.inputs if isinstance(item, Call) else self.plan.whole.ops[item].inputs
+
+    def _outputs(self, item: int | Call) -> tuple[int, ...]:
+        outputs = item.outputs if isinstance(item, Call) else self.plan.whole.ops[item].outputs
+        return tuple(v for v in outputs if v >= 0)
+
+    def _is(self, item: int | Call, action: Action) -> bool:
+        if isinstance(item, Call):
+            calls = self.plan.early_calls if action is Action.EARLY else self.plan.late_calls
+            return item in calls
+        return self.plan.actions.get(item) is action
+
+    def _mark_again(self, items: Sequence[int | Call]) -> None:
+        """Mark the items that can run again from the step's inputs alone: they see no part of the
+        batch.
+        """
+        batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
+        known = {v: v not in batch for v in self._given}
+        for item in items:
+            again = not self._is(item, Action.EARLY) and not self._is(item, Action.LATE)
+            if again and isinstance(item, Call):
+                again = all(isinstance(i, Literal) or known[i] for i in item.inputs)
+            elif again and isinstance(item, int):
+                again = all(
+                    isinstance(i, Literal) or known[i] or self._converted_early(item, k)
+                    for k, i in enumerate(self.plan.whole.ops[item].inputs)
+                )
+            for out in self._outputs(item):
+                known[out] = again
+        self._again = known
+
+    def _converted_early(self, op: int, position: int) -> bool:
+        return self.plan.conversions.get((op, position)) is Conversion.EARLY
+
+    def _find_late(self, items: Sequence[int | Call]) -> None:
+        needed = {
+            o.value for o in self.plan.whole.outputs if isinstance(o.value, int)
+        } - self._given
+        for item in reversed(items):
+            outputs = [v for v in self._outputs(item) if v in needed]
+            if not outputs and not any_effects(item, self.plan.whole):
+                continue
+            if self._is(item, Action.EARLY):
+                self.early.update(outputs)
+            elif self._is(item, Action.LATE) or self._again[outputs[0]] or self._updates_once(item):
+                self.late_items.append(item)
+                for k, operand in enumerate(self._inputs(item)):
+                    if isinstance(operand, Literal):
+                        continue
+                    if isinstance(item, int) and self._converted_early(item, k):
+                        self.early.add(operand)
+                    elif operand not in self._given:
+                        needed.add(operand)
+            else:
+                self.crossing.update(outputs)
+        self.late_items.reverse()
+        self.early |= {v for v in self.crossing if self.plan.specs[v].kind is TimeKind.WHOLE}
+        self.crossing -= self.early
+
+    def _updates_once(self, item: int | Call) -> bool:
+        """Updates by gradients that are the same for all parts wait, as all others do."""
+        phase = (
+            phase_of(item, self.plan.whole)
+            if isinstance(item, Call)
+            else self.plan.whole.ops[item].phase
+        )
+        kinds = {
+            self.plan.specs[v].kind
+            for v in (*self._inputs(item), *self._outputs(item))
+            if isinstance(v, int)
+        }
+        return phase is Phase.UPDATE and kinds <= {TimeKind.EQUAL, TimeKind.LATE}
+
+    def _find_body(self, items: Sequence[int | Call]) -> None:
+        needed = set(self.crossing)
+        for item in reversed(items):
+            outputs = [v for v in self._outputs(item) if v in needed]
+            if not outputs:
+                continue
+            if self._is(item, Action.EARLY) or self._is_worth_once(item, outputs):
+                self.early.update(outputs)
+                continue
+            self.body_items.append(item)
+            for k, operand in enumerate(self._inputs(item)):
+                if isinstance(operand, Literal) or operand in self._given:
+                    continue
+                if isinstance(item, int) and self._converted_early(item, k):
+                    self.early.add(operand)
+                else:
+                    needed.add(operand)
+            if isinstance(item, Call):
+                self._look_inside(item)
+        self.body_items.reverse()
+
+    def _look_inside(self, call: Call) -> None:
+        """Early values that a body reads."""
+        for block in call.blocks:
+            for item in block.items:
+                if self._is(item, Action.EARLY):
+                    self.early.update(self._outputs(item))
+                elif isinstance(item, Call):
+                    self._look_inside(item)
+                else:
+                    for k, operand in enumerate(self._inputs(item)):
+                        if isinstance(operand, int) and self._converted_early(item, k):
+                            self.early.add(operand)
+
+    def _is_worth_once(self, item: int | Call, outputs: Sequence[int]) -> bool:
+        """True for products and loops that do not depend on the batch: they run once, and not again
+        for each part of it.
+        """
+        if not self._again[outputs[0]] or any(
+            self.plan.specs[v].kind is not TimeKind.EQUAL for v in outputs
+        ):
+            return False
+        if isinstance(item, Call):
+            return True
+        op = self.plan.whole.ops[item]
+        return traits_of(op.name).multiplies and dim_rule(op, self.plan.whole).contracts
+
+    def _find_early(self) -> None:
+        """Find the operators that run early. Remat regions are looked into, so that only the
+        operators that are needed run.
+        """
+        flat: list[int | Call] = []
+        alias: dict[int, int] = {}
+
+        def flatten(items: Iterable[int | Call]) -> None:
+            for item in items:
+                if isinstance(item, Call) and item.kind == "remat":
+                    flatten(item.blocks[0].items)
+                    for out, inner in zip(item.outputs, item.blocks[0].outputs, strict=True):
+                        if out >= 0 and isinstance(inner, int) and out != inner:
+                            alias[out] = inner
+                else:
+                    flat.append(item)
+
+        flatten(self.plan.whole.body.items)
+        needed = set(self.early)
+        for item in reversed(flat):
+            needed |= {alias[v] for v in needed & alias.keys()}
+            if any(v in needed for v in self._outputs(item)):
+                self.early_items.append(item)
+                needed.update(i for i in self._inputs(item) if isinstance(i, int))
+        self.early_items.reverse()
