@@ -109,13 +109,19 @@ def _bisect(
         return min(plans, key=lambda plan: plan.peak_bytes, default=None)
 
     best = under(math.inf)
-    low = 0.0
-    while best is not None and low < best.peak_bytes * (1 - _PRECISION):
-        middle = (low + best.peak_bytes) / 2
+    if best is None:
+        return None
+    low, high = 0.0, best.peak_bytes
+    while low < high * (1 - _PRECISION):
+        middle = (low + high) / 2
         smaller = under(middle)
         if smaller is None:
             low = middle
-        else:
+            continue
+        # Programs bound the memory of stages from above, so that the judge may find less than a
+        # program does, and more with a smaller limit than with a larger one.
+        high = min(middle, smaller.peak_bytes)
+        if smaller.peak_bytes < best.peak_bytes:
             best = smaller
     return best
 
