@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
-from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
+from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._methods import WholeProgram
 from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling, one_program_scope
 from ._pipeshard import PipeshardParallel
 from .intra import ILP, AbstractIntra
+
+# On more devices the search for stages takes minutes.
+_MOST_DEVICES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +26,9 @@ class Auto(AbstractMethod):
     Both searches keep to the limits of `intra` and of `StageDP`, which are amounts of work and not
     seconds: the same step has the same plan everywhere. Pipelines are not searched on one device,
     on a given mesh, or if one program takes no longer than the compute of the step alone, shared
-    evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched;
-    plans say which were not.
+    evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched, and
+    on more than 4,096 pipelines only if one program with the fewest micro-batches does not fit;
+    plans say what was not searched.
 
     Args:
         intra: finds the splits.
@@ -68,6 +72,10 @@ class Auto(AbstractMethod):
             1 - self.intra.relative_gap
         ) <= least_compute_s(problem):
             return self._as_auto(task, program)
+        if program is not None and task.cluster.num_devices > _MOST_DEVICES:
+            whole = self._whole(task, count, program)
+            left_out = _not_searched(least_compute_s(problem))
+            return replace(whole, candidates=(*whole.candidates, left_out))
         try:
             decision = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
         except (InfeasibleError, InputError, CaptureError) as refusal:
@@ -109,6 +117,18 @@ class Auto(AbstractMethod):
     def _as_auto(self, task: Task, decision: Decision) -> Decision:
         combine = decision.combine or task.combine(decision.num_micro_batches)
         return replace(decision, method="auto", combine=combine)
+
+
+def _not_searched(least_s: float) -> Candidate:
+    return Candidate(
+        name="pipelines",
+        mesh="",
+        lower_bound_s=least_s,
+        step_time_s=None,
+        outcome=(
+            f"not searched: more than {_MOST_DEVICES:,} devices; --method pipeshard searches them"
+        ),
+    )
 
 
 def _needs(error: InfeasibleError) -> float:

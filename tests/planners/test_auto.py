@@ -76,6 +76,14 @@ def test_pipelines_are_not_searched_where_one_program_is_all_compute(monkeypatch
     assert len(aq.plan(*STEP, cluster=CLUSTER).stages) == 1
 
 
+def test_plans_for_very_many_devices_say_that_pipelines_were_not_searched(monkeypatch):
+    no_pipelines(monkeypatch, AssertionError("pipelines were searched"))
+    monkeypatch.setattr("aliquot.planners._auto._MOST_DEVICES", 1)
+    plan = aq.plan(*deep(1024, 4096, 4), cluster=SLOW_LINKS)
+    assert len(plan.stages) == 1
+    assert any("not searched: more than" in c["outcome"] for c in plan.provenance.candidates)
+
+
 def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were_not(monkeypatch):
     for module in ("_counts", "_pipeshard"):
         monkeypatch.setattr(f"aliquot.planners.{module}.MANY_DEVICES", 1)
